@@ -1,0 +1,66 @@
+"""The geometry of rectangular, strided, padded grids: the one place that knows where queries and keys lie.
+
+Every attention here looks at a key through its offset `delta = key - query`, in steps of the key grid. Offsets
+split by axis (rows, then columns), and so do the quadratic position scores built on them: the softmax over an
+H x W grid is then the outer product of one softmax over H and one over W.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def output_size(size: int, kernel_size: int, stride: int, padding: int) -> int:
+    """Number of queries that a strided, padded convolution window places along an axis of `size` keys.
+
+    Raises: ValueError when the window does not fit.
+    """
+    if size + 2 * padding < kernel_size:
+        raise ValueError(
+            f"a map of {size} along one axis, padded by {padding}, is smaller than the {kernel_size}-wide window"
+        )
+    return (size + 2 * padding - kernel_size) // stride + 1
+
+
+def axis_offsets(
+    num_queries: int,
+    num_keys: int,
+    start: int = 0,
+    stride: int = 1,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Offsets key - query along one axis; query i stands on key position `start + i * stride`.
+
+    Shape: -> (num_queries, num_keys)
+    """
+    queries = start + stride * torch.arange(num_queries, device=device, dtype=dtype)
+    keys = torch.arange(num_keys, device=device, dtype=dtype)
+    return keys - queries[:, None]
+
+
+def window_centres(num_taps: int) -> Tensor:
+    """Offsets (row, column) of the taps of a square window, row-major like `conv.weight.flatten(2)`.
+
+    An even window has its centres on half steps: no tap then lies on exactly one key.
+
+    Shape: -> (num_taps, 2)
+    Raises: ValueError when num_taps is not a square.
+    """
+    size = math.isqrt(num_taps)
+    if size * size != num_taps:
+        raise ValueError(f"{num_taps} heads do not form a square window; use a square number of heads (1, 4, 9, 16, ...)")
+    steps = torch.arange(size, dtype=torch.float32) - (size - 1) / 2
+    return torch.cartesian_prod(steps, steps)  # (num_taps, 2)
+
+
+def distances(height: int, width: int, device: torch.device | None = None) -> Tensor:
+    """Euclidean distance between every query and key of one grid, in grid steps.
+
+    Shape: -> (H W, H W)
+    """
+    rows = axis_offsets(height, height, device=device)
+    columns = axis_offsets(width, width, device=device)
+    grid = torch.hypot(rows[:, None, :, None], columns[None, :, None, :])  # (H, W, H, W)
+    return grid.flatten(2).flatten(0, 1)  # (H W, H W)

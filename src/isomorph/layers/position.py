@@ -1,0 +1,79 @@
+"""Positional attention in closed form: an axis softmax for rows, one for columns, and their product.
+
+A position score that is quadratic in the offset, a dx^2 + b dx + a dy^2 + c dy, is a sum of a row and a column
+part, so softmax(scores) = rows (x) columns exactly. Applied axis by axis it costs O(N (H + W)) work and
+O(H^2 + W^2) memory instead of O(N^2); multiplied out (the Kronecker product) it is one matrix product, which is
+faster on very small grids. Neither depends on the image, so nothing here has a batch axis but the values.
+
+Letters: nh heads, Hq Wq query grid, H W key grid, hd head width, C channels.
+"""
+
+import torch
+from torch import Tensor
+
+
+def peaked_axis(offsets: Tensor, centre: Tensor, locality: Tensor) -> Tensor:
+    """Attention along one axis that peaks at `centre`: softmax(-locality (offset - centre)^2).
+
+    Shape: offsets (Nq, Nk), centre (nh,), locality (nh,) -> (nh, Nq, Nk)
+    Source: T-CNN eq. 4 (the constant locality * centre^2 drops out of the softmax)
+    """
+    squared = (offsets - centre[:, None, None]).square()
+    return torch.softmax(-locality[:, None, None] * squared, dim=-1)
+
+
+def quadratic_axis(offsets: Tensor, linear: Tensor, square: Tensor) -> Tensor:
+    """Attention along one axis with a free quadratic score: softmax(linear offset + square offset^2).
+
+    Shape: offsets (Nq, Nk), linear (nh,), square (nh,) -> (nh, Nq, Nk)
+    Source: ConViT eq. 4 with r = (dx, dy, dx^2 + dy^2)
+    """
+    return torch.softmax(linear[:, None, None] * offsets + square[:, None, None] * offsets.square(), dim=-1)
+
+
+def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
+    """The full map of two axis maps.
+
+    Shape: rows (nh, Hq, H), columns (nh, Wq, W) -> (nh, Hq Wq, H W)
+    """
+    grid = rows[:, :, None, :, None] * columns[:, None, :, None, :]  # (nh, Hq, Wq, H, W)
+    return grid.flatten(3).flatten(1, 2)  # (nh, Hq Wq, H W)
+
+
+def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Positional attention over values that differ by head, one axis after the other.
+
+    Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)
+    """
+    nh, Hq, H = rows.shape
+    Wq, W = columns.shape[1:]
+    B, _, _, hd = values.shape
+    by_row = values.view(B, H, W, nh, hd).permute(3, 1, 2, 0, 4).reshape(nh, H, W * B * hd)
+    mixed = torch.bmm(rows, by_row).view(nh * Hq, W, B * hd)
+    spread = columns[:, None].expand(nh, Hq, Wq, W).reshape(nh * Hq, Wq, W)
+    out = torch.bmm(spread, mixed).view(nh, Hq * Wq, B, hd)
+    return out.permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
+
+
+def attend_dense(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Positional attention over values that differ by head, through the Kronecker product.
+
+    Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)
+    """
+    B, N, nh, hd = values.shape
+    by_head = values.permute(2, 1, 0, 3).reshape(nh, N, B * hd)
+    out = torch.bmm(kronecker(rows, columns), by_head)  # (nh, Hq Wq, B hd)
+    return out.view(nh, -1, B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
+
+
+def attend_shared(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Positional attention of every head over the same values, one axis after the other.
+
+    Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, C) -> (B, nh, Hq Wq, C)
+    """
+    nh, Hq, H = rows.shape
+    Wq, W = columns.shape[1:]
+    B, _, C = values.shape
+    by_row = rows.reshape(nh * Hq, H) @ values.reshape(B, H, W * C)  # (B, nh Hq, W C)
+    out = columns[:, None] @ by_row.view(B, nh, Hq, W, C)  # (B, nh, Hq, Wq, C)
+    return out.view(B, nh, Hq * Wq, C)

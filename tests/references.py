@@ -1,0 +1,76 @@
+"""Slow, obvious forms of the layers, written from the papers' formulas: what the fast forms must equal."""
+
+import torch
+import torch.nn.functional as F
+
+
+def position_softmax(queries, keys, score):
+    """softmax over keys of score(dy, dx), one query at a time. queries, keys: lists of (row, column)."""
+    maps = []
+    for qy, qx in queries:
+        scores = torch.stack([score(ky - qy, kx - qx) for ky, kx in keys])  # (Nk, nh)
+        maps.append(torch.softmax(scores, dim=0))
+    return torch.stack(maps).permute(2, 0, 1)  # (nh, Nq, Nk)
+
+
+def gpsa(layer, x, grid_size):
+    """ConViT eq. 7 on the dense map, head by head."""
+    H, W = grid_size
+    cells = [(r, c) for r in range(H) for c in range(W)]
+    v_pos = layer.position
+
+    def score(dy, dx):
+        return v_pos[:, 0] * dx + v_pos[:, 1] * dy + v_pos[:, 2] * (dx**2 + dy**2)
+
+    position = position_softmax(cells, cells, score)
+    q, k = layer.qk(x).chunk(2, dim=-1)
+    v = layer.v(x)
+    hd = x.shape[-1] // layer.num_heads
+    heads = []
+    for h in range(layer.num_heads):
+        part = slice(h * hd, (h + 1) * hd)
+        content = torch.softmax(q[..., part] @ k[..., part].transpose(1, 2) / hd**0.5, dim=-1)
+        s = torch.sigmoid(layer.gate[h])
+        attention = (1 - s) * content + s * position[h]
+        attention = attention / attention.sum(-1, keepdim=True)
+        heads.append(attention @ v[..., part])
+    return layer.proj(torch.cat(heads, dim=-1))
+
+
+def gpsa2d_attention(layer, x):
+    """T-CNN eq. 7 on an explicitly padded map, head by head. -> (B, nh, Nq, Nk)"""
+    k, (sh, sw), (ph, pw) = layer.kernel_size, layer.stride, layer.padding
+    padded = F.pad(x, (pw, pw, ph, ph))
+    H, W = padded.shape[-2:]
+    keys = [(r, c) for r in range(H) for c in range(W)]
+    queries = [(r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)]
+    alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
+
+    def score(dy, dx):
+        delta_1, delta_2 = layer.centre.unbind(1)
+        return -alpha * (dy**2 + dx**2 - 2 * delta_1 * dy - 2 * delta_2 * dx)
+
+    position = position_softmax(queries, keys, score)
+    tokens = padded.flatten(2).transpose(1, 2)
+    standing = torch.stack([padded[:, :, r, c] for r, c in queries], dim=1)
+    nh = layer.num_heads
+    width = -(-layer.in_channels // nh)
+    maps = []
+    for h in range(nh):
+        rows = slice(h, None, nh)
+        q, key = standing @ layer.query.weight[rows].T, tokens @ layer.key.weight[rows].T
+        content = torch.softmax(q @ key.transpose(1, 2) / width**0.5, dim=-1)
+        s = torch.sigmoid(layer.gate[h])
+        maps.append((1 - s) * content + s * position[h])
+    return torch.stack(maps, dim=1)
+
+
+def gpsa2d(layer, x):
+    """T-CNN eq. 2: the sum over heads of A_h X W_val W_out^h."""
+    ph, pw = layer.padding
+    values = F.pad(x, (pw, pw, ph, ph)).flatten(2).transpose(1, 2) @ layer.value.weight.T
+    taps = layer.weight.flatten(2)  # (C_out, C, nh)
+    out = sum(a @ values @ taps[:, :, h].T for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1)))
+    if layer.bias is not None:
+        out = out + layer.bias
+    return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
