@@ -1,0 +1,245 @@
+"""The CIFAR ResNets of He et al. (2015, section 4.2): three stages of 16, 32 and 64 channels, parameter-free shortcuts.
+
+Input 32 x 32 (any rectangle works), stages at 1/1, 1/2 and 1/4 of it, 6 n + 2 layers with n blocks a stage. Keys are
+those of the public CIFAR-10 weights (`conv1`, `bn1`, `layer{1,2,3}.{i}.{conv1,bn1,conv2,bn2}`, `linear`).
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+BLOCKS = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
+"""Blocks in each stage."""
+
+PUBLIC_FILES = {"cifar_resnet20": "resnet20-12fca82f.th", "cifar_resnet44": "resnet44-014dd654.th"}
+PUBLIC_FILES |= {"cifar_resnet32": "resnet32-d509ac18.th", "cifar_resnet56": "resnet56-4bfd9763.th"}
+PUBLIC_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
+
+
+class CifarBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut; where the shape changes the shortcut subsamples and pads zero channels.
+
+    Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))
+    Source: He et al., option A
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int = 1, drop_path: float = 0.0) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out_channels)
+        self.act1 = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out_channels)
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+        self.act2 = nn.ReLU(inplace=True)
+        self.stride, self.new_channels = stride, out_channels - in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.act1(self.bn1(self.conv1(x)))
+        y = self.drop_path(self.bn2(self.conv2(y)))
+        return self.act2(y + self.shortcut(x))
+
+    def shortcut(self, x: Tensor) -> Tensor:
+        """Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))"""
+        before, after = self.new_channels // 2, self.new_channels - self.new_channels // 2
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, after))
+
+
+class CifarResNet(nn.Module):
+    """Residual network for small images, a full timm citizen.
+
+    Shape: x (B, in_chans, H, W) -> (B, num_classes)
+    Source: He et al. (2015), section 4.2
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.num_classes, self.in_chans, self.drop_rate = num_classes, in_chans, drop_rate
+        self.grad_checkpointing = False
+        self.num_features = self.head_hidden_size = 64
+        self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.act1 = nn.ReLU(inplace=True)
+        rates = calculate_drop_path_rates(drop_path_rate, [blocks] * 3, stagewise=True)
+        self.layer1 = stage(16, 16, 1, rates[0])
+        self.layer2 = stage(16, 32, 2, rates[1])
+        self.layer3 = stage(32, 64, 2, rates[2])
+        self.feature_info = [dict(num_chs=16, reduction=1, module="act1")]
+        self.feature_info += [dict(num_chs=16 << i, reduction=1 << i, module=f"layer{i + 1}") for i in range(3)]
+        self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=global_pool)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def stages(self) -> list[nn.Sequential]:
+        return [self.layer1, self.layer2, self.layer3]
+
+    def stem(self, x: Tensor) -> Tensor:
+        """Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
+        return self.act1(self.bn1(self.conv1(x)))
+
+    def run_stage(self, layer: nn.Sequential, x: Tensor) -> Tensor:
+        """One stage, with its activations recomputed in the backward pass when checkpointing is on."""
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            return checkpoint_seq(layer, x)
+        return layer(x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Shape: x (B, in_chans, H, W) -> (B, 64, ceil(H / 4), ceil(W / 4))"""
+        x = self.stem(x)
+        for layer in self.stages():
+            x = self.run_stage(layer, x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Shape: x (B, 64, H, W) -> (B, num_classes)"""
+        x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
+        return x if pre_logits else self.linear(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The last features and those after the stem and each stage (indices 0 to 3), as timm's models give them."""
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW'")
+        take, last = feature_take_indices(4, indices)
+        x = self.stem(x)
+        taken = [x] if 0 in take else []
+        for i, layer in enumerate(self.stages()[:last] if stop_early else self.stages(), start=1):
+            x = self.run_stage(layer, x)
+            taken += [x] if i in take else []
+        return taken if intermediates_only else (x, taken)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
+        take, last = feature_take_indices(4, indices)
+        for i in range(last, 3):
+            setattr(self, f"layer{i + 1}", nn.Sequential())
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        return self.linear
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new, untrained classifier; 0 classes give the pooled features."""
+        old = next(self.conv1.parameters())
+        self.num_classes = num_classes
+        pool = self.global_pool.pool_type if global_pool is None else global_pool
+        self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, device=old.device, dtype=old.dtype)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Parameter groups for layer decay: the stem, then stages or blocks."""
+        return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")
+
+
+def stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
+    """Blocks of one width; the first one changes the shape."""
+    first = CifarBlock(in_channels, out_channels, stride, rates[0])
+    return nn.Sequential(first, *(CifarBlock(out_channels, out_channels, drop_path=rate) for rate in rates[1:]))
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Public checkpoints as they come: a `state_dict` inside, a `module.` prefix, no batch counters."""
+    state = state_dict.get("state_dict", state_dict)
+    state = {name.removeprefix("module."): tensor for name, tensor in state.items()}  # type: ignore[union-attr]
+    counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")}
+    return {**counters, **state}
+
+
+def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
+    """Where the public weights of an architecture are and what they expect (ImageNet's mean and std, not CIFAR's)."""
+    return {
+        "url": f"{PUBLIC_FOLDER}/{PUBLIC_FILES[name]}",
+        "num_classes": 10,
+        "input_size": (3, 32, 32),
+        "pool_size": (8, 8),
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "conv1",
+        "classifier": "linear",
+        "fixed_input_size": False,
+        "license": "bsd-2-clause",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in BLOCKS})
+
+
+def local_weights(base: str) -> dict[str, Any]:
+    """The safetensors file of an architecture in $ISOMORPH_DATA/weights, where there is one, as a pretrained_cfg entry."""
+    path = Path(os.environ.get("ISOMORPH_DATA", "")) / "weights" / f"{base.replace('cifar_', 'cifar10_')}.safetensors"
+    return {"file": str(path)} if "ISOMORPH_DATA" in os.environ and path.is_file() else {}
+
+
+def create_cifar_resnet(
+    variant: str, base: str, model_class: type[CifarResNet], pretrained: bool, **kwargs: Any
+) -> CifarResNet:
+    """Builds a variant through timm; `base` names the blocks and the weights."""
+    return build_model_with_cfg(
+        model_class,
+        variant,
+        pretrained,
+        pretrained_cfg_overlay={**local_weights(base), **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
+        pretrained_filter_fn=kwargs.pop("filter_fn", checkpoint_filter_fn),
+        feature_cfg=dict(out_indices=(0, 1, 2, 3)),
+        blocks=BLOCKS[base],
+        **kwargs,
+    )
+
+
+@register_model
+def cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
+    """269,722 parameters; public CIFAR-10 weights."""
+    return create_cifar_resnet("cifar_resnet20", "cifar_resnet20", CifarResNet, pretrained, **kwargs)
+
+
+@register_model
+def cifar_resnet32(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
+    """464,154 parameters; public CIFAR-10 weights."""
+    return create_cifar_resnet("cifar_resnet32", "cifar_resnet32", CifarResNet, pretrained, **kwargs)
+
+
+@register_model
+def cifar_resnet44(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
+    """658,586 parameters; public CIFAR-10 weights."""
+    return create_cifar_resnet("cifar_resnet44", "cifar_resnet44", CifarResNet, pretrained, **kwargs)
+
+
+@register_model
+def cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
+    """853,018 parameters; public CIFAR-10 weights."""
+    return create_cifar_resnet("cifar_resnet56", "cifar_resnet56", CifarResNet, pretrained, **kwargs)

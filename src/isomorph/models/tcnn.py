@@ -1,0 +1,189 @@
+"""Transformed CNNs: ResNets whose last stage looks with gated positional self-attention, born from the CNN's weights.
+
+A T-ResNet is a named surgery on timm's ResNet: `Unstride` on layer4 (as in BoTNet; it changes the function), then
+`ConvToGPSA` on conv2 of every block (it does not, with init="exact"). A T-CIFAR-ResNet recasts every convolution of
+layer3 at its own stride. `pretrained=True` loads the CNN's weights; `init`, `locality` and `gate` are ConvToGPSA's.
+"""
+
+from functools import partial
+from typing import Any
+
+import timm
+from timm.layers import get_attn
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.resnet import Bottleneck, ResNet
+from torch import Tensor, nn
+
+from isomorph.layers import GPSA2d
+from isomorph.layers.decay import undecayed
+from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, checkpoint_filter_fn, create_cifar_resnet
+from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
+
+RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
+RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
+D = dict(stem_width=32, stem_type="deep", avg_down=True)
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "t_resnetrs50": ("resnetrs50", dict(layers=(3, 4, 6, 3), **RS), 224),
+    "t_resnetrs101": ("resnetrs101", dict(layers=(3, 4, 23, 3), **RS), 224),
+    "t_resnetrs152": ("resnetrs152", dict(layers=(3, 8, 36, 3), **RS), 320),
+    "t_resnetrs200": ("resnetrs200", dict(layers=(3, 24, 36, 3), **RS), 320),
+    "t_resnetrs270": ("resnetrs270", dict(layers=(4, 29, 53, 4), **RS), 320),
+    "t_resnetrs350": ("resnetrs350", dict(layers=(4, 36, 72, 4), **RS), 320),
+    "t_resnet50d": ("resnet50d", dict(layers=(3, 4, 6, 3), **D), 320),
+    "t_resnet101d": ("resnet101d", dict(layers=(3, 4, 23, 3), **D), 384),
+    "t_resnet152d": ("resnet152d", dict(layers=(3, 8, 36, 3), **D), 384),
+    "t_resnet200d": ("resnet200d", dict(layers=(3, 24, 36, 3), **D), 384),
+}
+"""Name: timm backbone, its arguments, fine-tuning resolution (T-CNN Table 1 and Table 5)."""
+
+
+class TransformedMixin:
+    """What a network needs once its convolutions are attention."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Centres, localities and gates of its attention layers."""
+        return undecayed(self)  # type: ignore[arg-type]
+
+    def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
+        """Rebuilds the network's own convolutions, in place: it is being born."""
+        replay(self, Edit(rule, tuple(targets(self, rule, where))))  # type: ignore[arg-type]
+
+
+class TResNet(TransformedMixin, ResNet):
+    """ResNet with an unstrided last stage and GPSA2d for conv2 of its blocks.
+
+    Shape: x (B, in_chans, H, W) -> (B, num_classes)
+    Source: T-CNN section 2, "Architectural details"
+    """
+
+    def __init__(
+        self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(block=Bottleneck, **kwargs)
+        replay(self, Edit(Unstride(), ("layer4",)))
+        self.feature_info[-1]["reduction"] //= 2
+        self.recast_convs("layer4.*.conv2", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
+
+
+class TCifarResNet(TransformedMixin, CifarResNet):
+    """CIFAR ResNet with GPSA2d for every convolution of layer3, each at its own stride.
+
+    Shape: x (B, in_chans, H, W) -> (B, num_classes)
+    """
+
+    def __init__(
+        self, init: str = "paper", locality: float | None = None, gate: float | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.recast_convs("layer3.*.conv?", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
+
+
+def grow_state(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
+    born = {
+        f"{name}.{key}": tensor
+        for name, module in model.named_modules()
+        if isinstance(module, GPSA2d)
+        for key, tensor in module.state_dict().items()
+        if key not in ("weight", "bias")
+    }
+    return {**born, **state_dict}
+
+
+def grow_cifar_state(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    return grow_state(checkpoint_filter_fn(state_dict, model), model)
+
+
+def backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
+    """timm's own pretrained entry of the backbone, at the paper's fine-tuning resolution."""
+    cfg = timm.models.get_pretrained_cfg(base).to_dict()
+    for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
+        cfg.pop(key, None)
+    return {**cfg, "input_size": (3, resolution, resolution), "pool_size": (resolution // 16, resolution // 16)}
+
+
+default_cfgs = generate_default_cfgs(
+    {f"{name}.cnn_in1k": backbone_cfg(base, resolution) for name, (base, _, resolution) in VARIANTS.items()}
+    | {f"t_{base}.cnn_cifar10": cifar_cfg(base) for base in ("cifar_resnet20", "cifar_resnet56")}
+)
+
+
+def create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
+    """Builds a variant through timm, with the backbone's weights when pretrained."""
+    arguments = {**VARIANTS[variant][1], **kwargs}
+    return build_model_with_cfg(TResNet, variant, pretrained, pretrained_filter_fn=grow_state, **arguments)
+
+
+@register_model
+def t_resnetrs50(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet50-RS: 38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)."""
+    return create_tresnet("t_resnetrs50", pretrained, **kwargs)
+
+
+@register_model
+def t_resnetrs101(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet101-RS: 66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)."""
+    return create_tresnet("t_resnetrs101", pretrained, **kwargs)
+
+
+@register_model
+def t_resnetrs152(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet152-RS: 89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)."""
+    return create_tresnet("t_resnetrs152", pretrained, **kwargs)
+
+
+@register_model
+def t_resnetrs200(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet200-RS: 96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)."""
+    return create_tresnet("t_resnetrs200", pretrained, **kwargs)
+
+
+@register_model
+def t_resnetrs270(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet270-RS: 133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)."""
+    return create_tresnet("t_resnetrs270", pretrained, **kwargs)
+
+
+@register_model
+def t_resnetrs350(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet350-RS: 167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)."""
+    return create_tresnet("t_resnetrs350", pretrained, **kwargs)
+
+
+@register_model
+def t_resnet50d(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet50-D: 81.6 top-1 at 320 (T-CNN Table 5)."""
+    return create_tresnet("t_resnet50d", pretrained, **kwargs)
+
+
+@register_model
+def t_resnet101d(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet101-D: 83.1 top-1 at 384 (T-CNN Table 5)."""
+    return create_tresnet("t_resnet101d", pretrained, **kwargs)
+
+
+@register_model
+def t_resnet152d(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet152-D: 83.8 top-1 at 384 (T-CNN Table 5)."""
+    return create_tresnet("t_resnet152d", pretrained, **kwargs)
+
+
+@register_model
+def t_resnet200d(pretrained: bool = False, **kwargs: Any) -> TResNet:
+    """T-ResNet200-D: 83.9 top-1 at 384 (T-CNN Table 5)."""
+    return create_tresnet("t_resnet200d", pretrained, **kwargs)
+
+
+@register_model
+def t_cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
+    """cifar_resnet20 with the six convolutions of layer3 as attention."""
+    kwargs["filter_fn"] = grow_cifar_state
+    return create_cifar_resnet("t_cifar_resnet20", "cifar_resnet20", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]
+
+
+@register_model
+def t_cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
+    """cifar_resnet56 with the eighteen convolutions of layer3 as attention."""
+    kwargs["filter_fn"] = grow_cifar_state
+    return create_cifar_resnet("t_cifar_resnet56", "cifar_resnet56", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]

@@ -1,0 +1,28 @@
+"""Surgery: model in, new model out, function kept."""
+
+from isomorph.surgery.anneal import Anneal
+from isomorph.surgery.fuse import fuse
+from isomorph.surgery.recast import Edit, Rule, edits, recast, replay, targets
+from isomorph.surgery.rules import ConvToGPSA
+from isomorph.surgery.unstride import Unstride, unstride
+from isomorph.surgery.verify import Report, verify
+
+RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (ConvToGPSA, Unstride)}
+"""Rules by name, as checkpoints and recipes store them."""
+
+__all__ = [
+    "RULES",
+    "Anneal",
+    "ConvToGPSA",
+    "Edit",
+    "Report",
+    "Rule",
+    "Unstride",
+    "edits",
+    "fuse",
+    "recast",
+    "replay",
+    "targets",
+    "unstride",
+    "verify",
+]

@@ -1,0 +1,55 @@
+"""The dial between two inits: a schedule that carries localities and gates from `exact` to `paper` over given steps.
+
+A T-CNN born exact keeps the CNN's accuracy but has nothing to learn with; one born on the verge of locality has to
+win the accuracy back. Annealing opens the layers while the rest of the network follows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.layers import GPSA2d
+from isomorph.surgery.rules import dials
+
+
+@dataclass(frozen=True)
+class Anneal:
+    """Moves every GPSA2d from one (locality, gate) to another in `steps` steps, then leaves them to training.
+
+    Locality moves geometrically (a constant factor a step: its effect is exponential), the gate's logit linearly.
+    """
+
+    steps: int
+    start: tuple[float, float] = dials("exact", None, None)
+    stop: tuple[float, float] = dials("paper", None, None)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"anneal steps {self.steps} must be at least 1")
+        if min(self.start[0], self.stop[0]) <= 0:
+            raise UserError("both localities of an anneal must be above 0")
+
+    def at(self, step: int) -> tuple[float, float]:
+        """(locality, gate) at a step; step `steps` and later give `stop`."""
+        t = min(max(step / self.steps, 0.0), 1.0)
+        (locality_0, gate_0), (locality_1, gate_1) = self.start, self.stop
+        return locality_0 * (locality_1 / locality_0) ** t, gate_0 + t * (gate_1 - gate_0)
+
+    def apply(self, model: nn.Module, step: int) -> None:
+        """Sets the dials for a step; after `steps` they belong to the optimiser and nothing is touched."""
+        if step <= self.steps:
+            for layer in gpsa_layers(model):
+                layer.set_dials(*self.at(step))
+
+
+def gpsa_layers(model: nn.Module) -> Sequence[GPSA2d]:
+    """Every GPSA2d of a model.
+
+    Raises: UserError when there is none.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GPSA2d)]
+    if not layers:
+        raise UserError("the model has no GPSA2d layer to anneal; recast it with ConvToGPSA first")
+    return layers

@@ -1,0 +1,32 @@
+"""The way back: every layer that knows its fused form gives it, and the model computes what it computed."""
+
+import copy
+
+from torch import nn
+
+from isomorph.errors import UserError
+
+
+def fuse(model: nn.Module) -> nn.Module:
+    """A copy of the model in which every module with a `fuse()` is replaced by its result, children first, root included.
+
+    `fuse()` on a layer returns a new module and needs no rule, so it works on any checkpoint; a layer whose way back
+    holds only under a condition has a named method instead (`GPSA2d.to_conv()`) and is left alone here.
+
+    Raises: UserError in train mode: BatchNorm would fuse the statistics of one batch.
+    """
+    training = next((name for name, module in model.named_modules() if module.training), None)
+    if training is not None:
+        raise UserError(f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first")
+    return fuse_children(copy.deepcopy(model), {})
+
+
+def fuse_children(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """Post-order walk; `done` keeps a module used in several places one module."""
+    if module in done:
+        return done[module]
+    for name, child in list(module.named_children()):
+        setattr(module, name, fuse_children(child, done))
+    fused = module.fuse() if callable(getattr(module, "fuse", None)) else module  # type: ignore[operator]
+    done[module] = fused
+    return fused

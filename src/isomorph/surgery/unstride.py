@@ -1,0 +1,45 @@
+"""The one step of a T-ResNet that changes the function: the last stage keeps its input's resolution (as in BoTNet).
+
+It is kept apart from `recast`, which changes nothing: measure the CNN, the unstrided CNN and the T-CNN one by one.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from isomorph.surgery.recast import Edit, Where, replay, targets
+
+
+@dataclass(frozen=True)
+class Unstride:
+    """A stage with every convolution and average pool at stride 1; a pool that only down-sampled becomes nothing."""
+
+    atol: ClassVar[float] = float("inf")
+    kind: ClassVar[type[nn.Module]] = nn.Module
+
+    def accepts(self, module: nn.Module) -> bool:
+        return any(strided(part) for part in module.modules())
+
+    def build(self, module: nn.Module) -> nn.Module:
+        stage = copy.deepcopy(module)
+        for name, part in list(stage.named_modules()):
+            if isinstance(part, nn.Conv2d) and strided(part):
+                part.stride = (1, 1)
+            elif strided(part):
+                stage.set_submodule(name, nn.Identity())
+        return stage
+
+
+def strided(module: nn.Module) -> bool:
+    """Whether the module is a convolution or an average pool that reduces resolution."""
+    return isinstance(module, nn.Conv2d | nn.AvgPool2d) and module.stride not in (1, (1, 1))
+
+
+def unstride(model: nn.Module, where: Where) -> nn.Module:
+    """A copy of the model in which the stages that `where` selects keep their input's resolution; the weights stay.
+
+    Raises: UserError when `where` matches nothing, or a stage without a stride.
+    """
+    return replay(copy.deepcopy(model), Edit(Unstride(), tuple(targets(model, Unstride(), where))))
