@@ -1,0 +1,6 @@
+"""(model, loader) -> numbers."""
+
+from isomorph.evaluation.accuracy import evaluate
+from isomorph.evaluation.cost import count_macs, count_parameters, throughput
+
+__all__ = ["count_macs", "count_parameters", "evaluate", "throughput"]
