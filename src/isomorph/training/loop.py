@@ -1,0 +1,229 @@
+"""The one training loop: epochs of steps, an evaluation and a checkpoint after each, resumed from the last one."""
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from timm.scheduler.scheduler import Scheduler
+from timm.task import ClassificationTask
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from isomorph.errors import UserError
+from isomorph.evaluation import evaluate
+from isomorph.training.build import base_arguments, build_loaders, build_model, open_sources
+from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
+from isomorph.training.objectives import build_mixup, classification
+from isomorph.training.optim import build_optimizer, build_scheduler
+from isomorph.training.recipe import Recipe
+from isomorph.training.runtime import Runtime, open_runtime, seed_everything
+
+CHECK_EVERY = 10
+"""Steps between two looks at the loss: each look waits for the device."""
+
+
+class Diverged(UserError):
+    """The loss is no longer finite; the last checkpoint is as it was."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run leaves: its model (averaged weights where there are any), last metrics, and folder."""
+
+    model: nn.Module
+    metrics: dict[str, float]
+    folder: Path
+
+
+@dataclass
+class Run:
+    """The moving parts of a run."""
+
+    recipe: Recipe
+    runtime: Runtime
+    task: ClassificationTask
+    optimizer: Optimizer
+    scheduler: Scheduler
+    train: DataLoader[Any]
+    test: DataLoader[Any]
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """What is evaluated and kept: the averaged weights where there are any."""
+        if self.task.has_ema():
+            return self.task.get_trainable_module(ema=True).module  # type: ignore[union-attr]
+        return self.task.get_trainable_module()  # type: ignore[return-value]
+
+    def state(self, epoch: int, metrics: dict[str, float], best: float) -> dict[str, Any]:
+        """All that the rest of the run depends on, after `epoch` complete epochs."""
+        return {
+            "epoch": epoch,
+            "metrics": metrics,
+            "best": best,
+            "recipe": json.loads(identity(self.recipe)),
+            "task": self.task.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+
+def identity(recipe: Recipe) -> str:
+    """The recipe without what may change between a run and its resumption."""
+    free = {"out": True, "device": True, "source": True, "expected": True, "data": {"workers", "root"}}
+    return recipe.model_dump_json(exclude=free)  # type: ignore[arg-type]
+
+
+def open_run(recipe: Recipe) -> Run:
+    """Builds every part of a run from its recipe, before anything is written."""
+    runtime = open_runtime(recipe.device, recipe.amp == "bf16")
+    train, test = open_sources(recipe)
+    seed_everything(recipe.seed)
+    model = build_model(recipe.model, len(train.classes), recipe.drop_path).to(runtime.device)
+    training, testing = build_loaders(recipe, model, train, test)
+    if not len(training):
+        raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
+    if getattr(model, "num_classes", len(train.classes)) < len(train.classes):
+        raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
+    task = classification(model, recipe.augment, runtime.device)
+    if recipe.ema:
+        task.setup_ema(decay=recipe.ema)
+    optimizer = build_optimizer(model, recipe.optim)
+    scheduler = build_scheduler(optimizer, recipe.optim, recipe.epochs, len(training))
+    return Run(recipe, runtime, task, optimizer, scheduler, training, testing)
+
+
+def train(recipe: Recipe, show: bool = True) -> Result:
+    """Trains as the recipe says, in its folder; resumes by itself from the last complete checkpoint there.
+
+    Leaves `model.safetensors` (for `iso.load`), `best.safetensors`, `last.pt` (to resume), `log.jsonl`, `recipe.json`.
+
+    Raises: UserError when something is missing or does not fit, or the folder holds another run; Diverged when the
+    loss is not finite, with the last checkpoint kept.
+    """
+    run = open_run(recipe)
+    folder, console = recipe.folder, Console(quiet=not show)
+    first, metrics, best = resume(run, folder)
+    write_atomically(folder / "recipe.json", lambda file: file.write_text(recipe.model_dump_json(indent=2)))
+    trim_log(folder / "log.jsonl", first)
+    if first:
+        console.print(f"{recipe.name}: resuming after epoch {first} of {recipe.epochs}")
+    for epoch in range(first, recipe.epochs):
+        start = time.perf_counter()
+        seed_everything(recipe.seed, epoch + 1)
+        with progress(console, f"epoch {epoch + 1}/{recipe.epochs}", len(run.train)) as advance:
+            loss = train_epoch(run, epoch, advance)
+        metrics = {"loss": loss, **evaluate(run.eval_model, run.test)}
+        if metrics["top1"] > best:
+            best = metrics["top1"]
+            keep(run, folder / "best.safetensors")
+        save_state(run.state(epoch + 1, metrics, best), folder / "last.pt")
+        seconds = time.perf_counter() - start
+        log(folder / "log.jsonl", {"epoch": epoch + 1, **metrics, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds})
+        console.print(f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  top1 {metrics['top1']:.2f}  {seconds:.1f} s")
+    keep(run, folder / "model.safetensors")
+    return Result(run.eval_model.eval(), metrics, folder)
+
+
+def train_epoch(run: Run, epoch: int, advance: Any) -> float:
+    """One pass over the training data; returns the mean loss. Raises: Diverged."""
+    recipe, steps = run.recipe, len(run.train)
+    anneal = recipe.anneal.schedule(steps) if recipe.anneal else None
+    mixup = build_mixup(recipe.augment, getattr(run.eval_model, "num_classes", 1000))
+    run.task.train()
+    total = torch.zeros((), device=run.runtime.device)
+    for i, (images, labels) in enumerate(run.train):
+        step = epoch * steps + i
+        if anneal:
+            anneal.apply(run.task.trainable_module, step)
+        images, labels = images.to(run.runtime.device, non_blocking=True), labels.to(run.runtime.device, non_blocking=True)
+        if mixup:
+            images, labels = mixup(images, labels)
+        run.scheduler.step_update(step)
+        with run.runtime.autocast():
+            loss = run.task(images, labels)["loss"]
+        run.optimizer.zero_grad()
+        loss.backward()
+        if recipe.optim.clip_grad:
+            nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
+        run.optimizer.step()
+        run.task.update_ema(step)
+        total += loss.detach()
+        if (i % CHECK_EVERY == 0 or i == steps - 1) and not math.isfinite(total.item()):
+            raise Diverged(
+                f"the loss is not finite at epoch {epoch + 1}, step {i + 1}; the checkpoint of epoch {epoch} is kept in "
+                f"{recipe.folder}; lower optim.lr or optim.gate_lr, or set optim.clip_grad"
+            )
+        advance()
+    return total.item() / steps
+
+
+def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
+    """Loads the last complete checkpoint of the folder, if any: epochs done, their metrics, the best top1.
+
+    Raises: UserError when the folder holds a run of another recipe, or a damaged checkpoint.
+    """
+    path = folder / "last.pt"
+    if not path.is_file():
+        return 0, {}, -math.inf
+    state = load_state(path)
+    changed = changes(state["recipe"], json.loads(identity(run.recipe)))
+    if changed:
+        raise UserError(f"{folder} holds a run with another {', '.join(changed)}; give `out` another folder, or delete it")
+    run.task.load_state_dict(state["task"])
+    run.optimizer.load_state_dict(state["optimizer"])
+    return state["epoch"], state["metrics"], state["best"]
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the fields that differ."""
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += changes(a, b, f"{prefix}{name}.")
+        elif a != b:
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def keep(run: Run, path: Path) -> None:
+    """Writes the evaluated model with all that rebuilds it."""
+    classes = getattr(run.eval_model, "num_classes", None)
+    save(run.eval_model, path, base_arguments(run.recipe.model, classes))  # type: ignore[arg-type]
+
+
+def log(path: Path, row: dict[str, Any]) -> None:
+    """Appends one line of JSON and flushes it."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def trim_log(path: Path, epochs: int) -> None:
+    """Drops the lines of epochs that will be run again, and a line that a crash cut short."""
+    if not path.is_file():
+        return
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    kept = "".join(json.dumps(row) + "\n" for row in rows if row.get("epoch", 0) <= epochs)
+    write_atomically(path, lambda file: file.write_text(kept))
+
+
+@contextmanager
+def progress(console: Console, title: str, total: int) -> Iterator[Any]:
+    """A bar on a terminal, nothing elsewhere. Yields a function to call after each step."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
