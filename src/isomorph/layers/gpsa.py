@@ -11,11 +11,13 @@ Letters: B batch, N tokens, C channels, nh heads, hd head width, Nq queries, Nk 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from isomorph.layers.grid import axis_offsets, output_size, window_centres
 from isomorph.layers.position import (
@@ -58,6 +60,27 @@ def deal_rows(weight: Tensor, num_heads: int) -> Tensor:
     head_width = -(-weight.shape[0] // num_heads)
     rows = F.pad(weight, (0, 0, 0, num_heads * head_width - weight.shape[0]))
     return rows.view(head_width, num_heads, -1).transpose(0, 1).flatten(0, 1)  # (nh hd, C_in)
+
+
+class SoftColumns(torch.autograd.Function):
+    """values @ maps^T with the maps' gradient in the maps' own layout.
+
+    Plain autograd would hand back a transposed gradient, and every pass over it (softmax, gates, batch sum) would
+    stride: a training step of the layer is about 1.2x faster so at 8 x 8 x 64.
+
+    Shape: values (B, C, Nk), maps (B, M, Nk) -> (B, C, M)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, maps: Tensor) -> Tensor:
+        ctx.save_for_backward(values, maps)
+        return torch.bmm(values, maps.transpose(1, 2))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        values, maps = ctx.saved_tensors
+        return torch.bmm(grad, maps), torch.bmm(grad.transpose(1, 2), values)
 
 
 class GPSA(nn.Module):
@@ -281,14 +304,13 @@ class GPSA2d(nn.Module):
         ends = (middle + (Wq - 1) * sw + 1, middle + (Hq - 1) * sh + 1)
         return F.pad(x, (pw, pw, ph, ph))[:, :, middle : ends[1] : sh, middle : ends[0] : sw]
 
-    def padding_score(self, x: Tensor) -> Tensor:
+    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
         """Score added to each key: 0, and log(how many padded keys there are) for the one that stands for them.
 
         Shape: -> (H W + 1,)
         """
-        H, W = x.shape[-2:]
         padded = (H + 2 * self.padding[0]) * (W + 2 * self.padding[1]) - H * W
-        score = x.new_zeros(H * W + 1)
+        score = like.new_zeros(H * W + 1)
         score[-1] = math.log(padded) if padded else -math.inf
         return score
 
@@ -299,11 +321,12 @@ class GPSA2d(nn.Module):
         """
         q, k = self.queries_keys(x)
         B, nh, Nq, hd = q.shape
-        scores = (q * hd**-0.5) @ k.transpose(-2, -1) + self.padding_score(x)  # (B, nh, Nq, H W + 1)
+        scores = (q * hd**-0.5) @ k.transpose(-2, -1)  # (B, nh, Nq, H W + 1)
+        scores = scores.add_(self.padding_score(scores, *x.shape[-2:]))
         content = torch.softmax(scores, dim=-1)[..., :-1]
         mixed = self.mix(content, kronecker(*self.inner_axis_maps(*x.shape[-2:], content.dtype)))
         values = self.value.weight @ x.flatten(2)  # (B, C, H W)
-        return (values @ mixed.flatten(1, 2).transpose(1, 2)).view(B, -1, Nq)
+        return SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype)).view(B, -1, Nq)
 
     def columns_by_axis(self, x: Tensor) -> Tensor:
         """Soft columns without any query-by-key map: fused content attention, positions axis by axis.
@@ -316,7 +339,7 @@ class GPSA2d(nn.Module):
         shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
         if x.device.type == "cpu" and hd < self.in_channels:  # its fused kernel wants q, k and v of one width
             q, k = (F.pad(t, (0, self.in_channels - hd)) for t in (q, k))
-        bias = self.padding_score(x).to(q.dtype).expand(1, 1, Nq, -1)
+        bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
         content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)
         position = attend_shared(*self.inner_axis_maps(*x.shape[-2:], values.dtype), values)  # (B, nh, Nq, C)
         mixed = self.mix(content, position)
