@@ -1,0 +1,48 @@
+"""Change the form of a vision model, keep its function.
+
+>>> import timm, isomorph as iso
+>>> cnn = timm.create_model("cifar_resnet20")
+>>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+"""
+
+from isomorph import models
+from isomorph.analysis import attention_maps, gates, spans
+from isomorph.data import eval_loader, open_source
+from isomorph.errors import UserError
+from isomorph.evaluation import evaluate
+from isomorph.layers import GPSA, GPSA2d
+from isomorph.recipes import load_recipe
+from isomorph.surgery import Anneal, ConvToGPSA, Edit, Report, Rule, edits, fuse, recast, targets, unstride, verify
+from isomorph.training import Recipe, load, load_weights, save, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "GPSA",
+    "Anneal",
+    "ConvToGPSA",
+    "Edit",
+    "GPSA2d",
+    "Recipe",
+    "Report",
+    "Rule",
+    "UserError",
+    "attention_maps",
+    "edits",
+    "eval_loader",
+    "evaluate",
+    "fuse",
+    "gates",
+    "load",
+    "load_recipe",
+    "load_weights",
+    "models",
+    "open_source",
+    "recast",
+    "save",
+    "spans",
+    "targets",
+    "train",
+    "unstride",
+    "verify",
+]

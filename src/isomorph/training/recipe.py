@@ -289,3 +289,17 @@ def parse(text: str) -> Any:
         except ValueError:
             return value
     return value
+
+
+def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
+    """One line per field: its flag, what it is, its default."""
+    lines = []
+    for name, field in part.model_fields.items():
+        kinds = [field.annotation, *typing.get_args(field.annotation)]
+        group = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
+        if group:
+            lines.append(document_fields(group, f"{prefix}{name}."))
+        else:
+            default = "" if field.is_required() else f" [{field.default}]"
+            lines.append(f"* `{prefix}{name}` {field.description or ''}{default}")
+    return "\n".join(lines)

@@ -1,0 +1,54 @@
+# Each target sets up what it needs in .venv and is quick the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# One thread per worker: two test processes share two cores. Keep freed memory: activations are large and alike.
+export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
+export MALLOC_MMAP_THRESHOLD_ ?= 1000000000
+
+.PHONY: help env demo test check bench docs evidence
+help:
+	@echo "make demo   recast a CNN as attention, verify, fine-tune, report (under 3 minutes on 2 cores)"
+	@echo "make test   all tests      make check  format, lint, types, fast tests"
+	@echo "make bench  benchmarks     make docs   the documentation as a site"
+	@echo "make evidence  the fine-tuning study of docs/methods/tcnn.md (about 45 minutes)"
+
+$(VENV)/.core: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("isomorph needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV) with torch, torchvision and timm (about 2 minutes, 6 GB, once) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "Adding the test tools to $(VENV) (about a minute, once) ..."
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+env: $(VENV)/.dev
+
+demo: $(VENV)/.core
+	@$(BIN)/isomorph demo
+
+test: $(VENV)/.dev
+	@echo "Running all tests in two processes ..."
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+check: $(VENV)/.dev
+	@echo "Checking format, lint, types and the fast tests ..."
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+
+bench: $(VENV)/.dev
+	@$(BIN)/python benchmarks/gpsa.py
+
+evidence: $(VENV)/.dev
+	@$(BIN)/python benchmarks/tcnn_cifar.py
+
+docs: $(VENV)/.dev
+	@$(PIP) -e '.[docs]'
+	@$(BIN)/zensical build

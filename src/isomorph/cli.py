@@ -1,0 +1,367 @@
+"""The command line: parses, calls, prints."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import timm
+import torch
+import yaml
+from cyclopts import App, CycloptsError, Parameter
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+from timm.data import resolve_data_config
+from torch import nn
+
+import isomorph as iso
+from isomorph import doctor as machine
+from isomorph.data import eval_loader, open_source
+from isomorph.errors import UserError
+from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
+from isomorph.recipes import RECIPES, load_recipe, recipe_values
+from isomorph.training.build import create
+from isomorph.training.recipe import document_fields
+from isomorph.training.runtime import open_runtime
+
+app = App(
+    name="isomorph",
+    help="Change the form of a vision model, keep its function.",
+    version=iso.__version__,
+    exit_on_error=False,
+    print_error=False,
+)
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print plain JSON for machines.")]
+Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model instead of its public weights.")]
+Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
+    """A model by timm name (with its public weights, or those of a file), or a checkpoint written by isomorph."""
+    if name.endswith(".safetensors"):
+        if weights:
+            raise UserError(f"{name} is a checkpoint already; --weights goes with a model's name")
+        return iso.load(name)
+    if not timm.is_model(name.split(".")[0]):
+        close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
+        raise UserError(f"no model {name!r}" + (f"; did you mean {', '.join(close)}?" if close else "; see `isomorph models`"))
+    has_weights = bool(timm.get_pretrained_cfg(name) and timm.get_pretrained_cfg(name).has_weights)
+    model = create(name, pretrained=pretrained and weights is None and has_weights, **arguments)
+    if weights:
+        iso.load_weights(model, weights)
+    return model.eval()
+
+
+def default_data(model: nn.Module) -> str:
+    """The source that a model's weights were trained on, as far as isomorph has it."""
+    tag = (getattr(model, "pretrained_cfg", None) or {}).get("tag") or ""
+    return "cifar10" if "cifar10" in tag else "imagefolder"
+
+
+def show(rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+    """Prints a table; the first row is its head."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for i, head in enumerate(rows[0]):
+        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 200)
+
+
+@app.command
+def demo(*, out: Path = Path("isomorph-demo.html")) -> None:
+    """Train a small CNN on digits, recast it as attention, verify, fine-tune, and write one HTML page.
+
+    Parameters
+    ----------
+    out
+        The page.
+    """
+    from isomorph.recipes.demo import run_demo
+
+    found = run_demo(out)
+    show(found.table())
+    print(f"\n{str(found.report).splitlines()[0]}\npage: {out}  ({found.seconds:.0f} s)")
+
+
+@app.command
+def recast(
+    model: str,
+    /,
+    *,
+    where: list[str],
+    out: Path,
+    init: Literal["exact", "paper"] = "exact",
+    locality: float | None = None,
+    gate: float | None = None,
+    unstride: str | None = None,
+    weights: Weights = None,
+    pretrained: bool = True,
+    size: tuple[int, int] | None = None,
+    json_: Json = False,
+) -> None:
+    """Recast convolutions of a model as gated positional self-attention, verify, and save it.
+
+    Parameters
+    ----------
+    model
+        A timm model, or a checkpoint written by isomorph.
+    where
+        Glob over module names, like 'layer4.*.conv2'; may be given several times.
+    out
+        The new checkpoint (.safetensors).
+    init
+        exact keeps the function (verified); paper starts on the verge of locality.
+    locality
+        Overrides the init's locality.
+    gate
+        Overrides the init's gate.
+    unstride
+        Glob of stages to keep at their input's resolution first; this changes the function.
+    pretrained
+        Use the model's public weights.
+    size
+        Height and width to verify at; by default the model's own.
+    """
+    refuse_suffix(out)
+    base = open_model(model, weights, pretrained)
+    if unstride:
+        base = iso.unstride(base, unstride)
+    rule = iso.ConvToGPSA(init, locality, gate)
+    new = iso.recast(base, rule, where)
+    config = resolve_data_config(model=base, use_test_size=False)
+    shape = (1, config["input_size"][0], *(size or config["input_size"][1:]))
+    report = iso.verify(base, new, standard_normal(shape), atol=None if init == "exact" else float("inf"))
+    iso.save(new, out)
+    names = [name for edit in iso.edits(new)[len(iso.edits(base)) :] for name in edit.names]
+    if json_:
+        print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
+    else:
+        print(f"{rule} on {len(names)} modules\n{report}\nwrote {out}")
+
+
+def standard_normal(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def refuse_suffix(out: Path) -> None:
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out} must end in .safetensors")
+
+
+@app.command
+def verify(
+    original: str,
+    other: str,
+    /,
+    *,
+    weights: Weights = None,
+    size: list[tuple[int, int]] | None = None,
+    batch: int = 2,
+    seeds: list[int] | None = None,
+    data: str | None = None,
+    root: Path | None = None,
+    atol: float | None = None,
+    json_: Json = False,
+) -> None:
+    """Compare two models on the same inputs, in float32 and float64; exit 2 when they differ.
+
+    Parameters
+    ----------
+    original
+        A timm model or a checkpoint written by isomorph.
+    other
+        The model made from it.
+    weights
+        Weights of `original`.
+    size
+        Height and width of an input; may be given several times. By default the model's own.
+    batch
+        Images per input.
+    seeds
+        Further standard normal inputs of every size.
+    data
+        Verify on the first test images of this source instead of noise.
+    root
+        Folder of the data.
+    atol
+        Largest difference allowed; by default the rule's.
+    """
+    a, b = open_model(original, weights), open_model(other)
+    config = resolve_data_config(model=a, use_test_size=False)
+    if data:
+        loader = eval_loader(open_source(data, "test", root), config, batch)
+        inputs = [next(iter(loader))[0]]
+    else:
+        channels, *own = config["input_size"]
+        inputs = [standard_normal((batch, channels, *hw)) for hw in size or [tuple(own)]]
+    report = iso.verify(a, b, inputs, atol, seeds or [0, 1])
+    print(json.dumps(report.as_dict()) if json_ else report)
+
+
+@app.command(name="evaluate")
+def evaluate_(
+    model: str,
+    /,
+    *,
+    data: str | None = None,
+    root: Path | None = None,
+    weights: Weights = None,
+    batch_size: int = 100,
+    workers: int = 0,
+    device: Device = "auto",
+    cost: bool = True,
+    json_: Json = False,
+) -> None:
+    """Accuracy, calibration and cost of a model on a test set.
+
+    Parameters
+    ----------
+    model
+        A timm model, or a checkpoint written by isomorph.
+    data
+        cifar10, digits or imagefolder; by default what the model's weights were trained on.
+    root
+        Folder of the data; by default $ISOMORPH_DATA, else ./data.
+    batch_size
+        Images per step.
+    workers
+        Processes that prepare images.
+    cost
+        Measure MACs and throughput too.
+    """
+    if batch_size < 1 or workers < 0:
+        raise UserError("--batch-size must be at least 1 and --workers at least 0")
+    net = open_model(model, weights)
+    source = open_source(data or default_data(net), "test", root)
+    config = resolve_data_config(model=net, use_test_size=True)
+    net.to(open_runtime(device).device)
+    loader = eval_loader(source, config, batch_size, workers)
+    batches = track(loader, "evaluating", total=len(loader), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    metrics: dict[str, float] = evaluate(net, batches)
+    if cost:
+        size = config["input_size"]
+        metrics |= {"parameters": count_parameters(net), "macs": count_macs(net, size), "images_per_second": throughput(net, size)}
+    if json_:
+        print(json.dumps({"model": model, **metrics}))
+    else:
+        show([["", model], *([UNITS[key][0], UNITS[key][1](value)] for key, value in metrics.items())])
+
+
+UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "top1": ("top-1 (%)", "{:.2f}".format),
+    "top5": ("top-5 (%)", "{:.2f}".format),
+    "nll": ("NLL (nats)", "{:.4f}".format),
+    "ece": ("ECE (%, 15 bins)", "{:.2f}".format),
+    "images": ("images", "{:,.0f}".format),
+    "parameters": ("parameters", "{:,.0f}".format),
+    "macs": ("M MACs an image", lambda macs: f"{macs / 1e6:,.1f}"),
+    "images_per_second": ("images / s, batch 32", "{:,.0f}".format),
+}
+
+
+@app.command(help=f"Train as a recipe says; resumes by itself.\n\nEvery field of the recipe is a flag:\n\n{document_fields()}")
+def train(
+    recipe: Annotated[str, Parameter(help="Name of a recipe (see `isomorph recipes`) or a .yaml or .toml file.")],
+    /,
+    *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="--FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
+) -> None:
+    result = iso.train(load_recipe(recipe, as_assignments(fields)))
+    show([["", "final"], *([UNITS[key][0], UNITS[key][1](value)] for key, value in result.metrics.items() if key in UNITS)])
+    print(f"wrote {result.folder / 'model.safetensors'}")
+
+
+def as_assignments(tokens: Sequence[str]) -> list[str]:
+    """`--field value`, `--field=value` and `field=value` as `field=value`."""
+    assignments, rest = [], list(tokens)
+    while rest:
+        token = rest.pop(0)
+        field = token.removeprefix("--")
+        if "=" not in token:
+            if not token.startswith("--") or not rest:
+                raise UserError(f"{token!r}: write a field of the recipe as --{field} VALUE or {field}=VALUE")
+            field = f"{field}={rest.pop(0)}"
+        assignments.append(field)
+    return assignments
+
+
+@app.command(name="models")
+def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
+    """List the models that isomorph adds to timm, with their sizes.
+
+    Parameters
+    ----------
+    pattern
+        Glob over names.
+    """
+    names = [name for name in iso.models.names() if fnmatchcase(name, pattern)]
+    if not names:
+        raise UserError(f"no model of isomorph matches {pattern!r}; it has {', '.join(iso.models.names())}")
+    rows = []
+    for name in names:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        size = "x".join(map(str, model.pretrained_cfg["input_size"][1:]))
+        rows.append({"name": name, "parameters": count_parameters(model), "input": size, "weights": model.pretrained_cfg["tag"]})
+    if json_:
+        print(json.dumps(rows))
+    else:
+        show([["model", "parameters", "input", "weights"], *([r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows)])
+
+
+recipes = App(name="recipes", help="List the recipes, or show one as an editable file.")
+app.command(recipes)
+
+
+@recipes.default
+def list_recipes(*, json_: Json = False) -> None:
+    """List every recipe with its source and the number it should give."""
+    if json_:
+        print(json.dumps(RECIPES, default=str))
+    else:
+        show([["recipe", "source", "expected"], *([name, r.get("source", ""), r.get("expected", "")] for name, r in RECIPES.items())])
+
+
+@recipes.command(name="show")
+def show_recipe(name: str, /) -> None:
+    """Print a recipe as YAML: redirect it to a file and edit it."""
+    load_recipe(name)
+    values = json.loads(json.dumps(recipe_values(name), default=str))
+    print(yaml.safe_dump(values, sort_keys=False), end="")
+
+
+@app.command
+def doctor(*, json_: Json = False) -> None:
+    """Versions, devices, a torchvision that does not fit its torch, free disk."""
+    lines = list(machine.examine())
+    if json_:
+        print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))
+    else:
+        show([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
+    if not all(ok for _, _, ok in lines):
+        sys.exit(1)
+
+
+def one_line(error: Exception) -> str:
+    """The message without the traceback that a worker process wraps around it."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    wrapped = any(line.startswith("Original Traceback") for line in lines)
+    return lines[-1].partition("UserError: ")[2] if wrapped else "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; a problem with the request is printed and exits 2, an interruption exits 130."""
+    try:
+        app(arguments)
+    except (UserError, CycloptsError) as error:
+        print(f"isomorph: {one_line(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("isomorph: interrupted; a run resumes from its last checkpoint", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,35 @@
+"""Every published run as a named recipe, its expected number beside it."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from isomorph.errors import UserError
+from isomorph.recipes import cifar, tcnn
+from isomorph.training.recipe import Recipe, check, override, read_file
+
+RECIPES: dict[str, dict[str, Any]] = {**tcnn.RECIPES, **cifar.RECIPES}
+"""Recipes by name, as plain values."""
+
+
+def recipe_values(name: str) -> dict[str, Any]:
+    """The values of a named recipe or of a YAML or TOML file. Raises: UserError naming the closest recipes."""
+    if name in RECIPES:
+        return {"name": name, **RECIPES[name]}
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml", ".toml"):
+        return {"name": path.stem, **read_file(path)}
+    close = difflib.get_close_matches(name, RECIPES, n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else "; see `isomorph recipes`, or give a .yaml or .toml file"
+    raise UserError(f"no recipe {name!r}{hint}")
+
+
+def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+    """A checked recipe: a name or a file, with overrides like `optim.lr=1e-4` laid over it.
+
+    Raises: UserError listing every problem at once.
+    """
+    return check(override(recipe_values(name), overrides or []))
+
+
+__all__ = ["RECIPES", "load_recipe", "recipe_values"]

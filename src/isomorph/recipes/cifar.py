@@ -1,0 +1,51 @@
+"""Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and the digits of the demo.
+
+The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10, the same budget for all: alone, and with the six
+convolutions of layer3 as attention, born exact, near the verge of locality, or annealed towards it.
+"""
+
+from typing import Any
+
+LAYER3 = "layer3.*.conv?"
+
+BIRTHS: dict[str, dict[str, Any]] = {
+    "cnn": {},
+    "exact": dict(recast=dict(where=LAYER3, init="exact", locality=5.0, gate=6.0)),
+    "paper": dict(recast=dict(where=LAYER3, init="paper")),
+    "annealed": dict(recast=dict(where=LAYER3, init="exact")),
+}
+"""Surgery before fine-tuning."""
+
+
+def cifar_study(birth: str) -> dict[str, Any]:
+    """One column of the study."""
+    anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[1.0, 1.0])) if birth == "annealed" else {}
+    return dict(
+        model=dict(name="cifar_resnet20", pretrained=True, **BIRTHS[birth]),
+        data=dict(source="cifar10", batch_size=128),
+        augment=dict(crop_padding=4),
+        optim=dict(lr=5e-4, gate_lr=0.1, warmup_epochs=0.5),
+        epochs=10,
+        source="T-CNN at CIFAR scale, docs/methods/tcnn.md",
+        **anneal,
+    )
+
+
+def digits_demo(birth: str) -> dict[str, Any]:
+    """One run of the demo: three epochs on the digits at 24 x 24, from the CNN of `digits_cnn`."""
+    recipe = cifar_study(birth)
+    recipe["model"] |= dict(pretrained=False)
+    anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
+    return recipe | anneal | dict(
+        data=dict(source="digits", size=[24, 24], batch_size=64),
+        augment=dict(crop_padding=2, hflip=0.0),
+        optim=dict(lr=5e-4, gate_lr=0.1, warmup_epochs=0.5),
+        epochs=3,
+        source="isomorph demo",
+    )
+
+
+RECIPES: dict[str, dict[str, Any]] = {f"cifar_{birth}": cifar_study(birth) for birth in BIRTHS}
+RECIPES |= {f"digits_{birth}": digits_demo(birth) for birth in BIRTHS if birth != "cnn"}
+RECIPES["digits_finetune"] = digits_demo("cnn")
+RECIPES["digits_cnn"] = digits_demo("cnn") | dict(epochs=6, optim=dict(lr=3e-3, warmup_epochs=1))
