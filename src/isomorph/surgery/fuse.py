@@ -25,8 +25,9 @@ def fuse_children(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Mod
     """Post-order walk; `done` keeps a module used in several places one module."""
     if module in done:
         return done[module]
-    for name, child in list(module.named_children()):
-        setattr(module, name, fuse_children(child, done))
-    fused = module.fuse() if callable(getattr(module, "fuse", None)) else module  # type: ignore[operator]
+    for name, child in module._modules.items():  # named_children() would skip the second name of a shared module
+        if child is not None:
+            module._modules[name] = fuse_children(child, done)
+    fused = module.fuse().eval() if callable(getattr(module, "fuse", None)) else module  # type: ignore[operator]
     done[module] = fused
     return fused

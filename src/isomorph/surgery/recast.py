@@ -71,8 +71,8 @@ def nearest_names(where: Where, names: Sequence[str]) -> str:
 def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     """Names of the modules of the rule's kind that `where` selects, in the order of named_modules().
 
-    Raises: UserError when there is none (naming the nearest names), or when the rule cannot take one (naming it and
-    the reason).
+    Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
+    reason), or when one lies inside another.
     """
     selected = [(name, module) for name, module in model.named_modules() if matches(where, name, module)]
     if not selected:
@@ -86,6 +86,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     for name, module in found:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {refusal(rule, module)}")
+    refuse_nested([name for name, _ in found])
     return [name for name, _ in found]
 
 
@@ -121,11 +122,9 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
     Device, dtype, train / eval mode and requires_grad are those of each target; a module used in several places is
     rebuilt once. The root may be a target.
 
-    Raises: UserError as `targets` does, when a target lies inside another, or when one has hooks.
+    Raises: UserError as `targets` does, or when a target has hooks, which would be lost.
     """
-    names = targets(model, rule, where)
-    refuse_nested(names)
-    return replay(copy.deepcopy(model), Edit(rule, tuple(names)))
+    return replay(copy.deepcopy(model), Edit(rule, tuple(targets(model, rule, where))))
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:

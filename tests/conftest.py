@@ -1,0 +1,27 @@
+"""Fixtures: real data where it is, and inputs of awkward sizes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
+    os.environ["ISOMORPH_DATA"] = str(SHARED)
+
+
+@pytest.fixture
+def data_root() -> Path:
+    """The folder of small real data sets and weights. On CI it must be there."""
+    root = Path(os.environ.get("ISOMORPH_DATA", ""))
+    if "ISOMORPH_DATA" in os.environ and (root / "cifar10").is_dir():
+        return root
+    if os.environ.get("CI"):
+        pytest.fail("CI must have the real data: set ISOMORPH_DATA")
+    pytest.skip("needs the real data sets: set ISOMORPH_DATA to their folder")
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)

@@ -1,0 +1,156 @@
+"""The command line as a user meets it, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import timm
+
+import isomorph as iso
+
+pytestmark = pytest.mark.slow
+
+
+def isomorph(*arguments, folder=None, **environment):
+    command = [sys.executable, "-m", "isomorph", *map(str, arguments)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
+
+
+def refused(*arguments, **keywords):
+    """Runs a command that must fail as a user's error; returns its one line."""
+    run = isomorph(*arguments, **keywords)
+    said = [line for line in run.stderr.splitlines() if line.startswith("isomorph: ")]
+    assert run.returncode == 2, run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(said) == 1, run.stderr
+    assert run.stderr.splitlines()[-1] == said[0]
+    return said[0]
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "cnn.safetensors"
+    iso.save(timm.create_model("cifar_resnet20"), path)
+    return path
+
+
+def test_recast_verify_evaluate(tmp_path, weights):
+    out = tmp_path / "t.safetensors"
+    run = isomorph("recast", weights, "--where", "layer3.*.conv?", "--out", out)
+    assert run.returncode == 0, run.stderr
+    assert "on 6 modules" in run.stdout
+    assert "equal within 0.001" in run.stdout
+    run = isomorph("verify", weights, out, "--size", 32, 32, "--size", 37, 45, "--json")
+    assert json.loads(run.stdout)["passed"]
+    run = isomorph("evaluate", out, "--data", "digits", "--json")
+    assert json.loads(run.stdout)["images"] == 450
+    assert "passed" not in refused("verify", weights, "t_cifar_resnet20", "--no-pretrained")
+
+
+def test_train_with_flags_in_every_form(tmp_path):
+    flags = ["--epochs", 1, "--data.fraction=0.05", f"out={tmp_path / 'run'}", "--data.size", "[16,16]", "--optim.warmup_epochs", 0]
+    run = isomorph("train", "digits_cnn", *flags)
+    assert run.returncode == 0, run.stderr
+    assert "top-1" in run.stdout
+    assert (tmp_path / "run/model.safetensors").is_file()
+
+
+def test_lists(tmp_path):
+    models = json.loads(isomorph("models", "--json").stdout)
+    assert {row["name"]: row["parameters"] for row in models}["cifar_resnet20"] == 269_722
+    listing = isomorph("recipes").stdout
+    assert "tcnn_resnetrs50" in listing
+    assert "81.0 top-1" in listing
+    shown = tmp_path / "mine.yaml"
+    shown.write_text(isomorph("recipes", "show", "tcnn_resnetrs50").stdout)
+    assert iso.load_recipe(str(shown)).optim.gate_lr == 0.1
+
+
+def test_doctor_finds_a_sound_machine():
+    run = isomorph("doctor", "--json")
+    found = json.loads(run.stdout)
+    assert found["torchvision operators"]["ok"]
+    assert found["torch"]["finding"]
+
+
+def test_help_documents_every_field():
+    text = isomorph("train", "--help").stdout
+    assert "--optim.gate_lr" in text
+    assert "--anneal.epochs" in text
+
+
+BAD = {
+    "no module": (["recast", "{weights}", "--where", "layer9.*", "--out", "x.safetensors"], "matches no module; nearest names"),
+    "not convolutions": (["recast", "{weights}", "--where", "layer3.*.bn?", "--out", "x.safetensors"], "rebuilds Conv2d"),
+    "grouped": (["recast", "resnext50_32x4d", "--no-pretrained", "--where", "layer4.*.conv2", "--out", "x.safetensors"], "groups=32"),
+    "suffix": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.pth"], "must end in .safetensors"),
+    "locality": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--locality", "-1"], "must be above 0"),
+    "init": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--init", "exakt"], "exact"),
+    "no checkpoint": (["evaluate", "none.safetensors"], "no checkpoint none.safetensors"),
+    "model name": (["evaluate", "cifar_resnet21"], "did you mean cifar_resnet20"),
+    "truncated": (["evaluate", "cut.safetensors"], "truncated"),
+    "foreign": (["evaluate", "cifar_resnet20", "--weights", "foreign.safetensors", "--data", "digits"], "does not fit"),
+    "wrong classes": (["evaluate", "few.safetensors", "--data", "digits"], "the model knows 3 classes"),
+    "no folder": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "nowhere"], "no folder nowhere"),
+    "bad image": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "images"], "cannot read images/a/broken.png"),
+    "bad image, worker": (
+        ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images", "--workers", "1"],
+        "cannot read images/a/broken.png",
+    ),
+    "source": (["evaluate", "{weights}", "--data", "cifar"], "'cifar' is unknown"),
+    "batch size": (["evaluate", "{weights}", "--batch-size", "0"], "at least 1"),
+    "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "int"),
+    "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' cannot be used"),
+    "recipe": (["train", "cifar_exat"], "did you mean cifar_exact"),
+    "field": (["train", "digits_cnn", "--optim.lrr", "3"], "did you mean lr"),
+    "two problems": (["train", "digits_cnn", "--optim.lr=0", "--epochs=0"], "2 problems"),
+    "no value": (["train", "digits_cnn", "--epochs"], "--epochs VALUE"),
+    "command": (["recats"], "recats"),
+    "option": (["evaluate", "{weights}", "--dta", "digits"], "--dta"),
+    "sizes": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "timm|size|map|input"),
+    "pattern": (["models", "vgg*"], "no model of isomorph matches"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, weights):
+    folder = tmp_path_factory.mktemp("bad")
+    whole = weights.read_bytes()
+    (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    iso.save(timm.create_model("cifar_resnet32"), folder / "foreign.safetensors")
+    iso.save(timm.create_model("cifar_resnet20", num_classes=3), folder / "few.safetensors")
+    (folder / "images/a").mkdir(parents=True)
+    (folder / "images/a/broken.png").write_bytes(b"not an image")
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_clear_line_and_leaves_nothing(case, folder, weights):
+    arguments, expected = BAD[case]
+    before = sorted(folder.rglob("*"))
+    said = refused(*(a.format(weights=weights) for a in arguments), folder=folder)
+    assert any(part in said for part in expected.split("|")), said
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_missing_network_is_said(tmp_path):
+    said = refused("evaluate", "resnetrs50", "--data", "digits", TORCH_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    assert "timm cannot create resnetrs50" in said
+
+
+def test_demo_writes_its_page(tmp_path):
+    from isomorph.recipes.demo import run_demo
+
+    small = ["epochs=1", "data.fraction=0.1", "optim.warmup_epochs=0", "anneal=null"]
+    found = run_demo(tmp_path / "demo.html", show=False, overrides=small)
+    page = (tmp_path / "demo.html").read_text()
+    assert len(found.rows) == 7
+    assert found.report.passed
+    assert found.rows[1]["clean"] == found.rows[0]["clean"]
+    assert page.count("<svg") >= 5
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+    assert "<script" not in page
+    assert "src=" not in page

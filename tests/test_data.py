@@ -1,0 +1,132 @@
+"""Sources, subsets, corruptions: right images, right labels, one clear line when not."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import resolve_data_config
+
+import isomorph as iso
+from isomorph.data import Corrupted, Noisy, class_fraction, eval_loader, open_source, train_loader
+
+CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for split in ("train", "val"):
+        for name, level in (("black", 0), ("white", 255)):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(3):
+                Image.new("RGB", (20 + i, 30), (level,) * 3).save(tmp_path / split / name / f"{i}.png")
+    return tmp_path
+
+
+def test_digits_are_split_without_overlap():
+    train, test = open_source("digits", "train"), open_source("digits", "test")
+    assert (len(train), len(test)) == (1347, 450)
+    pixels = {np.asarray(picture).tobytes() for picture in train.pictures}
+    assert sum(np.asarray(p).tobytes() in pixels for p in test.pictures) <= 2  # two digits are drawn alike
+    assert train.image(0).mode == "RGB"
+
+
+def test_cifar10_is_read_from_parquet(data_root):
+    source = open_source("cifar10", "test")
+    assert len(source) == 10_000
+    assert [source.classes[label] for label in source.labels[:5]] == ["airplane", "automobile", "bird", "cat", "deer"]
+    assert source.image(0).size == (32, 32)
+
+
+def test_imagefolder(folder):
+    source = open_source("imagefolder", "test", folder)
+    assert source.classes == ("black", "white")
+    images, labels = next(iter(eval_loader(source, CONFIG, 6)))
+    assert images.shape == (6, 3, 16, 16)
+    assert images.mean((1, 2, 3)).tolist() == [-1.0] * 3 + [1.0] * 3
+    assert labels.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_named(folder, workers):
+    (folder / "val/black/1.png").write_bytes(b"not an image")
+    loader = eval_loader(open_source("imagefolder", "test", folder), CONFIG, 2, workers)
+    with pytest.raises(iso.UserError, match=r"cannot read .*1\.png"):
+        list(loader)
+
+
+def test_missing_data_says_where_it_was_looked_for(tmp_path, folder):
+    with pytest.raises(iso.UserError, match="no folder .*nowhere"):
+        open_source("imagefolder", "test", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(iso.UserError, match="no images in"):
+        open_source("imagefolder", "test", tmp_path / "empty")
+    with pytest.raises(iso.UserError, match="no cifar10 in"):
+        open_source("cifar10", "test", tmp_path)
+    with pytest.raises(iso.UserError, match="'cifar' is unknown"):
+        open_source("cifar", "test")
+    with pytest.raises(iso.UserError, match="split 'val' is unknown"):
+        open_source("digits", "val")
+
+
+def test_a_truncated_parquet_is_one_line(tmp_path):
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10/test-0.parquet").write_bytes(b"PAR1 and nothing")
+    with pytest.raises(iso.UserError, match="cannot read") as caught:
+        open_source("cifar10", "test", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_class_fraction_is_seeded_and_even():
+    source = open_source("digits", "train")
+    a, b, other = (class_fraction(source, 0.1, seed) for seed in (0, 0, 1))
+    assert [p.tobytes() for p in a.pictures] == [p.tobytes() for p in b.pictures]
+    assert [p.tobytes() for p in a.pictures] != [p.tobytes() for p in other.pictures]
+    full, part = np.bincount(source.labels), np.bincount(a.labels)
+    assert np.abs(part - 0.1 * full).max() <= 0.5
+    with pytest.raises(iso.UserError, match=r"fraction 0 is not in"):
+        class_fraction(source, 0)
+
+
+def test_corruptions_are_a_function_of_the_image(data_root):
+    source = open_source("cifar10", "test").subset(range(4))
+    for name in ("gaussian_noise", "glass_blur", "impulse_noise", "fog", "contrast"):
+        np.random.seed(1)
+        first = np.asarray(Corrupted(source, name, 3).image(2))
+        np.random.seed(2)
+        again = np.asarray(Corrupted(source, name, 3).image(2))
+        assert np.array_equal(first, again), name
+        assert not np.array_equal(first, np.asarray(source.image(2))), name
+    with pytest.raises(iso.UserError, match="'rain' is unknown"):
+        Corrupted(source, "rain", 3)
+    with pytest.raises(iso.UserError, match="severity 6"):
+        Corrupted(source, "fog", 6)
+
+
+def test_noise_has_the_given_strength():
+    source = open_source("digits", "test")
+    grey = source.subset(range(3))
+    grey.pictures = [Image.new("RGB", (64, 64), (128,) * 3)] * 3
+    noisy = Noisy(grey, 0.1)
+    assert np.asarray(noisy.image(0)).std() / 255 == pytest.approx(0.1, rel=0.03)
+    assert np.array_equal(np.asarray(noisy.image(1)), np.asarray(noisy.image(1)))
+    assert not np.array_equal(np.asarray(noisy.image(0)), np.asarray(noisy.image(1)))
+
+
+def test_training_batches_follow_the_seed_and_are_full():
+    source = open_source("digits", "train").subset(range(70))
+    loader = train_loader(source, CONFIG, 32, crop_padding=2, hflip=0.5)
+    assert len(loader) == 2
+    torch.manual_seed(3)
+    first = [images for images, _ in loader]
+    torch.manual_seed(3)
+    assert all(torch.equal(a, b) for a, (b, _) in zip(first, loader, strict=True))
+
+
+def test_evaluation_follows_the_models_own_config(data_root):
+    """The public weights were trained with ImageNet's mean and std; CIFAR's would lose accuracy without a word."""
+    config = resolve_data_config(model=timm.create_model("cifar_resnet20"))
+    images, _ = next(iter(eval_loader(open_source("cifar10", "test"), config, 2)))
+    pixels = torch.from_numpy(np.array(open_source("cifar10", "test").image(1))).permute(2, 0, 1) / 255
+    mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    torch.testing.assert_close(images[1], (pixels - mean) / std)

@@ -1,0 +1,87 @@
+"""Metrics against closed forms, cost against counting by hand, and the published accuracies on real images."""
+
+import math
+
+import pytest
+import timm
+import torch
+from timm.data import resolve_data_config
+from torch import nn
+
+import isomorph as iso
+from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
+
+
+class Says(nn.Module):
+    """Gives the logits it was handed, row by row of the input's first pixel."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, x):
+        return self.logits[x[:, 0].long()]
+
+
+def test_metrics_in_closed_form():
+    sure = torch.tensor([[10.0, 0, 0, 0, 0, 0], [0, 10.0, 0, 0, 0, 0], [5, 4, 3, 2, 1, 0.0], [5, 4, 3, 2, 1, 0.0]])
+    labels = torch.tensor([0, 1, 3, 5])
+    model = Says(sure).train()
+    found = evaluate(model, [(torch.tensor([[0.0], [1.0]]), labels[:2]), (torch.tensor([[2.0], [3.0]]), labels[2:])])
+    assert found["top1"] == 50
+    assert found["top5"] == 75
+    log_p = sure.log_softmax(-1)
+    assert found["nll"] == pytest.approx(-log_p[torch.arange(4), labels].mean().item(), rel=1e-5)
+    confident, wrong = log_p[0, 0].exp().item(), log_p[2, 0].exp().item()
+    assert found["ece"] == pytest.approx(100 * (0.5 * (1 - confident) + 0.5 * wrong), rel=1e-4)
+    assert found["images"] == 4
+    assert model.training
+
+
+def test_too_few_classes_and_empty_loaders_are_said():
+    with pytest.raises(iso.UserError, match="class 4, but the model knows 2 classes"):
+        evaluate(Says(torch.zeros(1, 2)), [(torch.zeros(1, 1), torch.tensor([4]))])
+    with pytest.raises(iso.UserError, match="no batch"):
+        evaluate(Says(torch.zeros(1, 2)), [])
+
+
+def test_macs_count_convolutions_and_attention():
+    assert count_macs(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 12)) == 8 * 3 * 9 * 120
+    layer = iso.GPSA2d(16, 8, 3, 1, 1)
+    N, C, nh = 64, 16, 9
+    hd = math.ceil(C / nh)
+    projections = N * C * (2 * nh * hd + C)
+    attention = nh * N * ((N + 1) * hd + N * C)
+    assert count_macs(layer, (16, 8, 8)) == projections + attention + 8 * C * nh * N
+
+
+def test_cost_of_a_small_model():
+    model = timm.create_model("cifar_resnet20").train()
+    assert count_parameters(model) == 269_722
+    assert count_macs(model, (3, 32, 32)) == pytest.approx(40.55e6, rel=1e-3)
+    assert throughput(model, (3, 32, 32), 2, seconds=0.1) > 1
+    assert model.training
+
+
+@pytest.mark.slow
+class TestRealImages:
+    """The JPEG test split; 81.03 and 83.20 are what the weights give on it, not on lossless CIFAR-10."""
+
+    @pytest.mark.parametrize(("name", "top1"), [("cifar_resnet20", 81.03), ("cifar_resnet56", 83.20)])
+    def test_published_weights(self, name, top1, data_root):
+        model = timm.create_model(name, pretrained=True)
+        loader = iso.eval_loader(iso.open_source("cifar10", "test"), resolve_data_config(model=model), 200)
+        assert iso.evaluate(model, loader)["top1"] == pytest.approx(top1, abs=0.3)
+
+    def test_recast_verified_and_back(self, data_root):
+        cnn = timm.create_model("cifar_resnet20", pretrained=True).eval()
+        tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.*.conv?")
+        assert len(iso.edits(tcnn)[0].names) == 6
+        source = iso.open_source("cifar10", "test")
+        loader = iso.eval_loader(source.subset(range(2000)), resolve_data_config(model=cnn), 200)
+        report = iso.verify(cnn, tcnn, next(iter(loader))[0])
+        assert report.fp32 < 1e-3
+        assert iso.evaluate(tcnn, loader)["top1"] == pytest.approx(iso.evaluate(cnn, loader)["top1"], abs=0.3)
+        for name in iso.edits(tcnn)[0].names:
+            tcnn.set_submodule(name, tcnn.get_submodule(name).to_conv())
+        iso.verify(cnn, tcnn, next(iter(loader))[0], atol=1e-5)

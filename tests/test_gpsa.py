@@ -1,0 +1,198 @@
+"""The gated attention layers against the papers' formulas, in every form and precision."""
+
+import copy
+import pickle
+
+import pytest
+import references
+import torch
+
+from isomorph.layers import GPSA, GPSA2d, gpsa
+from isomorph.layers.position import attend_by_axis, attend_dense, attend_shared, kronecker
+
+GRIDS_2D = [  # height, width, kernel, stride, padding
+    (7, 7, 3, 1, 1),
+    (5, 8, 3, 2, 1),
+    (6, 9, 5, 1, 2),
+    (8, 7, 3, 1, 0),
+    (9, 9, 5, 2, 1),
+    (6, 7, 1, 1, 0),
+    (6, 5, 1, 2, 1),
+    (11, 4, 3, (2, 1), (1, 2)),
+]
+FORMS = {"dense": 10**9, "by axis": 0}
+
+
+def perturbed(layer):
+    for parameter in layer.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    return layer
+
+
+def output_and_gradients(function, x, layer):
+    y = function(x)
+    weights = torch.cos(torch.arange(y.numel(), dtype=y.dtype)).view_as(y)
+    return [y, *torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()])]
+
+
+def assert_equal(actual, expected):
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)  # float64: rounding of sums of a few hundred terms
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
+def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
+    monkeypatch.setattr(gpsa, "DENSE_PAIRS", FORMS[form])
+    H, W, *sizes = grid
+    layer = perturbed(GPSA2d(10, 6, *sizes).double())
+    x = torch.randn(2, 10, H, W, dtype=torch.float64, requires_grad=True)
+    expected = output_and_gradients(lambda x: references.gpsa2d(layer, x), x, layer)
+    assert_equal(output_and_gradients(layer, x, layer), expected)
+
+
+@pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
+def test_gpsa2d_attention_is_the_map_of_the_formula(grid):
+    H, W, *sizes = grid
+    layer = perturbed(GPSA2d(10, 6, *sizes).double())
+    x = torch.randn(2, 10, H, W, dtype=torch.float64)
+    attention = layer.attention(x)
+    torch.testing.assert_close(attention, references.gpsa2d_attention(layer, x), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(attention.sum(-1), torch.ones_like(attention[..., 0]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("H", "W", "heads"), [(4, 4, 4), (5, 7, 9), (9, 3, 1), (14, 6, 4), (1, 5, 4)])
+def test_gpsa_is_the_papers_formula(H, W, heads, form, monkeypatch):
+    monkeypatch.setattr(gpsa, "DENSE_TOKENS", FORMS[form])
+    layer = perturbed(GPSA(36, heads, (H, W), qkv_bias=heads == 4).double())
+    x = torch.randn(2, H * W, 36, dtype=torch.float64, requires_grad=True)
+    expected = output_and_gradients(lambda x: references.gpsa(layer, x, (H, W)), x, layer)
+    assert_equal(output_and_gradients(layer, x, layer), expected)
+
+
+def test_gpsa_attention_gives_the_output_of_forward():
+    layer = perturbed(GPSA(36, 9, (5, 7)).double())
+    x = torch.randn(2, 35, 36, dtype=torch.float64)
+    values = layer.split_heads(layer.v(x)).transpose(1, 2)
+    by_hand = layer.proj((layer.attention(x) @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x), by_hand, rtol=1e-11, atol=1e-12)
+
+
+def test_gpsa_takes_another_grid_at_any_call():
+    layer = GPSA(36, 4, (4, 6)).double()
+    x = torch.randn(1, 24, 36, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, (6, 4)), references.gpsa(layer, x, (6, 4)), rtol=1e-11, atol=1e-12)
+    assert not torch.allclose(layer(x, (6, 4)), layer(x))
+
+
+def test_gpsa_is_born_looking_at_its_window():
+    layer = GPSA(36, 9, (5, 5), locality=30.0, gate=30.0)
+    centre_query = layer.attention(torch.randn(1, 25, 36))[0, :, 12]  # (heads, 25)
+    assert centre_query.argmax(-1).tolist() == [6, 7, 8, 11, 12, 13, 16, 17, 18]
+
+
+def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
+    layer = GPSA(36, 9, (14, 14), locality=1.0, gate=50.0)
+    middle = layer.attention(torch.randn(1, 196, 36))[0, 4, 7 * 14 + 7]
+    assert middle.max().item() == pytest.approx(0.318, abs=1e-3)
+
+
+def test_axis_forms_agree():
+    rows, columns = torch.rand(4, 5, 6).softmax(-1), torch.rand(4, 3, 7).softmax(-1)
+    values = torch.randn(2, 42, 4, 8)
+    torch.testing.assert_close(attend_by_axis(rows, columns, values), attend_dense(rows, columns, values))
+    shared = torch.randn(2, 42, 8)
+    expected = torch.einsum("hqk,bkc->bhqc", kronecker(rows, columns), shared)
+    torch.testing.assert_close(attend_shared(rows, columns, shared), expected)
+
+
+def layers_and_inputs():
+    return [(GPSA2d(24, 16, 3, 1, 1), torch.randn(2, 24, 9, 7)), (GPSA(36, 9, (9, 7)), torch.randn(2, 63, 36))]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["GPSA2d", "GPSA"])
+@pytest.mark.parametrize("form", FORMS)
+class TestTorchCitizens:
+    @pytest.fixture(autouse=True)
+    def prepare(self, which, form, monkeypatch):
+        monkeypatch.setattr(gpsa, "DENSE_PAIRS", FORMS[form])
+        monkeypatch.setattr(gpsa, "DENSE_TOKENS", FORMS[form])
+        self.layer, self.x = layers_and_inputs()[which]
+
+    def test_autocast_keeps_geometry_in_float32(self):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layer(self.x)
+            maps = self.layer.axis_maps(*([(9, 7)] if isinstance(self.layer, GPSA) else (9, 7)))
+        assert y.dtype == torch.bfloat16
+        assert {m.dtype for m in maps} == {torch.float32}
+        y.float().sum().backward()
+        assert all(p.grad.isfinite().all() for p in self.layer.parameters())
+        expected = self.layer(self.x)
+        assert (y - expected).abs().max() < 0.03 * expected.abs().max()  # bfloat16 has 8 bits
+
+    def test_bfloat16_parameters(self):
+        y = copy.deepcopy(self.layer).bfloat16()(self.x.bfloat16())
+        expected = self.layer(self.x)
+        assert y.dtype == torch.bfloat16
+        assert (y - expected).abs().max() < 0.03 * expected.abs().max()  # bfloat16 has 8 bits
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+    def test_compiles_as_one_graph(self):
+        compiled = torch.compile(self.layer, fullgraph=True)
+        torch.testing.assert_close(compiled(self.x), self.layer(self.x))
+        compiled(self.x).sum().backward()
+        assert self.layer.gate.grad is not None
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
+    def test_exports_with_a_free_batch(self):
+        batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
+        exported = torch.export.export(self.layer.eval(), (self.x,), dynamic_shapes=batch)
+        torch.testing.assert_close(exported.module()(self.x[:1]), self.layer(self.x[:1]))
+
+    def test_copies_pickles_and_builds_on_meta(self):
+        for twin in (copy.deepcopy(self.layer), pickle.loads(pickle.dumps(self.layer))):
+            assert torch.equal(twin(self.x), self.layer(self.x))
+        assert self.layer.to("meta")(self.x.to("meta")).shape[0] == 2
+
+    def test_leaves_nothing_behind_but_parameters(self):
+        before = set(vars(self.layer)), list(self.layer.state_dict())
+        self.layer(self.x)
+        self.layer.attention(self.x)
+        assert (set(vars(self.layer)), list(self.layer.state_dict())) == before
+        assert not list(self.layer.buffers())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GPSA", "GPSA2d"])
+def test_large_grid_runs_in_a_few_hundred_mib(kind):
+    """1024 x 1024 at stride 16: 4096 tokens. One map of 4096 x 4096 in float32 is 64 MiB, nine are 576."""
+    import subprocess
+    import sys
+
+    make = {"GPSA": "GPSA(432, 9, (64, 64)), torch.randn(1, 4096, 432)", "GPSA2d": "GPSA2d(512, 512, 3, 1, 1), torch.randn(1, 512, 64, 64)"}
+    code = (
+        "import torch, resource\nfrom isomorph.layers import GPSA, GPSA2d\n"
+        f"layer, x = {make[kind]}\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "before = peak()\nwith torch.no_grad(): layer(x)\nprint(peak() - before)"
+    )
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert float(run.stdout) < 500
+
+
+def test_wrong_sizes_are_refused_in_words():
+    with pytest.raises(ValueError, match="do not form a square window"):
+        GPSA(36, 6)
+    with pytest.raises(ValueError, match="do not divide"):
+        GPSA(36, 16)
+    with pytest.raises(ValueError, match="do not fill the 14 x 14 grid"):
+        GPSA(36, 9)(torch.randn(1, 195, 36))
+    with pytest.raises(ValueError, match="has no centre"):
+        GPSA2d(4, 4, 2)
+    with pytest.raises(ValueError, match="smaller than the 5-wide window"):
+        GPSA2d(4, 4, 5)(torch.randn(1, 4, 4, 9))
+    with pytest.raises(ValueError, match="must be above 0"):
+        GPSA2d(4, 4, 3).set_dials(locality=0)

@@ -1,0 +1,267 @@
+"""What every rule owes: equal at birth, the input untouched, gradients everywhere, refusals in words."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.surgery import Unstride, replay
+
+CONVS = [
+    nn.Conv2d(5, 7, 3, padding=1),
+    nn.Conv2d(5, 7, 3, padding=1, bias=False),
+    nn.Conv2d(8, 4, 3, stride=2, padding=1),
+    nn.Conv2d(3, 6, 5, stride=2, padding=2),
+    nn.Conv2d(4, 4, 7, padding="same"),
+    nn.Conv2d(4, 4, 3, padding="valid"),
+    nn.Conv2d(4, 6, 1),
+    nn.Conv2d(4, 6, 3, stride=(2, 1), padding=(1, 0)),
+    nn.Conv2d(2, 3, 3, padding=2),
+]
+SIZES = [(7, 7), (9, 12), (13, 8)]
+
+
+def net(conv):
+    return nn.Sequential(nn.Identity(), copy.deepcopy(conv), nn.BatchNorm2d(conv.out_channels)).eval()
+
+
+@pytest.mark.parametrize("conv", CONVS, ids=str)
+def test_equal_at_birth(conv):
+    cnn = net(conv)
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(), "1")
+    report = iso.verify(cnn, tcnn, [torch.randn(2, conv.in_channels, *size) for size in SIZES], atol=2e-5, seeds=[1])
+    assert isinstance(tcnn[1], iso.GPSA2d)
+    assert report.passed
+    assert [target.name for target in report.targets] == ["1"]
+
+
+@pytest.mark.parametrize("conv", CONVS, ids=str)
+def test_exact_in_the_limit(conv):
+    cnn, rule = net(conv).double(), iso.ConvToGPSA(locality=80.0, gate=60.0)
+    report = iso.verify(cnn, iso.recast(cnn, rule, "1"), torch.randn(2, conv.in_channels, 9, 8))
+    assert report.fp64 < 1e-11  # rounding: what is left at these dials is exp(-80) and sigma(-60)
+
+
+@pytest.mark.parametrize("conv", CONVS, ids=str)
+def test_there_and_back(conv):
+    gpsa = iso.ConvToGPSA().build(conv)
+    back = gpsa.to_conv()
+    assert back.kernel_size == conv.kernel_size
+    torch.testing.assert_close(back.weight, conv.weight)
+    x = torch.randn(1, conv.in_channels, 10, 9)
+    torch.testing.assert_close(back(x), conv(x))
+
+
+def test_the_way_back_carries_what_was_learnt():
+    gpsa = iso.ConvToGPSA().build(nn.Conv2d(6, 5, 3, padding=1))
+    for weight in (gpsa.weight, gpsa.bias, gpsa.value.weight, gpsa.query.weight):
+        weight.data += 0.2 * torch.randn_like(weight)
+    x = torch.randn(1, 6, 9, 9)
+    torch.testing.assert_close(gpsa.to_conv()(x), gpsa(x), atol=1e-4, rtol=1e-4)  # exp(-20) and sigma(-15) leak
+
+
+@pytest.mark.parametrize("dials", [dict(gate=1.0), dict(locality=1.0)])
+def test_an_open_layer_has_no_way_back(dials):
+    gpsa = iso.ConvToGPSA().build(nn.Conv2d(6, 5, 3, padding=1))
+    gpsa.set_dials(**dials)
+    with pytest.raises(ValueError, match=r"deviates by 0?\.\d+ \(relative\)|deviates by \d"):
+        gpsa.to_conv()
+
+
+def test_taps_are_in_the_order_of_the_kernel():
+    """A kernel that picks the upper right neighbour must shift the map down and left, at any init."""
+    conv = nn.Conv2d(1, 1, 3, padding=1, bias=False)
+    conv.weight.data = torch.zeros(1, 1, 3, 3)
+    conv.weight.data[0, 0, 0, 2] = 1.0
+    x = torch.arange(20.0).view(1, 1, 4, 5)
+    shifted = nn.functional.pad(x, (0, 1, 1, 0))[:, :, :4, 1:]
+    torch.testing.assert_close(iso.ConvToGPSA().build(conv)(x), shifted, atol=1e-4, rtol=0)
+    assert not torch.allclose(shifted, shifted.transpose(2, 3).reshape_as(shifted))
+
+
+@pytest.mark.parametrize("init", ["exact", "paper"])
+def test_gradients_reach_every_new_parameter(init):
+    gpsa = iso.ConvToGPSA(init).build(nn.Conv2d(6, 5, 3, padding=1)).double()
+    gpsa(torch.randn(2, 6, 7, 8, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in gpsa.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_the_input_model_is_untouched():
+    cnn = timm.create_model("cifar_resnet20").train()
+    before, kinds = copy.deepcopy(cnn.state_dict()), [type(m) for m in cnn.modules()]
+    iso.recast(cnn, iso.ConvToGPSA(), "layer3.*")
+    assert [type(m) for m in cnn.modules()] == kinds
+    assert all(torch.equal(tensor, cnn.state_dict()[name]) for name, tensor in before.items())
+    assert iso.edits(cnn) == ()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_dtype_mode_and_requires_grad_are_kept(training, dtype):
+    cnn = net(nn.Conv2d(4, 4, 3, padding=1)).to(dtype).train(training)
+    cnn[1].requires_grad_(False)
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(), "1")
+    assert tcnn[1].training is training
+    assert {p.dtype for p in tcnn[1].parameters()} == {dtype}
+    assert not any(p.requires_grad for p in tcnn[1].parameters())
+    assert all(p.requires_grad for p in tcnn[2].parameters())
+
+
+def test_device_is_kept():
+    with torch.device("meta"):
+        cnn = net(nn.Conv2d(4, 4, 3, padding=1))
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(), "1")
+    assert {p.device.type for p in tcnn.parameters()} == {"meta"}
+
+
+def test_a_shared_module_is_rebuilt_once():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    tcnn = iso.recast(nn.Sequential(conv, nn.ReLU(), conv), iso.ConvToGPSA(), "*")
+    assert isinstance(tcnn[0], iso.GPSA2d)
+    assert tcnn[0] is tcnn[2]
+
+
+def test_the_root_may_be_the_target():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    gpsa = iso.recast(conv, iso.ConvToGPSA(), where="")
+    assert isinstance(gpsa, iso.GPSA2d)
+    assert iso.edits(gpsa)[0].names == ("",)
+
+
+def test_where_takes_globs_and_predicates():
+    cnn = timm.create_model("cifar_resnet20")
+    assert iso.targets(cnn, iso.ConvToGPSA(), "layer3.0.*") == ["layer3.0.conv1", "layer3.0.conv2"]
+    assert iso.targets(cnn, iso.ConvToGPSA(), ["conv1", "layer1.2.conv2"]) == ["conv1", "layer1.2.conv2"]
+    wide = iso.targets(cnn, iso.ConvToGPSA(), lambda name, module: getattr(module, "out_channels", 0) == 64)
+    assert len(wide) == 6
+
+
+REFUSED = {
+    "even": nn.Conv2d(4, 4, 2),
+    "not square": nn.Conv2d(4, 4, (3, 5)),
+    "groups=4": nn.Conv2d(4, 4, 3, groups=4),
+    "dilation": nn.Conv2d(4, 4, 3, dilation=2),
+    "padding_mode='reflect'": nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_name_the_module_and_the_reason(reason):
+    with pytest.raises(iso.UserError, match=f"^stage.conv: .*{reason}") as caught:
+        iso.recast(nn.ModuleDict({"stage": nn.ModuleDict({"conv": REFUSED[reason]})}), iso.ConvToGPSA(), "stage.*")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_match_names_the_nearest():
+    cnn = timm.create_model("cifar_resnet20")
+    with pytest.raises(iso.UserError, match=r"matches no module; nearest names: .*layer3\.0\.conv2"):
+        iso.recast(cnn, iso.ConvToGPSA(), "layer3.0.conv22")
+    with pytest.raises(iso.UserError, match="rebuilds Conv2d, and where='layer3.\\*.bn1' matches none"):
+        iso.recast(cnn, iso.ConvToGPSA(), "layer3.*.bn1")
+
+
+def test_a_target_inside_a_target_is_refused():
+    cnn = timm.create_model("cifar_resnet20")
+    with pytest.raises(iso.UserError, match="lies inside target layer3"):
+        iso.unstride(cnn, ["layer3", "layer3.0"])
+
+
+def test_a_target_with_hooks_is_refused():
+    cnn = net(nn.Conv2d(4, 4, 3, padding=1))
+    cnn[1].register_forward_hook(lambda *args: None)
+    with pytest.raises(iso.UserError, match="has hooks"):
+        iso.recast(cnn, iso.ConvToGPSA(), "1")
+
+
+@pytest.mark.parametrize("fields", [dict(init="exakt"), dict(locality=0.0), dict(locality=-1.0)])
+def test_impossible_rules_are_refused(fields):
+    with pytest.raises(iso.UserError):
+        iso.ConvToGPSA(**fields)
+
+
+def test_rules_print_hash_and_replay():
+    rule = iso.ConvToGPSA(locality=3.0)
+    assert "locality=3.0" in repr(rule)
+    assert hash(rule) == hash(iso.ConvToGPSA(locality=3.0))
+    cnn = net(nn.Conv2d(4, 4, 3, padding=1))
+    tcnn = iso.recast(cnn, rule, "1")
+    twin = replay(copy.deepcopy(cnn), iso.edits(tcnn)[0])
+    twin.load_state_dict(tcnn.state_dict())
+    x = torch.randn(1, 4, 6, 6)
+    assert torch.equal(twin(x), tcnn(x))
+
+
+class TestVerify:
+    def test_a_different_model_is_caught(self):
+        cnn = net(nn.Conv2d(4, 4, 3, padding=1))
+        with pytest.raises(iso.UserError, match="NOT equal") as caught:
+            iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA("paper"), "1"), torch.randn(1, 4, 6, 6))
+        assert caught.value.report.targets[0].deviation > 1e-3
+
+    def test_nan_is_caught(self):
+        broken = net(nn.Conv2d(4, 4, 3, padding=1))
+        broken[1].weight.data.fill_(float("nan"))
+        with pytest.raises(iso.UserError, match="max \\|diff\\| inf"):
+            iso.verify(broken, broken, torch.randn(1, 4, 6, 6))
+
+    def test_eval_is_forced_and_modes_are_left(self):
+        cnn = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5)).train()
+        report = iso.verify(cnn, cnn, torch.randn(1, 4, 6, 6))
+        assert report.fp32 == 0
+        assert cnn.training
+        assert cnn[1].training
+
+    def test_report_reads_as_text_and_as_plain_values(self):
+        cnn = net(nn.Conv2d(4, 4, 3, padding=1))
+        report = iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "1"), torch.randn(1, 4, 6, 6), seeds=[3])
+        assert report.as_dict()["passed"] is True
+        assert len(report.inputs) == 2
+        assert "float64" in str(report)
+        assert "GPSA2d" in str(report)
+
+    def test_shapes_that_differ_are_said(self):
+        with pytest.raises(iso.UserError, match="different shapes"):
+            iso.verify(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 5, 3), torch.randn(1, 4, 6, 6))
+
+
+class TestUnstride:
+    def test_weights_stay_and_the_map_grows(self):
+        cnn = timm.create_model("resnet50d").eval()
+        new = iso.unstride(cnn, "layer4")
+        x = torch.randn(1, 3, 64, 96)
+        assert cnn.forward_features(x).shape[-2:] == (2, 3)
+        assert new.forward_features(x).shape[-2:] == (4, 6)
+        assert all(torch.equal(tensor, new.state_dict()[name]) for name, tensor in cnn.state_dict().items())
+        assert isinstance(iso.edits(new)[0].rule, Unstride)
+
+    def test_nothing_to_unstride_is_an_error(self):
+        with pytest.raises(iso.UserError, match="layer1"):
+            iso.unstride(timm.create_model("cifar_resnet20"), "layer1")
+
+
+class TestAnneal:
+    def test_goes_from_exact_to_paper(self):
+        schedule = iso.Anneal(10)
+        assert schedule.at(0) == (20.0, 15.0)
+        assert schedule.at(10) == pytest.approx((1.0, 1.0))
+        assert schedule.at(5) == pytest.approx((20**0.5, 8.0))
+
+    def test_sets_the_dials_then_lets_go(self):
+        model = iso.recast(net(nn.Conv2d(4, 4, 3, padding=1)), iso.ConvToGPSA(), "1")
+        schedule = iso.Anneal(4)
+        schedule.apply(model, 2)
+        torch.testing.assert_close(model[1].locality, torch.full((9,), 20**0.5))
+        model[1].set_dials(3.0, 2.0)
+        schedule.apply(model, 5)
+        torch.testing.assert_close(model[1].gate.data, torch.full((9,), 2.0))
+
+    def test_needs_something_to_anneal(self):
+        with pytest.raises(iso.UserError, match="no GPSA2d layer"):
+            iso.Anneal(4).apply(net(nn.Conv2d(4, 4, 3)), 0)
+        with pytest.raises(iso.UserError, match="at least 1"):
+            iso.Anneal(0)

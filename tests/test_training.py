@@ -1,0 +1,321 @@
+"""Recipes, the loop and its checkpoints: what a user trusts a run with."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.recipes import RECIPES
+from isomorph.training import Diverged
+from isomorph.training.loop import open_run, train_epoch
+from isomorph.training.optim import build_optimizer, build_scheduler, parameter_groups
+from isomorph.training.recipe import OptimPart, check
+
+TINY = dict(
+    model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
+    data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=32),
+    augment=dict(crop_padding=2, hflip=0),
+    optim=dict(lr=1e-3, warmup_epochs=0.5),
+    epochs=2,
+)
+
+
+def tiny(out, **changes):
+    return check({**TINY, "out": str(out), **changes})
+
+
+def tensors(path):
+    return iso.load(path).state_dict()
+
+
+class TestRecipe:
+    @pytest.mark.parametrize("name", RECIPES)
+    def test_every_recipe_is_valid(self, name):
+        recipe = iso.load_recipe(name)
+        assert recipe.name == name
+        assert recipe.source
+
+    def test_all_problems_at_once_with_the_closest_name(self):
+        with pytest.raises(iso.UserError) as caught:
+            iso.load_recipe("cifar_exact", ["optim.weigth_decay=0", "optim.lr=-1", "data.source=cifar", "epochs=x", "modle.name=a"])
+        text = str(caught.value)
+        assert "5 problems" in text
+        assert "optim.weigth_decay is not a field (did you mean weight_decay?)" in text
+        assert "modle is not a field (did you mean model?)" in text
+        assert "optim.lr: input should be greater than 0" in text
+        assert "'cifar' is unknown" in text
+        assert "\n" not in text
+
+    def test_names_are_checked_before_anything_runs(self):
+        with pytest.raises(iso.UserError, match=r"no recipe 'cifar_exat'; did you mean cifar_exact"):
+            iso.load_recipe("cifar_exat")
+        with pytest.raises(iso.UserError, match="did you mean cifar_resnet20"):
+            iso.load_recipe("cifar_exact", ["model.name=cifar_resnet2"])
+        with pytest.raises(iso.UserError, match="no optimiser 'adamv'"):
+            iso.load_recipe("cifar_exact", ["optim.name=adamv"])
+
+    def test_overrides_reach_groups_that_are_off(self):
+        assert iso.load_recipe("cifar_cnn", ["model.recast.where=layer3.*.conv2"]).model.recast.init == "exact"
+        assert iso.load_recipe("cifar_cnn", ["optim.lr=1e-4"]).optim.lr == 1e-4
+        assert iso.load_recipe("cifar_exact", ["model.recast=null"]).model.recast is None
+
+    @pytest.mark.parametrize("override", ["optim.lr", "=3", "epochs.x=3", "optim.lr=[1"])
+    def test_malformed_overrides(self, override):
+        with pytest.raises(iso.UserError):
+            iso.load_recipe("cifar_exact", [override])
+
+    def test_incoherent_values(self):
+        for assignments, message in (
+            (["optim.warmup_epochs=10"], "must be below epochs"),
+            (["augment.mixup=0.8", "data.batch_size=33"], "must be even"),
+            (["augment.scale=[1.0,0.5]"], "the smaller first"),
+        ):
+            with pytest.raises(iso.UserError, match=message):
+                iso.load_recipe("cifar_exact", assignments)
+
+    @pytest.mark.parametrize("suffix", [".yaml", ".toml"])
+    def test_files(self, tmp_path, suffix):
+        text = {".yaml": "model: {name: cifar_resnet20}\nepochs: 3\n", ".toml": "epochs = 3\n[model]\nname = 'cifar_resnet20'\n"}
+        path = tmp_path / f"mine{suffix}"
+        path.write_text(text[suffix])
+        assert iso.load_recipe(str(path)).epochs == 3
+        assert iso.load_recipe(str(path)).name == "mine"
+        path.write_text("]broken[")
+        with pytest.raises(iso.UserError, match="recipe"):
+            iso.load_recipe(str(path))
+        with pytest.raises(iso.UserError, match="cannot read recipe"):
+            iso.load_recipe(str(tmp_path / f"none{suffix}"))
+
+
+class TestOptim:
+    def groups(self):
+        model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.*")
+        model.conv1.requires_grad_(False)
+        groups = {group["name"]: group for group in parameter_groups(model, OptimPart(lr=1e-3, gate_lr=0.1))}
+        names = {id(p): n for n, p in model.named_parameters()}
+        return model, groups, {key: {names[id(p)] for p in group["params"]} for key, group in groups.items()}
+
+    def test_every_trained_parameter_is_in_one_group(self):
+        model, groups, names = self.groups()
+        listed = [id(p) for group in groups.values() for p in group["params"]]
+        assert len(listed) == len(set(listed))
+        assert set.union(*names.values()) == {n for n, p in model.named_parameters() if p.requires_grad}
+
+    def test_what_decays(self):
+        _, groups, names = self.groups()
+        assert {n.rpartition(".")[2] for n in names["decayed"]} == {"weight"}
+        assert not any("bn" in n for n in names["decayed"])
+        assert {n.rpartition(".")[2] for n in names["gates"]} == {"gate"}
+        assert "layer3.0.conv1.centre" in names["undecayed"]
+        assert groups["gates"]["weight_decay"] == groups["undecayed"]["weight_decay"] == 0
+        assert groups["decayed"]["weight_decay"] == 0.05
+
+    def test_gates_keep_their_own_rate_on_the_schedule(self):
+        model, _, _ = self.groups()
+        optim = OptimPart(lr=1e-3, gate_lr=0.1, warmup_epochs=1)
+        optimizer = build_optimizer(model, optim)
+        scheduler = build_scheduler(optimizer, optim, epochs=4, steps_per_epoch=10)
+        rates = []
+        for step in (0, 10, 25, 39):
+            scheduler.step_update(step)
+            rates.append([g["lr"] for g in optimizer.param_groups])
+        assert [row[2] / row[0] for row in rates] == pytest.approx([100] * 4)
+        assert rates[0][0] == pytest.approx(1e-5)
+        assert rates[1][0] == pytest.approx(1e-3, rel=0.2)
+        assert rates[1][0] > rates[2][0] > rates[3][0]
+
+
+class TestRun:
+    def test_leaves_what_it_says(self, tmp_path):
+        result = iso.train(tiny(tmp_path / "run"), show=False)
+        names = {path.name for path in (tmp_path / "run").iterdir()}
+        assert names == {"model.safetensors", "best.safetensors", "last.pt", "log.jsonl", "recipe.json"}
+        rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+        assert [row["epoch"] for row in rows] == [1, 2]
+        assert rows[-1]["top1"] == result.metrics["top1"]
+        x = torch.randn(2, 3, 16, 16)
+        rebuilt = iso.load(tmp_path / "run/model.safetensors")
+        assert torch.equal(rebuilt(x), result.model(x))
+        assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
+
+    def test_it_learns(self, tmp_path):
+        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3}, optim=dict(lr=3e-3, warmup_epochs=1))
+        assert iso.train(recipe, show=False).metrics["top1"] > 50
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            dict(augment=dict(mixup=0.8, cutmix=1.0, smoothing=0.1, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25)),
+            dict(ema=0.9, drop_path=0.1, amp="bf16"),
+            dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, clip_grad=1.0, schedule="constant")),
+            dict(optim=dict(name="sgd", lr=0.1), augment=dict(scale=[0.5, 1.0])),
+        ],
+        ids=["mixing", "averaging", "annealing", "sgd"],
+    )
+    def test_options_run(self, tmp_path, changes):
+        result = iso.train(tiny(tmp_path, epochs=1, **changes), show=False)
+        assert result.metrics["nll"] > 0
+        if "anneal" in changes:
+            assert result.model.layer3[2].conv2.locality.max() < 2
+
+    def test_resumed_equals_uninterrupted(self, tmp_path):
+        whole, part = tiny(tmp_path / "whole", epochs=3, ema=0.9), tiny(tmp_path / "part", epochs=3, ema=0.9)
+        iso.train(whole, show=False)
+
+        class Stop(Exception):
+            pass
+
+        import isomorph.training.loop as loop
+
+        def stopping(run, epoch, advance):
+            if epoch == 1:
+                raise Stop
+            return train_epoch(run, epoch, advance)
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(Stop):
+            patch.setattr(loop, "train_epoch", stopping)
+            iso.train(part, show=False)
+        iso.train(part, show=False)
+        a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert len((tmp_path / "part/log.jsonl").read_text().splitlines()) == 3
+
+    @pytest.mark.slow
+    def test_a_killed_process_resumes(self, tmp_path):
+        """kill -9 in the middle of a real run, twice; the weights are those of the run that was left alone."""
+        code = (
+            "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
+            "iso.train(check(json.loads(sys.argv[1])), show=False)"
+        )
+        values = {**TINY, "epochs": 4}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+        def start(out):
+            return subprocess.Popen([sys.executable, "-c", code, json.dumps({**values, "out": str(out)})], env=environment)
+
+        assert start(tmp_path / "whole").wait() == 0
+        for epochs in (1, 2):
+            process = start(tmp_path / "killed")
+            log = tmp_path / "killed/log.jsonl"
+            while not (log.exists() and len(log.read_text().splitlines()) >= epochs):
+                time.sleep(0.02)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        assert start(tmp_path / "killed").wait() == 0
+        a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "killed/model.safetensors")
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        assert not list((tmp_path / "killed").glob("*.partial"))
+
+    def test_another_recipe_in_the_same_folder_is_refused(self, tmp_path):
+        iso.train(tiny(tmp_path, epochs=1), show=False)
+        with pytest.raises(iso.UserError, match=r"a run with another epochs, seed"):
+            iso.train(tiny(tmp_path, epochs=2, seed=1), show=False)
+
+    def test_a_truncated_checkpoint_is_said(self, tmp_path):
+        iso.train(tiny(tmp_path, epochs=1), show=False)
+        last = tmp_path / "last.pt"
+        last.write_bytes(last.read_bytes()[:1000])
+        with pytest.raises(iso.UserError, match=r"cannot resume from .*last\.pt"):
+            iso.train(tiny(tmp_path, epochs=1), show=False)
+
+    def test_nan_stops_and_keeps_the_checkpoint(self, tmp_path):
+        recipe = tiny(tmp_path, epochs=1)
+        iso.train(recipe, show=False)
+        before = (tmp_path / "last.pt").read_bytes()
+        run = open_run(recipe)
+        with torch.no_grad():
+            run.task.trainable_module.conv1.weight.fill_(float("nan"))
+        with pytest.raises(Diverged, match=r"epoch 2, step 1; the checkpoint of epoch 1 is kept"):
+            train_epoch(run, 1, lambda: None)
+        assert (tmp_path / "last.pt").read_bytes() == before
+
+    def test_problems_are_found_before_anything_is_written(self, tmp_path):
+        for changes, message in (
+            (dict(model=dict(name="cifar_resnet20", recast=dict(where="layer9.*"))), "matches no module"),
+            (dict(model=dict(name="cifar_resnet20", num_classes=3)), "10 classes, model.num_classes is 3"),
+            (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "no checkpoint none"),
+            (dict(model=dict(name="cifar_resnet20", kwargs=dict(blob=1))), "timm cannot create"),
+            (dict(device="tpu"), "device 'tpu' cannot be used"),
+            (dict(data=dict(source="imagefolder", root=str(tmp_path / "no"))), "no folder"),
+        ):
+            with pytest.raises(iso.UserError, match=message) as caught:
+                iso.train(tiny(tmp_path / "run", **changes), show=False)
+            assert "\n" not in str(caught.value)
+            assert not (tmp_path / "run").exists()
+
+
+class TestCheckpoint:
+    def test_save_and_load_replay_every_edit(self, tmp_path):
+        cnn = iso.unstride(timm.create_model("resnet50d", num_classes=3), "layer4")
+        tcnn = iso.recast(cnn, iso.ConvToGPSA("paper", gate=2.0), "layer4.1.conv2").eval()
+        iso.save(tcnn, tmp_path / "t.safetensors")
+        twin = iso.load(tmp_path / "t.safetensors")
+        assert iso.edits(twin) == iso.edits(tcnn)
+        x = torch.randn(1, 3, 64, 64)
+        assert torch.equal(twin(x), tcnn(x))
+
+    def test_models_that_are_born_recast(self, tmp_path):
+        model = timm.create_model("t_cifar_resnet20", num_classes=3).eval()
+        iso.save(model, tmp_path / "t.safetensors")
+        x = torch.randn(1, 3, 32, 32)
+        assert torch.equal(iso.load(tmp_path / "t.safetensors")(x), model(x))
+
+    def test_models_from_elsewhere_need_a_base(self, tmp_path):
+        with pytest.raises(iso.UserError, match="give save\\(\\) its base"):
+            iso.save(nn.Linear(2, 2), tmp_path / "x.safetensors")
+        assert not list(tmp_path.iterdir())
+
+    def test_a_failed_write_leaves_the_old_file(self, tmp_path):
+        from isomorph.training.checkpoint import write_atomically
+
+        path = tmp_path / "file"
+        path.write_text("old")
+
+        def fail(partial):
+            partial.write_text("half")
+            raise OSError("disk full")
+
+        with pytest.raises(OSError, match="disk full"):
+            write_atomically(path, fail)
+        assert path.read_text() == "old"
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_misfits_are_named(self, tmp_path):
+        iso.save(timm.create_model("cifar_resnet32"), tmp_path / "32.safetensors")
+        with pytest.raises(iso.UserError, match=r"does not fit CifarResNet: tensors \d+ unexpected \(layer1\.3"):
+            iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "32.safetensors")
+        model = timm.create_model("cifar_resnet32", num_classes=3)
+        with pytest.raises(iso.UserError, match=r"of another shape \(linear\.weight \(10, 64\) for \(3, 64\)"):
+            iso.load_weights(model, tmp_path / "32.safetensors")
+
+    def test_damaged_and_foreign_files_are_one_line(self, tmp_path):
+        model = timm.create_model("cifar_resnet20")
+        iso.save(model, tmp_path / "m.safetensors")
+        whole = (tmp_path / "m.safetensors").read_bytes()
+        (tmp_path / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / "noise.pth").write_bytes(b"not a checkpoint")
+        torch.save([1, 2], tmp_path / "list.pth")
+        for name in ("cut.safetensors", "noise.pth", "list.pth", "none.pth"):
+            with pytest.raises(iso.UserError) as caught:
+                iso.load_weights(model, tmp_path / name)
+            assert "\n" not in str(caught.value)
+        with pytest.raises(iso.UserError, match="truncated"):
+            iso.load(tmp_path / "cut.safetensors")
+
+    def test_code_in_a_checkpoint_is_not_run(self, tmp_path):
+        class Evil:
+            def __reduce__(self):
+                return (os.mkdir, (str(tmp_path / "owned"),))
+
+        torch.save({"state_dict": Evil()}, tmp_path / "evil.pth")
+        with pytest.raises(iso.UserError, match="cannot read checkpoint"):
+            iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "evil.pth")
+        assert not (tmp_path / "owned").exists()
