@@ -47,11 +47,21 @@ def test_recast_verify_evaluate(tmp_path, weights):
     assert json.loads(run.stdout)["passed"]
     run = isomorph("evaluate", out, "--data", "digits", "--json")
     assert json.loads(run.stdout)["images"] == 450
-    assert "passed" not in refused("verify", weights, "t_cifar_resnet20", "--no-pretrained")
+    isomorph("recast", weights, "--where", "layer3.*.conv?", "--out", tmp_path / "paper.safetensors", "--init", "paper")
+    assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")
 
 
 def test_train_with_flags_in_every_form(tmp_path):
-    flags = ["--epochs", 1, "--data.fraction=0.05", f"out={tmp_path / 'run'}", "--data.size", "[16,16]", "--optim.warmup_epochs", 0]
+    flags = [
+        "--epochs",
+        1,
+        "--data.fraction=0.05",
+        f"out={tmp_path / 'run'}",
+        "--data.size",
+        "[16,16]",
+        "--optim.warmup_epochs",
+        0,
+    ]
     run = isomorph("train", "digits_cnn", *flags)
     assert run.returncode == 0, run.stderr
     assert "top-1" in run.stdout
@@ -83,19 +93,34 @@ def test_help_documents_every_field():
 
 
 BAD = {
-    "no module": (["recast", "{weights}", "--where", "layer9.*", "--out", "x.safetensors"], "matches no module; nearest names"),
-    "not convolutions": (["recast", "{weights}", "--where", "layer3.*.bn?", "--out", "x.safetensors"], "rebuilds Conv2d"),
-    "grouped": (["recast", "resnext50_32x4d", "--no-pretrained", "--where", "layer4.*.conv2", "--out", "x.safetensors"], "groups=32"),
+    "no module": (
+        ["recast", "{weights}", "--where", "layer9.*", "--out", "x.safetensors"],
+        "matches no module; nearest names",
+    ),
+    "not convolutions": (
+        ["recast", "{weights}", "--where", "layer3.*.bn?", "--out", "x.safetensors"],
+        "rebuilds Conv2d",
+    ),
+    "grouped": (
+        ["recast", "resnext50_32x4d", "--no-pretrained", "--where", "layer4.*.conv2", "--out", "x.safetensors"],
+        "groups=32",
+    ),
     "suffix": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.pth"], "must end in .safetensors"),
-    "locality": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--locality", "-1"], "must be above 0"),
+    "locality": (
+        ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--locality", "-1"],
+        "must be above 0",
+    ),
     "init": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--init", "exakt"], "exact"),
     "no checkpoint": (["evaluate", "none.safetensors"], "no checkpoint none.safetensors"),
-    "model name": (["evaluate", "cifar_resnet21"], "did you mean cifar_resnet20"),
+    "model name": (["evaluate", "cifar_resnet21"], "cifar_resnet20"),
     "truncated": (["evaluate", "cut.safetensors"], "truncated"),
     "foreign": (["evaluate", "cifar_resnet20", "--weights", "foreign.safetensors", "--data", "digits"], "does not fit"),
     "wrong classes": (["evaluate", "few.safetensors", "--data", "digits"], "the model knows 3 classes"),
     "no folder": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "nowhere"], "no folder nowhere"),
-    "bad image": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "images"], "cannot read images/a/broken.png"),
+    "bad image": (
+        ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images"],
+        "cannot read images/a/broken.png",
+    ),
     "bad image, worker": (
         ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images", "--workers", "1"],
         "cannot read images/a/broken.png",
@@ -151,6 +176,8 @@ def test_demo_writes_its_page(tmp_path):
     assert found.report.passed
     assert found.rows[1]["clean"] == found.rows[0]["clean"]
     assert page.count("<svg") >= 5
-    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace("http://creativecommons.org", "")
+    assert "http://" not in page.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    )
     assert "<script" not in page
     assert "src=" not in page

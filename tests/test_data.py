@@ -56,7 +56,7 @@ def test_an_unreadable_image_is_named(folder, workers):
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, folder):
-    with pytest.raises(iso.UserError, match="no folder .*nowhere"):
+    with pytest.raises(iso.UserError, match=r"no folder .*nowhere"):
         open_source("imagefolder", "test", tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(iso.UserError, match="no images in"):

@@ -4,10 +4,10 @@ import copy
 import pickle
 
 import pytest
-import references
 import torch
 
-from isomorph.layers import GPSA, GPSA2d, gpsa
+import references
+from isomorph.layers import GPSA, GPSA2d, gpsa, gpsa2d
 from isomorph.layers.position import attend_by_axis, attend_dense, attend_shared, kronecker
 
 GRIDS_2D = [  # height, width, kernel, stride, padding
@@ -43,7 +43,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
 def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
-    monkeypatch.setattr(gpsa, "DENSE_PAIRS", FORMS[form])
+    monkeypatch.setattr(gpsa2d, "DENSE_PAIRS", FORMS[form])
     H, W, *sizes = grid
     layer = perturbed(GPSA2d(10, 6, *sizes).double())
     x = torch.randn(2, 10, H, W, dtype=torch.float64, requires_grad=True)
@@ -116,7 +116,7 @@ def layers_and_inputs():
 class TestTorchCitizens:
     @pytest.fixture(autouse=True)
     def prepare(self, which, form, monkeypatch):
-        monkeypatch.setattr(gpsa, "DENSE_PAIRS", FORMS[form])
+        monkeypatch.setattr(gpsa2d, "DENSE_PAIRS", FORMS[form])
         monkeypatch.setattr(gpsa, "DENSE_TOKENS", FORMS[form])
         self.layer, self.x = layers_and_inputs()[which]
 
@@ -172,7 +172,10 @@ def test_large_grid_runs_in_a_few_hundred_mib(kind):
     import subprocess
     import sys
 
-    make = {"GPSA": "GPSA(432, 9, (64, 64)), torch.randn(1, 4096, 432)", "GPSA2d": "GPSA2d(512, 512, 3, 1, 1), torch.randn(1, 512, 64, 64)"}
+    make = {
+        "GPSA": "GPSA(432, 9, (64, 64)), torch.randn(1, 4096, 432)",
+        "GPSA2d": "GPSA2d(512, 512, 3, 1, 1), torch.randn(1, 512, 64, 64)",
+    }
     code = (
         "import torch, resource\nfrom isomorph.layers import GPSA, GPSA2d\n"
         f"layer, x = {make[kind]}\n"

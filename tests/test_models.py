@@ -78,7 +78,9 @@ class TestCitizen:
     def test_features_only_reports_true_reductions(self, name):
         model = timm.create_model(name, features_only=True)
         x = torch.randn(1, 3, 2 * size_of(name), size_of(name))
-        for y, channels, reduction in zip(model(x), model.feature_info.channels(), model.feature_info.reduction(), strict=True):
+        for y, channels, reduction in zip(
+            model(x), model.feature_info.channels(), model.feature_info.reduction(), strict=True
+        ):
             assert y.shape == (1, channels, 2 * size_of(name) // reduction, size_of(name) // reduction)
 
     def test_reset_classifier(self, name):

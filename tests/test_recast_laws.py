@@ -161,7 +161,7 @@ def test_no_match_names_the_nearest():
     cnn = timm.create_model("cifar_resnet20")
     with pytest.raises(iso.UserError, match=r"matches no module; nearest names: .*layer3\.0\.conv2"):
         iso.recast(cnn, iso.ConvToGPSA(), "layer3.0.conv22")
-    with pytest.raises(iso.UserError, match="rebuilds Conv2d, and where='layer3.\\*.bn1' matches none"):
+    with pytest.raises(iso.UserError, match=r"rebuilds Conv2d, and where='layer3\.\*\.bn1' matches none"):
         iso.recast(cnn, iso.ConvToGPSA(), "layer3.*.bn1")
 
 

@@ -25,6 +25,7 @@ from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
 from isomorph.recipes import RECIPES, load_recipe, recipe_values
+from isomorph.surgery import NotEqual
 from isomorph.training.build import create
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
@@ -49,7 +50,9 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
         return iso.load(name)
     if not timm.is_model(name.split(".")[0]):
         close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
-        raise UserError(f"no model {name!r}" + (f"; did you mean {', '.join(close)}?" if close else "; see `isomorph models`"))
+        raise UserError(
+            f"no model {name!r}" + (f"; did you mean {', '.join(close)}?" if close else "; see `isomorph models`")
+        )
     has_weights = bool(timm.get_pretrained_cfg(name) and timm.get_pretrained_cfg(name).has_weights)
     model = create(name, pretrained=pretrained and weights is None and has_weights, **arguments)
     if weights:
@@ -201,8 +204,13 @@ def verify(
     else:
         channels, *own = config["input_size"]
         inputs = [standard_normal((batch, channels, *hw)) for hw in size or [tuple(own)]]
-    report = iso.verify(a, b, inputs, atol, seeds or [0, 1])
+    try:
+        report, equal = iso.verify(a, b, inputs, atol, seeds or [0, 1]), True
+    except NotEqual as error:
+        report, equal = error.report, False
     print(json.dumps(report.as_dict()) if json_ else report)
+    if not equal:
+        raise UserError(str(report).splitlines()[0])
 
 
 @app.command(name="evaluate")
@@ -243,11 +251,22 @@ def evaluate_(
     config = resolve_data_config(model=net, use_test_size=True)
     net.to(open_runtime(device).device)
     loader = eval_loader(source, config, batch_size, workers)
-    batches = track(loader, "evaluating", total=len(loader), console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty())
+    batches = track(
+        loader,
+        "evaluating",
+        total=len(loader),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
     metrics: dict[str, float] = evaluate(net, batches)
     if cost:
         size = config["input_size"]
-        metrics |= {"parameters": count_parameters(net), "macs": count_macs(net, size), "images_per_second": throughput(net, size)}
+        metrics |= {
+            "parameters": count_parameters(net),
+            "macs": count_macs(net, size),
+            "images_per_second": throughput(net, size),
+        }
     if json_:
         print(json.dumps({"model": model, **metrics}))
     else:
@@ -266,14 +285,21 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 
 
-@app.command(help=f"Train as a recipe says; resumes by itself.\n\nEvery field of the recipe is a flag:\n\n{document_fields()}")
+@app.command(
+    help=f"Train as a recipe says; resumes by itself.\n\nEvery field of the recipe is a flag:\n\n{document_fields()}"
+)
 def train(
     recipe: Annotated[str, Parameter(help="Name of a recipe (see `isomorph recipes`) or a .yaml or .toml file.")],
     /,
     *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="--FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
 ) -> None:
     result = iso.train(load_recipe(recipe, as_assignments(fields)))
-    show([["", "final"], *([UNITS[key][0], UNITS[key][1](value)] for key, value in result.metrics.items() if key in UNITS)])
+    show(
+        [
+            ["", "final"],
+            *([UNITS[key][0], UNITS[key][1](value)] for key, value in result.metrics.items() if key in UNITS),
+        ]
+    )
     print(f"wrote {result.folder / 'model.safetensors'}")
 
 
@@ -308,11 +334,18 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
         with torch.device("meta"):
             model = timm.create_model(name)
         size = "x".join(map(str, model.pretrained_cfg["input_size"][1:]))
-        rows.append({"name": name, "parameters": count_parameters(model), "input": size, "weights": model.pretrained_cfg["tag"]})
+        rows.append(
+            {"name": name, "parameters": count_parameters(model), "input": size, "weights": model.pretrained_cfg["tag"]}
+        )
     if json_:
         print(json.dumps(rows))
     else:
-        show([["model", "parameters", "input", "weights"], *([r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows)])
+        show(
+            [
+                ["model", "parameters", "input", "weights"],
+                *([r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows),
+            ]
+        )
 
 
 recipes = App(name="recipes", help="List the recipes, or show one as an editable file.")
@@ -325,7 +358,12 @@ def list_recipes(*, json_: Json = False) -> None:
     if json_:
         print(json.dumps(RECIPES, default=str))
     else:
-        show([["recipe", "source", "expected"], *([name, r.get("source", ""), r.get("expected", "")] for name, r in RECIPES.items())])
+        show(
+            [
+                ["recipe", "source", "expected"],
+                *([name, r.get("source", ""), r.get("expected", "")] for name, r in RECIPES.items()),
+            ]
+        )
 
 
 @recipes.command(name="show")

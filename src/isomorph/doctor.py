@@ -25,7 +25,9 @@ def torchvision_problem() -> str | None:
 
         torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
     except Exception as error:
-        return f"torchvision does not work with this torch ({' '.join(str(error).split())[:120]}); reinstall both together"
+        return (
+            f"torchvision does not work with this torch ({' '.join(str(error).split())[:120]}); reinstall both together"
+        )
     return None
 
 
@@ -41,7 +43,11 @@ def examine() -> Iterator[tuple[str, str, bool]]:
     yield "torchvision operators", problem or "work", problem is None
     yield from devices()
     free = shutil.disk_usage(".").free
-    yield "free disk here", f"{free / 2**30:.1f} GiB" + ("" if free > ENOUGH_DISK else ": little for data and checkpoints"), free > ENOUGH_DISK
+    yield (
+        "free disk here",
+        f"{free / 2**30:.1f} GiB" + ("" if free > ENOUGH_DISK else ": little for data and checkpoints"),
+        free > ENOUGH_DISK,
+    )
 
 
 def devices() -> Iterator[tuple[str, str, bool]]:

@@ -56,7 +56,7 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
 
 
 def spans(model: nn.Module) -> dict[str, Tensor]:
-    """Attention span 1 / locality of each head (T-CNN Fig. 4B); infinite or negative where a GPSA head has lost its centre.
+    """Attention span 1 / locality of each head (T-CNN Fig. 4B); not positive where a GPSA head has lost its centre.
 
     Shape: -> {name: (heads,)}
     """

@@ -8,10 +8,23 @@ from PIL import Image
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
-IMAGENET_C = (
-    "gaussian_noise shot_noise impulse_noise defocus_blur glass_blur motion_blur zoom_blur snow frost fog brightness "
-    "contrast elastic_transform pixelate jpeg_compression"
-).split()
+IMAGENET_C = [
+    "gaussian_noise",
+    "shot_noise",
+    "impulse_noise",
+    "defocus_blur",
+    "glass_blur",
+    "motion_blur",
+    "zoom_blur",
+    "snow",
+    "frost",
+    "fog",
+    "brightness",
+    "contrast",
+    "elastic_transform",
+    "pixelate",
+    "jpeg_compression",
+]
 """The 15 corruptions of ImageNet-C; severities are its constants, also at 32 px (CIFAR-C has others)."""
 
 
@@ -46,7 +59,7 @@ class Corrupted(Source):
 
 
 class Noisy(Source):
-    """A source under white Gaussian noise of a given standard deviation (in units of the full range), needing no package."""
+    """A source under white Gaussian noise; its standard deviation is a share of the full range. Needs no package."""
 
     def __init__(self, source: Source, std: float) -> None:
         super().__init__(source.pictures, source.labels, source.classes)

@@ -14,7 +14,7 @@ NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip
 
 
 def eval_loader(source: Source, config: Mapping[str, Any], batch_size: int = 100, workers: int = 0) -> DataLoader[Any]:
-    """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, crop_pct)."""
+    """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, ...)."""
     keys = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
     source.transform = create_transform(**{key: config[key] for key in keys if key in config})
     return DataLoader(source, batch_size, num_workers=workers, persistent_workers=workers > 0)
@@ -28,9 +28,9 @@ def train_loader(
     crop_padding: int = 0,
     **augmentation: Any,
 ) -> DataLoader[Any]:
-    """Shuffled full batches under timm's training transform; `augmentation` are its arguments (hflip, auto_augment, ...).
+    """Shuffled full batches under timm's training transform; `augmentation` are its arguments (hflip, ...).
 
-    `crop_padding` > 0 crops at random from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
+    `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
     The order and the augmentation follow torch's global seed.
     """
     base = {key: config[key] for key in ("input_size", "mean", "std", "interpolation")}

@@ -84,7 +84,7 @@ def digits(split: str, root: Path) -> Source:
 
 
 def cifar10(split: str, root: Path) -> Source:
-    """CIFAR-10 from `root/cifar10/{train,test}-*.parquet` (Hugging Face convention), else as torchvision keeps it in `root`.
+    """CIFAR-10 from `root/cifar10/{train,test}-*.parquet` (Hugging Face convention), else as torchvision keeps it.
 
     Raises: UserError when neither is there.
     """
@@ -94,7 +94,9 @@ def cifar10(split: str, root: Path) -> Source:
     from torchvision.datasets import CIFAR10 as TorchvisionCIFAR10
 
     try:
-        data = TorchvisionCIFAR10(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
+        data = TorchvisionCIFAR10(
+            str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1"
+        )
     except (RuntimeError, OSError) as error:
         raise UserError(
             f"no cifar10 in {root} ({first_line(error)}); give data.root (or ISOMORPH_DATA) a folder that holds "
@@ -132,7 +134,9 @@ def imagefolder(split: str, root: Path) -> Source:
     classes = sorted(folder.name for folder in top.iterdir() if folder.is_dir())
     found = [(path, i) for i, name in enumerate(classes) for path in images_below(top / name)]
     if not found:
-        raise UserError(f"no images in {top}; it must hold one folder per class with {', '.join(sorted(SUFFIXES))} files")
+        raise UserError(
+            f"no images in {top}; it must hold one folder per class with {', '.join(sorted(SUFFIXES))} files"
+        )
     return Source([path for path, _ in found], [label for _, label in found], classes)
 
 

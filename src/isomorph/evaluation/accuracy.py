@@ -33,9 +33,7 @@ def logits_and_labels(
     return torch.cat(logits), torch.cat(labels)
 
 
-def evaluate(
-    model: nn.Module, loader: Iterable[Any], on_batch: Callable[[], None] = lambda: None
-) -> dict[str, float]:
+def evaluate(model: nn.Module, loader: Iterable[Any], on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
     """Accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
 
     Raises: UserError when a label is outside the model's classes.

@@ -1,5 +1,6 @@
 """nn.Modules that know tensors only."""
 
-from isomorph.layers.gpsa import GPSA, GPSA2d
+from isomorph.layers.gpsa import GPSA
+from isomorph.layers.gpsa2d import GPSA2d
 
 __all__ = ["GPSA", "GPSA2d"]

@@ -4,7 +4,7 @@ from torch import nn
 
 
 def undecayed(model: nn.Module) -> set[str]:
-    """Full names of the parameters that the model's layers exempt from weight decay by a `no_weight_decay()` of their own."""
+    """Full names of the parameters that the model's layers exempt by a `no_weight_decay()` of their own."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

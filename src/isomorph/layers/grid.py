@@ -50,7 +50,9 @@ def window_centres(num_taps: int) -> Tensor:
     """
     size = math.isqrt(num_taps)
     if size * size != num_taps:
-        raise ValueError(f"{num_taps} heads do not form a square window; use a square number of heads (1, 4, 9, 16, ...)")
+        raise ValueError(
+            f"{num_taps} heads do not form a square window; use a square number of heads (1, 4, 9, 16, ...)"
+        )
     steps = torch.arange(size, dtype=torch.float32) - (size - 1) / 2
     return torch.cartesian_prod(steps, steps)  # (num_taps, 2)
 

@@ -12,6 +12,11 @@ import torch
 from torch import Tensor
 
 
+def geometry_dtype(parameter: Tensor) -> torch.dtype:
+    """Offsets and their softmax are computed in float32 at least: squared offsets are inexact in bfloat16."""
+    return torch.promote_types(parameter.dtype, torch.float32)
+
+
 def peaked_axis(offsets: Tensor, centre: Tensor, locality: Tensor) -> Tensor:
     """Attention along one axis that peaks at `centre`: softmax(-locality (offset - centre)^2).
 

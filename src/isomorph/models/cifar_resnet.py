@@ -153,7 +153,9 @@ class CifarResNet(nn.Module):
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
-        self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=pool, device=old.device, dtype=old.dtype)
+        self.global_pool, self.linear = create_classifier(
+            64, num_classes, pool_type=pool, device=old.device, dtype=old.dtype
+        )
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
@@ -200,7 +202,7 @@ default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for nam
 
 
 def local_weights(base: str) -> dict[str, Any]:
-    """The safetensors file of an architecture in $ISOMORPH_DATA/weights, where there is one, as a pretrained_cfg entry."""
+    """The pretrained_cfg entry for an architecture's file in $ISOMORPH_DATA/weights, where there is one."""
     path = Path(os.environ.get("ISOMORPH_DATA", "")) / "weights" / f"{base.replace('cifar_', 'cifar10_')}.safetensors"
     return {"file": str(path)} if "ISOMORPH_DATA" in os.environ and path.is_file() else {}
 

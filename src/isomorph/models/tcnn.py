@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
 from isomorph.layers.decay import undecayed
-from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, checkpoint_filter_fn, create_cifar_resnet
+from isomorph.models.cifar_resnet import CifarResNet, checkpoint_filter_fn, cifar_cfg, create_cifar_resnet
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 
 RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)

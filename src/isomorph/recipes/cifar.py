@@ -36,12 +36,16 @@ def digits_demo(birth: str) -> dict[str, Any]:
     recipe = cifar_study(birth)
     recipe["model"] |= dict(pretrained=False)
     anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
-    return recipe | anneal | dict(
-        data=dict(source="digits", size=[24, 24], batch_size=64),
-        augment=dict(crop_padding=2, hflip=0.0),
-        optim=dict(lr=5e-4, gate_lr=0.1, warmup_epochs=0.5),
-        epochs=3,
-        source="isomorph demo",
+    return (
+        recipe
+        | anneal
+        | dict(
+            data=dict(source="digits", size=[24, 24], batch_size=64),
+            augment=dict(crop_padding=2, hflip=0.0),
+            optim=dict(lr=5e-4, gate_lr=0.1, warmup_epochs=0.5),
+            epochs=3,
+            source="isomorph demo",
+        )
     )
 
 

@@ -45,7 +45,9 @@ class Demo:
     def table(self) -> list[list[str]]:
         """Head and rows of the one table."""
         noisy = [f"noise {std:g}" for std in NOISES]
-        body = [[row["name"], *(f"{row[key]:.2f}" for key in ("clean", *noisy)), f"{row['nll']:.3f}"] for row in self.rows]
+        body = [
+            [row["name"], *(f"{row[key]:.2f}" for key in ("clean", *noisy)), f"{row['nll']:.3f}"] for row in self.rows
+        ]
         return [["digits, 450 test images", "clean top-1", *noisy, "clean NLL"], *body]
 
 
@@ -74,7 +76,9 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
         curves: dict[str, list[float]] = {}
         tuned: dict[str, nn.Module] = {}
         for name, title in RUNS.items():
-            recipe = load_recipe(name, [f"out={runs / name}", f"model.weights={runs / 'digits_cnn/model.safetensors'}", *overrides])
+            recipe = load_recipe(
+                name, [f"out={runs / name}", f"model.weights={runs / 'digits_cnn/model.safetensors'}", *overrides]
+            )
             tuned[name] = train(recipe, show).model
             demo.rows.append(measure(title, tuned[name], test, config))
             curves[title] = [top1_before(name, demo), *top1_by_epoch(recipe)]
@@ -87,7 +91,7 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
 
 def births(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, nn.Module]:
     """The CNN and its two recasts, before any fine-tuning; the exact one is verified on real images."""
-    born = {init: recast(cnn, ConvToGPSA(init), where="layer3.*.conv?") for init in ("exact", "paper")}  # type: ignore[arg-type]
+    born = {init: recast(cnn, ConvToGPSA(init), where="layer3.*.conv?") for init in ("exact", "paper")}
     images = next(iter(eval_loader(test, config)))[0]
     demo.report = verify(cnn, born["exact"], [images, images[:16, :, :19, :23]])
     titles = {"CNN": cnn, "T-CNN exact, just born": born["exact"], "T-CNN paper, just born": born["paper"]}
@@ -108,7 +112,11 @@ def top1_by_epoch(recipe: Recipe) -> list[float]:
 def costs(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[str]]:
     """Parameters and MACs of both."""
     rows = [
-        [name, f"{sum(p.numel() for p in model.parameters()):,}", f"{count_macs(model, config['input_size']) / 1e6:.1f} M"]
+        [
+            name,
+            f"{sum(p.numel() for p in model.parameters()):,}",
+            f"{count_macs(model, config['input_size']) / 1e6:.1f} M",
+        ]
         for name, model in (("CNN", cnn), ("T-CNN", tcnn))
     ]
     return [["", "parameters", "MACs an image"], *rows]
@@ -138,7 +146,7 @@ def page_parts(
     cost: list[list[str]],
 ) -> tuple[str, str, list[Section], str]:
     """Title, lead, sections and footer of the page."""
-    image = eval_loader(test, config).dataset[0][0]  # type: ignore[index]
+    image = eval_loader(test, config).dataset[0][0]
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
     picture = (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
     stages = {"born exact": born["exact"], "born paper": born["paper"], "paper, fine-tuned": tuned["digits_paper"]}
@@ -147,7 +155,7 @@ def page_parts(
         Section("Learning curves", figure=curves_figure(curves, "clean top-1, %")),
         Section(
             "Is the recast the same function?",
-            "The exact recast against the CNN on real digits, at two input sizes, in two precisions, and layer by layer.",
+            "The exact recast against the CNN on real digits: two input sizes, two precisions, layer by layer.",
             listing=str(demo.report),
         ),
         Section(
@@ -169,7 +177,7 @@ def page_parts(
     sections.append(Section("Cost", "1 MAC = 2 FLOPs; attention included.", cost))
     lead = (
         "A small CNN was trained on scikit-learn's digits; the six convolutions of its last stage were recast as gated "
-        "positional self-attention with the same function, verified, and fine-tuned beside the CNN with the same budget."
+        "positional self-attention with the same function, verified, and fine-tuned beside the CNN, budget alike."
     )
     footer = f"isomorph demo, {demo.seconds:.0f} s on {torch.get_num_threads()} threads, torch {torch.__version__}."
     return "A CNN becomes a T-CNN", lead, sections, footer

@@ -6,9 +6,7 @@ DeiT's augmentation; drop path .1 at 224 and .2 at 320; 16 V100s took 6 hours fo
 
 from typing import Any
 
-DEIT = dict(
-    auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1
-)
+DEIT = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, mixup=0.8, cutmix=1.0, smoothing=0.1)
 OPTIM = dict(name="adamw", lr=1e-4, weight_decay=0.05, gate_lr=0.1, warmup_epochs=5, schedule="cosine")
 
 # backbone: fine-tuning resolution, drop path, top-1 of the CNN alone and of the T-CNN, table

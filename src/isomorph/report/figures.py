@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402 (the backend is chosen first)
+import matplotlib.pyplot as plt
 
 INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
 STYLE: dict[str, Any] = {
@@ -47,7 +47,9 @@ def dials_figure(stages: Mapping[str, Mapping[str, Tensor]], label: str, limit: 
             for row, layer in enumerate(layers):
                 heads = values[layer].float().cpu().numpy()
                 name = stage if row == 0 else None
-                axes.scatter(heads, np.full(len(heads), row + shift), s=16, alpha=0.75, color=PALETTE[i % 6], label=name, lw=0)
+                axes.scatter(
+                    heads, np.full(len(heads), row + shift), s=16, alpha=0.75, color=PALETTE[i % 6], label=name, lw=0
+                )
         axes.set_yticks(range(len(layers)), layers)
         axes.invert_yaxis()
         axes.set_xlabel(label)
@@ -58,7 +60,9 @@ def dials_figure(stages: Mapping[str, Mapping[str, Tensor]], label: str, limit: 
         return as_svg(figure)
 
 
-def maps_figure(image: np.ndarray, rows: Mapping[str, Tensor], gates: Mapping[str, Tensor], query: tuple[float, float]) -> str:
+def maps_figure(
+    image: np.ndarray, rows: Mapping[str, Tensor], gates: Mapping[str, Tensor], query: tuple[float, float]
+) -> str:
     """Attention maps of every head (columns) for some layers (rows), beside the image and the query looked from.
 
     Shape: image (H, W, 3) in 0..1; rows {title: (heads, h, w)}; gates {title: (heads,)}; query (row, column) in 0..1

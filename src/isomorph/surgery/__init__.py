@@ -5,7 +5,7 @@ from isomorph.surgery.fuse import fuse
 from isomorph.surgery.recast import Edit, Rule, edits, recast, replay, targets
 from isomorph.surgery.rules import ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
-from isomorph.surgery.verify import Report, verify
+from isomorph.surgery.verify import NotEqual, Report, verify
 
 RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (ConvToGPSA, Unstride)}
 """Rules by name, as checkpoints and recipes store them."""
@@ -15,6 +15,7 @@ __all__ = [
     "Anneal",
     "ConvToGPSA",
     "Edit",
+    "NotEqual",
     "Report",
     "Rule",
     "Unstride",

@@ -8,7 +8,7 @@ from isomorph.errors import UserError
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """A copy of the model in which every module with a `fuse()` is replaced by its result, children first, root included.
+    """A copy of the model with every module that has a `fuse()` replaced by its result, children first, root included.
 
     `fuse()` on a layer returns a new module and needs no rule, so it works on any checkpoint; a layer whose way back
     holds only under a condition has a named method instead (`GPSA2d.to_conv()`) and is left alone here.
@@ -17,7 +17,9 @@ def fuse(model: nn.Module) -> nn.Module:
     """
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
-        raise UserError(f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first")
+        raise UserError(
+            f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first"
+        )
     return fuse_children(copy.deepcopy(model), {})
 
 

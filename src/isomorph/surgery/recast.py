@@ -7,7 +7,7 @@ checkpoint can be rebuilt: create the base, replay the edits, load the tensors.
 
 import copy
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol
@@ -82,7 +82,9 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     if not found:
         kinds = ", ".join(sorted({type(module).__name__ for _, module in selected}))
         wanted, ours = rule.kind.__name__, type(rule).__name__
-        raise UserError(f"{ours} rebuilds {wanted}, and where={where!r} matches none among {len(selected)} modules ({kinds})")
+        raise UserError(
+            f"{ours} rebuilds {wanted}, and where={where!r} matches none among {len(selected)} modules ({kinds})"
+        )
     for name, module in found:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {refusal(rule, module)}")
@@ -104,7 +106,9 @@ def refuse_nested(names: Sequence[str]) -> None:
     for outer in names:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
         if inner:
-            raise UserError(f"target {inner} lies inside target {outer or 'the model itself'}; narrow where to one of them")
+            raise UserError(
+                f"target {inner} lies inside target {outer or 'the model itself'}; narrow where to one of them"
+            )
 
 
 def adopt(replacement: nn.Module, original: nn.Module) -> nn.Module:

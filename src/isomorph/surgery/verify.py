@@ -48,9 +48,18 @@ class Report:
             width = max(len(target.name) for target in self.targets)
             lines.append("  by module, on the original's own input (float64):")
             lines += [
-                f"    {t.name:<{width}}  {t.kind}  max |diff| {t.deviation:.3g} of max |out| {t.scale:.3g}" for t in self.targets
+                f"    {t.name:<{width}}  {t.kind}  max |diff| {t.deviation:.3g} of max |out| {t.scale:.3g}"
+                for t in self.targets
             ]
         return "\n".join(lines)
+
+
+class NotEqual(UserError):
+    """The models differ; `report` says where, and is the message."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(str(report))
+        self.report = report
 
 
 def verify(
@@ -66,13 +75,15 @@ def verify(
     given size. `atol` defaults to the loosest tolerance of the rules that made `recast` from `original` (1e-5 if none).
     Both models are left as they were.
 
-    Raises: UserError with the Report as text (and as `.report`) when a difference is above `atol` or not finite.
+    Raises: NotEqual (a UserError with the Report as text and `.report`) when a difference is above `atol` or NaN.
     """
     batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not batches:
         raise UserError("verify needs at least one input batch")
     batches += [
-        torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)).to(b.device) for seed in seeds for b in batches[:]
+        torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)).to(b.device)
+        for seed in seeds
+        for b in batches[:]
     ]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits(recast)[len(edits(original)) :]], default=1e-5)
@@ -89,9 +100,7 @@ def verify(
         targets=target_deviations(*models[torch.float64], batches[0].double()),
     )
     if not report.passed:
-        error = UserError(str(report))
-        error.report = report  # type: ignore[attr-defined]
-        raise error
+        raise NotEqual(report)
     return report
 
 

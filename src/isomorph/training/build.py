@@ -52,7 +52,9 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     return resolve_data_config(given, model=model, use_test_size=False)
 
 
-def build_loaders(recipe: Recipe, model: nn.Module, train: Source, test: Source) -> tuple[DataLoader[Any], DataLoader[Any]]:
+def build_loaders(
+    recipe: Recipe, model: nn.Module, train: Source, test: Source
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Training and evaluation batches of a run."""
     data, augment, config = recipe.data, recipe.augment, data_config(recipe, model)
     if data.fraction < 1:

@@ -59,7 +59,11 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
     `base`: name and further arguments of timm.create_model; needed where the model was created with arguments other
     than num_classes and in_chans.
     """
-    header = {"format": FORMAT, "base": json.dumps(base or describe_base(model)), "edits": json.dumps(describe_edits(model))}
+    header = {
+        "format": FORMAT,
+        "base": json.dumps(base or describe_base(model)),
+        "edits": json.dumps(describe_edits(model)),
+    }
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(Path(path), lambda file: save_file(tensors, str(file), metadata=header))
 
@@ -72,7 +76,9 @@ def load(path: str | Path) -> nn.Module:
     path = Path(path)
     header = read_header(path)
     if header.get("format") != FORMAT:
-        raise UserError(f"{path} holds weights only, not how to rebuild the model; create the model and use load_weights")
+        raise UserError(
+            f"{path} holds weights only, not how to rebuild the model; create the model and use load_weights"
+        )
     base = json.loads(header["base"])
     model = timm.create_model(base.pop("name"), **base)
     for edit in json.loads(header["edits"])[len(edits(model)) :]:
@@ -103,7 +109,9 @@ def read_tensors(path: Path) -> dict[str, Any]:
             return load_file(str(path))
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load and safetensors raise many kinds for a damaged file
-        raise UserError(f"cannot read checkpoint {path} ({str(error).splitlines()[0]}); it may be truncated or foreign") from None
+        raise UserError(
+            f"cannot read checkpoint {path} ({str(error).splitlines()[0]}); it may be truncated or foreign"
+        ) from None
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else state
     if not isinstance(state, dict):
@@ -130,7 +138,11 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     own = model.state_dict()
     missing = [name for name in own if name not in state]
     unexpected = [name for name in state if name not in own]
-    shapes = [f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}" for name in own if shape_differs(own, state, name)]
+    shapes = [
+        f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
+        for name in own
+        if shape_differs(own, state, name)
+    ]
     parts = [
         f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
         for kind, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))

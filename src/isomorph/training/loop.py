@@ -60,8 +60,8 @@ class Run:
     def eval_model(self) -> nn.Module:
         """What is evaluated and kept: the averaged weights where there are any."""
         if self.task.has_ema():
-            return self.task.get_trainable_module(ema=True).module  # type: ignore[union-attr]
-        return self.task.get_trainable_module()  # type: ignore[return-value]
+            return self.task.get_trainable_module(ema=True).module
+        return self.task.get_trainable_module()
 
     def state(self, epoch: int, metrics: dict[str, float], best: float) -> dict[str, Any]:
         """All that the rest of the run depends on, after `epoch` complete epochs."""
@@ -126,8 +126,14 @@ def train(recipe: Recipe, show: bool = True) -> Result:
             keep(run, folder / "best.safetensors")
         save_state(run.state(epoch + 1, metrics, best), folder / "last.pt")
         seconds = time.perf_counter() - start
-        log(folder / "log.jsonl", {"epoch": epoch + 1, **metrics, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds})
-        console.print(f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  top1 {metrics['top1']:.2f}  {seconds:.1f} s")
+        log(
+            folder / "log.jsonl",
+            {"epoch": epoch + 1, **metrics, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds},
+        )
+        console.print(
+            f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  "
+            f"top1 {metrics['top1']:.2f}  {seconds:.1f} s"
+        )
     keep(run, folder / "model.safetensors")
     return Result(run.eval_model.eval(), metrics, folder)
 
@@ -143,7 +149,10 @@ def train_epoch(run: Run, epoch: int, advance: Any) -> float:
         step = epoch * steps + i
         if anneal:
             anneal.apply(run.task.trainable_module, step)
-        images, labels = images.to(run.runtime.device, non_blocking=True), labels.to(run.runtime.device, non_blocking=True)
+        images, labels = (
+            images.to(run.runtime.device, non_blocking=True),
+            labels.to(run.runtime.device, non_blocking=True),
+        )
         if mixup:
             images, labels = mixup(images, labels)
         run.scheduler.step_update(step)
@@ -157,9 +166,12 @@ def train_epoch(run: Run, epoch: int, advance: Any) -> float:
         run.task.update_ema(step)
         total += loss.detach()
         if (i % CHECK_EVERY == 0 or i == steps - 1) and not math.isfinite(total.item()):
+            kept = (
+                f"the checkpoint of epoch {epoch} is kept in {recipe.folder}" if epoch else "there is no checkpoint yet"
+            )
             raise Diverged(
-                f"the loss is not finite at epoch {epoch + 1}, step {i + 1}; the checkpoint of epoch {epoch} is kept in "
-                f"{recipe.folder}; lower optim.lr or optim.gate_lr, or set optim.clip_grad"
+                f"the loss is not finite at epoch {epoch + 1}, step {i + 1}; {kept}; "
+                "lower optim.lr or optim.gate_lr, or set optim.clip_grad"
             )
         advance()
     return total.item() / steps
@@ -176,7 +188,9 @@ def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
     state = load_state(path)
     changed = changes(state["recipe"], json.loads(identity(run.recipe)))
     if changed:
-        raise UserError(f"{folder} holds a run with another {', '.join(changed)}; give `out` another folder, or delete it")
+        raise UserError(
+            f"{folder} holds a run with another {', '.join(changed)}; give `out` another folder, or delete it"
+        )
     run.task.load_state_dict(state["task"])
     run.optimizer.load_state_dict(state["optimizer"])
     return state["epoch"], state["metrics"], state["best"]

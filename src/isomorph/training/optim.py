@@ -13,26 +13,30 @@ from isomorph.layers.decay import undecayed
 from isomorph.training.recipe import OptimPart
 
 
-def gate_names(model: nn.Module) -> set[str]:
-    """Full names of the gates of every gated attention layer."""
-    return {f"{name}.gate".lstrip(".") for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d)}
+def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Full names of the gates, and of the centres and localities, of every gated attention layer."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d)}
+    dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
+    gates = {name for name in dials if name.rpartition(".")[2] == "gate"}
+    return gates, dials - gates
 
 
 def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
-    """Three groups: what decays; biases, norms and what layers exempt; gates at their own rate. Frozen ones in none."""
+    """What decays; biases, norms and exempt ones; gates and positions at their own rates. Frozen ones in none."""
     exempt = undecayed(model) | set(getattr(model, "no_weight_decay", set)())
-    gates = gate_names(model)
-    members: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "gates": []}
+    gates, positions = attention_names(model)
+    members: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "gates": [], "positions": []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            plain = parameter.ndim <= 1 or name in exempt
-            members["gates" if name in gates else "undecayed" if plain else "decayed"].append(parameter)
-    groups = [
-        dict(name="decayed", params=members["decayed"], weight_decay=optim.weight_decay, lr_scale=1.0),
-        dict(name="undecayed", params=members["undecayed"], weight_decay=0.0, lr_scale=1.0),
-        dict(name="gates", params=members["gates"], weight_decay=0.0, lr_scale=optim.gate_lr / optim.lr),
+            kind = "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed"
+            members["gates" if name in gates else "positions" if name in positions else kind].append(parameter)
+    rates = {"gates": optim.gate_lr, "positions": optim.position_lr or optim.lr}
+    decay = {"decayed": optim.weight_decay}
+    return [
+        dict(name=kind, params=params, weight_decay=decay.get(kind, 0.0), lr_scale=rates.get(kind, optim.lr) / optim.lr)
+        for kind, params in members.items()
+        if params
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
@@ -51,7 +55,7 @@ def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_p
         num_epochs=epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr / 100,
-        warmup_epochs=optim.warmup_epochs,  # type: ignore[arg-type]
+        warmup_epochs=optim.warmup_epochs,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )

@@ -69,7 +69,9 @@ class ModelPart(Part):
     def known(cls, name: str) -> str:
         if not timm.is_model(name.split(".")[0]):
             close = difflib.get_close_matches(name, timm.list_models(), n=3)
-            raise ValueError(f"no model {name!r} is registered" + (f"; did you mean {', '.join(close)}?" if close else ""))
+            raise ValueError(
+                f"no model {name!r} is registered" + (f"; did you mean {', '.join(close)}?" if close else "")
+            )
         return name
 
 
@@ -135,6 +137,8 @@ class OptimPart(Part):
     """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
     gate_lr: Positive = 0.1
     """Peak learning rate of the gates, on the same schedule, without decay."""
+    position_lr: Positive | None = None
+    """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
     momentum: Rate = 0.9
     """For optimisers that have one."""
     clip_grad: Positive | None = None
@@ -231,12 +235,18 @@ def describe(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         known = list(fields_of(groups))
         close = difflib.get_close_matches(last, known, n=1)
-        return f"{field} is not a field" + (f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(known)})")
+        return f"{field} is not a field" + (
+            f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(known)})"
+        )
     if problem["type"] == "missing":
         return f"{field} is missing"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
-    return message if problem["type"] == "value_error" and not problem["loc"] else f"{field}: {message} (given {problem['input']!r})"
+    return (
+        message
+        if problem["type"] == "value_error" and not problem["loc"]
+        else f"{field}: {message} (given {problem['input']!r})"
+    )
 
 
 def fields_of(groups: list[str]) -> dict[str, Any]:
@@ -270,7 +280,9 @@ def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
         *groups, last = path.split(".")
         group = result
         for name in groups:
-            group = group.setdefault(name, {}) if group.get(name) is not None else group.update({name: {}}) or group[name]
+            group = (
+                group.setdefault(name, {}) if group.get(name) is not None else group.update({name: {}}) or group[name]
+            )
             if not isinstance(group, dict):
                 raise UserError(f"override {assignment!r}: {name} is not a group of fields")
         group[last] = parse(text)

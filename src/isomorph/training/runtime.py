@@ -36,7 +36,7 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
 
 
 def seed_everything(seed: int, epoch: int = 0) -> None:
-    """Seeds every generator as a function of run and epoch alone, so that a resumed run draws what it would have drawn."""
+    """Seeds every generator from run and epoch alone: a resumed run draws what it would have drawn."""
     torch.manual_seed(1_000_003 * seed + epoch)
     np.random.seed((1_000_003 * seed + epoch) % 2**32)
     random.seed(1_000_003 * seed + epoch)

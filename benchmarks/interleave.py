@@ -1,0 +1,97 @@
+"""Fair timing in one process: every contender in turn, round after round, medians and ratios."""
+
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def interleaved(contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9) -> dict[str, float]:
+    """Median milliseconds of each contender over interleaved rounds, after two warm-up rounds."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(rounds + 2):
+        for name, run in contenders.items():
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            if i >= 2:
+                times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def forward(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """One inference pass."""
+
+    def run() -> object:
+        with torch.no_grad():
+            return module(x)
+
+    return run
+
+
+def step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """One forward and backward pass, to the input too."""
+
+    def run() -> object:
+        y = module(x.requires_grad_())
+        return y.backward(torch.ones_like(y))
+
+    return run
+
+
+def saved_mib(module: torch.nn.Module, x: torch.Tensor) -> float:
+    """MiB that one image keeps for the backward pass: distinct storages, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        held = module(x.requires_grad_())  # noqa: F841 (keeps its graph, and the storages, alive)
+    return sum(kept.values()) / 2**20 / x.shape[0]
+
+
+def processor() -> str:
+    """The machine in words."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = subprocess.run(["lscpu"], capture_output=True, text=True).stdout
+    name = next((line.partition(":")[2].strip() for line in model.splitlines() if line.startswith("Model name")), "CPU")
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def write(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
+    """Writes the tables with machine and versions."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    about = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
+    path.write_text(json.dumps({**about, **tables}, indent=1) + "\n")
+    return path
+
+
+def show(title: str, rows: list[dict[str, object]]) -> None:
+    """Prints rows as a Markdown table."""
+    print(f"\n{title}\n")
+    heads = list(rows[0])
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for row in rows:
+        print(
+            "| " + " | ".join(f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()) + " |", flush=True
+        )
