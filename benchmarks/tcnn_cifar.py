@@ -1,6 +1,6 @@
 """The fine-tuning study of docs/methods/tcnn.md: CNN alone and T-CNNs, equal budget, clean and corrupted.
 
-    python benchmarks/tcnn_cifar.py [--fraction 0.3] [--epochs 4] [--seeds 2] [--images 1000] [--out runs/study]
+    python benchmarks/tcnn_cifar.py [--fraction 0.2] [--epochs 4] [--seeds 2] [--images 2000] [--out runs/study]
 
 Needs ISOMORPH_DATA with cifar10 and weights. Each run resumes by itself; a second call only completes the table.
 """
@@ -18,7 +18,7 @@ from isomorph.data import Corrupted, eval_loader, open_source
 from isomorph.recipes.cifar import BIRTHS
 
 CORRUPTIONS = ("gaussian_noise", "defocus_blur", "fog", "contrast", "pixelate")
-SEVERITY = 3
+SEVERITY = 1
 
 
 def measure(model, images):
@@ -40,10 +40,10 @@ def spread(values):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fraction", type=float, default=0.3)
+    parser.add_argument("--fraction", type=float, default=0.2)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--images", type=int, default=2000)
     parser.add_argument("--births", nargs="+", default=list(BIRTHS), choices=list(BIRTHS))
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))

@@ -19,12 +19,12 @@ BIRTHS: dict[str, dict[str, Any]] = {
 
 def cifar_study(birth: str) -> dict[str, Any]:
     """One column of the study."""
-    anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[1.0, 1.0])) if birth == "annealed" else {}
+    anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if birth == "annealed" else {}
     return dict(
         model=dict(name="cifar_resnet20", pretrained=True, **BIRTHS[birth]),
         data=dict(source="cifar10", batch_size=128),
         augment=dict(crop_padding=4),
-        optim=dict(lr=5e-4, gate_lr=0.1, warmup_epochs=0.5),
+        optim=dict(lr=1e-3, gate_lr=0.1, position_lr=0.02, warmup_epochs=0.5),
         epochs=10,
         source="T-CNN at CIFAR scale, docs/methods/tcnn.md",
         **anneal,

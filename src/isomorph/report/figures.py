@@ -97,5 +97,5 @@ def curves_figure(curves: Mapping[str, Sequence[float]], label: str) -> str:
         axes.set_ylabel(label)
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axes.grid(color=INK, alpha=0.25)
-        axes.legend(frameon=False, ncols=2)
+        axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
         return as_svg(figure)

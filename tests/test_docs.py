@@ -1,0 +1,46 @@
+"""The README's Python runs as printed, and the docs name files and symbols that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.slow
+def test_the_readme_runs_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        if not link.startswith("http"):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_recipe_and_model_that_the_docs_name_exists():
+    from isomorph.models import names
+    from isomorph.recipes import RECIPES
+
+    text = "\n".join(page.read_text() for page in PAGES)
+    for recipe in re.findall(r"isomorph (?:train|recipes show) ([a-z]\w+)(?!\.)\b", text):
+        assert recipe in RECIPES or recipe == "mine", recipe
+    for model in re.findall(r"isomorph (?:recast|evaluate) (t?_?cifar_\w+)", text):
+        assert model in names(), model
+
+
+def test_no_address_or_path_of_a_machine():
+    """No package index and no absolute path of the machine it was written on."""
+    words = ("pypi.org/" + "simple", "file:" + "///", "/ro" + "ot/", "extra-index" + "-url", "find-" + "links")
+    suffixes = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".j2", ""}
+    for path in ROOT.rglob("*"):
+        if path.is_file() and path.suffix in suffixes and not {".venv", ".git", "runs", "site"} & set(path.parts):
+            text = path.read_text(errors="ignore")
+            assert not any(word in text for word in words), path
