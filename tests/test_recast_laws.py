@@ -239,6 +239,15 @@ class TestUnstride:
         assert all(torch.equal(tensor, new.state_dict()[name]) for name, tensor in cnn.state_dict().items())
         assert isinstance(iso.edits(new)[0].rule, Unstride)
 
+    def test_shortcuts_without_parameters_follow(self):
+        flat = iso.unstride(timm.create_model("cifar_resnet20"), "layer3").eval()
+        assert flat.forward_features(torch.randn(1, 3, 32, 24)).shape == (1, 64, 16, 12)
+        iso.verify(flat, iso.recast(flat, iso.ConvToGPSA(), "layer3.*.conv?"), torch.randn(1, 3, 32, 24))
+
+    def test_pools_that_it_leaves_strided_are_refused(self):
+        with pytest.raises(iso.UserError, match="BlurPool2d"):
+            iso.unstride(timm.create_model("resnetblur50"), "layer4")
+
     def test_nothing_to_unstride_is_an_error(self):
         with pytest.raises(iso.UserError, match="layer1"):
             iso.unstride(timm.create_model("cifar_resnet20"), "layer1")

@@ -15,6 +15,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.recipes import RECIPES
 from isomorph.training import Diverged
+from isomorph.training.checkpoint import describe_base, describe_edits
 from isomorph.training.loop import open_run, train_epoch
 from isomorph.training.optim import build_optimizer, build_scheduler, parameter_groups
 from isomorph.training.recipe import OptimPart, check
@@ -175,8 +176,10 @@ class TestRun:
         if "anneal" in changes:
             assert result.model.layer3[2].conv2.locality.max() < 2
 
-    def test_resumed_equals_uninterrupted(self, tmp_path, monkeypatch):
-        whole, part = tiny(tmp_path / "whole", epochs=3, ema=0.9), tiny(tmp_path / "part", epochs=3, ema=0.9)
+    @pytest.mark.parametrize("workers", [0, 1])
+    def test_resumed_equals_uninterrupted(self, workers, tmp_path, monkeypatch):
+        changes = dict(epochs=3, ema=0.9, data={**TINY["data"], "workers": workers})
+        whole, part = tiny(tmp_path / "whole", **changes), tiny(tmp_path / "part", **changes)
         iso.train(whole, show=False)
 
         class Stop(Exception):
@@ -321,6 +324,20 @@ class TestCheckpoint:
             assert "\n" not in str(caught.value)
         with pytest.raises(iso.UserError, match="truncated"):
             iso.load(tmp_path / "cut.safetensors")
+
+    @pytest.mark.parametrize("broken", ["rule", "field", "base"])
+    def test_an_unknown_way_to_rebuild_is_one_line(self, broken, tmp_path):
+        from safetensors.torch import save_file
+
+        model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.conv2")
+        edit = describe_edits(model)[0]
+        edit |= {"rule": dict(rule="Gone"), "field": dict(fields=dict(gone=1)), "base": {}}[broken]
+        base = dict(name="gone") if broken == "base" else describe_base(model)
+        header = {"format": "isomorph-1", "base": json.dumps(base), "edits": json.dumps([edit])}
+        save_file(model.state_dict(), tmp_path / "x.safetensors", metadata=header)
+        with pytest.raises(iso.UserError) as caught:
+            iso.load(tmp_path / "x.safetensors")
+        assert "\n" not in str(caught.value)
 
     def test_code_in_a_checkpoint_is_not_run(self, tmp_path):
         class Evil:

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,9 +23,9 @@ from isomorph import doctor as machine
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
+from isomorph.models import create, refuse_unknown
 from isomorph.recipes import RECIPES, load_recipe, recipe_values
 from isomorph.surgery import NotEqual
-from isomorph.training.build import create
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
 
@@ -48,11 +47,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
         if weights:
             raise UserError(f"{name} is a checkpoint already; --weights goes with a model's name")
         return iso.load(name)
-    if not timm.is_model(name.split(".")[0]):
-        close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
-        raise UserError(
-            f"no model {name!r}" + (f"; did you mean {', '.join(close)}?" if close else "; see `isomorph models`")
-        )
+    refuse_unknown(name)
     has_weights = bool(timm.get_pretrained_cfg(name) and timm.get_pretrained_cfg(name).has_weights)
     model = create(name, pretrained=pretrained and weights is None and has_weights, **arguments)
     if weights:

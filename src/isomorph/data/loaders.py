@@ -1,23 +1,23 @@
-"""From a source to batches, through timm's transforms."""
+"""From a source to batches, through timm's transforms and loader."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from timm.data import create_transform
+from timm.data import create_loader
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from isomorph.data.sources import Source
 
+SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
+EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")
 NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
 
 
 def eval_loader(source: Source, config: Mapping[str, Any], batch_size: int = 100, workers: int = 0) -> DataLoader[Any]:
     """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, ...)."""
-    keys = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
-    source.transform = create_transform(**{key: config[key] for key in keys if key in config})
-    return DataLoader(source, batch_size, num_workers=workers, persistent_workers=workers > 0)
+    kept = {key: config[key] for key in EVAL_KEYS if key in config}
+    return create_loader(source, batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
 
 
 def train_loader(
@@ -31,23 +31,22 @@ def train_loader(
     """Shuffled full batches under timm's training transform; `augmentation` are its arguments (hflip, ...).
 
     `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
-    The order and the augmentation follow torch's global seed.
+    Order and augmentation follow torch's global seed, for a given number of workers: these start anew each epoch.
     """
-    base = {key: config[key] for key in ("input_size", "mean", "std", "interpolation")}
     if crop_padding:
         augmentation |= dict(scale=(1.0, 1.0), ratio=(1.0, 1.0))
-    transform = create_transform(is_training=True, **base, **{**NO_AUGMENTATION, **augmentation})
-    if crop_padding:
-        height, width = config["input_size"][-2:]
-        crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
-        transform = transforms.Compose([*crop, transform])
-    source.transform = transform
-    return DataLoader(
+    loader = create_loader(
         source,
-        min(batch_size, len(source)),
-        shuffle=True,
-        drop_last=True,
+        batch_size=min(batch_size, len(source)),
+        is_training=True,
+        use_prefetcher=False,
         num_workers=workers,
-        pin_memory=torch.cuda.is_available(),
-        persistent_workers=workers > 0,
+        persistent_workers=False,
+        **{key: config[key] for key in SHARED_KEYS},
+        **{**NO_AUGMENTATION, **augmentation},
     )
+    if crop_padding:
+        size = tuple(config["input_size"][-2:])
+        crop = [transforms.Resize(size), transforms.RandomCrop(size, padding=crop_padding)]
+        source.transform = transforms.Compose([*crop, source.transform])
+    return loader

@@ -1,7 +1,12 @@
 """Whole networks, registered with timm on import."""
 
-import timm
+from difflib import get_close_matches
+from typing import Any
 
+import timm
+from torch import nn
+
+from isomorph.errors import UserError
 from isomorph.models import cifar_resnet, tcnn
 
 MODULES = (cifar_resnet, tcnn)
@@ -12,4 +17,24 @@ def names() -> list[str]:
     return sorted(name for module in MODULES for name in timm.list_models(module=module.__name__.rpartition(".")[2]))
 
 
-__all__ = ["names"]
+def refuse_unknown(name: str) -> None:
+    """Raises: UserError naming the closest models when timm's registry (isomorph's are in it) has no such model."""
+    if not timm.is_model(name.split(".")[0]):
+        close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
+        raise UserError(f"no model {name!r} is registered; {hint}")
+
+
+def create(name: str, **arguments: Any) -> nn.Module:
+    """timm.create_model with its many kinds of failure as one line."""
+    refuse_unknown(name)
+    try:
+        return timm.create_model(name, **arguments)
+    except UserError:
+        raise
+    except Exception as error:
+        hint = "; without a network give its weights as a file" if arguments.get("pretrained") else ""
+        raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}{hint}") from error
+
+
+__all__ = ["create", "names", "refuse_unknown"]

@@ -39,7 +39,7 @@ class CifarBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(out_channels)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
         self.act2 = nn.ReLU(inplace=True)
-        self.stride, self.new_channels = stride, out_channels - in_channels
+        self.new_channels = out_channels - in_channels
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.act1(self.bn1(self.conv1(x)))
@@ -47,9 +47,10 @@ class CifarBlock(nn.Module):
         return self.act2(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))"""
-        before, after = self.new_channels // 2, self.new_channels - self.new_channels // 2
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, before, after))
+        """Follows conv1's stride. Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))"""
+        down, across = self.conv1.stride
+        before = self.new_channels // 2
+        return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
 
 
 class CifarResNet(nn.Module):

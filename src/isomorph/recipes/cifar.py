@@ -42,7 +42,6 @@ def digits_demo(birth: str) -> dict[str, Any]:
         | dict(
             data=dict(source="digits", size=[24, 24], batch_size=64),
             augment=dict(crop_padding=2, hflip=0.0),
-            optim=dict(lr=5e-4, gate_lr=0.1, warmup_epochs=0.5),
             epochs=3,
             source="isomorph demo",
         )

@@ -7,8 +7,10 @@ import copy
 from dataclasses import dataclass
 from typing import ClassVar
 
+from timm.layers import BlurPool2d
 from torch import nn
 
+from isomorph.errors import UserError
 from isomorph.surgery.recast import Edit, Where, replay, targets
 
 
@@ -20,11 +22,16 @@ class Unstride:
     kind: ClassVar[type[nn.Module]] = nn.Module
 
     def accepts(self, module: nn.Module) -> bool:
-        return any(strided(part) for part in module.modules())
+        parts = list(module.modules())
+        return any(map(strided, parts)) and not any(isinstance(part, nn.MaxPool2d | BlurPool2d) for part in parts)
 
     def build(self, module: nn.Module) -> nn.Module:
         stage = copy.deepcopy(module)
         for name, part in list(stage.named_modules()):
+            if isinstance(part, nn.MaxPool2d | BlurPool2d):
+                raise UserError(
+                    f"Unstride cannot rebuild it: {name} is a {type(part).__name__}, which it leaves strided"
+                )
             if isinstance(part, nn.Conv2d) and strided(part):
                 part.stride = (1, 1)
             elif strided(part):

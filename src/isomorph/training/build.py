@@ -2,14 +2,12 @@
 
 from typing import Any
 
-import timm
 from timm.data import resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader
 
-import isomorph.models  # noqa: F401 (registers them)
 from isomorph.data import Source, class_fraction, eval_loader, open_source, train_loader
-from isomorph.errors import UserError
+from isomorph.models import create
 from isomorph.surgery import recast, unstride
 from isomorph.training.checkpoint import load_weights
 from isomorph.training.recipe import ModelPart, Recipe
@@ -33,17 +31,6 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn
     if part.unstride:
         model = unstride(model, part.unstride)
     return recast(model, part.recast.rule(), part.recast.where) if part.recast else model
-
-
-def create(name: str, **arguments: Any) -> nn.Module:
-    """timm.create_model with its many kinds of failure as one line."""
-    try:
-        return timm.create_model(name, **arguments)
-    except UserError:
-        raise
-    except Exception as error:
-        hint = "; without a network give its weights as a file" if arguments.get("pretrained") else ""
-        raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}{hint}") from error
 
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:

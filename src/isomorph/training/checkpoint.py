@@ -7,14 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import isomorph.models  # noqa: F401 (registers them)
 from isomorph.errors import UserError
+from isomorph.models import create
 from isomorph.surgery import RULES, Edit, edits, replay
 
 FORMAT = "isomorph-1"
@@ -79,12 +78,17 @@ def load(path: str | Path) -> nn.Module:
         raise UserError(
             f"{path} holds weights only, not how to rebuild the model; create the model and use load_weights"
         )
-    base = json.loads(header["base"])
-    model = timm.create_model(base.pop("name"), **base)
-    for edit in json.loads(header["edits"])[len(edits(model)) :]:
-        if edit["rule"] not in RULES:
-            raise UserError(f"{path} needs the rule {edit['rule']}, which this version of isomorph does not have")
-        model = replay(model, Edit(RULES[edit["rule"]](**edit["fields"]), tuple(edit["names"])))
+    try:
+        base, stored = json.loads(header["base"]), json.loads(header["edits"])
+        recorded = [Edit(RULES[edit["rule"]](**edit["fields"]), tuple(edit["names"])) for edit in stored]
+        arguments = {key: value for key, value in base.items() if key not in ("name", "pretrained")}
+        model = create(base["name"], **arguments)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"{path} says how to rebuild its model in a way this isomorph does not know ({error!r})"
+        ) from None
+    for edit in recorded[len(edits(model)) :]:
+        model = replay(model, edit)
     load_weights(model, path)
     return model.eval()
 

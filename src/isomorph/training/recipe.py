@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from isomorph.data import SOURCES
 from isomorph.errors import UserError
+from isomorph.models import refuse_unknown
 from isomorph.surgery import Anneal, ConvToGPSA
 
 Positive = Annotated[float, Field(gt=0)]
@@ -67,11 +68,7 @@ class ModelPart(Part):
     @field_validator("name")
     @classmethod
     def known(cls, name: str) -> str:
-        if not timm.is_model(name.split(".")[0]):
-            close = difflib.get_close_matches(name, timm.list_models(), n=3)
-            raise ValueError(
-                f"no model {name!r} is registered" + (f"; did you mean {', '.join(close)}?" if close else "")
-            )
+        refuse_unknown(name)
         return name
 
 
