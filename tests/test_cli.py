@@ -65,7 +65,10 @@ def test_train_with_flags_in_every_form(tmp_path):
     run = isomorph("train", "digits_cnn", *flags)
     assert run.returncode == 0, run.stderr
     assert "top-1" in run.stdout
-    assert (tmp_path / "run/model.safetensors").is_file()
+    trained = json.loads((tmp_path / "run/log.jsonl").read_text().splitlines()[-1])
+    again = json.loads(isomorph("evaluate", tmp_path / "run/model.safetensors", "--json", "--no-cost").stdout)
+    assert again["images"] == 450
+    assert again["top1"] == trained["top1"]
 
 
 def test_lists(tmp_path):
@@ -115,7 +118,7 @@ BAD = {
     "model name": (["evaluate", "cifar_resnet21"], "cifar_resnet20"),
     "truncated": (["evaluate", "cut.safetensors"], "truncated"),
     "foreign": (["evaluate", "cifar_resnet20", "--weights", "foreign.safetensors", "--data", "digits"], "does not fit"),
-    "wrong classes": (["evaluate", "few.safetensors", "--data", "digits"], "the model knows 3 classes"),
+    "wrong classes": (["evaluate", "few.safetensors", "--data", "digits"], "knows 3 classes, the data has 10"),
     "no folder": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "nowhere"], "no folder nowhere"),
     "bad image": (
         ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images"],
@@ -135,7 +138,22 @@ BAD = {
     "no value": (["train", "digits_cnn", "--epochs"], "--epochs VALUE"),
     "command": (["recats"], "recats"),
     "option": (["evaluate", "{weights}", "--dta", "digits"], "--dta"),
-    "sizes": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "timm|size|map|input"),
+    "no pixel": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "has no pixel"),
+    "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no pixel"),
+    "negative size": (
+        ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--size", "-3", "5"],
+        "pixel",
+    ),
+    "no weights": (["evaluate", "cspresnet50d", "--data", "digits"], "cspresnet50d has no public weights"),
+    "gate": (
+        ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--gate", "nan"],
+        "must be finite",
+    ),
+    "out is a folder": (["recast", "{weights}", "--where", "layer3.*", "--out", "folder.safetensors"], "cannot write"),
+    "run folder": (["train", "digits_cnn", "out=/proc/foo", "data.fraction=0.03"], "cannot write /proc/foo"),
+    "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "does not understand the policy"),
+    "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no GPSA2d layer to anneal"),
+    "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "RuntimeError"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
 }
 
@@ -147,8 +165,12 @@ def folder(tmp_path_factory, weights):
     (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     iso.save(timm.create_model("cifar_resnet32"), folder / "foreign.safetensors")
     iso.save(timm.create_model("cifar_resnet20", num_classes=3), folder / "few.safetensors")
+    iso.save(timm.create_model("cifar_resnet20", in_chans=1), folder / "grey.safetensors")
+    (folder / "folder.safetensors").mkdir()
     (folder / "images/a").mkdir(parents=True)
     (folder / "images/a/broken.png").write_bytes(b"not an image")
+    for i in range(9):
+        (folder / f"images/{i}").mkdir()
     return folder
 
 
@@ -172,7 +194,7 @@ def test_demo_writes_its_page(tmp_path):
     small = ["epochs=1", "data.fraction=0.1", "optim.warmup_epochs=0", "anneal=null"]
     found = run_demo(tmp_path / "demo.html", show=False, overrides=small)
     page = (tmp_path / "demo.html").read_text()
-    assert len(found.rows) == 7
+    assert len(found.rows) == 8
     assert found.report.passed
     assert found.rows[1]["clean"] == found.rows[0]["clean"]
     assert page.count("<svg") >= 5

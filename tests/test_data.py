@@ -103,10 +103,68 @@ def test_corruptions_are_a_function_of_the_image(data_root):
         Corrupted(source, "fog", 6)
 
 
+def test_altered_sources_stay_altered_and_keep_their_draws():
+    source = open_source("digits", "test")
+    noisy = Noisy(source, 0.3)
+    part = noisy.subset([5, 7])
+    assert np.array_equal(np.asarray(part.image(1)), np.asarray(noisy.image(7)))
+    assert np.array_equal(np.asarray(class_fraction(noisy, 1.0).image(3)), np.asarray(noisy.image(3)))
+    twice = Noisy(noisy, 0.0)
+    assert np.abs(np.asarray(twice.image(3), int) - np.asarray(noisy.image(3), int)).max() <= 1  # rounding
+    with pytest.raises(iso.UserError, match="32 px at least"):
+        Corrupted(source, "fog", 1).image(0)
+
+
+def test_two_loaders_of_one_source_do_not_mix():
+    source = open_source("digits", "test")
+    small, large = (eval_loader(source, {**CONFIG, "input_size": (3, size, size)}, 2) for size in (16, 24))
+    assert next(iter(small))[0].shape[-1] == 16
+    assert next(iter(large))[0].shape[-1] == 24
+
+
+def test_padded_crops_keep_the_whole_of_a_rectangle():
+    ramp = Image.fromarray(np.tile(np.linspace(0, 255, 64).astype(np.uint8), (32, 1)))
+    source = open_source("digits", "test").subset([0, 1])
+    source.pictures = [ramp, ramp]
+    images, _ = next(iter(train_loader(source, {**CONFIG, "input_size": (3, 32, 64)}, 2, crop_padding=1)))
+    assert images.shape == (2, 3, 32, 64)
+    middle = images[0, 0, 16, 4:-4]
+    assert middle.min() < -0.8
+    assert middle.max() > 0.8
+
+
+def test_classes_are_numbered_as_in_train(folder):
+    (folder / "train/grey").mkdir()
+    Image.new("RGB", (20, 30)).save(folder / "train/grey/0.png")
+    (folder / "val/.cache").mkdir()
+    test = open_source("imagefolder", "test", folder)
+    assert test.classes == ("black", "grey", "white")
+    assert sorted(set(test.labels)) == [0, 2]
+    (folder / "val/pink").mkdir()
+    with pytest.raises(iso.UserError, match=r"has classes that .*train lacks: pink"):
+        open_source("imagefolder", "test", folder)
+
+
+def test_a_bare_folder_is_for_testing_only(folder):
+    assert len(open_source("imagefolder", "test", folder / "val")) == 6
+    with pytest.raises(iso.UserError, match="no folder train"):
+        open_source("imagefolder", "train", folder / "val")
+
+
+def test_the_hubs_column_name_is_read_too(tmp_path, data_root):
+    from pyarrow.parquet import read_table, write_table
+
+    table = read_table(next(data_root.glob("cifar10/test-*.parquet"))).slice(0, 5)
+    (tmp_path / "cifar10").mkdir()
+    write_table(table.rename_columns(["img", "label"]), tmp_path / "cifar10/test-00000.parquet")
+    assert open_source("cifar10", "test", tmp_path).image(4).size == (32, 32)
+
+
 def test_noise_has_the_given_strength():
     source = open_source("digits", "test")
     grey = source.subset(range(3))
     grey.pictures = [Image.new("RGB", (64, 64), (128,) * 3)] * 3
+    grey.ids = range(3)
     noisy = Noisy(grey, 0.1)
     assert np.asarray(noisy.image(0)).std() / 255 == pytest.approx(0.1, rel=0.03)
     assert np.array_equal(np.asarray(noisy.image(1)), np.asarray(noisy.image(1)))

@@ -55,6 +55,26 @@ def test_macs_count_convolutions_and_attention():
     assert count_macs(layer, (16, 8, 8)) == projections + attention + 8 * C * nh * N
 
 
+def test_macs_do_not_depend_on_the_form():
+    layer = iso.GPSA2d(64, 64, 3, 1, 1)
+    N, C, nh, hd = 24 * 24, 64, 9, 8
+    projections, content = N * C * (2 * nh * hd + C), nh * N * (N + 1) * (hd + C)
+    position = nh * 24 * N * C + nh * N * 24 * C
+    assert 24**4 > 512 * 512
+    assert count_macs(layer, (64, 24, 24)) == projections + content + position + C * C * nh * N
+
+
+def test_every_module_gets_its_own_mode_back():
+    model = timm.create_model("t_cifar_resnet20").train()
+    model.bn1.eval()
+    loader = [(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))]
+    evaluate(model, loader)
+    iso.attention_maps(model, loader[0][0])
+    throughput(model, (3, 32, 32), 1, seconds=0.01)
+    assert model.training
+    assert not model.bn1.training
+
+
 def test_cost_of_a_small_model():
     model = timm.create_model("cifar_resnet20").train()
     assert count_parameters(model) == 269_722

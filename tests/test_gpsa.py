@@ -186,6 +186,20 @@ def test_large_grid_runs_in_a_few_hundred_mib(kind):
     assert float(run.stdout) < 500
 
 
+def test_functional_gradients_and_second_derivatives():
+    layer = GPSA2d(6, 4, 3, 1, 1).double()
+    x = torch.randn(1, 6, 4, 5, dtype=torch.float64, requires_grad=True)
+    parameters = dict(layer.named_parameters())
+
+    def loss(p):
+        return torch.func.functional_call(layer, p, (x,)).square().sum()
+
+    loss(parameters).backward()
+    for name, gradient in torch.func.grad(loss)(parameters).items():
+        torch.testing.assert_close(gradient, parameters[name].grad)
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
 def test_wrong_sizes_are_refused_in_words():
     with pytest.raises(ValueError, match="do not form a square window"):
         GPSA(36, 6)

@@ -127,7 +127,7 @@ def test_forward_intermediates_stops_early_and_prunes():
     assert [y.shape[1] for y in taken] == [16, 16]
     assert model.prune_intermediate_layers([1]) == [1]
     assert len(model.layer3) == 0
-    assert model(x).shape == (1, 64) or model(x).shape[1] == 16
+    assert model(x).shape[1] == 16
 
 
 def test_a_tresnet_is_unstride_then_recast():
@@ -135,10 +135,10 @@ def test_a_tresnet_is_unstride_then_recast():
     cnn = timm.create_model("resnet50d", num_classes=4).eval()
     for block in cnn.layer4:
         torch.nn.init.ones_(block.bn3.weight)  # zero at birth, which would hide the branch
-    from isomorph.models.tcnn import grow_state
+    from isomorph.models.tcnn import checkpoint_filter_fn
 
     named = timm.create_model("t_resnet50d", num_classes=4, init="exact").eval()
-    named.load_state_dict(grow_state(cnn.state_dict(), named))
+    named.load_state_dict(checkpoint_filter_fn(cnn.state_dict(), named))
     flat = iso.unstride(cnn, "layer4")
     x = torch.randn(1, 3, 64, 96)
     iso.verify(flat, named, x)

@@ -1,6 +1,8 @@
 """What every rule owes: equal at birth, the input untouched, gradients everywhere, refusals in words."""
 
 import copy
+import math
+from dataclasses import dataclass
 
 import pytest
 import timm
@@ -119,6 +121,49 @@ def test_device_is_kept():
     assert {p.device.type for p in tcnn.parameters()} == {"meta"}
 
 
+def test_requires_grad_is_kept_by_name():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    conv.weight.requires_grad_(False)
+    gpsa = iso.recast(nn.Sequential(conv), iso.ConvToGPSA(), "0")[0]
+    assert not gpsa.weight.requires_grad
+    assert gpsa.bias.requires_grad
+    assert gpsa.query.weight.requires_grad
+
+
+def test_unstride_leaves_mode_and_requires_grad_inside_the_stage():
+    cnn = timm.create_model("resnet50d").train()
+    cnn.layer4[1].bn2.eval().requires_grad_(False)
+    flat = iso.unstride(cnn, "layer4")
+    assert not flat.layer4[1].bn2.training
+    assert not flat.layer4[1].bn2.weight.requires_grad
+    assert flat.layer4[1].bn1.training
+
+
+def test_the_second_name_of_a_shared_module_matches_too():
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    tcnn = iso.recast(nn.Sequential(conv, nn.ReLU(), conv), iso.ConvToGPSA(), "2")
+    assert tcnn[0] is tcnn[2]
+    assert isinstance(tcnn[0], iso.GPSA2d)
+
+
+def test_a_rule_needs_no_kind():
+    @dataclass(frozen=True)
+    class Widen:
+        atol = 0.0
+
+        def accepts(self, module):
+            return isinstance(module, nn.ReLU)
+
+        def build(self, module):
+            return nn.GELU()
+
+    model = iso.recast(timm.create_model("cifar_resnet20"), Widen(), "layer3.*")
+    assert isinstance(model.layer3[0].act1, nn.GELU)
+    assert isinstance(model.layer2[0].act1, nn.ReLU)
+    with pytest.raises(iso.UserError, match="not a rule of isomorph"):
+        iso.save(model, "never.safetensors")
+
+
 def test_a_shared_module_is_rebuilt_once():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     tcnn = iso.recast(nn.Sequential(conv, nn.ReLU(), conv), iso.ConvToGPSA(), "*")
@@ -141,7 +186,16 @@ def test_where_takes_globs_and_predicates():
     assert len(wide) == 6
 
 
+class Restandardised(nn.Conv2d):
+    """Computes with another weight than it holds, as timm's StdConv2d does."""
+
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight - self.weight.mean())
+
+
 REFUSED = {
+    "Restandardised does not compute": Restandardised(4, 4, 3),
+    "parametrized": nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
     "even": nn.Conv2d(4, 4, 2),
     "not square": nn.Conv2d(4, 4, (3, 5)),
     "groups=4": nn.Conv2d(4, 4, 3, groups=4),
@@ -178,7 +232,10 @@ def test_a_target_with_hooks_is_refused():
         iso.recast(cnn, iso.ConvToGPSA(), "1")
 
 
-@pytest.mark.parametrize("fields", [dict(init="exakt"), dict(locality=0.0), dict(locality=-1.0)])
+@pytest.mark.parametrize(
+    "fields",
+    [dict(init="exakt"), dict(locality=0.0), dict(locality=-1.0), dict(locality=math.inf), dict(gate=math.nan)],
+)
 def test_impossible_rules_are_refused(fields):
     with pytest.raises(iso.UserError):
         iso.ConvToGPSA(**fields)
@@ -196,12 +253,46 @@ def test_rules_print_hash_and_replay():
     assert torch.equal(twin(x), tcnn(x))
 
 
+class TestRevert:
+    def test_the_model_is_the_cnn_again_and_saved_as_such(self, tmp_path):
+        cnn = timm.create_model("cifar_resnet20").eval()
+        tcnn = iso.recast(cnn, iso.ConvToGPSA(), "layer3.*.conv?")
+        part = iso.revert(tcnn, "layer3.0.*")
+        assert iso.edits(part)[0].names == tuple(f"layer3.{i}.conv{j}" for i in (1, 2) for j in (1, 2))
+        back = iso.revert(part)
+        assert iso.edits(back) == ()
+        iso.verify(cnn, back, torch.randn(1, 3, 33, 40), atol=1e-4)
+        iso.save(back, tmp_path / "back.safetensors")
+        assert type(iso.load(tmp_path / "back.safetensors")) is type(cnn)
+
+    def test_what_has_left_its_convolution_is_named(self):
+        tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.*.conv?")
+        with pytest.raises(iso.UserError, match=r"^layer3\.0\.conv1: .* deviates by"):
+            iso.revert(tcnn)
+        with pytest.raises(iso.UserError, match="no layer with a way back"):
+            iso.revert(timm.create_model("cifar_resnet20"))
+
+
 class TestVerify:
     def test_a_different_model_is_caught(self):
         cnn = net(nn.Conv2d(4, 4, 3, padding=1))
         with pytest.raises(iso.UserError, match="NOT equal") as caught:
             iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA("paper"), "1"), torch.randn(1, 4, 6, 6))
         assert caught.value.report.targets[0].deviation > 1e-3
+
+    def test_a_step_that_changes_the_function_is_caught(self):
+        cnn = timm.create_model("resnet50d", num_classes=4).eval()
+        for block in cnn.layer4:
+            nn.init.ones_(block.bn3.weight)
+        tcnn = iso.recast(iso.unstride(cnn, "layer4"), iso.ConvToGPSA(), "layer4.*.conv2")
+        with pytest.raises(iso.UserError, match="NOT equal"):
+            iso.verify(cnn, tcnn, torch.randn(1, 3, 64, 64))
+
+    def test_nan_is_caught_at_any_tolerance(self):
+        broken = net(nn.Conv2d(4, 4, 3, padding=1))
+        broken[1].weight.data.fill_(float("nan"))
+        with pytest.raises(iso.UserError, match="NOT equal"):
+            iso.verify(broken, broken, torch.randn(1, 4, 6, 6), atol=math.inf)
 
     def test_nan_is_caught(self):
         broken = net(nn.Conv2d(4, 4, 3, padding=1))

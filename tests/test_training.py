@@ -10,11 +10,13 @@ import time
 import pytest
 import timm
 import torch
+from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
 from isomorph.recipes import RECIPES
 from isomorph.training import Diverged
+from isomorph.training.build import build_model
 from isomorph.training.checkpoint import describe_base, describe_edits
 from isomorph.training.loop import open_run, train_epoch
 from isomorph.training.optim import build_optimizer, build_scheduler, parameter_groups
@@ -65,6 +67,30 @@ class TestRecipe:
         with pytest.raises(iso.UserError, match="no optimiser 'adamv'"):
             iso.load_recipe("cifar_exact", ["optim.name=adamv"])
 
+    @pytest.mark.parametrize("name", [name for name in RECIPES if "resnet" in name])
+    def test_every_published_model_is_built(self, name):
+        part = iso.load_recipe(name, ["model.pretrained=false"]).model
+        with torch.device("meta"):
+            model = build_model(part, 1000, 0.1)
+        assert len([m for m in model.modules() if isinstance(m, iso.GPSA2d)]) == (
+            0 if part.recast is None else 4 if part.name in ("resnetrs270", "resnetrs350") else 3
+        )
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_resnet50d"])
+    def test_published_recipes_run_two_steps(self, name, tmp_path):
+        small = ["model.pretrained=false", "data.source=digits", "data.size=[64,64]", "data.batch_size=20"]
+        brief = ["data.workers=0", "data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
+        run = open_run(iso.load_recipe(name, [*small, *brief]))
+        assert len(run.train) == 2
+        assert train_epoch(run, 0, lambda: None) > 0
+
+    def test_text_that_is_no_yaml_or_looks_like_a_number(self):
+        assert iso.load_recipe("cifar_cnn", ["model.recast.where=*.conv2"]).model.recast.where == "*.conv2"
+        recipe = iso.load_recipe("cifar_cnn", ["name=123", "out=2024"])
+        assert recipe.name == "123"
+        assert str(recipe.out) == "2024"
+
     def test_overrides_reach_groups_that_are_off(self):
         assert iso.load_recipe("cifar_cnn", ["model.recast.where=layer3.*.conv2"]).model.recast.init == "exact"
         assert iso.load_recipe("cifar_cnn", ["optim.lr=1e-4"]).optim.lr == 1e-4
@@ -79,7 +105,12 @@ class TestRecipe:
         for assignments, message in (
             (["optim.warmup_epochs=10"], "must be below epochs"),
             (["augment.mixup=0.8", "data.batch_size=33"], "must be even"),
-            (["augment.scale=[1.0,0.5]"], "the smaller first"),
+            (["augment.scale=[1.0,0.5]"], "the smaller share first"),
+            (["augment.scale=[0,0]"], "2 problems"),
+            (["optim.lr=inf"], "finite"),
+            (["anneal.epochs=11"], "at most epochs"),
+            (["augment.auto_augment=rubbish"], "does not understand"),
+            (["seed=-1"], "seed"),
         ):
             with pytest.raises(iso.UserError, match=message):
                 iso.load_recipe("cifar_exact", assignments)
@@ -229,6 +260,18 @@ class TestRun:
         assert all(torch.equal(a[name], b[name]) for name in a)
         assert not list((tmp_path / "killed").glob("*.partial"))
 
+    def test_a_last_step_that_breaks_the_weights_is_not_kept(self, tmp_path):
+        recipe = tiny(tmp_path, epochs=1, data={**TINY["data"], "batch_size": 64}, optim=dict(lr=1e30))
+        with pytest.raises(Diverged, match="the evaluation after it; there is no checkpoint yet"):
+            iso.train(recipe, show=False)
+        assert not (tmp_path / "last.pt").exists()
+        assert not (tmp_path / "best.safetensors").exists()
+
+    def test_a_foreign_state_is_said(self, tmp_path):
+        torch.save({"state_dict": {}}, tmp_path / "last.pt")
+        with pytest.raises(iso.UserError, match="not the state of a run"):
+            iso.train(tiny(tmp_path), show=False)
+
     def test_another_recipe_in_the_same_folder_is_refused(self, tmp_path):
         iso.train(tiny(tmp_path, epochs=1), show=False)
         with pytest.raises(iso.UserError, match=r"a run with another epochs, seed"):
@@ -283,6 +326,44 @@ class TestCheckpoint:
         x = torch.randn(1, 3, 32, 32)
         assert torch.equal(iso.load(tmp_path / "t.safetensors")(x), model(x))
 
+    def test_the_images_a_model_expects_travel_with_it(self, tmp_path):
+        model = timm.create_model("resnet18.tv_in1k")
+        iso.save(model, tmp_path / "m.safetensors")
+        for test in (False, True):
+            config = resolve_data_config(model=iso.load(tmp_path / "m.safetensors"), use_test_size=test)
+            assert config["crop_pct"] == 0.875
+            assert config["interpolation"] == "bilinear"
+
+    def test_dtype_and_births_come_back(self, tmp_path):
+        model = timm.create_model("t_cifar_resnet20", init="exact").double()
+        iso.save(model, tmp_path / "m.safetensors")
+        twin = iso.load(tmp_path / "m.safetensors")
+        assert next(twin.parameters()).dtype == torch.float64
+        assert iso.edits(twin) == iso.edits(model)
+
+    def test_a_base_with_other_arguments_must_be_given(self, tmp_path):
+        model = timm.create_model("resnet18", global_pool="max").eval()
+        with pytest.raises(iso.UserError, match="give save\\(\\) the base"):
+            iso.save(model, tmp_path / "m.safetensors")
+        assert not list(tmp_path.iterdir())
+        iso.save(model, tmp_path / "m.safetensors", base=dict(name="resnet18", global_pool="max"))
+        iso.save(iso.load(tmp_path / "m.safetensors"), tmp_path / "again.safetensors")
+        x = torch.randn(1, 3, 64, 64)
+        assert torch.equal(iso.load(tmp_path / "again.safetensors")(x), model(x))
+
+    def test_modules_changed_by_hand_are_noticed(self, tmp_path):
+        model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.conv2")
+        model.layer3[0].conv2 = model.layer3[0].conv2.to_conv()
+        with pytest.raises(iso.UserError, match="recast and revert only"):
+            iso.save(model, tmp_path / "m.safetensors")
+
+    def test_a_cnns_weights_load_into_its_t_cnn(self, tmp_path):
+        cnn = timm.create_model("cifar_resnet20").eval()
+        iso.save(cnn, tmp_path / "cnn.safetensors")
+        tcnn = timm.create_model("t_cifar_resnet20", init="exact").eval()
+        iso.load_weights(tcnn, tmp_path / "cnn.safetensors")
+        iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32))
+
     def test_models_from_elsewhere_need_a_base(self, tmp_path):
         with pytest.raises(iso.UserError, match="give save\\(\\) its base"):
             iso.save(nn.Linear(2, 2), tmp_path / "x.safetensors")
@@ -298,7 +379,7 @@ class TestCheckpoint:
             partial.write_text("half")
             raise OSError("disk full")
 
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(iso.UserError, match=r"cannot write .*file: disk full"):
             write_atomically(path, fail)
         assert path.read_text() == "old"
         assert list(tmp_path.iterdir()) == [path]

@@ -5,14 +5,32 @@
 >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
 """
 
+from isomorph.doctor import torchvision_problem
+
+if problem := torchvision_problem():
+    raise ImportError(problem)
+
 from isomorph import models
-from isomorph.analysis import attention_maps, gates, spans
+from isomorph.analysis import attention_maps, gates, looks, spans
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.recipes import load_recipe
-from isomorph.surgery import Anneal, ConvToGPSA, Edit, Report, Rule, edits, fuse, recast, targets, unstride, verify
+from isomorph.surgery import (
+    Anneal,
+    ConvToGPSA,
+    Edit,
+    Report,
+    Rule,
+    edits,
+    fuse,
+    recast,
+    revert,
+    targets,
+    unstride,
+    verify,
+)
 from isomorph.training import Recipe, load, load_weights, save, train
 
 __version__ = "0.1.0"
@@ -36,9 +54,11 @@ __all__ = [
     "load",
     "load_recipe",
     "load_weights",
+    "looks",
     "models",
     "open_source",
     "recast",
+    "revert",
     "save",
     "spans",
     "targets",

@@ -1,11 +1,12 @@
 """The command line: parses, calls, prints."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import timm
 import torch
@@ -16,16 +17,15 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 from timm.data import resolve_data_config
-from torch import nn
 
 import isomorph as iso
 from isomorph import doctor as machine
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
-from isomorph.models import create, refuse_unknown
 from isomorph.recipes import RECIPES, load_recipe, recipe_values
-from isomorph.surgery import NotEqual
+from isomorph.surgery import compare
+from isomorph.training.build import default_data, open_model, standard_normal
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
 
@@ -41,29 +41,9 @@ Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model in
 Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, ...")]
 
 
-def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
-    """A model by timm name (with its public weights, or those of a file), or a checkpoint written by isomorph."""
-    if name.endswith(".safetensors"):
-        if weights:
-            raise UserError(f"{name} is a checkpoint already; --weights goes with a model's name")
-        return iso.load(name)
-    refuse_unknown(name)
-    has_weights = bool(timm.get_pretrained_cfg(name) and timm.get_pretrained_cfg(name).has_weights)
-    model = create(name, pretrained=pretrained and weights is None and has_weights, **arguments)
-    if weights:
-        iso.load_weights(model, weights)
-    return model.eval()
-
-
-def default_data(model: nn.Module) -> str:
-    """The source that a model's weights were trained on, as far as isomorph has it."""
-    tag = (getattr(model, "pretrained_cfg", None) or {}).get("tag") or ""
-    return "cifar10" if "cifar10" in tag else "imagefolder"
-
-
-def show(rows: Sequence[Sequence[str]], title: str | None = None) -> None:
+def show(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first row is its head."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(rows[0]):
         table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows[1:]:
@@ -127,30 +107,23 @@ def recast(
     size
         Height and width to verify at; by default the model's own.
     """
-    refuse_suffix(out)
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out} must end in .safetensors")
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
     rule = iso.ConvToGPSA(init, locality, gate)
     new = iso.recast(base, rule, where)
-    config = resolve_data_config(model=base, use_test_size=False)
-    shape = (1, config["input_size"][0], *(size or config["input_size"][1:]))
-    report = iso.verify(base, new, standard_normal(shape), atol=None if init == "exact" else float("inf"))
+    report = compare(base, new, [standard_normal(1, base, size)])
+    if not report.passed and rule == iso.ConvToGPSA():
+        raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in iso.edits(new)[len(iso.edits(base)) :] for name in edit.names]
     if json_:
         print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
     else:
-        print(f"{rule} on {len(names)} modules\n{report}\nwrote {out}")
-
-
-def standard_normal(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-
-
-def refuse_suffix(out: Path) -> None:
-    if out.suffix != ".safetensors":
-        raise UserError(f"--out {out} must end in .safetensors")
+        note = "" if report.passed else "\n(such dials do not keep the function: fine-tune it)"
+        print(f"{rule} on {len(names)} modules\n{report}{note}\nwrote {out}")
 
 
 @app.command
@@ -192,19 +165,14 @@ def verify(
         Largest difference allowed; by default the rule's.
     """
     a, b = open_model(original, weights), open_model(other)
-    config = resolve_data_config(model=a, use_test_size=False)
     if data:
-        loader = eval_loader(open_source(data, "test", root), config, batch)
-        inputs = [next(iter(loader))[0]]
+        config = resolve_data_config(model=a, use_test_size=False)
+        inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
     else:
-        channels, *own = config["input_size"]
-        inputs = [standard_normal((batch, channels, *hw)) for hw in size or [tuple(own)]]
-    try:
-        report, equal = iso.verify(a, b, inputs, atol, seeds or [0, 1]), True
-    except NotEqual as error:
-        report, equal = error.report, False
+        inputs = [standard_normal(batch, a, hw) for hw in size] if size else [standard_normal(batch, a)]
+    report = compare(a, b, inputs, atol=atol, seeds=seeds or [1])
     print(json.dumps(report.as_dict()) if json_ else report)
-    if not equal:
+    if not report.passed:
         raise UserError(str(report).splitlines()[0])
 
 
@@ -218,6 +186,7 @@ def evaluate_(
     weights: Weights = None,
     batch_size: int = 100,
     workers: int = 0,
+    size: tuple[int, int] | None = None,
     device: Device = "auto",
     cost: bool = True,
     json_: Json = False,
@@ -236,14 +205,23 @@ def evaluate_(
         Images per step.
     workers
         Processes that prepare images.
+    size
+        Height and width of the input; by default the model's own.
     cost
         Measure MACs and throughput too.
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
+    if size and min(size) < 1:
+        raise UserError(f"--size {size[0]} {size[1]} has no pixel; give positive sizes")
     net = open_model(model, weights)
     source = open_source(data or default_data(net), "test", root)
-    config = resolve_data_config(model=net, use_test_size=True)
+    known = getattr(net, "num_classes", len(source.classes))
+    if known != len(source.classes):
+        raise UserError(
+            f"{model} knows {known} classes, the data has {len(source.classes)}: these labels are not its own"
+        )
+    config = resolve_data_config({"input_size": (3, *size)} if size else {}, model=net, use_test_size=True)
     net.to(open_runtime(device).device)
     loader = eval_loader(source, config, batch_size, workers)
     batches = track(
@@ -256,11 +234,11 @@ def evaluate_(
     )
     metrics: dict[str, float] = evaluate(net, batches)
     if cost:
-        size = config["input_size"]
+        shape = config["input_size"]
         metrics |= {
             "parameters": count_parameters(net),
-            "macs": count_macs(net, size),
-            "images_per_second": throughput(net, size),
+            "macs": count_macs(net, shape),
+            "images_per_second": throughput(net, shape),
         }
     if json_:
         print(json.dumps({"model": model, **metrics}))
@@ -389,11 +367,18 @@ def one_line(error: Exception) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; a problem with the request is printed and exits 2, an interruption exits 130."""
+    """Runs a command; a problem with the request is printed in a line and exits 2, an interruption exits 130.
+
+    ISOMORPH_DEBUG=1 lets errors through with their traceback.
+    """
     try:
         app(arguments)
-    except (UserError, CycloptsError) as error:
-        print(f"isomorph: {one_line(error)}", file=sys.stderr)
+    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        if os.environ.get("ISOMORPH_DEBUG"):
+            raise
+        expected = isinstance(error, UserError | CycloptsError)
+        said = one_line(error) if expected else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"isomorph: {said}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("isomorph: interrupted; a run resumes from its last checkpoint", file=sys.stderr)

@@ -1,5 +1,5 @@
 """(model, batch) -> tensors by layer name."""
 
-from isomorph.analysis.attention import attention_maps, gates, spans
+from isomorph.analysis.attention import attention_maps, gates, looks, spans
 
-__all__ = ["attention_maps", "gates", "spans"]
+__all__ = ["attention_maps", "gates", "looks", "spans"]

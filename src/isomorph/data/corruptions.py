@@ -1,6 +1,7 @@
 """Corrupted copies of a source: the same image always gets the same corruption, whatever the order or worker."""
 
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
@@ -28,18 +29,32 @@ IMAGENET_C = [
 """The 15 corruptions of ImageNet-C; severities are its constants, also at 32 px (CIFAR-C has others)."""
 
 
-class Corrupted(Source):
+class Altered(Source):
+    """A source whose images are altered on the way, each by a draw of its own."""
+
+    def __init__(self, inner: Source) -> None:
+        super().__init__(inner.pictures, inner.labels, inner.classes)
+        self.inner, self.ids = inner, inner.ids
+
+    def subset(self, indices: Sequence[int]) -> "Source":
+        """The given images, altered as they are in the whole source."""
+        part = super().subset(indices)
+        part.inner = self.inner.subset(indices)  # type: ignore[attr-defined]
+        return part
+
+
+class Corrupted(Altered):
     """A source seen through one ImageNet-C corruption, seeded by image, corruption and severity.
 
-    Raises: UserError for an unknown corruption or severity, or when the package behind it is missing.
+    Raises: UserError for an unknown corruption or severity, an image under 32 px, or when the package is missing.
     """
 
-    def __init__(self, source: Source, corruption: str, severity: int) -> None:
+    def __init__(self, inner: Source, corruption: str, severity: int) -> None:
         if corruption not in (*IMAGENET_C, "speckle_noise", "gaussian_blur", "spatter", "saturate"):
             raise UserError(f"corruption {corruption!r} is unknown; choose one of {', '.join(IMAGENET_C)}")
         if severity not in range(1, 6):
             raise UserError(f"severity {severity} is not in 1 to 5")
-        super().__init__(source.pictures, source.labels, source.classes)
+        super().__init__(inner)
         self.corruption, self.severity = corruption, severity
 
     def image(self, index: int) -> Image.Image:
@@ -47,25 +62,29 @@ class Corrupted(Source):
             from imagecorruptions import corrupt
         except ImportError:
             raise UserError("corruptions need a package; pip install 'isomorph[corruptions]'") from None
-        seed = zlib.crc32(f"{self.corruption} {self.severity} {index}".encode())
+        pixels = np.asarray(self.inner.image(index))
+        if min(pixels.shape[:2]) < 32:
+            raise UserError(
+                f"corruptions need images of 32 px at least; image {index} is {pixels.shape[1]} x {pixels.shape[0]}"
+            )
+        seed = zlib.crc32(f"{self.corruption} {self.severity} {self.ids[index]}".encode())
         seeded = {"seed": seed} if self.corruption in ("glass_blur", "impulse_noise") else {}
         state = np.random.get_state()
         np.random.seed(seed)
         try:
-            pixels = np.asarray(super().image(index))
             return Image.fromarray(corrupt(pixels, severity=self.severity, corruption_name=self.corruption, **seeded))
         finally:
             np.random.set_state(state)
 
 
-class Noisy(Source):
+class Noisy(Altered):
     """A source under white Gaussian noise; its standard deviation is a share of the full range. Needs no package."""
 
-    def __init__(self, source: Source, std: float) -> None:
-        super().__init__(source.pictures, source.labels, source.classes)
+    def __init__(self, inner: Source, std: float) -> None:
+        super().__init__(inner)
         self.std = std
 
     def image(self, index: int) -> Image.Image:
-        pixels = np.asarray(super().image(index)) / 255
-        noise = np.random.default_rng(index).normal(0, self.std, pixels.shape)
+        pixels = np.asarray(self.inner.image(index)) / 255
+        noise = np.random.default_rng(self.ids[index]).normal(0, self.std, pixels.shape)
         return Image.fromarray((np.clip(pixels + noise, 0, 1) * 255).astype(np.uint8))

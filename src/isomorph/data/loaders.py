@@ -1,5 +1,6 @@
 """From a source to batches, through timm's transforms and loader."""
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip
 def eval_loader(source: Source, config: Mapping[str, Any], batch_size: int = 100, workers: int = 0) -> DataLoader[Any]:
     """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, ...)."""
     kept = {key: config[key] for key in EVAL_KEYS if key in config}
-    return create_loader(source, batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
+    return create_loader(copy.copy(source), batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
 
 
 def train_loader(
@@ -33,11 +34,13 @@ def train_loader(
     `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
     Order and augmentation follow torch's global seed, for a given number of workers: these start anew each epoch.
     """
+    source, (height, width) = copy.copy(source), config["input_size"][-2:]
+    whole = width / height
     if crop_padding:
-        augmentation |= dict(scale=(1.0, 1.0), ratio=(1.0, 1.0))
+        augmentation |= dict(scale=(1.0, 1.0), ratio=(whole, whole))
     loader = create_loader(
         source,
-        batch_size=min(batch_size, len(source)),
+        batch_size=min(batch_size, max(len(source) // 2 * 2, 1)),
         is_training=True,
         use_prefetcher=False,
         num_workers=workers,
@@ -46,7 +49,6 @@ def train_loader(
         **{**NO_AUGMENTATION, **augmentation},
     )
     if crop_padding:
-        size = tuple(config["input_size"][-2:])
-        crop = [transforms.Resize(size), transforms.RandomCrop(size, padding=crop_padding)]
+        crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
         source.transform = transforms.Compose([*crop, source.transform])
     return loader

@@ -1,5 +1,6 @@
 """Where images come from: one `open_source`, each source a list of labelled images with a transform to be set."""
 
+import copy
 import io
 import os
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ class Source(Dataset[tuple[Any, int]]):
 
     def __init__(self, pictures: Sequence[Picture], labels: Sequence[int], classes: Sequence[str]) -> None:
         self.pictures, self.labels, self.classes = pictures, list(labels), tuple(classes)
+        self.ids: Sequence[int] = range(len(self.labels))
         self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:
@@ -49,8 +51,11 @@ class Source(Dataset[tuple[Any, int]]):
         return (image if self.transform is None else self.transform(image)), self.labels[index]
 
     def subset(self, indices: Sequence[int]) -> "Source":
-        """The given images, in the given order."""
-        return Source([self.pictures[i] for i in indices], [self.labels[i] for i in indices], self.classes)
+        """The given images, in the given order; `ids` keeps their places in the whole source."""
+        part = copy.copy(self)
+        part.pictures, part.labels = [self.pictures[i] for i in indices], [self.labels[i] for i in indices]
+        part.ids = [self.ids[i] for i in indices]
+        return part
 
 
 def first_line(error: Exception) -> str:
@@ -106,38 +111,47 @@ def cifar10(split: str, root: Path) -> Source:
 
 
 def parquet(files: Sequence[Path], classes: Sequence[str]) -> Source:
-    """Rows of `image {bytes, path}` and `label`, as Hugging Face datasets write them."""
+    """Rows of `image` (or `img`) `{bytes, path}` and `label`, as Hugging Face datasets write them."""
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table
     except ImportError:
         raise UserError("reading parquet files needs pyarrow; pip install 'isomorph[data]'") from None
     try:
-        tables = [read_table(file, columns=["image", "label"]) for file in files]
-    except (ArrowException, OSError) as error:
+        tables = [read_table(file) for file in files]
+        images = [table["image" if "image" in table.column_names else "img"] for table in tables]
+    except (ArrowException, OSError, KeyError) as error:
         raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
-    pictures = [row["bytes"] for table in tables for row in table["image"].to_pylist()]
+    pictures = [row["bytes"] for column in images for row in column.to_pylist()]
     return Source(pictures, [label for table in tables for label in table["label"].to_pylist()], classes)
 
 
 def imagefolder(split: str, root: Path) -> Source:
-    """One folder a class, in `root/train` and `root/test` (or val, validation), or in `root` itself.
+    """One folder a class, in `root/train` and `root/test` (or val, validation); to test, in `root` itself too.
 
-    Raises: UserError when the folder is missing or holds no class with images.
+    Classes are numbered as in train, where there is one.
+
+    Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
     """
     if not root.is_dir():
         raise UserError(f"no folder {root}; give data.root the folder that holds train/ and val/")
-    named = [root / name for name in SPLITS[split] if (root / name).is_dir()]
-    if not named and any((root / name).is_dir() for names in SPLITS.values() for name in names):
+    tops = {name: [root / folder for folder in folders if (root / folder).is_dir()] for name, folders in SPLITS.items()}
+    if not tops[split] and (any(tops.values()) or split == "train"):
         raise UserError(f"{root} has no folder {' or '.join(SPLITS[split])} for the {split} split")
-    top = named[0] if named else root
-    classes = sorted(folder.name for folder in top.iterdir() if folder.is_dir())
+    top = tops[split][0] if tops[split] else root
+    classes = class_folders(tops["train"][0] if tops["train"] else top)
+    unknown = sorted(set(class_folders(top)) - set(classes))
+    if unknown:
+        raise UserError(f"{top} has classes that {tops['train'][0]} lacks: {', '.join(unknown[:5])}")
     found = [(path, i) for i, name in enumerate(classes) for path in images_below(top / name)]
     if not found:
-        raise UserError(
-            f"no images in {top}; it must hold one folder per class with {', '.join(sorted(SUFFIXES))} files"
-        )
+        kinds = ", ".join(sorted(SUFFIXES))
+        raise UserError(f"no images in {top}; it must hold one folder per class with {kinds} files")
     return Source([path for path, _ in found], [label for _, label in found], classes)
+
+
+def class_folders(top: Path) -> list[str]:
+    return sorted(folder.name for folder in top.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
 def images_below(folder: Path) -> list[Path]:

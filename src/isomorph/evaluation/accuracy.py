@@ -1,6 +1,6 @@
 """How often a model is right, and whether it knows."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,37 +8,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.mode import eval_mode
 
 
 @torch.no_grad()
-def logits_and_labels(
-    model: nn.Module, loader: Iterable[Any], on_batch: Callable[[], None] = lambda: None
-) -> tuple[Tensor, Tensor]:
-    """The model's logits on a loader, in eval mode and float32, on the CPU; the model gets its mode back.
+def logits_and_labels(model: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Tensor]:
+    """The model's logits on a loader, in eval mode and float32, on the CPU; every module gets its mode back.
 
     Shape: -> (n, num_classes), (n,)
     """
-    training, device = model.training, next(model.parameters()).device
-    model.eval()
+    device = next(model.parameters()).device
     logits, labels = [], []
-    try:
+    with eval_mode(model):
         for images, targets in loader:
             logits.append(model(images.to(device, non_blocking=True)).float().cpu())
             labels.append(targets)
-            on_batch()
-    finally:
-        model.train(training)
     if not labels:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
     return torch.cat(logits), torch.cat(labels)
 
 
-def evaluate(model: nn.Module, loader: Iterable[Any], on_batch: Callable[[], None] = lambda: None) -> dict[str, float]:
+def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
     """Accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
 
     Raises: UserError when a label is outside the model's classes.
     """
-    logits, labels = logits_and_labels(model, loader, on_batch)
+    logits, labels = logits_and_labels(model, loader)
     if labels.max() >= logits.shape[1]:
         raise UserError(
             f"the data has class {int(labels.max())}, but the model knows {logits.shape[1]} classes; "

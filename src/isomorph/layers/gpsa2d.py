@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from isomorph.layers.grid import axis_offsets, output_size, window_centres
 from isomorph.layers.position import attend_shared, geometry_dtype, kronecker, peaked_axis
@@ -54,12 +53,14 @@ class SoftColumns(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, maps: Tensor) -> Tensor:
-        ctx.save_for_backward(values, maps)
+    def forward(values: Tensor, maps: Tensor) -> Tensor:
         return torch.bmm(values, maps.transpose(1, 2))
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         values, maps = ctx.saved_tensors
         return torch.bmm(grad, maps), torch.bmm(grad.transpose(1, 2), values)
@@ -119,8 +120,8 @@ class GPSA2d(nn.Module):
     def set_dials(self, locality: float | None = None, gate: float | None = None) -> None:
         """Sets the locality and the gate of every head; None leaves one as it is."""
         if locality is not None:
-            if not locality > 0:
-                raise ValueError(f"locality {locality} must be above 0")
+            if not 0 < locality < math.inf:
+                raise ValueError(f"locality {locality} must be above 0 and finite")
             self.raw_locality.fill_(inverse_softplus(locality))
         if gate is not None:
             self.gate.fill_(gate)
@@ -277,6 +278,7 @@ class GPSA2d(nn.Module):
                 f"this GPSA2d is no longer a convolution: it deviates by {deviation:.2g} (relative), above {atol:g}; "
                 "close the gates and raise the localities (set_dials), or keep it as attention"
             )
+        conv.requires_grad_(self.weight.requires_grad)
         return conv.train(self.training)
 
     def deviation_from(self, conv: nn.Conv2d) -> float:

@@ -55,14 +55,3 @@ def window_centres(num_taps: int) -> Tensor:
         )
     steps = torch.arange(size, dtype=torch.float32) - (size - 1) / 2
     return torch.cartesian_prod(steps, steps)  # (num_taps, 2)
-
-
-def distances(height: int, width: int, device: torch.device | None = None) -> Tensor:
-    """Euclidean distance between every query and key of one grid, in grid steps.
-
-    Shape: -> (H W, H W)
-    """
-    rows = axis_offsets(height, height, device=device)
-    columns = axis_offsets(width, width, device=device)
-    grid = torch.hypot(rows[:, None, :, None], columns[None, :, None, :])  # (H, W, H, W)
-    return grid.flatten(2).flatten(0, 1)  # (H W, H W)

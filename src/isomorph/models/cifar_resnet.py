@@ -161,6 +161,10 @@ class CifarResNet(nn.Module):
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self.grad_checkpointing = enable
 
+    def no_weight_decay(self) -> set[str]:
+        """Nothing beyond biases and norms."""
+        return set()
+
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
         """Parameter groups for layer decay: the stem, then stages or blocks."""
         return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")

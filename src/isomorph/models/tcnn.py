@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
 from isomorph.layers.decay import undecayed
-from isomorph.models.cifar_resnet import CifarResNet, checkpoint_filter_fn, cifar_cfg, create_cifar_resnet
+from isomorph.models import cifar_resnet
+from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 
 RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
@@ -79,8 +80,10 @@ class TCifarResNet(TransformedMixin, CifarResNet):
         self.recast_convs("layer3.*.conv?", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
 
 
-def grow_state(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
+    if isinstance(model, CifarResNet):
+        state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)
     born = {
         f"{name}.{key}": tensor
         for name, module in model.named_modules()
@@ -89,10 +92,6 @@ def grow_state(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
         if key not in ("weight", "bias")
     }
     return {**born, **state_dict}
-
-
-def grow_cifar_state(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    return grow_state(checkpoint_filter_fn(state_dict, model), model)
 
 
 def backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
@@ -112,7 +111,7 @@ default_cfgs = generate_default_cfgs(
 def create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
     """Builds a variant through timm, with the backbone's weights when pretrained."""
     arguments = {**VARIANTS[variant][1], **kwargs}
-    return build_model_with_cfg(TResNet, variant, pretrained, pretrained_filter_fn=grow_state, **arguments)
+    return build_model_with_cfg(TResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **arguments)
 
 
 @register_model
@@ -178,12 +177,12 @@ def t_resnet200d(pretrained: bool = False, **kwargs: Any) -> TResNet:
 @register_model
 def t_cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
     """cifar_resnet20 with the six convolutions of layer3 as attention."""
-    kwargs["filter_fn"] = grow_cifar_state
+    kwargs["filter_fn"] = checkpoint_filter_fn
     return create_cifar_resnet("t_cifar_resnet20", "cifar_resnet20", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]
 
 
 @register_model
 def t_cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
     """cifar_resnet56 with the eighteen convolutions of layer3 as attention."""
-    kwargs["filter_fn"] = grow_cifar_state
+    kwargs["filter_fn"] = checkpoint_filter_fn
     return create_cifar_resnet("t_cifar_resnet56", "cifar_resnet56", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
-from isomorph.analysis import attention_maps, gates, spans
+from isomorph.analysis import gates, looks, spans
 from isomorph.data import Noisy, Source, eval_loader, open_source
 from isomorph.evaluation import count_macs, evaluate
 from isomorph.recipes import load_recipe
@@ -31,6 +31,10 @@ RUNS = {
     "digits_paper": "T-CNN from the paper's (1, 1), fine-tuned",
     "digits_annealed": "T-CNN annealed exact to paper, fine-tuned",
 }
+
+
+BORN_AS = {"digits_finetune": 0, "digits_annealed": 1, "digits_exact": 2, "digits_paper": 3}
+"""Row of the table that says where each run starts."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
             )
             tuned[name] = train(recipe, show).model
             demo.rows.append(measure(title, tuned[name], test, config))
-            curves[title] = [top1_before(name, demo), *top1_by_epoch(recipe)]
+            curves[title] = [demo.rows[BORN_AS[name]]["clean"], *top1_by_epoch(recipe)]
         console.print("[bold]4/4[/] write the page")
         cost = costs(cnn, tuned["digits_paper"], config)
     demo.seconds = time.perf_counter() - start
@@ -90,18 +94,18 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
 
 
 def births(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, nn.Module]:
-    """The CNN and its two recasts, before any fine-tuning; the exact one is verified on real images."""
+    """The CNN's recasts before any fine-tuning, measured beside it; the exact one is verified on real images."""
     born = {init: recast(cnn, ConvToGPSA(init), where="layer3.*.conv?") for init in ("exact", "paper")}
     images = next(iter(eval_loader(test, config)))[0]
     demo.report = verify(cnn, born["exact"], [images, images[:16, :, :19, :23]])
-    titles = {"CNN": cnn, "T-CNN exact, just born": born["exact"], "T-CNN paper, just born": born["paper"]}
+    titles = {
+        "CNN": cnn,
+        "T-CNN exact, just born": born["exact"],
+        "T-CNN near exact (5, 6), just born": born["near"],
+        "T-CNN paper (1, 1), just born": born["paper"],
+    }
     demo.rows += [measure(title, model, test, config) for title, model in titles.items()]
     return born
-
-
-def top1_before(name: str, demo: Demo) -> float:
-    """Clean accuracy from which a run starts; a near exact birth starts where the CNN is."""
-    return demo.rows[2 if name == "digits_paper" else 0]["clean"]
 
 
 def top1_by_epoch(recipe: Recipe) -> list[float]:
@@ -120,20 +124,6 @@ def costs(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[
         for name, model in (("CNN", cnn), ("T-CNN", tcnn))
     ]
     return [["", "parameters", "MACs an image"], *rows]
-
-
-def looks(model: nn.Module, image: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Each layer's maps from the middle query, padding cut off, and its gates. Shape: -> {name: (heads, h, w)}"""
-    maps, opened = {}, gates(model)
-    for name, attention in attention_maps(model, image[None]).items():
-        layer = model.get_submodule(name)
-        queries, keys = attention.shape[2:]
-        side = int(keys**0.5)
-        middle = int(queries**0.5) // 2
-        pad = layer.padding[0]  # type: ignore[index]
-        grid = attention[0, :, middle * int(queries**0.5) + middle].unflatten(-1, (side, side))
-        maps[name] = grid[:, pad : side - pad, pad : side - pad]
-    return maps, opened
 
 
 def page_parts(
@@ -170,7 +160,8 @@ def page_parts(
         ),
     ]
     for name, model in stages.items():
-        maps, opened = looks(model, image)
+        maps = {layer: pictures[0] for layer, pictures in looks(model, image[None]).items()}
+        opened = gates(model)
         text = "Every head's map from the middle of the image (red square); its gate above it."
         figure = maps_figure(picture, maps, opened, (0.56, 0.56))
         sections.append(Section(f"Attention maps: {name}", text, figure=figure))

@@ -1,11 +1,11 @@
 """Surgery: model in, new model out, function kept."""
 
-from isomorph.surgery.anneal import Anneal
+from isomorph.surgery.anneal import Anneal, gpsa_layers
 from isomorph.surgery.fuse import fuse
-from isomorph.surgery.recast import Edit, Rule, edits, recast, replay, targets
+from isomorph.surgery.recast import Edit, Rule, edits, recast, replay, revert, targets
 from isomorph.surgery.rules import ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
-from isomorph.surgery.verify import NotEqual, Report, verify
+from isomorph.surgery.verify import NotEqual, Report, compare, verify
 
 RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (ConvToGPSA, Unstride)}
 """Rules by name, as checkpoints and recipes store them."""
@@ -19,10 +19,13 @@ __all__ = [
     "Report",
     "Rule",
     "Unstride",
+    "compare",
     "edits",
     "fuse",
+    "gpsa_layers",
     "recast",
     "replay",
+    "revert",
     "targets",
     "unstride",
     "verify",

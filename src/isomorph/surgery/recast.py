@@ -7,7 +7,7 @@ checkpoint can be rebuilt: create the base, replay the edits, load the tensors.
 
 import copy
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import ClassVar, Protocol
@@ -22,11 +22,9 @@ Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 class Rule(Protocol):
     """Rebuilds a module as another that computes the same function.
 
-    A rule is a frozen dataclass: it prints, hashes and is stored with the model.
+    A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar[type]` too,
+    modules of other types are passed over in silence and one of this type that it cannot take is an error.
     """
-
-    kind: ClassVar[type[nn.Module]]
-    """What it rebuilds: modules of other types are passed over, ones of this type that it cannot take are errors."""
 
     atol: ClassVar[float]
     """Largest |difference| of the whole model's output that `verify` accepts by default."""
@@ -38,6 +36,9 @@ class Rule(Protocol):
     def build(self, module: nn.Module) -> nn.Module:
         """The replacement, on new parameters. Raises UserError with the reason when the module is not accepted."""
         ...
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,15 @@ def matches(where: Where, name: str, module: nn.Module) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
+def distinct(pairs: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+    """Every module once, under the first name given."""
+    seen: set[nn.Module] = set()
+    for name, module in pairs:
+        if module not in seen:
+            seen.add(module)
+            yield name, module
+
+
 def nearest_names(where: Where, names: Sequence[str]) -> str:
     """A hint for a `where` that selects nothing: the module names most like it."""
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
@@ -74,14 +84,15 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
     reason), or when one lies inside another.
     """
-    selected = [(name, module) for name, module in model.named_modules() if matches(where, name, module)]
+    selected = list(distinct((n, m) for n, m in model.named_modules(remove_duplicate=False) if matches(where, n, m)))
+    kind: type[nn.Module] | None = getattr(rule, "kind", None)
     if not selected:
         names = [name for name, _ in model.named_modules() if name]
         raise UserError(f"where={where!r} matches no module{nearest_names(where, names)}")
-    found = [(name, module) for name, module in selected if isinstance(module, rule.kind)]
+    found = [(n, m) for n, m in selected if (isinstance(m, kind) if kind else rule.accepts(m))]
     if not found:
         kinds = ", ".join(sorted({type(module).__name__ for _, module in selected}))
-        wanted, ours = rule.kind.__name__, type(rule).__name__
+        wanted, ours = kind.__name__ if kind else "other modules", type(rule).__name__
         raise UserError(
             f"{ours} rebuilds {wanted}, and where={where!r} matches none among {len(selected)} modules ({kinds})"
         )
@@ -112,12 +123,20 @@ def refuse_nested(names: Sequence[str]) -> None:
 
 
 def adopt(replacement: nn.Module, original: nn.Module) -> nn.Module:
-    """Gives the replacement the original's device, dtype, mode and requires_grad."""
-    old = next(original.parameters(), None)
-    if old is not None:
-        replacement.to(device=old.device, dtype=old.dtype)
-    frozen = old is not None and not any(p.requires_grad for p in original.parameters())
-    return replacement.train(original.training).requires_grad_(not frozen)
+    """Gives the replacement the original's device, dtype, mode and requires_grad (parameter by parameter where it can).
+
+    A replacement of the original's own type is the original, altered: it has them already.
+    """
+    if type(replacement) is type(original):
+        return replacement
+    old = dict(original.named_parameters())
+    if old:
+        first = next(iter(old.values()))
+        replacement.to(device=first.device, dtype=first.dtype)
+    trained = not old or any(parameter.requires_grad for parameter in old.values())
+    for name, parameter in replacement.named_parameters():
+        parameter.requires_grad_(old[name].requires_grad if name in old else trained)
+    return replacement.train(original.training)
 
 
 def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
@@ -138,7 +157,7 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             original = model.get_submodule(name)
         except AttributeError:
             raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild") from None
-        if original._forward_hooks or original._forward_pre_hooks or original._backward_hooks:
+        if any(original.__dict__[kind] for kind in HOOKS):
             raise UserError(f"{name or 'the model'} has hooks, which would be lost; remove them before recasting")
         replacement = adopt(edit.rule.build(original), original)
         if not name:
@@ -153,3 +172,32 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
 def aliases(model: nn.Module, module: nn.Module) -> list[str]:
     """Every name under which the model holds this very module."""
     return [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
+
+
+def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
+    """A copy of the model in which every recast layer with a conditional way back (`to_conv`) has taken it.
+
+    The edits that made those layers are taken off the record, so the model is saved as what it is again.
+
+    Raises: UserError when `where` matches no such layer, or naming the first that has left its convolution, with the
+    measured deviation.
+    """
+    model = copy.deepcopy(model)
+    found = [n for n, m in model.named_modules() if callable(getattr(m, "to_conv", None)) and matches(where, n, m)]
+    if not found:
+        raise UserError(
+            f"where={where!r} matches no layer with a way back; the model has none, or narrow names are wrong"
+        )
+    for name in found:
+        layer = model.get_submodule(name)
+        try:
+            conv = layer.to_conv(atol)  # type: ignore[operator]
+        except ValueError as error:
+            raise UserError(f"{name or 'the model'}: {error}") from None
+        if not name:
+            return conv
+        for alias in aliases(model, layer):
+            model.set_submodule(alias, conv)
+    kept = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
+    model.isomorph_edits = tuple(edit for edit in kept if edit.names)  # type: ignore[assignment]
+    return model

@@ -1,11 +1,13 @@
 """The rules: which module becomes which, with the function kept."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from timm.layers import to_2tuple
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d
@@ -18,15 +20,18 @@ content, within rounding of float32, with gradients still alive. Paper: on the v
 def dials(init: str, locality: float | None, gate: float | None) -> tuple[float, float]:
     """The locality and gate of an init, each overridden by a given value.
 
-    Raises: UserError for an unknown init or a locality that is not positive.
+    Raises: UserError for an unknown init a locality that is not positive, or an infinite value.
     """
     if init not in DIALS:
         raise UserError(f"init {init!r} is unknown; choose 'exact' or 'paper'")
     default_locality, default_gate = DIALS[init]
     locality = default_locality if locality is None else locality
-    if not locality > 0:
-        raise UserError(f"locality {locality} must be above 0")
-    return locality, default_gate if gate is None else gate
+    gate = default_gate if gate is None else gate
+    if not 0 < locality < math.inf:
+        raise UserError(f"locality {locality} must be above 0 and finite")
+    if not math.isfinite(gate):
+        raise UserError(f"gate {gate} must be finite")
+    return locality, gate
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,10 @@ class ConvToGPSA:
         """Why the module cannot be rebuilt, or None."""
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
+        if type(module)._conv_forward is not nn.Conv2d._conv_forward or type(module).forward is not nn.Conv2d.forward:
+            return f"{type(module).__name__} does not compute what nn.Conv2d does with its weight"
+        if is_parametrized(module):
+            return "its weight is parametrized, which would be lost"
         (kh, kw) = module.kernel_size
         if kh != kw:
             return f"the {kh}x{kw} kernel is not square"

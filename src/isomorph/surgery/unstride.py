@@ -18,7 +18,7 @@ from isomorph.surgery.recast import Edit, Where, replay, targets
 class Unstride:
     """A stage with every convolution and average pool at stride 1; a pool that only down-sampled becomes nothing."""
 
-    atol: ClassVar[float] = float("inf")
+    atol: ClassVar[float] = 0.0
     kind: ClassVar[type[nn.Module]] = nn.Module
 
     def accepts(self, module: nn.Module) -> bool:
@@ -34,6 +34,8 @@ class Unstride:
                 )
             if isinstance(part, nn.Conv2d) and strided(part):
                 part.stride = (1, 1)
+            elif strided(part) and not name:
+                return nn.Identity()
             elif strided(part):
                 stage.set_submodule(name, nn.Identity())
         return stage

@@ -1,6 +1,7 @@
 """Proof that two models compute the same function, on the inputs that matter, in two precisions."""
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,7 +35,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        return max(self.fp32, self.fp64) <= self.atol
+        return math.isfinite(self.fp32 + self.fp64) and max(self.fp32, self.fp64) <= self.atol
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -62,29 +63,24 @@ class NotEqual(UserError):
         self.report = report
 
 
-def verify(
+def compare(
     original: nn.Module,
     recast: nn.Module,
     inputs: Tensor | Sequence[Tensor],
     atol: float | None = None,
     seeds: Sequence[int] = (),
 ) -> Report:
-    """Compares two models on the same inputs, in eval mode, in float32 and float64, and raises if they differ.
+    """Compares two models on the same inputs, in eval mode, in float32 and float64.
 
     `inputs`: one batch or several, of any sizes the models take; each seed adds a standard normal batch of every
     given size. `atol` defaults to the loosest tolerance of the rules that made `recast` from `original` (1e-5 if none).
     Both models are left as they were.
-
-    Raises: NotEqual (a UserError with the Report as text and `.report`) when a difference is above `atol` or NaN.
     """
     batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not batches:
         raise UserError("verify needs at least one input batch")
-    batches += [
-        torch.randn(b.shape, generator=torch.Generator().manual_seed(seed)).to(b.device)
-        for seed in seeds
-        for b in batches[:]
-    ]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    batches += [torch.randn(b.shape, generator=g).to(b.device) for g in generators for b in batches[:]]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits(recast)[len(edits(original)) :]], default=1e-5)
     models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
@@ -92,13 +88,27 @@ def verify(
     for batch in batches:
         fp32, fp64 = (difference(*pair, batch.to(dtype)) for dtype, pair in models.items())
         rows.append(("x".join(map(str, batch.shape)), fp32, fp64))
-    report = Report(
+    return Report(
         fp32=worst(row[1] for row in rows),
         fp64=worst(row[2] for row in rows),
         atol=atol,
         inputs=tuple(rows),
         targets=target_deviations(*models[torch.float64], batches[0].double()),
     )
+
+
+def verify(
+    original: nn.Module,
+    recast: nn.Module,
+    inputs: Tensor | Sequence[Tensor],
+    atol: float | None = None,
+    seeds: Sequence[int] = (),
+) -> Report:
+    """`compare`, as a proof: the Report when the models are equal within `atol`.
+
+    Raises: NotEqual (a UserError with the Report as text and `.report`) when one is above `atol` or not finite.
+    """
+    report = compare(original, recast, inputs, atol, seeds)
     if not report.passed:
         raise NotEqual(report)
     return report
@@ -131,14 +141,15 @@ def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tupl
     found: dict[str, TargetDeviation] = {}
 
     def watch(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             module = recast.get_submodule(name)
-            deviation = (module(*args) - output).abs().max().item()
+            other = module(*args, **kwargs)
+            deviation = (other - output).abs().max().item() if other.shape == output.shape else math.inf
             found[name] = TargetDeviation(name, type(module).__name__, deviation, output.abs().max().item())
 
         return hook
 
-    handles = [present[name].register_forward_hook(watch(name)) for name in names if name in present]
+    handles = [present[name].register_forward_hook(watch(name), with_kwargs=True) for name in names if name in present]
     try:
         original(x)
     finally:

@@ -1,15 +1,19 @@
 """From a recipe to the model and the loaders of its run."""
 
+from pathlib import Path
 from typing import Any
 
+import timm
+import torch
 from timm.data import resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader
 
 from isomorph.data import Source, class_fraction, eval_loader, open_source, train_loader
-from isomorph.models import create
+from isomorph.errors import UserError
+from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
-from isomorph.training.checkpoint import load_weights
+from isomorph.training.checkpoint import load, load_weights, remember_base, remember_data
 from isomorph.training.recipe import ModelPart, Recipe
 
 
@@ -25,7 +29,8 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn
     Raises: UserError when timm cannot create it, the weights do not fit, or the surgery matches nothing.
     """
     arguments = base_arguments(part, num_classes, drop_path)
-    model = create(arguments.pop("name"), pretrained=part.pretrained and part.weights is None, **arguments)
+    model = create(pretrained=part.pretrained and part.weights is None, **arguments)
+    remember_base(model, arguments)
     if part.weights:
         load_weights(model, part.weights)
     if part.unstride:
@@ -44,6 +49,7 @@ def build_loaders(
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Training and evaluation batches of a run."""
     data, augment, config = recipe.data, recipe.augment, data_config(recipe, model)
+    remember_data(model, {**config, "source": data.source})
     if data.fraction < 1:
         train = class_fraction(train, data.fraction, recipe.seed)
     training = train_loader(
@@ -67,3 +73,34 @@ def open_sources(recipe: Recipe) -> tuple[Source, Source]:
     """The training and test split of the recipe's source."""
     data = recipe.data
     return open_source(data.source, "train", data.root), open_source(data.source, "test", data.root)
+
+
+def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:
+    """A model by timm name (with its public weights, those of a file, or none), or a checkpoint written by isomorph."""
+    if name.endswith(".safetensors"):
+        if weights:
+            raise UserError(f"{name} is a checkpoint already; --weights goes with a model's name")
+        return load(name)
+    refuse_unknown(name)
+    public = timm.get_pretrained_cfg(name)
+    if pretrained and weights is None and not (public and public.has_weights):
+        raise UserError(f"{name} has no public weights; give --weights")
+    model = create(name, pretrained=pretrained and weights is None)
+    if weights:
+        load_weights(model, weights)
+    return model.eval()
+
+
+def default_data(model: nn.Module) -> str:
+    """The source that a model's weights were trained on, as far as isomorph has it."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
+
+
+def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
+    """Noise for the model, of the given height and width or the model's own."""
+    channels, *own = resolve_data_config(model=model, use_test_size=False)["input_size"]
+    shape = (batch, getattr(model, "in_chans", channels), *(size or own))
+    if min(shape) < 1:
+        raise UserError(f"an input of {'x'.join(map(str, shape))} has no pixel; give positive sizes")
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))

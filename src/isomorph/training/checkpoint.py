@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +18,34 @@ from isomorph.models import create
 from isomorph.surgery import RULES, Edit, edits, replay
 
 FORMAT = "isomorph-1"
+DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode", "source")
+"""What of a pretrained_cfg travels with the weights; `source` names the data set."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` on a file beside `path`, flushes it to disk and renames it: readers see the old file or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Calls `write` on a file beside `path`, flushes it to disk and renames it: readers see the old file or the new.
+
+    Raises: UserError when it cannot be written; the old file is then as it was.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
+    except (OSError, SafetensorError, RuntimeError) as error:  # torch.save and safetensors have their own kinds
+        raise UserError(f"cannot write {path}: {' '.join(str(error).split())}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def describe_edits(model: nn.Module) -> list[dict[str, Any]]:
-    """The model's edits as plain values."""
+    """The model's edits as plain values. Raises: UserError for a rule that isomorph could not find again."""
+    for edit in edits(model):
+        if RULES.get(type(edit.rule).__name__) is not type(edit.rule):
+            raise UserError(f"{type(edit.rule).__name__} is not a rule of isomorph: a checkpoint could not replay it")
     return [
         {"rule": type(edit.rule).__name__, "fields": dataclasses.asdict(edit.rule), "names": list(edit.names)}  # type: ignore[call-overload]
         for edit in edits(model)
@@ -41,7 +53,10 @@ def describe_edits(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
-    """How timm creates the model that the edits start from: its name, classes and input channels."""
+    """How timm creates the model that the edits start from: as `remember_base` noted, else name, classes, channels."""
+    noted = getattr(model, "isomorph_base", None)
+    if noted:
+        return noted
     config = getattr(model, "pretrained_cfg", None) or {}
     if not config.get("architecture"):
         raise UserError(f"{type(model).__name__} does not come from timm.create_model; give save() its base")
@@ -52,17 +67,58 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None) -> None:
-    """Writes the weights with all that rebuilds the model: its base and the edits made on it (safetensors, atomic).
+def remember_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
+    """Notes on the model how timm creates its base, for `save`."""
+    model.isomorph_base = {key: value for key, value in base.items() if key != "pretrained"}  # type: ignore[assignment]
+    return model
 
-    `base`: name and further arguments of timm.create_model; needed where the model was created with arguments other
-    than num_classes and in_chans.
+
+def describe_data(model: nn.Module) -> dict[str, Any]:
+    """What images the model expects, as its pretrained_cfg says."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
+
+
+def remember_data(model: nn.Module, data: dict[str, Any]) -> None:
+    """Puts what images the model expects into its pretrained_cfg, where timm's resolve_data_config reads it."""
+    config = dict(getattr(model, "pretrained_cfg", None) or {})
+    for key in ("test_input_size", "test_crop_pct"):
+        config.pop(key, None)
+    model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
+
+
+def rebuild(base: dict[str, Any], recorded: list[Edit]) -> nn.Module:
+    """Creates the base and replays the edits that it was not born with."""
+    model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
+    for edit in recorded[len(edits(model)) :]:
+        model = replay(model, edit)
+    return remember_base(model, base)
+
+
+def refuse_unlike(model: nn.Module, base: dict[str, Any]) -> None:
+    """Raises: UserError when base and edits do not rebuild this very model (seen on the meta device)."""
+    with torch.device("meta"):
+        twin = rebuild(base, list(edits(model)))
+    layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
+    if layout[0] != layout[1] or repr(model) != repr(twin):
+        raise UserError(
+            f"timm.create_model({base}) and the recorded edits do not rebuild this model; "
+            "give save() the base with all its arguments, and change modules with recast and revert only"
+        )
+
+
+def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None) -> None:
+    """Writes the weights with all that rebuilds the model: its base, the edits made on it, the images it expects.
+
+    `base`: name and further arguments of timm.create_model; needed where the model was created by hand with other
+    arguments than num_classes and in_chans. The file is safetensors, written whole or not at all.
+
+    Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
-    header = {
-        "format": FORMAT,
-        "base": json.dumps(base or describe_base(model)),
-        "edits": json.dumps(describe_edits(model)),
-    }
+    base = base or describe_base(model)
+    parts = {"base": base, "edits": describe_edits(model), "data": describe_data(model)}
+    refuse_unlike(model, base)
+    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(Path(path), lambda file: save_file(tensors, str(file), metadata=header))
 
@@ -75,21 +131,18 @@ def load(path: str | Path) -> nn.Module:
     path = Path(path)
     header = read_header(path)
     if header.get("format") != FORMAT:
-        raise UserError(
-            f"{path} holds weights only, not how to rebuild the model; create the model and use load_weights"
-        )
+        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
     try:
-        base, stored = json.loads(header["base"]), json.loads(header["edits"])
+        base, stored, data = (json.loads(header[key]) for key in ("base", "edits", "data"))
         recorded = [Edit(RULES[edit["rule"]](**edit["fields"]), tuple(edit["names"])) for edit in stored]
-        arguments = {key: value for key, value in base.items() if key not in ("name", "pretrained")}
-        model = create(base["name"], **arguments)
+        model = rebuild(base, recorded)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path} says how to rebuild its model in a way this isomorph does not know ({error!r})"
-        ) from None
-    for edit in recorded[len(edits(model)) :]:
-        model = replay(model, edit)
-    load_weights(model, path)
+        raise UserError(f"{path} asks to rebuild its model in a way this isomorph does not know ({error!r})") from None
+    model.isomorph_edits = tuple(recorded)  # type: ignore[assignment]
+    remember_data(model, data)
+    state = read_tensors(path)
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
     return model.eval()
 
 
@@ -169,7 +222,7 @@ def load_state(path: Path) -> dict[str, Any]:
     """Reads the state of a run, without running code. Raises: UserError when it is damaged."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # a damaged file raises many kinds
         raise UserError(
             f"cannot resume from {path} ({str(error).splitlines()[0]}); delete it to start the run again"
         ) from None

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
-from isomorph.training.build import base_arguments, build_loaders, build_model, open_sources
+from isomorph.surgery import gpsa_layers
+from isomorph.training.build import build_loaders, build_model, open_sources
 from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
 from isomorph.training.objectives import build_mixup, classification
 from isomorph.training.optim import build_optimizer, build_scheduler
@@ -92,6 +93,8 @@ def open_run(recipe: Recipe) -> Run:
         raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
     if getattr(model, "num_classes", len(train.classes)) < len(train.classes):
         raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
+    if recipe.anneal:
+        gpsa_layers(model)
     task = classification(model, recipe.augment, runtime.device)
     if recipe.ema:
         task.setup_ema(decay=recipe.ema)
@@ -121,9 +124,11 @@ def train(recipe: Recipe, show: bool = True) -> Result:
         with progress(console, f"epoch {epoch + 1}/{recipe.epochs}", len(run.train)) as advance:
             loss = train_epoch(run, epoch, advance)
         metrics = {"loss": loss, **evaluate(run.eval_model, run.test)}
+        if not math.isfinite(metrics["nll"]):
+            raise diverged(recipe, epoch, "the evaluation after it")
         if metrics["top1"] > best:
             best = metrics["top1"]
-            keep(run, folder / "best.safetensors")
+            save(run.eval_model, folder / "best.safetensors")
         save_state(run.state(epoch + 1, metrics, best), folder / "last.pt")
         seconds = time.perf_counter() - start
         log(
@@ -134,8 +139,15 @@ def train(recipe: Recipe, show: bool = True) -> Result:
             f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  "
             f"top1 {metrics['top1']:.2f}  {seconds:.1f} s"
         )
-    keep(run, folder / "model.safetensors")
+    save(run.eval_model, folder / "model.safetensors")
     return Result(run.eval_model.eval(), metrics, folder)
+
+
+def diverged(recipe: Recipe, epoch: int, place: str) -> Diverged:
+    """The error that stops a run whose loss is not finite."""
+    kept = f"the checkpoint of epoch {epoch} is kept in {recipe.folder}" if epoch else "there is no checkpoint yet"
+    advice = "lower optim.lr or optim.gate_lr, or set optim.clip_grad"
+    return Diverged(f"the loss is not finite at epoch {epoch + 1}, {place}; {kept}; {advice}")
 
 
 def train_epoch(run: Run, epoch: int, advance: Any) -> float:
@@ -166,13 +178,7 @@ def train_epoch(run: Run, epoch: int, advance: Any) -> float:
         run.task.update_ema(step)
         total += loss.detach()
         if (i % CHECK_EVERY == 0 or i == steps - 1) and not math.isfinite(total.item()):
-            kept = (
-                f"the checkpoint of epoch {epoch} is kept in {recipe.folder}" if epoch else "there is no checkpoint yet"
-            )
-            raise Diverged(
-                f"the loss is not finite at epoch {epoch + 1}, step {i + 1}; {kept}; "
-                "lower optim.lr or optim.gate_lr, or set optim.clip_grad"
-            )
+            raise diverged(recipe, epoch, f"step {i + 1}")
         advance()
     return total.item() / steps
 
@@ -186,6 +192,8 @@ def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
     if not path.is_file():
         return 0, {}, -math.inf
     state = load_state(path)
+    if not isinstance(state, dict) or not {"epoch", "metrics", "best", "recipe", "task", "optimizer"} <= state.keys():
+        raise UserError(f"{path} is not the state of a run; give `out` another folder, or delete it")
     changed = changes(state["recipe"], json.loads(identity(run.recipe)))
     if changed:
         raise UserError(
@@ -206,12 +214,6 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[
         elif a != b:
             found.append(f"{prefix}{name}")
     return found
-
-
-def keep(run: Run, path: Path) -> None:
-    """Writes the evaluated model with all that rebuilds it."""
-    classes = getattr(run.eval_model, "num_classes", None)
-    save(run.eval_model, path, base_arguments(run.recipe.model, classes))  # type: ignore[arg-type]
 
 
 def log(path: Path, row: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 
 import timm
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from timm.data import create_transform
 
 from isomorph.data import SOURCES
 from isomorph.errors import UserError
@@ -22,13 +23,17 @@ from isomorph.surgery import Anneal, ConvToGPSA
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
 Count = Annotated[int, Field(ge=1)]
 
 
 class Part(BaseModel):
     """One group of fields."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, frozen=True)
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
 
 
 class RecastPart(Part):
@@ -55,7 +60,7 @@ class ModelPart(Part):
     """A timm model, isomorph's included."""
     pretrained: bool = False
     """Start from the model's public weights."""
-    weights: Path | None = None
+    weights: File | None = None
     """Start from this checkpoint of the base model instead."""
     num_classes: Count | None = None
     """Classes of the head; by default those of the data."""
@@ -77,9 +82,9 @@ class DataPart(Part):
 
     source: str = "imagefolder"
     """imagefolder, cifar10 or digits."""
-    root: Path | None = None
+    root: File | None = None
     """Folder of the data; by default $ISOMORPH_DATA, else ./data."""
-    fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    fraction: Share = 1.0
     """Share of every class to train on, drawn with `seed`."""
     size: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     """Height and width of the input; by default the model's own."""
@@ -101,7 +106,7 @@ class AugmentPart(Part):
 
     crop_padding: Annotated[int, Field(ge=0)] = 0
     """Random crops from the image padded by so many pixels (CIFAR); 0 crops and resizes instead."""
-    scale: tuple[Rate | Literal[1], NotNegative] = (0.08, 1.0)
+    scale: tuple[Share, Share] = (0.08, 1.0)
     """Area of a resized crop, smallest and largest."""
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
@@ -117,6 +122,15 @@ class AugmentPart(Part):
     """Cutmix alpha; 0 is off."""
     smoothing: Rate = 0.0
     """Label smoothing."""
+
+    @field_validator("auto_augment")
+    @classmethod
+    def understood(cls, policy: str | None) -> str | None:
+        try:
+            create_transform(32, is_training=True, auto_augment=policy)
+        except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
+            raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
+        return policy
 
     @property
     def mixes(self) -> bool:
@@ -189,11 +203,11 @@ class Recipe(Part):
     """Decay of the averaged weights; they are then what is evaluated and kept."""
     amp: Literal["none", "bf16"] = "none"
     """Precision of the forward pass."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds initialisation, order, augmentation and the class fraction."""
     device: str = "auto"
     """auto takes a GPU when there is one."""
-    out: Path | None = None
+    out: File | None = None
     """Folder of the run."""
     source: str = ""
     """Where the recipe comes from (paper, table)."""
@@ -206,8 +220,10 @@ class Recipe(Part):
             raise ValueError(f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}")
         if self.augment.mixes and self.data.batch_size % 2:
             raise ValueError(f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on")
-        if self.augment.scale[0] > self.augment.scale[1] or self.augment.scale[1] > 1:
-            raise ValueError("augment.scale must be two shares of the area, the smaller first, at most 1")
+        if self.augment.scale[0] > self.augment.scale[1]:
+            raise ValueError("augment.scale must give the smaller share first")
+        if self.anneal and self.anneal.epochs > self.epochs:
+            raise ValueError(f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}")
         return self
 
     @property
@@ -290,8 +306,8 @@ def parse(text: str) -> Any:
     """A value as YAML reads it, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"cannot read the value {text!r}: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError:  # a glob like *.conv2 is no YAML: it is text
+        return text
     if isinstance(value, str):
         try:
             return float(value)
