@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,9 +13,7 @@ import torch
 import yaml
 from cyclopts import App, CycloptsError, Parameter
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 from timm.data import resolve_data_config
 
 import isomorph as iso
@@ -23,7 +21,8 @@ from isomorph import doctor as machine
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
-from isomorph.recipes import RECIPES, load_recipe, recipe_values
+from isomorph.recipes import RECIPES, as_assignments, load_recipe, recipe_values
+from isomorph.report import metric_rows, show
 from isomorph.surgery import compare
 from isomorph.training.build import default_data, open_model, standard_normal
 from isomorph.training.recipe import document_fields
@@ -39,17 +38,6 @@ app = App(
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print plain JSON for machines.")]
 Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model instead of its public weights.")]
 Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, ...")]
-
-
-def show(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; the first row is its head."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for i, head in enumerate(rows[0]):
-        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows[1:]:
-        table.add_row(*map(escape, row))
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 200)
 
 
 @app.command
@@ -243,19 +231,7 @@ def evaluate_(
     if json_:
         print(json.dumps({"model": model, **metrics}))
     else:
-        show([["", model], *([UNITS[key][0], UNITS[key][1](value)] for key, value in metrics.items())])
-
-
-UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "top1": ("top-1 (%)", "{:.2f}".format),
-    "top5": ("top-5 (%)", "{:.2f}".format),
-    "nll": ("NLL (nats)", "{:.4f}".format),
-    "ece": ("ECE (%, 15 bins)", "{:.2f}".format),
-    "images": ("images", "{:,.0f}".format),
-    "parameters": ("parameters", "{:,.0f}".format),
-    "macs": ("M MACs an image", lambda macs: f"{macs / 1e6:,.1f}"),
-    "images_per_second": ("images / s, batch 32", "{:,.0f}".format),
-}
+        show(metric_rows(model, metrics))
 
 
 @app.command(
@@ -267,27 +243,8 @@ def train(
     *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="--FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
 ) -> None:
     result = iso.train(load_recipe(recipe, as_assignments(fields)))
-    show(
-        [
-            ["", "final"],
-            *([UNITS[key][0], UNITS[key][1](value)] for key, value in result.metrics.items() if key in UNITS),
-        ]
-    )
+    show(metric_rows("final", result.metrics))
     print(f"wrote {result.folder / 'model.safetensors'}")
-
-
-def as_assignments(tokens: Sequence[str]) -> list[str]:
-    """`--field value`, `--field=value` and `field=value` as `field=value`."""
-    assignments, rest = [], list(tokens)
-    while rest:
-        token = rest.pop(0)
-        field = token.removeprefix("--")
-        if "=" not in token:
-            if not token.startswith("--") or not rest:
-                raise UserError(f"{token!r}: write a field of the recipe as --{field} VALUE or {field}=VALUE")
-            field = f"{field}={rest.pop(0)}"
-        assignments.append(field)
-    return assignments
 
 
 @app.command(name="models")

@@ -1,6 +1,7 @@
 """Every published run as a named recipe, its expected number beside it."""
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,4 +33,18 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
     return check(override(recipe_values(name), overrides or []))
 
 
-__all__ = ["RECIPES", "load_recipe", "recipe_values"]
+def as_assignments(tokens: Sequence[str]) -> list[str]:
+    """`--field value`, `--field=value` and `field=value` as `field=value`."""
+    assignments, rest = [], list(tokens)
+    while rest:
+        token = rest.pop(0)
+        field = token.removeprefix("--")
+        if "=" not in token:
+            if not token.startswith("--") or not rest:
+                raise UserError(f"{token!r}: write a field of the recipe as --{field} VALUE or {field}=VALUE")
+            field = f"{field}={rest.pop(0)}"
+        assignments.append(field)
+    return assignments
+
+
+__all__ = ["RECIPES", "as_assignments", "load_recipe", "recipe_values"]

@@ -1,0 +1,36 @@
+"""Tables for a terminal."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "top1": ("top-1 (%)", "{:.2f}".format),
+    "top5": ("top-5 (%)", "{:.2f}".format),
+    "nll": ("NLL (nats)", "{:.4f}".format),
+    "ece": ("ECE (%, 15 bins)", "{:.2f}".format),
+    "images": ("images", "{:,.0f}".format),
+    "parameters": ("parameters", "{:,.0f}".format),
+    "macs": ("M MACs an image", lambda macs: f"{macs / 1e6:,.1f}"),
+    "images_per_second": ("images / s, batch 32", "{:,.0f}".format),
+}
+"""Label and format of every metric."""
+
+
+def metric_rows(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
+    """Head and a row for each metric that has a label."""
+    rows = [[UNITS[key][0], UNITS[key][1](value)] for key, value in metrics.items() if key in UNITS]
+    return [["", title], *rows]
+
+
+def show(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table; the first row is its head."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, head in enumerate(rows[0]):
+        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    console = Console()
+    console.print(table, width=None if console.is_terminal else 200)
