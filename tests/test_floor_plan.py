@@ -59,7 +59,8 @@ def test_files_and_functions_stay_small(path):
     assert len(text.splitlines()) <= 350
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno <= 50, f"{path.name}: {node.name} is long"
+            docstring = len((ast.get_docstring(node) or "").splitlines())
+            assert node.end_lineno - node.lineno - docstring <= 45, f"{path.name}: {node.name} is long"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
