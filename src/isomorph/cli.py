@@ -20,11 +20,11 @@ import isomorph as iso
 from isomorph import doctor as machine
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
-from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
+from isomorph.evaluation import count_parameters, evaluate, measure_cost
 from isomorph.recipes import RECIPES, as_assignments, load_recipe, recipe_values
 from isomorph.report import metric_rows, show
 from isomorph.surgery import compare
-from isomorph.training.build import default_data, open_model, standard_normal
+from isomorph.training.build import open_model, standard_normal, testing
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
 
@@ -200,34 +200,13 @@ def evaluate_(
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    if size and min(size) < 1:
-        raise UserError(f"--size {size[0]} {size[1]} has no pixel; give positive sizes")
     net = open_model(model, weights)
-    source = open_source(data or default_data(net), "test", root)
-    known = getattr(net, "num_classes", len(source.classes))
-    if known != len(source.classes):
-        raise UserError(
-            f"{model} knows {known} classes, the data has {len(source.classes)}: these labels are not its own"
-        )
-    config = resolve_data_config({"input_size": (3, *size)} if size else {}, model=net, use_test_size=True)
+    source, config = testing(net, data, root, size)
     net.to(open_runtime(device).device)
     loader = eval_loader(source, config, batch_size, workers)
-    batches = track(
-        loader,
-        "evaluating",
-        total=len(loader),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
-    metrics: dict[str, float] = evaluate(net, batches)
-    if cost:
-        shape = config["input_size"]
-        metrics |= {
-            "parameters": count_parameters(net),
-            "macs": count_macs(net, shape),
-            "images_per_second": throughput(net, shape),
-        }
+    bar, quiet = Console(stderr=True), not sys.stderr.isatty()
+    metrics = evaluate(net, track(loader, "evaluating", len(loader), console=bar, transient=True, disable=quiet))
+    metrics |= measure_cost(net, config["input_size"]) if cost else {}
     if json_:
         print(json.dumps({"model": model, **metrics}))
     else:

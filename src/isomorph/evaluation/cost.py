@@ -39,3 +39,12 @@ def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 
         model(batch)
         timer = Timer("model(batch)", globals={"model": model, "batch": batch}, num_threads=torch.get_num_threads())
         return batch_size / timer.blocked_autorange(min_run_time=seconds).median
+
+
+def measure_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, float]:
+    """All three: parameters, macs (per image), images_per_second (batch 32)."""
+    return {
+        "parameters": count_parameters(model),
+        "macs": count_macs(model, input_size),
+        "images_per_second": throughput(model, input_size),
+    }

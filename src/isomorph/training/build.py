@@ -97,6 +97,22 @@ def default_data(model: nn.Module) -> str:
     return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
 
 
+def testing(
+    model: nn.Module, data: str | None = None, root: Path | None = None, size: tuple[int, int] | None = None
+) -> tuple[Source, dict[str, Any]]:
+    """The test split of a source (by default the model's own) and the data config to evaluate the model with.
+
+    Raises: UserError when the data is missing, the size has no pixel, or the classes are not those of the model.
+    """
+    if size and min(size) < 1:
+        raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
+    source = open_source(data or default_data(model), "test", root)
+    known, found = getattr(model, "num_classes", len(source.classes)), len(source.classes)
+    if known != found:
+        raise UserError(f"the model knows {known} classes, the data has {found}: these labels are not its own")
+    return source, resolve_data_config({"input_size": (3, *size)} if size else {}, model=model, use_test_size=True)
+
+
 def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Noise for the model, of the given height and width or the model's own."""
     channels, *own = resolve_data_config(model=model, use_test_size=False)["input_size"]
