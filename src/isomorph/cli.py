@@ -24,7 +24,7 @@ from isomorph.evaluation import count_parameters, evaluate, measure_cost
 from isomorph.recipes import RECIPES, as_assignments, load_recipe, recipe_values
 from isomorph.report import metric_rows, show
 from isomorph.surgery import compare
-from isomorph.training.build import open_model, standard_normal, testing
+from isomorph.training.build import evaluation_data, open_model, standard_normal
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
 
@@ -201,7 +201,7 @@ def evaluate_(
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     net = open_model(model, weights)
-    source, config = testing(net, data, root, size)
+    source, config = evaluation_data(net, data, root, size)
     net.to(open_runtime(device).device)
     loader = eval_loader(source, config, batch_size, workers)
     bar, quiet = Console(stderr=True), not sys.stderr.isatty()

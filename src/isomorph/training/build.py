@@ -97,7 +97,7 @@ def default_data(model: nn.Module) -> str:
     return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
 
 
-def testing(
+def evaluation_data(
     model: nn.Module, data: str | None = None, root: Path | None = None, size: tuple[int, int] | None = None
 ) -> tuple[Source, dict[str, Any]]:
     """The test split of a source (by default the model's own) and the data config to evaluate the model with.
