@@ -1,0 +1,46 @@
+"""What each step of the surgery does to the public CIFAR ResNets on the 10,000 JPEG test images.
+
+    python benchmarks/exactness.py
+
+Needs ISOMORPH_DATA with cifar10 and weights.
+"""
+
+import timm
+from interleave import show, write
+from timm.data import resolve_data_config
+
+import isomorph as iso
+
+LAYER3 = "layer3.*.conv?"
+
+
+def steps(name):
+    """The models in the order in which surgery makes them; each with the one it is compared with."""
+    cnn = timm.create_model(name, pretrained=True).eval()
+    exact = iso.recast(cnn, iso.ConvToGPSA("exact"), LAYER3)
+    flat = iso.unstride(cnn, "layer3")
+    yield "CNN", cnn, cnn
+    yield "recast exact (20, 15)", exact, cnn
+    yield "reverted with to_conv", iso.revert(exact), cnn
+    yield "recast (5, 6)", iso.recast(cnn, iso.ConvToGPSA(locality=5.0, gate=6.0), LAYER3), cnn
+    yield "recast paper (1, 1)", iso.recast(cnn, iso.ConvToGPSA("paper"), LAYER3), cnn
+    yield "unstride layer3", flat, cnn
+    if name == "cifar_resnet20":
+        yield "unstride, then recast exact", iso.recast(flat, iso.ConvToGPSA("exact"), LAYER3), flat
+
+
+def main():
+    rows = []
+    for name in ("cifar_resnet20", "cifar_resnet56"):
+        for step, model, before in steps(name):
+            loader = iso.eval_loader(iso.open_source("cifar10", "test"), resolve_data_config(model=model), 200)
+            report = iso.compare(before, model, next(iter(loader))[0][:100])
+            top1 = f"{iso.evaluate(model, loader)['top1']:.2f}"
+            fp32, fp64 = f"{report.fp32:.1e}", f"{report.fp64:.1e}"
+            rows.append({"model": name, "step": step, "top-1": top1, "max |diff| fp32": fp32, "fp64": fp64})
+    show("Each step against the model before it: logits of 100 real images, top-1 of 10,000", rows)
+    print(f"\nwrote {write('exactness', {'steps': rows})}")
+
+
+if __name__ == "__main__":
+    main()
