@@ -6,10 +6,10 @@ Needs ISOMORPH_DATA with cifar10 and weights.
 """
 
 import timm
-from interleave import show, write
 from timm.data import resolve_data_config
 
 import isomorph as iso
+from interleave import show, write
 
 LAYER3 = "layer3.*.conv?"
 

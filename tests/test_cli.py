@@ -108,6 +108,10 @@ BAD = {
         ["recast", "resnext50_32x4d", "--no-pretrained", "--where", "layer4.*.conv2", "--out", "x.safetensors"],
         "groups=32",
     ),
+    "onto itself": (
+        ["recast", "few.safetensors", "--where", "layer3.*", "--out", "few.safetensors"],
+        "give another name",
+    ),
     "suffix": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.pth"], "must end in .safetensors"),
     "locality": (
         ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--locality", "-1"],

@@ -211,6 +211,24 @@ def test_refusals_name_the_module_and_the_reason(reason):
     assert "\n" not in str(caught.value)
 
 
+def test_every_glob_must_match():
+    cnn = timm.create_model("cifar_resnet20")
+    with pytest.raises(iso.UserError, match=r"'layr2\.\*\.conv1' in where matches no module; nearest names: .*layer2"):
+        iso.recast(cnn, iso.ConvToGPSA(), ["layer3.*.conv1", "layr2.*.conv1"])
+
+
+@pytest.mark.parametrize("rule", [iso.ConvToGPSA, "exact", None])
+def test_what_is_no_rule_is_said(rule):
+    with pytest.raises(iso.UserError, match="is not a rule"):
+        iso.recast(timm.create_model("cifar_resnet20"), rule, "layer3.*")
+
+
+@pytest.mark.parametrize("where", [None, [], 3])
+def test_what_selects_nothing_is_said(where):
+    with pytest.raises(iso.UserError, match="selects nothing"):
+        iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), where)
+
+
 def test_no_match_names_the_nearest():
     cnn = timm.create_model("cifar_resnet20")
     with pytest.raises(iso.UserError, match=r"matches no module; nearest names: .*layer3\.0\.conv2"):
@@ -288,6 +306,21 @@ class TestVerify:
         with pytest.raises(iso.UserError, match="NOT equal"):
             iso.verify(cnn, tcnn, torch.randn(1, 3, 64, 64))
 
+    def test_a_branch_that_is_switched_off_proves_nothing(self):
+        """timm's last norms start at zero: the output does not depend on the branch, the modules do differ."""
+        cnn = timm.create_model("resnet18", num_classes=4).eval()
+        exact, paper = (iso.recast(cnn, iso.ConvToGPSA(init), "layer4.*.conv2") for init in ("exact", "paper"))
+        x = torch.randn(1, 3, 64, 64)
+        iso.verify(cnn, exact, x)
+        with pytest.raises(iso.UserError, match="NOT equal") as caught:
+            iso.verify(cnn, paper, x)
+        assert caught.value.report.fp64 == 0
+
+    def test_large_outputs_are_compared_by_share(self):
+        cnn = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1)).eval()
+        cnn[0].weight.data *= 1e6
+        iso.verify(cnn, iso.recast(cnn, iso.ConvToGPSA(), "0"), torch.randn(1, 4, 8, 8))
+
     def test_nan_is_caught_at_any_tolerance(self):
         broken = net(nn.Conv2d(4, 4, 3, padding=1))
         broken[1].weight.data.fill_(float("nan"))
@@ -340,7 +373,7 @@ class TestUnstride:
             iso.unstride(timm.create_model("resnetblur50"), "layer4")
 
     def test_nothing_to_unstride_is_an_error(self):
-        with pytest.raises(iso.UserError, match="layer1"):
+        with pytest.raises(iso.UserError, match=r"layer1: .*no stride to remove"):
             iso.unstride(timm.create_model("cifar_resnet20"), "layer1")
 
 

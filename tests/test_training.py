@@ -274,7 +274,7 @@ class TestRun:
 
     def test_another_recipe_in_the_same_folder_is_refused(self, tmp_path):
         iso.train(tiny(tmp_path, epochs=1), show=False)
-        with pytest.raises(iso.UserError, match=r"a run with another epochs, seed"):
+        with pytest.raises(iso.UserError, match=r"epochs 1 there, 2 here; seed 0 there, 1 here"):
             iso.train(tiny(tmp_path, epochs=2, seed=1), show=False)
 
     def test_a_truncated_checkpoint_is_said(self, tmp_path):
@@ -363,6 +363,14 @@ class TestCheckpoint:
         tcnn = timm.create_model("t_cifar_resnet20", init="exact").eval()
         iso.load_weights(tcnn, tmp_path / "cnn.safetensors")
         iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32))
+
+    def test_files_follow_the_umask_and_have_their_suffix(self, tmp_path):
+        model = timm.create_model("cifar_resnet20")
+        iso.save(model, tmp_path / "m.safetensors")
+        (tmp_path / "plain").touch()
+        assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+        with pytest.raises(iso.UserError, match=r"must end in \.safetensors"):
+            iso.save(model, tmp_path / "m.pt")
 
     def test_models_from_elsewhere_need_a_base(self, tmp_path):
         with pytest.raises(iso.UserError, match="give save\\(\\) its base"):

@@ -97,6 +97,8 @@ def recast(
     """
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out} must end in .safetensors")
+    if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
+        raise UserError(f"--out {out} is the model to recast; give another name")
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)

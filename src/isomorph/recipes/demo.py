@@ -95,7 +95,8 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
 
 def births(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, nn.Module]:
     """The CNN's recasts before any fine-tuning, measured beside it; the exact one is verified on real images."""
-    born = {init: recast(cnn, ConvToGPSA(init), where="layer3.*.conv?") for init in ("exact", "paper")}
+    rules = {"exact": ConvToGPSA(), "near": ConvToGPSA(locality=5.0, gate=6.0), "paper": ConvToGPSA("paper")}
+    born = {birth: recast(cnn, rule, where="layer3.*.conv?") for birth, rule in rules.items()}
     images = next(iter(eval_loader(test, config)))[0]
     demo.report = verify(cnn, born["exact"], [images, images[:16, :, :19, :23]])
     titles = {

@@ -71,6 +71,19 @@ def distinct(pairs: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.M
             yield name, module
 
 
+def describe(where: Where) -> str:
+    """`where` for a message."""
+    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
+
+
+def refuse_misuse(rule: Rule, where: Where) -> None:
+    """Raises: UserError when the rule is no rule, or `where` nothing that selects."""
+    if isinstance(rule, type) or not callable(getattr(rule, "build", None)):
+        raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
+    if not callable(where) and not (isinstance(where, str) or (isinstance(where, Sequence) and where)):
+        raise UserError(f"where={where!r} selects nothing; give a glob, several, or a (name, module) -> bool")
+
+
 def nearest_names(where: Where, names: Sequence[str]) -> str:
     """A hint for a `where` that selects nothing: the module names most like it."""
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
@@ -84,17 +97,22 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
     reason), or when one lies inside another.
     """
-    selected = list(distinct((n, m) for n, m in model.named_modules(remove_duplicate=False) if matches(where, n, m)))
+    refuse_misuse(rule, where)
+    named = list(model.named_modules(remove_duplicate=False))
+    for glob in [] if callable(where) or isinstance(where, str) else where:
+        if not any(fnmatchcase(name, glob) for name, _ in named):
+            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
+    selected = list(distinct((n, m) for n, m in named if matches(where, n, m)))
     kind: type[nn.Module] | None = getattr(rule, "kind", None)
     if not selected:
-        names = [name for name, _ in model.named_modules() if name]
-        raise UserError(f"where={where!r} matches no module{nearest_names(where, names)}")
+        names = [name for name, _ in named if name]
+        raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
     found = [(n, m) for n, m in selected if (isinstance(m, kind) if kind else rule.accepts(m))]
     if not found:
         kinds = ", ".join(sorted({type(module).__name__ for _, module in selected}))
         wanted, ours = kind.__name__ if kind else "other modules", type(rule).__name__
         raise UserError(
-            f"{ours} rebuilds {wanted}, and where={where!r} matches none among {len(selected)} modules ({kinds})"
+            f"{ours} rebuilds {wanted}, and {describe(where)} matches none among {len(selected)} modules ({kinds})"
         )
     for name, module in found:
         if not rule.accepts(module):
@@ -185,9 +203,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     model = copy.deepcopy(model)
     found = [n for n, m in model.named_modules() if callable(getattr(m, "to_conv", None)) and matches(where, n, m)]
     if not found:
-        raise UserError(
-            f"where={where!r} matches no layer with a way back; the model has none, or narrow names are wrong"
-        )
+        raise UserError(f"{describe(where)} matches no layer with a way back; it has none, or a name is wrong")
     for name in found:
         layer = model.get_submodule(name)
         try:

@@ -26,6 +26,8 @@ class Unstride:
         return any(map(strided, parts)) and not any(isinstance(part, nn.MaxPool2d | BlurPool2d) for part in parts)
 
     def build(self, module: nn.Module) -> nn.Module:
+        if not any(map(strided, module.modules())):
+            raise UserError("Unstride cannot rebuild it: it has no stride to remove")
         stage = copy.deepcopy(module)
         for name, part in list(stage.named_modules()):
             if isinstance(part, nn.MaxPool2d | BlurPool2d):

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as serialize
 from torch import nn
 
 from isomorph.errors import UserError
@@ -115,12 +116,14 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
+    if Path(path).suffix != ".safetensors":
+        raise UserError(f"{path} must end in .safetensors")
     base = base or describe_base(model)
     parts = {"base": base, "edits": describe_edits(model), "data": describe_data(model)}
     refuse_unlike(model, base)
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    write_atomically(Path(path), lambda file: save_file(tensors, str(file), metadata=header))
+    write_atomically(Path(path), lambda file: file.write_bytes(serialize(tensors, metadata=header)))
 
 
 def load(path: str | Path) -> nn.Module:
@@ -223,6 +226,4 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises many kinds
-        raise UserError(
-            f"cannot resume from {path} ({str(error).splitlines()[0]}); delete it to start the run again"
-        ) from None
+        raise UserError(f"cannot resume from {path}: it is damaged; delete it to start the run again") from error

@@ -116,8 +116,11 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     first, metrics, best = resume(run, folder)
     write_atomically(folder / "recipe.json", lambda file: file.write_text(recipe.model_dump_json(indent=2)))
     trim_log(folder / "log.jsonl", first)
-    if first:
-        console.print(f"{recipe.name}: resuming after epoch {first} of {recipe.epochs}")
+    begin = f"resuming after epoch {first} of {recipe.epochs}" if first else f"{recipe.epochs} epochs"
+    images = len(run.train.dataset)  # type: ignore[arg-type]
+    console.print(
+        f"{recipe.name}: {begin}, {images:,} images, {len(run.train)} steps an epoch, on {run.runtime.device}"
+    )
     for epoch in range(first, recipe.epochs):
         start = time.perf_counter()
         seed_everything(recipe.seed, epoch + 1)
@@ -196,23 +199,21 @@ def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
         raise UserError(f"{path} is not the state of a run; give `out` another folder, or delete it")
     changed = changes(state["recipe"], json.loads(identity(run.recipe)))
     if changed:
-        raise UserError(
-            f"{folder} holds a run with another {', '.join(changed)}; give `out` another folder, or delete it"
-        )
+        raise UserError(f"{folder} holds another run ({'; '.join(changed)}); give `out` another folder, or delete it")
     run.task.load_state_dict(state["task"])
     run.optimizer.load_state_dict(state["optimizer"])
     return state["epoch"], state["metrics"], state["best"]
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the fields that differ."""
+    """The fields that differ, each with its value there and here."""
     found = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
             found += changes(a, b, f"{prefix}{name}.")
         elif a != b:
-            found.append(f"{prefix}{name}")
+            found.append(f"{prefix}{name} {a} there, {b} here")
     return found
 
 

@@ -217,7 +217,9 @@ class Recipe(Part):
     @model_validator(mode="after")
     def coherent(self) -> "Recipe":
         if self.optim.warmup_epochs >= self.epochs:
-            raise ValueError(f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}")
+            raise ValueError(
+                f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it too"
+            )
         if self.augment.mixes and self.data.batch_size % 2:
             raise ValueError(f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on")
         if self.augment.scale[0] > self.augment.scale[1]:
