@@ -1,6 +1,6 @@
 """GPSA against timm's and against plain attention; GPSA2d against the convolution and a naive form.
 
-    python benchmarks/gpsa.py [--device cuda] [--quick]
+    python benchmarks/gpsa.py [--device cuda] [--rounds 7]
 
 Ratios above 1 mean that isomorph is faster. Everything is interleaved in one process on the same input.
 """
@@ -175,16 +175,15 @@ TABLES = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="few rounds")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds behind each median")
     options = parser.parse_args()
     torch.manual_seed(0)
-    device, rounds = torch.device(options.device), {"rounds": 3} if options.quick else {}
+    device = torch.device(options.device)
     found = {}
     for title, table in TABLES.items():
-        found[title] = table(device, **rounds)
+        found[title] = table(device, rounds=options.rounds)
         show(title, found[title])
-    if not options.quick:
-        print(f"\nwrote {write(f'gpsa_{options.device}', found)}")
+    print(f"\nwrote {write(f'gpsa_{options.device}', found)}")
 
 
 if __name__ == "__main__":
