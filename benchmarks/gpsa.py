@@ -1,6 +1,6 @@
 """GPSA against timm's and against plain attention; GPSA2d against the convolution and a naive form.
 
-    python benchmarks/gpsa.py [--device cuda] [--rounds 7]
+    python benchmarks/gpsa.py [--device cuda] [--rounds 7] [--name NAME]
 
 Ratios above 1 mean that isomorph is faster. Everything is interleaved in one process on the same input.
 """
@@ -176,6 +176,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds behind each median")
+    parser.add_argument("--name", help="of the JSON file in results")
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device(options.device)
@@ -183,7 +184,7 @@ def main():
     for title, table in TABLES.items():
         found[title] = table(device, rounds=options.rounds)
         show(title, found[title])
-    print(f"\nwrote {write(f'gpsa_{options.device}', found)}")
+    print(f"\nwrote {write(options.name or f'gpsa_{options.device}', found)}")
 
 
 if __name__ == "__main__":
