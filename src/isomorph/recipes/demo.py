@@ -29,7 +29,7 @@ RUNS = {
     "digits_finetune": "CNN alone, fine-tuned",
     "digits_exact": "T-CNN from near exact (5, 6), fine-tuned",
     "digits_paper": "T-CNN from the paper's (1, 1), fine-tuned",
-    "digits_annealed": "T-CNN annealed exact to paper, fine-tuned",
+    "digits_annealed": "T-CNN annealed (20, 15) to (3, 1), fine-tuned",
 }
 
 
