@@ -39,6 +39,21 @@ class Square(torch.nn.Module):
         return self.layer(x)
 
 
+def contest(layers, x, device, rounds):
+    """Inference, training step and saved activations of `ours`, beside each rival."""
+    run = interleaved({name: forward(layer, x) for name, layer in layers.items()}, device, rounds)
+    train = interleaved({name: step(layer, x) for name, layer in layers.items()}, device, rounds)
+    rivals = [name for name in layers if name != "ours"]
+    return {
+        "forward ms": run["ours"],
+        **{f"vs {name}": run[name] / run["ours"] for name in rivals},
+        "step ms": train["ours"],
+        **{f"step vs {name}": train[name] / train["ours"] for name in rivals},
+        "saved MiB": saved_mib(layers["ours"], x),
+        **{f"{name} MiB": saved_mib(layers[name], x) for name in rivals},
+    }
+
+
 def token_table(device, batch=8, rounds=9):
     """One row per width and grid."""
     rows = []
@@ -59,25 +74,8 @@ def token_table(device, batch=8, rounds=9):
             theirs.pos_proj.weight.data.copy_(ours.position)
             theirs.gating_param.data.copy_(ours.gate)
             torch.testing.assert_close(ours(x), theirs(x), atol=1e-3, rtol=1e-3)
-        run = interleaved({n: forward(m, x) for n, m in layers.items()}, device, rounds)
-        train = interleaved({n: step(m, x) for n, m in layers.items()}, device, rounds)
-        saved = {n: saved_mib(m, x) for n, m in layers.items()}
-        rows.append(
-            {
-                "heads x width": f"{heads} x {width}",
-                "grid": f"{H}x{W}",
-                "batch": size,
-                "forward ms": run["ours"],
-                "vs timm": run["timm"] / run["ours"],
-                "vs plain": run["plain"] / run["ours"],
-                "step ms": train["ours"],
-                "step vs timm": train["timm"] / train["ours"],
-                "step vs plain": train["plain"] / train["ours"],
-                "saved MiB": saved["ours"],
-                "timm MiB": saved["timm"],
-                "plain MiB": saved["plain"],
-            }
-        )
+        row = {"heads x width": f"{heads} x {width}", "grid": f"{H}x{W}", "batch": size}
+        rows.append(row | contest(layers, x, device, rounds))
     return rows
 
 
@@ -91,24 +89,7 @@ def map_table(device, rounds=9):
         layers = {"ours": ours, "naive": NaiveGPSA2d(ours), "conv": conv}
         if not torch.is_autocast_enabled(device.type):
             torch.testing.assert_close(layers["naive"](x), ours(x), atol=1e-4, rtol=1e-4)
-        run = interleaved({n: forward(m, x) for n, m in layers.items()}, device, rounds)
-        train = interleaved({n: step(m, x) for n, m in layers.items()}, device, rounds)
-        saved = {n: saved_mib(m, x) for n, m in layers.items()}
-        rows.append(
-            {
-                "map": f"{H}x{W}/{channels}",
-                "batch": batch,
-                "forward ms": run["ours"],
-                "vs naive": run["naive"] / run["ours"],
-                "vs conv": run["conv"] / run["ours"],
-                "step ms": train["ours"],
-                "step vs naive": train["naive"] / train["ours"],
-                "step vs conv": train["conv"] / train["ours"],
-                "saved MiB": saved["ours"],
-                "naive MiB": saved["naive"],
-                "conv MiB": saved["conv"],
-            }
-        )
+        rows.append({"map": f"{H}x{W}/{channels}", "batch": batch} | contest(layers, x, device, rounds))
     return rows
 
 

@@ -23,7 +23,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, evaluate, measure_cost
 from isomorph.recipes import RECIPES, as_assignments, load_recipe, recipe_values
 from isomorph.report import metric_rows, show
-from isomorph.surgery import compare
+from isomorph.surgery import compare, edits_since
 from isomorph.training.build import evaluation_data, open_model, standard_normal
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
@@ -108,7 +108,7 @@ def recast(
     if not report.passed and rule == iso.ConvToGPSA():
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
-    names = [name for edit in iso.edits(new)[len(iso.edits(base)) :] for name in edit.names]
+    names = [name for edit in edits_since(new, base) for name in edit.names]
     if json_:
         print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
     else:

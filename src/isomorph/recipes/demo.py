@@ -14,7 +14,7 @@ from torch import nn
 
 from isomorph.analysis import gates, looks, spans
 from isomorph.data import Noisy, Source, eval_loader, open_source
-from isomorph.evaluation import count_macs, evaluate
+from isomorph.evaluation import count_macs, count_parameters, evaluate
 from isomorph.recipes import load_recipe
 from isomorph.report import Section, curves_figure, dials_figure, maps_figure, write_page
 from isomorph.surgery import ConvToGPSA, Report, recast, verify
@@ -117,11 +117,7 @@ def top1_by_epoch(recipe: Recipe) -> list[float]:
 def costs(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[str]]:
     """Parameters and MACs of both."""
     rows = [
-        [
-            name,
-            f"{sum(p.numel() for p in model.parameters()):,}",
-            f"{count_macs(model, config['input_size']) / 1e6:.1f} M",
-        ]
+        [name, f"{count_parameters(model):,}", f"{count_macs(model, config['input_size']) / 1e6:.1f} M"]
         for name, model in (("CNN", cnn), ("T-CNN", tcnn))
     ]
     return [["", "parameters", "MACs an image"], *rows]

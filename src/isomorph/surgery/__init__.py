@@ -2,7 +2,7 @@
 
 from isomorph.surgery.anneal import Anneal, gpsa_layers
 from isomorph.surgery.fuse import fuse
-from isomorph.surgery.recast import Edit, Rule, edits, recast, replay, revert, targets
+from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
 from isomorph.surgery.rules import ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, Report, compare, verify
@@ -21,6 +21,7 @@ __all__ = [
     "Unstride",
     "compare",
     "edits",
+    "edits_since",
     "fuse",
     "gpsa_layers",
     "recast",

@@ -54,6 +54,11 @@ def edits(model: nn.Module) -> tuple[Edit, ...]:
     return getattr(model, "isomorph_edits", ())
 
 
+def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
+    """The recasts that made the model from `base`."""
+    return edits(model)[len(edits(base)) :]
+
+
 def matches(where: Where, name: str, module: nn.Module) -> bool:
     """Whether `where` selects this module."""
     if callable(where):

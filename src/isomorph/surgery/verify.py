@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.recast import edits
+from isomorph.surgery.recast import edits_since
 
 
 def worst(values: Iterable[float]) -> float:
@@ -111,7 +111,7 @@ def compare(
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     batches += [torch.randn(b.shape, generator=g).to(b.device) for g in generators for b in batches[:]]
     if atol is None:
-        atol = max([edit.rule.atol for edit in edits(recast)[len(edits(original)) :]], default=1e-5)
+        atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
     return Report(
         atol=atol,
@@ -158,7 +158,7 @@ def input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batc
 @torch.no_grad()
 def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
     """Each recast module against the one it replaced, on the input that the latter sees in `original`."""
-    names = [name for edit in edits(recast)[len(edits(original)) :] for name in edit.names]
+    names = [name for edit in edits_since(recast, original) for name in edit.names]
     present = dict(original.named_modules())
     found: dict[str, TargetDeviation] = {}
 

@@ -17,18 +17,13 @@ from isomorph.training.checkpoint import load, load_weights, remember_base, reme
 from isomorph.training.recipe import ModelPart, Recipe
 
 
-def base_arguments(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> dict[str, Any]:
-    """Arguments of timm.create_model for the base, its name included, the weights not."""
-    arguments = {"name": part.name, "num_classes": part.num_classes or num_classes, **part.kwargs}
-    return arguments | ({"drop_path_rate": drop_path} if drop_path else {})
-
-
 def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn.Module:
     """Creates the base with its weights, then the surgery: unstride, recast.
 
     Raises: UserError when timm cannot create it, the weights do not fit, or the surgery matches nothing.
     """
-    arguments = base_arguments(part, num_classes, drop_path)
+    arguments = {"name": part.name, "num_classes": part.num_classes or num_classes, **part.kwargs}
+    arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
     if part.weights:
