@@ -14,7 +14,7 @@ from timm.models.convit import GPSA as TimmGPSA
 
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, write
-from isomorph.layers import GPSA, GPSA2d, gpsa, gpsa2d
+from isomorph.layers import GPSA, GPSA2d, gpsa2d, mix
 from naive import NaiveGPSA2d
 
 TOKENS = [
@@ -115,7 +115,7 @@ def form_table(device, rounds=9):
     rows = []
     for H, W in ((2, 2), (4, 4), (5, 5), (6, 6), (7, 7), (10, 10), (14, 14), (24, 24)):
         layer, x = GPSA(432, 9, (H, W)).to(device), torch.randn(8, H * W, 432, device=device)
-        run = interleaved(both_forms(gpsa, "DENSE_TOKENS", forward(layer, x)), device, rounds)
+        run = interleaved(both_forms(mix, "DENSE_TOKENS", forward(layer, x)), device, rounds)
         rows.append(
             {"layer": "GPSA 9 x 432", "grid": f"{H}x{W}", "dense ms": run["dense"], "by axis ms": run["by axis"]}
         )

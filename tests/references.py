@@ -14,7 +14,7 @@ def position_softmax(queries, keys, score):
 
 
 def gpsa(layer, x, grid_size):
-    """ConViT eq. 7 on the dense map, head by head."""
+    """ConViT eq. 7 on the dense map, head by head; a prefix token has no place: its gate is shut, nobody's place is it."""
     H, W = grid_size
     cells = [(r, c) for r in range(H) for c in range(W)]
     v_pos = layer.position
@@ -26,12 +26,15 @@ def gpsa(layer, x, grid_size):
     q, k = layer.qk(x).chunk(2, dim=-1)
     v = layer.v(x)
     hd = x.shape[-1] // layer.num_heads
+    prefix = layer.prefix_tokens
     heads = []
     for h in range(layer.num_heads):
         part = slice(h * hd, (h + 1) * hd)
         content = torch.softmax(q[..., part] @ k[..., part].transpose(1, 2) / hd**0.5, dim=-1)
         s = torch.sigmoid(layer.gate[h])
-        attention = (1 - s) * content + s * position[h]
+        placed = F.pad(position[h], (prefix, 0))
+        placed = (1 - s) * content[:, prefix:] + s * placed
+        attention = torch.cat([content[:, :prefix], placed], dim=1)
         attention = attention / attention.sum(-1, keepdim=True)
         heads.append(attention @ v[..., part])
     return layer.proj(torch.cat(heads, dim=-1))

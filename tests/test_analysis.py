@@ -29,7 +29,8 @@ def test_gates_and_spans_are_the_dials():
 
 
 def test_token_layers_too():
-    layer = torch.nn.Sequential(iso.GPSA(36, 9, (4, 5), locality=2.0, gate=1.0))
+    layer = torch.nn.Sequential(iso.GPSA(36, 9, (4, 5)))
+    layer[0].set_dials(locality=2.0)
     torch.testing.assert_close(iso.spans(layer)["0"], torch.full((9,), 0.5))
     torch.testing.assert_close(iso.gates(layer)["0"], torch.full((9,), 0.7310586))
     assert iso.attention_maps(layer, torch.randn(1, 20, 36))["0"].shape == (1, 9, 20, 20)

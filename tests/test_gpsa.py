@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import references
-from isomorph.layers import GPSA, GPSA2d, gpsa, gpsa2d
+from isomorph.layers import GPSA, GPSA2d, gpsa2d, mix
 from isomorph.layers.position import attend_by_axis, attend_dense, attend_shared, kronecker
 
 GRIDS_2D = [  # height, width, kernel, stride, padding
@@ -62,18 +62,20 @@ def test_gpsa2d_attention_is_the_map_of_the_formula(grid):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("prefix", [0, 1, 3])
 @pytest.mark.parametrize(("H", "W", "heads"), [(4, 4, 4), (5, 7, 9), (9, 3, 1), (14, 6, 4), (1, 5, 4)])
-def test_gpsa_is_the_papers_formula(H, W, heads, form, monkeypatch):
-    monkeypatch.setattr(gpsa, "DENSE_TOKENS", FORMS[form])
-    layer = perturbed(GPSA(36, heads, (H, W), qkv_bias=heads == 4).double())
-    x = torch.randn(2, H * W, 36, dtype=torch.float64, requires_grad=True)
+def test_gpsa_is_the_papers_formula(H, W, heads, prefix, form, monkeypatch):
+    monkeypatch.setattr(mix, "DENSE_TOKENS", FORMS[form])
+    layer = perturbed(GPSA(36, heads, (H, W), qkv_bias=heads == 4, prefix_tokens=prefix).double())
+    x = torch.randn(2, prefix + H * W, 36, dtype=torch.float64, requires_grad=True)
     expected = output_and_gradients(lambda x: references.gpsa(layer, x, (H, W)), x, layer)
     assert_equal(output_and_gradients(layer, x, layer), expected)
 
 
-def test_gpsa_attention_gives_the_output_of_forward():
-    layer = perturbed(GPSA(36, 9, (5, 7)).double())
-    x = torch.randn(2, 35, 36, dtype=torch.float64)
+@pytest.mark.parametrize("prefix", [0, 2])
+def test_gpsa_attention_gives_the_output_of_forward(prefix):
+    layer = perturbed(GPSA(36, 9, (5, 7), prefix_tokens=prefix).double())
+    x = torch.randn(2, prefix + 35, 36, dtype=torch.float64)
     values = layer.split_heads(layer.v(x)).transpose(1, 2)
     by_hand = layer.proj((layer.attention(x) @ values).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x), by_hand, rtol=1e-11, atol=1e-12)
@@ -87,13 +89,15 @@ def test_gpsa_takes_another_grid_at_any_call():
 
 
 def test_gpsa_is_born_looking_at_its_window():
-    layer = GPSA(36, 9, (5, 5), locality=30.0, gate=30.0)
+    layer = GPSA(36, 9, (5, 5))
+    layer.set_dials(locality=30.0, gate=30.0)
     centre_query = layer.attention(torch.randn(1, 25, 36))[0, :, 12]  # (heads, 25)
     assert centre_query.argmax(-1).tolist() == [6, 7, 8, 11, 12, 13, 16, 17, 18]
 
 
 def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
-    layer = GPSA(36, 9, (14, 14), locality=1.0, gate=50.0)
+    layer = GPSA(36, 9, (14, 14))
+    layer.set_dials(gate=50.0)
     middle = layer.attention(torch.randn(1, 196, 36))[0, 4, 7 * 14 + 7]
     assert middle.max().item() == pytest.approx(0.318, abs=1e-3)
 
@@ -117,7 +121,7 @@ class TestTorchCitizens:
     @pytest.fixture(autouse=True)
     def prepare(self, which, form, monkeypatch):
         monkeypatch.setattr(gpsa2d, "DENSE_PAIRS", FORMS[form])
-        monkeypatch.setattr(gpsa, "DENSE_TOKENS", FORMS[form])
+        monkeypatch.setattr(mix, "DENSE_TOKENS", FORMS[form])
         self.layer, self.x = layers_and_inputs()[which]
 
     def test_autocast_keeps_geometry_in_float32(self):

@@ -4,19 +4,19 @@
 
 The re-normalisation printed in ConViT eq. 7 divides a convex mix of two softmaxes by 1, so it is left out. How this
 differs from the released layer: the positional half is computed once per grid, never per image, and in closed form
-(`position.py`); the content half is `scaled_dot_product_attention`; grids are rectangles.
-Letters: B batch, N tokens, C channels, nh heads, hd head width.
+(`position.py`, `mix.py`); the content half is `scaled_dot_product_attention`; grids are rectangles.
+Letters: B batch, N tokens, C channels, nh heads, hd head width, p prefix tokens.
 """
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.grid import axis_offsets, window_centres
-from isomorph.layers.position import attend_by_axis, attend_dense, geometry_dtype, kronecker, quadratic_axis
-
-DENSE_TOKENS = 32
-"""The positional map is multiplied out up to this many tokens; above, axis by axis is faster (benchmarks/gpsa.py)."""
+from isomorph.layers.mix import mix_by_place
+from isomorph.layers.position import geometry_dtype, kronecker, quadratic_axis
 
 
 class GPSA(nn.Module):
@@ -26,10 +26,12 @@ class GPSA(nn.Module):
 
     `position` holds v_pos; at birth head h looks at tap h of a sqrt(nh) x sqrt(nh) window with strength `locality`,
     as a convolution does. `grid_size` (H, W) places the tokens; pass another one to `forward` at any call.
+    `prefix_tokens` lead the sequence and have no place (class token, registers): they look by content only, whatever
+    the gates, and are looked at by content only.
 
-    Shape: x (B, N, C) -> (B, N, C) with N = H W
-    Source: ConViT eq. 5 and 7; differs: 1/sqrt(hd) as in its code, taps row-major, any rectangle.
-    Raises: ValueError when nh is not a square, does not divide C, or N is not H W.
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: ConViT eq. 5 and 7; differs: 1/sqrt(hd) as in its code, taps row-major, any rectangle, prefix tokens.
+    Raises: ValueError when nh is not a square, does not divide C, or N is not prefix_tokens + H W.
     """
 
     def __init__(
@@ -38,28 +40,58 @@ class GPSA(nn.Module):
         num_heads: int,
         grid_size: tuple[int, int] = (14, 14),
         qkv_bias: bool = False,
-        locality: float = 1.0,
-        gate: float = 1.0,
+        prefix_tokens: int = 0,
+        proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
         if dim % num_heads:
             raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor")
         self.num_heads = num_heads
         self.grid_size = grid_size
+        self.prefix_tokens = prefix_tokens
         self.qk = nn.Linear(dim, 2 * dim, bias=qkv_bias)
         self.v = nn.Linear(dim, dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
+        self.proj_drop = nn.Dropout(proj_drop)
         self.position = nn.Parameter(torch.empty(num_heads, 3))
         self.gate = nn.Parameter(torch.empty(num_heads))
-        self.reset_attention(locality, gate)
+        self.reset_attention()
+
+    def taps(self) -> Tensor:
+        """Where the heads look at birth, (row, column) steps from the query. Shape: -> (nh, 2)"""
+        return window_centres(self.num_heads)
 
     @torch.no_grad()
-    def reset_attention(self, locality: float, gate: float) -> None:
+    def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
         """Puts every head on its tap with the given dials, and the values to the identity (ConViT eq. 5)."""
-        row, column = window_centres(self.num_heads).unbind(1)
-        self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
-        self.gate.fill_(gate)
         nn.init.eye_(self.v.weight)
+        self.place(self.taps(), locality)
+        self.set_dials(gate=gate)
+
+    @torch.no_grad()
+    def place(self, centre: Tensor, locality: float) -> None:
+        """Centres every head on an offset (row, column). Shape: centre (nh, 2)"""
+        row, column = centre.unbind(1)
+        self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
+
+    def set_dials(self, locality: float | None = None, gate: float | None = None) -> None:
+        """Sets the locality (centres stay) and the gate of every head; None leaves one as it is."""
+        if locality is not None:
+            if not 0 < locality < math.inf:
+                raise ValueError(f"locality {locality} must be above 0 and finite")
+            self.place(self.centre.detach(), locality)
+        if gate is not None:
+            nn.init.constant_(self.gate, gate)
+
+    @property
+    def locality(self) -> Tensor:
+        """Strength of each head's pull to its centre; not positive where a head has lost its centre. Shape: -> (nh,)"""
+        return -self.position[:, 2]
+
+    @property
+    def centre(self) -> Tensor:
+        """Offset (row, column) that each head's position looks at most. Shape: -> (nh, 2)"""
+        return self.position[:, [1, 0]] / (2 * self.locality[:, None])
 
     def no_weight_decay(self) -> set[str]:
         """Decay would pull the centres and strengths to 0."""
@@ -81,16 +113,20 @@ class GPSA(nn.Module):
         """Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
         return x.unflatten(-1, (self.num_heads, -1))
 
-    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        H, W = self.check_grid(x, grid_size)
+    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
-        q, k, v = map(self.split_heads, (q, k, self.v(x)))  # (B, N, nh, hd)
-        content = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-        rows, columns = (axis.to(v.dtype) for axis in self.axis_maps((H, W)))
-        position = (attend_dense if H * W <= DENSE_TOKENS else attend_by_axis)(rows, columns, v)
-        gate = torch.sigmoid(self.gate)[:, None].to(v.dtype)
-        mixed = torch.lerp(content.transpose(1, 2), position, gate)  # (B, N, nh, hd)
-        return self.proj(mixed.flatten(2))
+        return self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2)
+
+    def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
+        rows, columns = self.axis_maps(self.check_grid(x, grid_size))
+        q, k = self.queries_keys(x)
+        v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
+        content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
+        mixed = mix_by_place(content[:, p:], v[:, p:], rows, columns, self.gate)
+        if p:
+            mixed = torch.cat([content[:, :p], mixed], dim=1)
+        return self.proj_drop(self.proj(mixed.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         """The map that `forward` applies, formed on request.
@@ -98,16 +134,22 @@ class GPSA(nn.Module):
         Shape: x (B, N, C) -> (B, nh, N, N)
         """
         grid_size = self.check_grid(x, grid_size)
-        q, k = (self.split_heads(t).transpose(1, 2) for t in self.qk(x).chunk(2, dim=-1))  # (B, nh, N, hd)
+        q, k = self.queries_keys(x)
         content = torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
-        position = kronecker(*self.axis_maps(grid_size)).to(content.dtype)
-        return torch.lerp(content, position, torch.sigmoid(self.gate)[:, None, None].to(content.dtype))
+        p, gate = self.prefix_tokens, self.gate[:, None, None].to(content.dtype)
+        position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
+        mixed = torch.addcmul(position * torch.sigmoid(gate), content[:, :, p:], torch.sigmoid(-gate))
+        return torch.cat([content[:, :, :p], mixed], dim=2)
 
     def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
         H, W = grid_size or self.grid_size
-        if x.shape[1] != H * W:
-            raise ValueError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid; pass grid_size=(height, width)")
+        if x.shape[1] != self.prefix_tokens + H * W:
+            prefix = f" after {self.prefix_tokens} prefix tokens" if self.prefix_tokens else ""
+            raise ValueError(
+                f"{x.shape[1]} tokens do not fill the {H} x {W} grid{prefix}; pass grid_size=(height, width)"
+            )
         return H, W
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
+        prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""
+        return f"num_heads={self.num_heads}, grid_size={self.grid_size}{prefix}"

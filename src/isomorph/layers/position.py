@@ -45,19 +45,39 @@ def kronecker(rows: Tensor, columns: Tensor) -> Tensor:
     return grid.flatten(3).flatten(1, 2)  # (nh, Hq Wq, H W)
 
 
+def by_head(tokens: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """Tokens laid out for products along either axis of their grid, all images side by side.
+
+    Shape: tokens (B, H W, nh, hd) -> (nh, H, W, B, hd)
+    """
+    return tokens.unflatten(1, grid_size).permute(3, 1, 2, 0, 4).contiguous()
+
+
+def as_tokens(grid: Tensor) -> Tensor:
+    """The way back of `by_head`. Shape: grid (nh, H, W, B, hd) -> (B, H W, nh, hd)"""
+    return grid.flatten(1, 2).permute(2, 1, 0, 3)
+
+
+def along_rows(rows: Tensor, grid: Tensor) -> Tensor:
+    """Shape: rows (nh, Hq, H), grid (nh, H, W, B, hd) -> (nh, Hq, W, B, hd)"""
+    return torch.bmm(rows, grid.flatten(2)).unflatten(2, grid.shape[2:])
+
+
+def along_columns(columns: Tensor, grid: Tensor) -> Tensor:
+    """Shape: columns (nh, Wq, W), grid (nh, H, W, B, hd) -> (nh, H, Wq, B, hd)"""
+    nh, H = grid.shape[:2]
+    each_row = columns[:, None].expand(-1, H, -1, -1).flatten(0, 1)  # (nh H, Wq, W)
+    out = torch.bmm(each_row, grid.flatten(3).flatten(0, 1))
+    return out.unflatten(0, (nh, H)).unflatten(-1, grid.shape[3:])
+
+
 def attend_by_axis(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     """Positional attention over values that differ by head, one axis after the other.
 
     Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)
     """
-    nh, Hq, H = rows.shape
-    Wq, W = columns.shape[1:]
-    B, _, _, hd = values.shape
-    by_row = values.view(B, H, W, nh, hd).permute(3, 1, 2, 0, 4).reshape(nh, H, W * B * hd)
-    mixed = torch.bmm(rows, by_row).view(nh * Hq, W, B * hd)
-    spread = columns[:, None].expand(nh, Hq, Wq, W).reshape(nh * Hq, Wq, W)
-    out = torch.bmm(spread, mixed).view(nh, Hq * Wq, B, hd)
-    return out.permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
+    grid = by_head(values, (rows.shape[2], columns.shape[2]))
+    return as_tokens(along_columns(columns, along_rows(rows, grid)))
 
 
 def attend_dense(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
@@ -66,8 +86,8 @@ def attend_dense(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, nh, hd) -> (B, Hq Wq, nh, hd)
     """
     B, N, nh, hd = values.shape
-    by_head = values.permute(2, 1, 0, 3).reshape(nh, N, B * hd)
-    out = torch.bmm(kronecker(rows, columns), by_head)  # (nh, Hq Wq, B hd)
+    flat = values.permute(2, 1, 0, 3).reshape(nh, N, B * hd)
+    out = torch.bmm(kronecker(rows, columns), flat)  # (nh, Hq Wq, B hd)
     return out.view(nh, -1, B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
 
 
