@@ -15,10 +15,11 @@ from isomorph.analysis import attention_maps, gates, looks, spans
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
-from isomorph.layers import GPSA, GPSA2d
+from isomorph.layers import GPSA, GPSA2d, ViTGPSA
 from isomorph.recipes import load_recipe
 from isomorph.surgery import (
     Anneal,
+    AttentionToGPSA,
     ConvToGPSA,
     Edit,
     Report,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GPSA",
     "Anneal",
+    "AttentionToGPSA",
     "ConvToGPSA",
     "Edit",
     "GPSA2d",
@@ -46,6 +48,7 @@ __all__ = [
     "Report",
     "Rule",
     "UserError",
+    "ViTGPSA",
     "attention_maps",
     "compare",
     "edits",

@@ -2,5 +2,6 @@
 
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
+from isomorph.layers.vit_gpsa import ViTGPSA
 
-__all__ = ["GPSA", "GPSA2d"]
+__all__ = ["GPSA", "GPSA2d", "ViTGPSA"]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.layers.grid import axis_offsets, window_centres
+from isomorph.layers.grid import axis_offsets, square_window, window_centres
 from isomorph.layers.mix import mix_by_place
 from isomorph.layers.position import geometry_dtype, kronecker, quadratic_axis
 
@@ -59,7 +59,7 @@ class GPSA(nn.Module):
 
     def taps(self) -> Tensor:
         """Where the heads look at birth, (row, column) steps from the query. Shape: -> (nh, 2)"""
-        return window_centres(self.num_heads)
+        return window_centres(square_window(self.num_heads))
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:

@@ -112,7 +112,7 @@ class GPSA2d(nn.Module):
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
         """Puts every head on its tap, the values to the identity (T-CNN eq. 4, 6) and the dials to the paper's 1, 1."""
-        self.centre.copy_(window_centres(self.num_heads))
+        self.centre.copy_(window_centres((self.kernel_size, self.kernel_size)))
         nn.init.eye_(self.value.weight)
         self.set_dials(locality, gate)
 

@@ -40,12 +40,9 @@ def axis_offsets(
     return keys - queries[:, None]
 
 
-def window_centres(num_taps: int) -> Tensor:
-    """Offsets (row, column) of the taps of a square window, row-major like `conv.weight.flatten(2)`.
+def square_window(num_taps: int) -> tuple[int, int]:
+    """Height and width of a square window of so many taps.
 
-    An even window has its centres on half steps: no tap then lies on exactly one key.
-
-    Shape: -> (num_taps, 2)
     Raises: ValueError when num_taps is not a square.
     """
     size = math.isqrt(num_taps)
@@ -53,5 +50,21 @@ def window_centres(num_taps: int) -> Tensor:
         raise ValueError(
             f"{num_taps} heads do not form a square window; use a square number of heads (1, 4, 9, 16, ...)"
         )
-    steps = torch.arange(size, dtype=torch.float32) - (size - 1) / 2
-    return torch.cartesian_prod(steps, steps)  # (num_taps, 2)
+    return size, size
+
+
+def squarest_window(num_taps: int) -> tuple[int, int]:
+    """Height and width of the rectangle of so many taps that is nearest to a square, never higher than wide."""
+    height = next(n for n in range(math.isqrt(num_taps), 0, -1) if num_taps % n == 0)
+    return height, num_taps // height
+
+
+def window_centres(window: tuple[int, int]) -> Tensor:
+    """Offsets (row, column) of the taps of a window, row-major like `conv.weight.flatten(2)`.
+
+    An even side has its centres on half steps: no tap then lies on exactly one key.
+
+    Shape: -> (height width, 2)
+    """
+    rows, columns = (torch.arange(size, dtype=torch.float32) - (size - 1) / 2 for size in window)
+    return torch.cartesian_prod(rows, columns)  # (height width, 2)

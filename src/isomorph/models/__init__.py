@@ -7,14 +7,14 @@ import timm
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.models import cifar_resnet, tcnn
+from isomorph.models import cifar_resnet, convit, tcnn
 
-MODULES = (cifar_resnet, tcnn)
+MODULES = (cifar_resnet, convit, tcnn)
 
 
 def names() -> list[str]:
     """Every model that isomorph adds to timm's registry."""
-    return sorted(name for module in MODULES for name in timm.list_models(module=module.__name__.rpartition(".")[2]))
+    return sorted(name for module in MODULES for name in module.default_cfgs)
 
 
 def refuse_unknown(name: str) -> None:

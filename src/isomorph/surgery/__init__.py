@@ -3,16 +3,17 @@
 from isomorph.surgery.anneal import Anneal, gpsa_layers
 from isomorph.surgery.fuse import fuse
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
-from isomorph.surgery.rules import ConvToGPSA
+from isomorph.surgery.rules import AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, Report, compare, verify
 
-RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (ConvToGPSA, Unstride)}
+RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (AttentionToGPSA, ConvToGPSA, Unstride)}
 """Rules by name, as checkpoints and recipes store them."""
 
 __all__ = [
     "RULES",
     "Anneal",
+    "AttentionToGPSA",
     "ConvToGPSA",
     "Edit",
     "NotEqual",

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA2d
+from isomorph.layers import GPSA, GPSA2d
 from isomorph.surgery.rules import dials
 
 
 @dataclass(frozen=True)
 class Anneal:
-    """Moves every GPSA2d from one (locality, gate) to another in `steps` steps, then leaves them to training.
+    """Moves every gated attention layer from one (locality, gate) to another in `steps` steps, then leaves them to training.
 
     Locality moves geometrically (a constant factor a step: its effect is exponential), the gate's logit linearly.
     """
@@ -44,12 +44,12 @@ class Anneal:
                 layer.set_dials(*self.at(step))
 
 
-def gpsa_layers(model: nn.Module) -> Sequence[GPSA2d]:
-    """Every GPSA2d of a model.
+def gpsa_layers(model: nn.Module) -> Sequence[GPSA | GPSA2d]:
+    """Every gated attention layer of a model.
 
     Raises: UserError when there is none.
     """
-    layers = [module for module in model.modules() if isinstance(module, GPSA2d)]
+    layers = [module for module in model.modules() if isinstance(module, GPSA | GPSA2d)]
     if not layers:
-        raise UserError("the model has no GPSA2d layer to anneal; recast it with ConvToGPSA first")
+        raise UserError("the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first")
     return layers

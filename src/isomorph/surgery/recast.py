@@ -23,7 +23,9 @@ class Rule(Protocol):
     """Rebuilds a module as another that computes the same function.
 
     A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar[type]` too,
-    modules of other types are passed over in silence and one of this type that it cannot take is an error.
+    modules of other types are passed over in silence and one of this type that it cannot take is an error. With
+    `within(model) -> Rule` it completes itself with what a module alone does not tell, before it is stored; with
+    `attach(model)` it ties its replacements to the rest of the model.
     """
 
     atol: ClassVar[float]
@@ -76,6 +78,12 @@ def distinct(pairs: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.M
             yield name, module
 
 
+def complete(rule: Rule, model: nn.Module) -> Rule:
+    """The rule with what it has to know of the model, where it asks."""
+    within = getattr(rule, "within", None)
+    return within(model) if within else rule
+
+
 def describe(where: Where) -> str:
     """`where` for a message."""
     return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
@@ -103,6 +111,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     reason), or when one lies inside another.
     """
     refuse_misuse(rule, where)
+    rule = complete(rule, model)
     named = list(model.named_modules(remove_duplicate=False))
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
@@ -170,7 +179,8 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
 
     Raises: UserError as `targets` does, or when a target has hooks, which would be lost.
     """
-    return replay(copy.deepcopy(model), Edit(rule, tuple(targets(model, rule, where))))
+    names = targets(model, rule, where)
+    return replay(copy.deepcopy(model), Edit(complete(rule, model), tuple(names)))
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:
@@ -188,6 +198,8 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             continue
         for alias in aliases(model, original):
             model.set_submodule(alias, replacement)
+    if attach := getattr(edit.rule, "attach", None):
+        attach(model)
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
     return model
 
@@ -197,28 +209,37 @@ def aliases(model: nn.Module, module: nn.Module) -> list[str]:
     return [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
 
 
+WAYS_BACK = ("to_conv", "to_attention")
+"""Methods of recast layers that give the original form while the layer still has its function."""
+
+
+def way_back(layer: nn.Module) -> Callable[[float], nn.Module] | None:
+    """The layer's conditional way back, if it has one."""
+    return next((getattr(layer, name) for name in WAYS_BACK if callable(getattr(layer, name, None))), None)
+
+
 def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
-    """A copy of the model in which every recast layer with a conditional way back (`to_conv`) has taken it.
+    """A copy of the model in which every recast layer with a conditional way back (WAYS_BACK) has taken it.
 
     The edits that made those layers are taken off the record, so the model is saved as what it is again.
 
-    Raises: UserError when `where` matches no such layer, or naming the first that has left its convolution, with the
-    measured deviation.
+    Raises: UserError when `where` matches no such layer, or naming the first that has another function by now, with
+    the measured deviation.
     """
     model = copy.deepcopy(model)
-    found = [n for n, m in model.named_modules() if callable(getattr(m, "to_conv", None)) and matches(where, n, m)]
+    found = [n for n, m in model.named_modules() if way_back(m) and matches(where, n, m)]
     if not found:
         raise UserError(f"{describe(where)} matches no layer with a way back; it has none, or a name is wrong")
     for name in found:
         layer = model.get_submodule(name)
         try:
-            conv = layer.to_conv(atol)  # type: ignore[operator]
+            original = way_back(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
         if not name:
-            return conv
+            return original
         for alias in aliases(model, layer):
-            model.set_submodule(alias, conv)
+            model.set_submodule(alias, original)
     kept = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
     model.isomorph_edits = tuple(edit for edit in kept if edit.names)  # type: ignore[assignment]
     return model

@@ -1,30 +1,39 @@
 """The rules: which module becomes which, with the function kept."""
 
+import copy
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 import torch
-from timm.layers import to_2tuple
+from timm.layers import Attention, to_2tuple
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA2d
+from isomorph.layers import GPSA2d, ViTGPSA
+from isomorph.layers.vit_gpsa import FollowGrid
 
-DIALS = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
+Dials = Mapping[str, tuple[float, float]]
+
+DIALS: Dials = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
 """(locality, gate) of the two named inits of ConvToGPSA. Exact: leaks of exp(-20) to the next tap and of 3e-7 to
 content, within rounding of float32, with gradients still alive. Paper: on the verge of locality (T-CNN section 2)."""
 
 
-def dials(init: str, locality: float | None, gate: float | None) -> tuple[float, float]:
+CONTENT_DIALS: Dials = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
+"""(locality, gate) of the two named inits of AttentionToGPSA. Exact: all look at content, but for 3e-7."""
+
+
+def dials(init: str, locality: float | None, gate: float | None, named: Dials = DIALS) -> tuple[float, float]:
     """The locality and gate of an init, each overridden by a given value.
 
-    Raises: UserError for an unknown init a locality that is not positive, or an infinite value.
+    Raises: UserError for an unknown init, a locality that is not positive, or an infinite value.
     """
-    if init not in DIALS:
+    if init not in named:
         raise UserError(f"init {init!r} is unknown; choose 'exact' or 'paper'")
-    default_locality, default_gate = DIALS[init]
+    default_locality, default_gate = named[init]
     locality = default_locality if locality is None else locality
     gate = default_gate if gate is None else gate
     if not 0 < locality < math.inf:
@@ -99,3 +108,94 @@ class ConvToGPSA:
         if module.bias is not None:
             gpsa.bias = nn.Parameter(module.bias.detach().clone())
         return gpsa
+
+
+@dataclass(frozen=True)
+class AttentionToGPSA:
+    """A ViT's attention becomes gated positional self-attention: queries, keys and output projection are kept.
+
+    Takes timm's Attention (any number of heads, biases or not, q and k norms). `init="exact"` keeps the values too and
+    opens the gates to content: the same function within `atol`, and places to be learnt. `init="paper"` is ConViT's
+    birth: values the identity, locality 1, gate 1; for networks that will be trained. `locality` and `gate` override
+    the init's. Class and register tokens have no place: they look, and are looked at, by content only.
+    `ViTGPSA.to_attention()` is the way back while the gates are open.
+
+    `grid_size` and `prefix_tokens` are read off the model (its `patch_embed`) where they are None, and the grid then
+    follows every image.
+    """
+
+    init: Literal["exact", "paper"] = "exact"
+    locality: float | None = None
+    gate: float | None = None
+    grid_size: tuple[int, int] | None = None
+    prefix_tokens: int | None = None
+
+    atol: ClassVar[float] = 1e-4
+    kind: ClassVar[type[nn.Module]] = Attention
+
+    def __post_init__(self) -> None:
+        dials(self.init, self.locality, self.gate, CONTENT_DIALS)
+        if self.grid_size is not None:  # JSON and YAML have lists only
+            object.__setattr__(self, "grid_size", to_2tuple(tuple(self.grid_size)))
+
+    def within(self, model: nn.Module) -> "AttentionToGPSA":
+        """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
+        owner = embedding_model(model)
+        if owner is None:
+            return self
+        known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
+        return replace(self, **{name: value for name, value in known.items() if getattr(self, name) is None})
+
+    def attach(self, model: nn.Module) -> None:
+        """Lets the grid of the new layers follow the images, where the model embeds patches."""
+        if owner := embedding_model(model):
+            FollowGrid(owner).attach()
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why the module cannot be rebuilt, or None."""
+        if not isinstance(module, Attention):
+            return f"{type(module).__name__} is not timm's Attention"
+        if type(module).forward is not Attention.forward:
+            return f"{type(module).__name__} does not compute what timm's Attention does"
+        if module.gate is not None or not isinstance(module.norm, nn.Identity):
+            return "its output is gated or normalised before the projection"
+        if module.attn_drop.p:
+            return f"it drops {module.attn_drop.p} of its map, which is never formed here"
+        if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
+            return f"{module.qkv.in_features} channels become {module.attn_dim}, then {module.proj.out_features}"
+        if any(map(is_parametrized, module.modules())):
+            return "its weights are parametrized, which would be lost"
+        if self.grid_size is None or self.prefix_tokens is None:
+            return "the grid of its tokens is unknown; give AttentionToGPSA grid_size=(height, width) and prefix_tokens"
+        return None
+
+    def accepts(self, module: nn.Module) -> bool:
+        return self.reason(module) is None
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> ViTGPSA:
+        """Raises: UserError with the reason when the module is not accepted."""
+        if reason := self.reason(module):
+            raise UserError(f"AttentionToGPSA cannot rebuild it: {reason}")
+        assert isinstance(module, Attention)
+        assert self.grid_size is not None
+        qkv, dim = module.qkv, module.qkv.in_features
+        bias, drop = qkv.bias is not None, module.proj_drop.p
+        arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens, proj_drop=drop)
+        gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
+        gpsa.set_dials(*dials(self.init, self.locality, self.gate, CONTENT_DIALS))
+        for name, tensor in qkv.named_parameters():
+            qk, v = tensor.split([2 * dim, dim])
+            gpsa.qk.get_parameter(name).copy_(qk)
+            if self.init == "exact":
+                gpsa.v.get_parameter(name).copy_(v)
+        if self.init == "paper" and bias:
+            nn.init.zeros_(gpsa.v.bias)
+        gpsa.proj, gpsa.q_norm, gpsa.k_norm = map(copy.deepcopy, (module.proj, module.q_norm, module.k_norm))
+        return gpsa
+
+
+def embedding_model(model: nn.Module) -> Any:
+    """The part of a model that embeds patches and says on which grid, or None."""
+    parts = (m for m in model.modules() if hasattr(getattr(m, "patch_embed", None), "dynamic_feat_size"))
+    return next(parts, None)

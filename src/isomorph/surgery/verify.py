@@ -173,6 +173,7 @@ def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tupl
 
     handles = [present[name].register_forward_hook(watch(name), with_kwargs=True) for name in names if name in present]
     try:
+        recast(x)  # layers that follow the image's grid now stand on this one
         original(x)
     finally:
         for handle in handles:

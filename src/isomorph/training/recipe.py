@@ -172,7 +172,7 @@ class OptimPart(Part):
 
 
 class AnnealPart(Part):
-    """Carries every GPSA2d from one pair of dials to another while training starts."""
+    """Carries every gated attention layer from one pair of dials to another while training starts."""
 
     epochs: Positive
     """Length of the anneal."""
