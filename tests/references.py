@@ -14,7 +14,7 @@ def position_softmax(queries, keys, score):
 
 
 def gpsa(layer, x, grid_size):
-    """ConViT eq. 7 on the dense map, head by head; a prefix token has no place: its gate is shut, nobody's place is it."""
+    """ConViT eq. 7 on the dense map, head by head; a prefix token has no place and is no place."""
     H, W = grid_size
     cells = [(r, c) for r in range(H) for c in range(W)]
     v_pos = layer.position

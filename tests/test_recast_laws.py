@@ -394,7 +394,7 @@ class TestAnneal:
         torch.testing.assert_close(model[1].gate.data, torch.full((9,), 2.0))
 
     def test_needs_something_to_anneal(self):
-        with pytest.raises(iso.UserError, match="no GPSA2d layer"):
+        with pytest.raises(iso.UserError, match="no gated attention layer"):
             iso.Anneal(4).apply(net(nn.Conv2d(4, 4, 3)), 0)
         with pytest.raises(iso.UserError, match="at least 1"):
             iso.Anneal(0)

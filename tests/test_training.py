@@ -20,7 +20,8 @@ from isomorph.training.build import build_model
 from isomorph.training.checkpoint import describe_base, describe_edits
 from isomorph.training.loop import open_run, train_epoch
 from isomorph.training.optim import build_optimizer, build_scheduler, parameter_groups
-from isomorph.training.recipe import OptimPart, check
+from isomorph.training.parts import OptimPart
+from isomorph.training.recipe import check
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),

@@ -11,7 +11,7 @@ if problem := torchvision_problem():
     raise ImportError(problem)
 
 from isomorph import models
-from isomorph.analysis import attention_maps, gates, looks, spans
+from isomorph.analysis import attention_maps, centres, gates, looks, nonlocality, spans
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
@@ -50,6 +50,7 @@ __all__ = [
     "UserError",
     "ViTGPSA",
     "attention_maps",
+    "centres",
     "compare",
     "edits",
     "eval_loader",
@@ -61,6 +62,7 @@ __all__ = [
     "load_weights",
     "looks",
     "models",
+    "nonlocality",
     "open_source",
     "recast",
     "revert",

@@ -1,5 +1,5 @@
 """(model, batch) -> tensors by layer name."""
 
-from isomorph.analysis.attention import attention_maps, gates, looks, spans
+from isomorph.analysis.attention import attention_maps, centres, gates, looks, nonlocality, spans
 
-__all__ = ["attention_maps", "gates", "looks", "spans"]
+__all__ = ["attention_maps", "centres", "gates", "looks", "nonlocality", "spans"]

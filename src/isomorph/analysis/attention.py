@@ -1,26 +1,43 @@
-"""What the attention layers look at, by layer name."""
+"""What the attention layers look at, by layer name: ours, and timm's plain attention."""
 
 from collections.abc import Callable
 from inspect import ismethod
 from typing import Any
 
 import torch
+from timm.layers import Attention
+from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 
+from isomorph.analysis.places import image_grid, places
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.layers.mode import eval_mode
 
+IMAGES_AT_ONCE = 8
+"""Images whose maps are held at the same time where only a summary of them is wanted."""
+
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers that can hand out their map (a method `attention`), by name.
+    """Layers whose map is known, by name: those with a method `attention`, and timm's Attention.
 
     Raises: UserError when the model has none.
     """
-    found = {name: module for name, module in model.named_modules() if ismethod(getattr(module, "attention", None))}
+    named = model.named_modules()
+    found = {name: m for name, m in named if isinstance(m, Attention) or ismethod(getattr(m, "attention", None))}
     if not found:
-        raise UserError("the model has no attention layer of isomorph; recast it first")
+        raise UserError("the model has no attention layer whose map is known; recast it first")
     return found
+
+
+def attention_map(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The map that the layer's forward applies. Shape: -> (B, heads, queries, keys)"""
+    if not isinstance(layer, Attention):
+        return layer.attention(x, *args, **kwargs)
+    qkv = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, nh, N, hd)
+    q, k = layer.q_norm(qkv[0]), layer.k_norm(qkv[1])
+    scores = q @ k.transpose(-2, -1) * layer.scale
+    return torch.softmax(maybe_add_mask(scores, resolve_self_attn_mask(x.shape[1], scores, *args, **kwargs)), dim=-1)
 
 
 @torch.no_grad()
@@ -50,26 +67,50 @@ def attention_maps(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, queries, keys)}
     """
-    return visit(model, batch, lambda layer, *args, **kwargs: layer.attention(*args, **kwargs))
+    return visit(model, batch, attention_map)
 
 
 def looks(model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.5)) -> dict[str, Tensor]:
-    """What every head of each GPSA2d looks at from one place, as a picture on the layer's own map, its padding cut off.
+    """What every head looks at from one place, as a picture on the layer's grid without padding and prefix tokens.
 
     `place`: row and column of the query, as shares of height and width.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
     """
+    grid = image_grid(model, batch)
 
-    def look(layer: Any, x: Tensor) -> Tensor:
-        H, W = x.shape[-2:]
-        Hq, Wq = layer.query_grid(H, W)
-        row, column = (min(int(share * size), size - 1) for share, size in zip(place, (Hq, Wq), strict=True))
-        ph, pw = layer.padding
-        picture = layer.attention(x)[:, :, row * Wq + column].unflatten(-1, (H + 2 * ph, W + 2 * pw))
-        return picture[..., ph : ph + H, pw : pw + W]
+    def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return places(layer, x, grid).picture(attention_map(layer, x, *args, **kwargs), place)
 
     return visit(model, batch, look)
+
+
+def nonlocality(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+    """How far each head looks: sum over keys of attention times distance, mean over queries and images, in patches.
+
+    From the map that each layer really applies to what it really receives. Tokens without a place (class token,
+    registers) are no queries, and attention to them counts as distance 0.
+
+    Shape: batch (B, C, H, W) -> {name: (heads,)}
+    Source: ConViT eq. 8; differs: the authors' code feeds the patch embedding to every layer
+    """
+    grid = image_grid(model, batch)
+
+    def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        where = places(layer, x, grid)
+        distances = where.distances(x.device).to(torch.promote_types(x.dtype, torch.float32))
+        sums: list[Tensor] = []
+        for part in x.split(IMAGES_AT_ONCE):
+            maps = attention_map(layer, part, *args, **kwargs)[:, :, where.prefix :, where.prefix :]
+            sums.append(torch.einsum("bhqk,qk->h", maps.to(distances.dtype), distances))
+        return torch.stack(sums).sum(0) / (len(x) * len(distances))
+
+    return visit(model, batch, look)
+
+
+def gated_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
+    """Layers that mix content and position, by name."""
+    return {name: layer for name, layer in attention_layers(model).items() if isinstance(layer, GPSA | GPSA2d)}
 
 
 def gates(model: nn.Module) -> dict[str, Tensor]:
@@ -77,8 +118,7 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
 
     Shape: -> {name: (heads,)}
     """
-    layers = {name: layer for name, layer in attention_layers(model).items() if isinstance(layer, GPSA | GPSA2d)}
-    return {name: torch.sigmoid(layer.gate.detach()) for name, layer in layers.items()}
+    return {name: torch.sigmoid(layer.gate.detach()) for name, layer in gated_layers(model).items()}
 
 
 def spans(model: nn.Module) -> dict[str, Tensor]:
@@ -86,10 +126,12 @@ def spans(model: nn.Module) -> dict[str, Tensor]:
 
     Shape: -> {name: (heads,)}
     """
-    found: dict[str, Tensor] = {}
-    for name, layer in attention_layers(model).items():
-        if isinstance(layer, GPSA2d):
-            found[name] = 1 / layer.locality.detach()
-        elif isinstance(layer, GPSA):
-            found[name] = -1 / layer.position.detach()[:, 2]
-    return found
+    return {name: 1 / layer.locality.detach() for name, layer in gated_layers(model).items()}
+
+
+def centres(model: nn.Module) -> dict[str, Tensor]:
+    """Where each head's position looks, (row, column) steps from the query (ConViT eq. 5).
+
+    Shape: -> {name: (heads, 2)}
+    """
+    return {name: layer.centre.detach().clone() for name, layer in gated_layers(model).items()}

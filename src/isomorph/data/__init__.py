@@ -2,7 +2,7 @@
 
 from isomorph.data.corruptions import IMAGENET_C, Corrupted, Noisy
 from isomorph.data.loaders import eval_loader, train_loader
-from isomorph.data.sources import SOURCES, Source, class_fraction, open_source
+from isomorph.data.sources import SOURCES, Source, class_fraction, first_classes, open_source
 
 __all__ = [
     "IMAGENET_C",
@@ -12,6 +12,7 @@ __all__ = [
     "Source",
     "class_fraction",
     "eval_loader",
+    "first_classes",
     "open_source",
     "train_loader",
 ]

@@ -1,11 +1,12 @@
 """From a source to batches, through timm's transforms and loader."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from timm.data import create_loader
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from torchvision import transforms
 
 from isomorph.data.sources import Source
@@ -27,12 +28,15 @@ def train_loader(
     batch_size: int,
     workers: int = 0,
     crop_padding: int = 0,
+    repeats: int = 1,
     **augmentation: Any,
 ) -> DataLoader[Any]:
     """Shuffled full batches under timm's training transform; `augmentation` are its arguments (hflip, ...).
 
     `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
-    Order and augmentation follow torch's global seed, for a given number of workers: these start anew each epoch.
+    `repeats` > 1 shows each image of an epoch so many times in a row of batches, each time augmented anew, and a share
+    of the images an epoch (DeiT's repeated augmentation). Order and augmentation follow torch's global seed, for a
+    given number of workers: these start anew each epoch.
     """
     source, (height, width) = copy.copy(source), config["input_size"][-2:]
     whole = width / height
@@ -51,4 +55,31 @@ def train_loader(
     if crop_padding:
         crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
         source.transform = transforms.Compose([*crop, source.transform])
-    return loader
+    if repeats == 1:
+        return loader
+    return DataLoader(
+        source,
+        batch_size=loader.batch_size,
+        sampler=Repeated(len(source), repeats),
+        drop_last=True,
+        num_workers=workers,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+class Repeated(Sampler[int]):
+    """A shuffled epoch of as many samples as there are images, in which each drawn image comes `repeats` times running.
+
+    As timm's RepeatAugSampler, which needs several processes; here all are one, and the order follows torch's seed.
+    """
+
+    def __init__(self, images: int, repeats: int) -> None:
+        self.images, self.repeats = images, repeats
+
+    def __len__(self) -> int:
+        return self.images
+
+    def __iter__(self) -> Iterator[int]:
+        drawn = torch.randperm(self.images)[: -(-self.images // self.repeats)]
+        return iter(drawn.repeat_interleave(self.repeats)[: self.images].tolist())

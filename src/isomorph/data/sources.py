@@ -2,20 +2,23 @@
 
 import copy
 import io
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torchvision.datasets
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
 from isomorph.errors import UserError
 
 Picture = Image.Image | bytes | Path
-CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+COLUMNS = (("image", "img"), ("label", "fine_label"))
+"""Names that parquet files give to the image and to its label."""
 SPLITS = {"train": ("train",), "test": ("test", "val", "validation")}
 """The two splits, and the names that folders and files give them."""
 
@@ -62,19 +65,34 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def class_fraction(source: Source, fraction: float, seed: int = 0) -> Source:
-    """A seeded draw of the same fraction of every class, at least one image each, in the source's order.
+def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
+    """The same fraction of every class, at least one image each, in the source's order.
+
+    A seeded draw; with seed None the first images of each class (of sorted files, as ConViT's code takes them).
 
     Raises: UserError when the fraction is not in (0, 1].
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction {fraction} is not in (0, 1]")
-    labels, rng = np.asarray(source.labels), np.random.default_rng(seed)
+    labels, rng = np.asarray(source.labels), None if seed is None else np.random.default_rng(seed)
     kept = []
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
-        kept.append(rng.permutation(members)[: max(1, round(fraction * len(members)))])
+        members = members if rng is None else rng.permutation(members)
+        kept.append(members[: max(1, round(fraction * len(members)))])
     return source.subset(np.sort(np.concatenate(kept)).tolist())
+
+
+def first_classes(source: Source, number: int) -> Source:
+    """The images of the first classes only.
+
+    Raises: UserError when the source has fewer.
+    """
+    if number > len(source.classes):
+        raise UserError(f"data.classes {number} is more than the {len(source.classes)} classes there are")
+    part = source.subset([i for i, label in enumerate(source.labels) if label < number])
+    part.classes = source.classes[:number]
+    return part
 
 
 def digits(split: str, root: Path) -> Source:
@@ -93,37 +111,53 @@ def cifar10(split: str, root: Path) -> Source:
 
     Raises: UserError when neither is there.
     """
-    files = sorted((root / "cifar10").glob(f"{split}-*.parquet"))
-    if files:
-        return parquet(files, CIFAR10)
-    from torchvision.datasets import CIFAR10 as TorchvisionCIFAR10
+    return cifar("cifar10", split, root)
 
+
+def cifar100(split: str, root: Path) -> Source:
+    """CIFAR-100, fine labels, from `root/cifar100/{train,test}-*.parquet`, else as torchvision keeps it.
+
+    Raises: UserError when neither is there.
+    """
+    return cifar("cifar100", split, root)
+
+
+def cifar(name: str, split: str, root: Path) -> Source:
+    """Either CIFAR, from Hugging Face's files or torchvision's."""
+    files = sorted((root / name).glob(f"{split}-*.parquet"))
+    if files:
+        return parquet(files)
+    kind = getattr(torchvision.datasets, name.upper())
     try:
-        data = TorchvisionCIFAR10(
-            str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1"
-        )
+        data = kind(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
     except (RuntimeError, OSError) as error:
         raise UserError(
-            f"no cifar10 in {root} ({first_line(error)}); give data.root (or ISOMORPH_DATA) a folder that holds "
-            f"cifar10/{split}-*.parquet, or set ISOMORPH_DOWNLOAD=1 to let torchvision download it there"
+            f"no {name} in {root} ({first_line(error)}); give data.root (or ISOMORPH_DATA) a folder that holds "
+            f"{name}/{split}-*.parquet, or set ISOMORPH_DOWNLOAD=1 to let torchvision download it there"
         ) from None
-    return Source([Image.fromarray(image) for image in data.data], data.targets, CIFAR10)
+    return Source([Image.fromarray(image) for image in data.data], data.targets, data.classes)
 
 
-def parquet(files: Sequence[Path], classes: Sequence[str]) -> Source:
-    """Rows of `image` (or `img`) `{bytes, path}` and `label`, as Hugging Face datasets write them."""
+def parquet(files: Sequence[Path]) -> Source:
+    """Rows of `image` (or `img`) `{bytes, path}` and `label` (or `fine_label`), as Hugging Face datasets write them."""
     try:
-        from pyarrow import ArrowException
+        from pyarrow import ArrowException, concat_tables
         from pyarrow.parquet import read_table
     except ImportError:
         raise UserError("reading parquet files needs pyarrow; pip install 'isomorph[data]'") from None
     try:
-        tables = [read_table(file) for file in files]
-        images = [table["image" if "image" in table.column_names else "img"] for table in tables]
-    except (ArrowException, OSError, KeyError) as error:
+        table = concat_tables([read_table(file) for file in files])
+    except (ArrowException, OSError) as error:
         raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
-    pictures = [row["bytes"] for column in images for row in column.to_pylist()]
-    return Source(pictures, [label for table in tables for label in table["label"].to_pylist()], classes)
+    present = [[name for name in names if name in table.column_names] for names in COLUMNS]
+    if not all(present):
+        raise UserError(f"{files[0].parent} has columns {', '.join(table.column_names)}; it needs image and label")
+    pictures, label = (names[0] for names in present)
+    labels = table[label].to_pylist()
+    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    described = about.get("info", {}).get("features", {}).get(label, {})
+    classes = described.get("names") or [str(i) for i in range(max(labels) + 1)]
+    return Source([row["bytes"] for row in table[pictures].to_pylist()], labels, classes)
 
 
 def imagefolder(split: str, root: Path) -> Source:
@@ -158,7 +192,12 @@ def images_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
 
 
-SOURCES: dict[str, Callable[[str, Path], Source]] = {"digits": digits, "cifar10": cifar10, "imagefolder": imagefolder}
+SOURCES: dict[str, Callable[[str, Path], Source]] = {
+    "digits": digits,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "imagefolder": imagefolder,
+}
 
 
 def open_source(name: str, split: str, root: str | Path | None = None) -> Source:

@@ -69,7 +69,9 @@ class ViTGPSA(GPSA):
     def deviation_from(self, attention: nn.Module) -> float:
         """Largest |difference| to `attention` on standard normal tokens, relative to its largest |output|."""
         H, W = self.grid_size
-        probe = torch.randn(1, self.prefix_tokens + H * W, self.v.in_features, generator=torch.Generator().manual_seed(0))
+        probe = torch.randn(
+            1, self.prefix_tokens + H * W, self.v.in_features, generator=torch.Generator().manual_seed(0)
+        )
         probe = probe.to(self.v.weight)
         expected, actual = attention(probe), self(probe)
         return ((actual - expected).abs().max() / expected.abs().max()).item()

@@ -13,7 +13,7 @@ from timm.layers import resample_abs_pos_embed, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model, vision_transformer
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, VisionTransformer
-from torch import Tensor, nn
+from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
@@ -61,7 +61,7 @@ class ConViT(VisionTransformer):
     `local_up_to_layer` blocks with GPSA lead (0: a plain ViT). `locality_strength` and `gate` are theirs at birth,
     `local_init=False` leaves centres and values random. Other arguments are VisionTransformer's.
 
-    Shape: x (B, in_chans, height, width) -> (B, num_classes), sizes multiples of the patch (`dynamic_img_pad=True`: any)
+    Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: ConViT section 3; differs: rectangles, any size per call; GPSA exempt from weight decay
     Raises: UserError for a head count that is no square, or an argument that GPSA cannot honour.
     """
@@ -76,7 +76,7 @@ class ConViT(VisionTransformer):
         **kwargs: Any,
     ) -> None:
         refuse_arguments(local_up_to_layer, locality_strength, kwargs)
-        local = dict(locality_strength=locality_strength, gate=gate, local_init=local_init)
+        local: dict[str, Any] = dict(locality_strength=locality_strength, gate=gate, local_init=local_init)
 
         def block(depth: int, **arguments: Any) -> Block:
             return LocalBlock(**local, **arguments) if depth < local_up_to_layer else Block(**arguments)
@@ -173,7 +173,7 @@ class ConViT(VisionTransformer):
         update_reductions(self)
 
 
-def update_reductions(model: ConViT) -> None:
+def update_reductions(model: Any) -> None:
     """Blocks tell timm's feature extraction their patch size, and GPSA layers the grid they are made for."""
     for info in model.feature_info:
         info["reduction"] = model.patch_embed.feat_ratio()
@@ -203,7 +203,7 @@ def refuse_arguments(local_up_to_layer: int, locality_strength: float, kwargs: d
             raise UserError(f"{name}={kwargs[name]} is not available in GPSA blocks, whose map is never formed")
 
 
-def refuse_size(size: torch.Size, patch_embed: nn.Module) -> None:
+def refuse_size(size: torch.Size, patch_embed: Any) -> None:
     """Raises: UserError when an image is smaller than a patch, or no multiple of it and not to be padded."""
     (height, width), (ph, pw) = size, patch_embed.patch_size
     if patch_embed.dynamic_img_pad:
@@ -218,7 +218,7 @@ def refuse_size(size: torch.Size, patch_embed: nn.Module) -> None:
 
 
 PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
-"""Our names of GPSA parameters, and the public ones. `pos_proj.bias` is constant along the softmax: it has no effect."""
+"""Our names of GPSA parameters, and the public ones; `pos_proj.bias`, constant along the softmax, has no effect."""
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ConViT) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from isomorph.surgery.rules import dials
 
 @dataclass(frozen=True)
 class Anneal:
-    """Moves every gated attention layer from one (locality, gate) to another in `steps` steps, then leaves them to training.
+    """Moves every gated attention layer from one (locality, gate) to another in `steps` steps, then lets go of it.
 
     Locality moves geometrically (a constant factor a step: its effect is exponential), the gate's logit linearly.
     """
@@ -51,5 +51,7 @@ def gpsa_layers(model: nn.Module) -> Sequence[GPSA | GPSA2d]:
     """
     layers = [module for module in model.modules() if isinstance(module, GPSA | GPSA2d)]
     if not layers:
-        raise UserError("the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first")
+        raise UserError(
+            "the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first"
+        )
     return layers

@@ -1,5 +1,8 @@
 """From a recipe to the model and the loaders of its run."""
 
+from collections.abc import Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +12,13 @@ from timm.data import resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.data import Source, class_fraction, eval_loader, open_source, train_loader
+from isomorph.data import Source, class_fraction, eval_loader, first_classes, open_source, train_loader
 from isomorph.errors import UserError
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
 from isomorph.training.checkpoint import load, load_weights, remember_base, remember_data
-from isomorph.training.recipe import ModelPart, Recipe
+from isomorph.training.parts import ModelPart
+from isomorph.training.recipe import Recipe
 
 
 def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn.Module:
@@ -30,7 +34,29 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn
         load_weights(model, part.weights)
     if part.unstride:
         model = unstride(model, part.unstride)
-    return recast(model, part.recast.rule(), part.recast.where) if part.recast else model
+    if part.recast:
+        model = recast(model, part.recast.build_rule(), part.recast.where)
+    return freeze(model, part.freeze)
+
+
+def freeze(model: nn.Module, globs: Sequence[str]) -> nn.Module:
+    """Leaves the parameters that the globs select out of training.
+
+    Raises: UserError for a glob that selects none, or when nothing is left to train.
+    """
+    parameters = dict(model.named_parameters())
+    for glob in globs:
+        found = [name for name in parameters if fnmatchcase(name, glob)]
+        if not found:
+            close = get_close_matches(glob, parameters, n=3)
+            raise UserError(
+                f"model.freeze {glob!r} matches no parameter" + f"; nearest: {', '.join(close)}" * bool(close)
+            )
+        for name in found:
+            parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError("model.freeze leaves nothing to train")
+    return model
 
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
@@ -46,7 +72,7 @@ def build_loaders(
     data, augment, config = recipe.data, recipe.augment, data_config(recipe, model)
     remember_data(model, {**config, "source": data.source})
     if data.fraction < 1:
-        train = class_fraction(train, data.fraction, recipe.seed)
+        train = class_fraction(train, data.fraction, recipe.seed if data.draw == "seeded" else None)
     training = train_loader(
         train,
         config,
@@ -60,6 +86,7 @@ def build_loaders(
         color_jitter=augment.color_jitter,
         re_prob=augment.erasing,
         re_mode="pixel",
+        repeats=augment.repeats,
     )
     return training, eval_loader(test, config, data.batch_size, data.workers)
 
@@ -67,7 +94,10 @@ def build_loaders(
 def open_sources(recipe: Recipe) -> tuple[Source, Source]:
     """The training and test split of the recipe's source."""
     data = recipe.data
-    return open_source(data.source, "train", data.root), open_source(data.source, "test", data.root)
+    train, test = (open_source(data.source, split, data.root) for split in ("train", "test"))
+    if data.classes is not None:
+        train, test = first_classes(train, data.classes), first_classes(test, data.classes)
+    return train, test
 
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:

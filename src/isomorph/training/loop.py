@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from timm.scheduler.scheduler import Scheduler
-from timm.task import ClassificationTask
+from timm.task import TrainingTask
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
 from isomorph.surgery import gpsa_layers
-from isomorph.training.build import build_loaders, build_model, open_sources
+from isomorph.training.build import build_loaders, build_model, open_model, open_sources
 from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
-from isomorph.training.objectives import build_mixup, classification
+from isomorph.training.objectives import build_mixup, classification, distillation
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
@@ -51,7 +51,7 @@ class Run:
 
     recipe: Recipe
     runtime: Runtime
-    task: ClassificationTask
+    task: TrainingTask
     optimizer: Optimizer
     scheduler: Scheduler
     train: DataLoader[Any]
@@ -71,7 +71,7 @@ class Run:
             "metrics": metrics,
             "best": best,
             "recipe": json.loads(identity(self.recipe)),
-            "task": self.task.state_dict(),
+            "task": {name: part for ema in (False, True) for name, part in self.task.get_checkpoint_state(ema).items()},
             "optimizer": self.optimizer.state_dict(),
         }
 
@@ -95,12 +95,20 @@ def open_run(recipe: Recipe) -> Run:
         raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
     if recipe.anneal:
         gpsa_layers(model)
-    task = classification(model, recipe.augment, runtime.device)
+    task = build_task(recipe, model, runtime.device)
     if recipe.ema:
         task.setup_ema(decay=recipe.ema)
     optimizer = build_optimizer(model, recipe.optim)
     scheduler = build_scheduler(optimizer, recipe.optim, recipe.epochs, len(training))
     return Run(recipe, runtime, task, optimizer, scheduler, training, testing)
+
+
+def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
+    """What the run minimises."""
+    if recipe.distill is None:
+        return classification(model, recipe.augment, device)
+    teacher = open_model(recipe.distill.teacher, recipe.distill.weights)
+    return distillation(model, teacher, recipe.distill, recipe.augment, device)
 
 
 def train(recipe: Recipe, show: bool = True) -> Result:
@@ -126,22 +134,22 @@ def train(recipe: Recipe, show: bool = True) -> Result:
         seed_everything(recipe.seed, epoch + 1)
         with progress(console, f"epoch {epoch + 1}/{recipe.epochs}", len(run.train)) as advance:
             loss = train_epoch(run, epoch, advance)
-        metrics = {"loss": loss, **evaluate(run.eval_model, run.test)}
-        if not math.isfinite(metrics["nll"]):
+        due = (epoch + 1) % recipe.evaluate_every == 0 or epoch + 1 == recipe.epochs
+        found = {"loss": loss, **(evaluate(run.eval_model, run.test) if due else {})}
+        if not math.isfinite(found.get("nll", 0.0)):
             raise diverged(recipe, epoch, "the evaluation after it")
-        if metrics["top1"] > best:
-            best = metrics["top1"]
+        metrics = found if due else metrics
+        if due and found["top1"] > best:
+            best = found["top1"]
             save(run.eval_model, folder / "best.safetensors")
+        if recipe.keep_every and (epoch + 1) % recipe.keep_every == 0:
+            save(run.eval_model, folder / f"epoch-{epoch + 1}.safetensors")
         save_state(run.state(epoch + 1, metrics, best), folder / "last.pt")
         seconds = time.perf_counter() - start
-        log(
-            folder / "log.jsonl",
-            {"epoch": epoch + 1, **metrics, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds},
-        )
-        console.print(
-            f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  "
-            f"top1 {metrics['top1']:.2f}  {seconds:.1f} s"
-        )
+        rate = run.optimizer.param_groups[0]["lr"]
+        log(folder / "log.jsonl", {"epoch": epoch + 1, **found, "lr": rate, "seconds": seconds})
+        said = f"top1 {found['top1']:.2f}  " if due else ""
+        console.print(f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  {said}{seconds:.1f} s")
     save(run.eval_model, folder / "model.safetensors")
     return Result(run.eval_model.eval(), metrics, folder)
 
@@ -200,7 +208,9 @@ def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
     changed = changes(state["recipe"], json.loads(identity(run.recipe)))
     if changed:
         raise UserError(f"{folder} holds another run ({'; '.join(changed)}); give `out` another folder, or delete it")
-    run.task.load_state_dict(state["task"])
+    run.task.load_checkpoint_state(state["task"]["state_dict"])
+    if run.task.has_ema():
+        run.task.load_checkpoint_state(state["task"]["state_dict_ema"], ema=True)
     run.optimizer.load_state_dict(state["optimizer"])
     return state["epoch"], state["metrics"], state["best"]
 

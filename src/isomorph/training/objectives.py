@@ -1,20 +1,61 @@
 """What a run minimises, as timm tasks: a task owns the model, its loss and its averaged weights."""
 
 import torch
+import torch.nn.functional as F
 from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from timm.task import ClassificationTask
-from torch import nn
+from timm.task import ClassificationTask, LogitDistillationTask, TrainingTask
+from torch import Tensor, nn
 
-from isomorph.training.recipe import AugmentPart
+from isomorph.errors import UserError
+from isomorph.training.parts import AugmentPart, DistillPart
+
+
+def criterion(augment: AugmentPart) -> nn.Module:
+    """Cross-entropy: smoothed for plain labels, soft where images are mixed."""
+    return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
 def classification(model: nn.Module, augment: AugmentPart, device: torch.device) -> ClassificationTask:
-    """Cross-entropy: smoothed for plain labels, soft where images are mixed."""
-    if augment.mixes:
-        return ClassificationTask(model, criterion=SoftTargetCrossEntropy(), device=device, verbose=False)
-    return ClassificationTask(
-        model, criterion=nn.CrossEntropyLoss(label_smoothing=augment.smoothing), device=device, verbose=False
+    """Labels alone."""
+    return ClassificationTask(model, criterion=criterion(augment), device=device, verbose=False)
+
+
+class HardDistillationTask(LogitDistillationTask):
+    """(1 - share) CE(student, label) + share CE(student, the teacher's best class), on the same augmented images.
+
+    Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; as ConViT-S+ was distilled (section 3)
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.trainable_module(input)
+        with torch.no_grad():
+            seen = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            second = self.teacher(seen).argmax(dim=-1)
+        task, teacher = self.criterion(logits, target), F.cross_entropy(logits, second)
+        loss = self.task_loss_weight * task + self.distill_loss_weight * teacher
+        return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
+
+
+def distillation(
+    model: nn.Module, teacher: nn.Module, part: DistillPart, augment: AugmentPart, device: torch.device
+) -> TrainingTask:
+    """Labels and a frozen teacher, in eval mode throughout, normalised as it is used to.
+
+    Raises: UserError when the teacher knows other classes.
+    """
+    known, wanted = (getattr(m, "num_classes", None) for m in (teacher, model))
+    if known != wanted:
+        raise UserError(f"the teacher {part.teacher} knows {known} classes, the model has {wanted}: no common labels")
+    kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
+    return kind(
+        model,
+        teacher.requires_grad_(False).to(device),
+        criterion=criterion(augment),
+        task_loss_weight=1 - part.share,
+        temperature=part.temperature,
+        device=device,
+        verbose=False,
     )
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.layers.decay import undecayed
-from isomorph.training.recipe import OptimPart
+from isomorph.training.parts import OptimPart
 
 
 def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:

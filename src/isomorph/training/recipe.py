@@ -10,179 +10,22 @@ import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import timm
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from timm.data import create_transform
+from pydantic import Field, ValidationError, model_validator
 
-from isomorph.data import SOURCES
 from isomorph.errors import UserError
-from isomorph.models import refuse_unknown
-from isomorph.surgery import Anneal, ConvToGPSA
-
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
-Count = Annotated[int, Field(ge=1)]
-
-
-class Part(BaseModel):
-    """One group of fields."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
-    )
-
-
-class RecastPart(Part):
-    """Convolutions to recast as gated positional self-attention before training (ConvToGPSA)."""
-
-    where: str
-    """Glob over module names, e.g. layer4.*.conv2."""
-    init: Literal["exact", "paper"] = "exact"
-    """exact: the CNN's function; paper: locality 1, gate 1."""
-    locality: Positive | None = None
-    """Overrides the init's locality."""
-    gate: float | None = None
-    """Overrides the init's gate (lambda, before the sigmoid)."""
-
-    def rule(self) -> ConvToGPSA:
-        """The rule these fields describe."""
-        return ConvToGPSA(self.init, self.locality, self.gate)
-
-
-class ModelPart(Part):
-    """What is trained."""
-
-    name: str
-    """A timm model, isomorph's included."""
-    pretrained: bool = False
-    """Start from the model's public weights."""
-    weights: File | None = None
-    """Start from this checkpoint of the base model instead."""
-    num_classes: Count | None = None
-    """Classes of the head; by default those of the data."""
-    kwargs: dict[str, Any] = {}
-    """Further arguments of timm.create_model."""
-    unstride: str | None = None
-    """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
-    recast: RecastPart | None = None
-
-    @field_validator("name")
-    @classmethod
-    def known(cls, name: str) -> str:
-        refuse_unknown(name)
-        return name
-
-
-class DataPart(Part):
-    """What it is trained on."""
-
-    source: str = "imagefolder"
-    """imagefolder, cifar10 or digits."""
-    root: File | None = None
-    """Folder of the data; by default $ISOMORPH_DATA, else ./data."""
-    fraction: Share = 1.0
-    """Share of every class to train on, drawn with `seed`."""
-    size: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
-    """Height and width of the input; by default the model's own."""
-    batch_size: Annotated[int, Field(ge=2)] = 128
-    """Images per step (an even number when mixing)."""
-    workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that prepare images; 0 does it in the main one."""
-
-    @field_validator("source")
-    @classmethod
-    def known(cls, source: str) -> str:
-        if source not in SOURCES:
-            raise ValueError(f"{source!r} is unknown; choose one of {', '.join(SOURCES)}")
-        return source
-
-
-class AugmentPart(Part):
-    """How training images are varied (timm's transforms)."""
-
-    crop_padding: Annotated[int, Field(ge=0)] = 0
-    """Random crops from the image padded by so many pixels (CIFAR); 0 crops and resizes instead."""
-    scale: tuple[Share, Share] = (0.08, 1.0)
-    """Area of a resized crop, smallest and largest."""
-    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Probability of a horizontal flip."""
-    auto_augment: str | None = None
-    """timm's policy string, e.g. rand-m9-mstd0.5-inc1."""
-    color_jitter: NotNegative = 0.0
-    """Colour jitter; timm ignores it under auto_augment."""
-    erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Probability of random erasing."""
-    mixup: NotNegative = 0.0
-    """Mixup alpha; 0 is off."""
-    cutmix: NotNegative = 0.0
-    """Cutmix alpha; 0 is off."""
-    smoothing: Rate = 0.0
-    """Label smoothing."""
-
-    @field_validator("auto_augment")
-    @classmethod
-    def understood(cls, policy: str | None) -> str | None:
-        try:
-            create_transform(32, is_training=True, auto_augment=policy)
-        except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
-            raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
-        return policy
-
-    @property
-    def mixes(self) -> bool:
-        return self.mixup > 0 or self.cutmix > 0
-
-
-class OptimPart(Part):
-    """How the weights move."""
-
-    name: str = "adamw"
-    """Any optimiser of timm."""
-    lr: Positive = 1e-4
-    """Peak learning rate."""
-    weight_decay: NotNegative = 0.05
-    """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
-    gate_lr: Positive = 0.1
-    """Peak learning rate of the gates, on the same schedule, without decay."""
-    position_lr: Positive | None = None
-    """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
-    momentum: Rate = 0.9
-    """For optimisers that have one."""
-    clip_grad: Positive | None = None
-    """Largest norm of the whole gradient."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
-    warmup_epochs: NotNegative = 0.0
-    """Linear warm-up; fractions are fine."""
-    min_lr: NotNegative = 0.0
-    """Where the cosine ends."""
-
-    @field_validator("name")
-    @classmethod
-    def known(cls, name: str) -> str:
-        names = timm.optim.list_optimizers()
-        if name.lower() not in names:
-            close = difflib.get_close_matches(name, names, n=3)
-            raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
-        return name
-
-
-class AnnealPart(Part):
-    """Carries every gated attention layer from one pair of dials to another while training starts."""
-
-    epochs: Positive
-    """Length of the anneal."""
-    start: tuple[Positive, float] = (20.0, 15.0)
-    """Locality and gate at the first step (exact)."""
-    stop: tuple[Positive, float] = (1.0, 1.0)
-    """Locality and gate at the end (paper); then the optimiser has them."""
-
-    def schedule(self, steps_per_epoch: int) -> Anneal:
-        return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
+from isomorph.training.parts import (
+    AnnealPart,
+    AugmentPart,
+    Count,
+    DataPart,
+    DistillPart,
+    File,
+    ModelPart,
+    OptimPart,
+    Part,
+    Rate,
+)
 
 
 class Recipe(Part):
@@ -195,8 +38,13 @@ class Recipe(Part):
     augment: AugmentPart = AugmentPart()
     optim: OptimPart = OptimPart()
     anneal: AnnealPart | None = None
+    distill: DistillPart | None = None
     epochs: Count = 50
     """Passes over the training data."""
+    evaluate_every: Count = 1
+    """Epochs between two evaluations; the last one is always evaluated."""
+    keep_every: Count | None = None
+    """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
     drop_path: Rate = 0.0
     """Stochastic depth at the last block."""
     ema: Rate | None = None

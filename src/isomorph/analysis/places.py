@@ -1,0 +1,63 @@
+"""Where the queries and keys of an attention layer lie, so that its map can be measured and drawn."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.layers import GPSA2d
+from isomorph.layers.grid import axis_offsets
+from isomorph.surgery.rules import embedding_model
+
+
+class Places(NamedTuple):
+    """Grids of queries and keys, padded ones among them, in steps of the key grid; `prefix` tokens have no place."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    padding: tuple[int, int] = (0, 0)
+    start: tuple[int, int] = (0, 0)
+    stride: tuple[int, int] = (1, 1)
+    prefix: int = 0
+
+    def distances(self, device: torch.device | None = None) -> Tensor:
+        """|delta| between every query and every key. Shape: -> (Nq, Nk)"""
+        rows, columns = (
+            axis_offsets(*axis, device=device).square()
+            for axis in zip(self.queries, self.keys, self.start, self.stride, strict=True)
+        )
+        squared = rows[:, None, :, None] + columns[None, :, None, :]  # (Hq, Wq, Hk, Wk)
+        return squared.sqrt().flatten(2).flatten(0, 1)
+
+    def picture(self, maps: Tensor, share: tuple[float, float]) -> Tensor:
+        """What one place, given as shares of height and width, looks at on the unpadded keys.
+
+        Shape: maps (B, nh, prefix + Nq, prefix + Nk) -> (B, nh, H, W)
+        """
+        row, column = (min(int(part * size), size - 1) for part, size in zip(share, self.queries, strict=True))
+        seen = maps[:, :, self.prefix + row * self.queries[1] + column, self.prefix :].unflatten(-1, self.keys)
+        (ph, pw), (Hk, Wk) = self.padding, self.keys
+        return seen[..., ph : Hk - ph, pw : Wk - pw]
+
+
+def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
+    """The grid of patches that the model makes of these images, where it makes one."""
+    owner = embedding_model(model)
+    return owner.patch_embed.dynamic_feat_size(tuple(batch.shape[-2:])) if owner else None
+
+
+def places(layer: Any, x: Tensor, grid: tuple[int, int] | None) -> Places:
+    """Places of a layer that receives x; `grid` is that of the image's patches.
+
+    Raises: ValueError when the tokens do not fill it.
+    """
+    if isinstance(layer, GPSA2d):
+        size = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
+        middle = layer.kernel_size // 2
+        queries = layer.query_grid(*x.shape[-2:])
+        return Places(queries, (size[0], size[1]), layer.padding, (middle, middle), layer.stride)
+    H, W = grid or layer.grid_size
+    prefix = x.shape[1] - H * W
+    if prefix < 0:
+        raise ValueError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid of the image's patches")
+    return Places((H, W), (H, W), prefix=prefix)

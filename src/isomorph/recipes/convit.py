@@ -1,0 +1,153 @@
+"""ConViT: networks trained from scratch as DeiT is, on ImageNet-1k and fractions of it (Tables 1 to 3, Fig. 8).
+
+300 epochs of AdamW, batch 1024, lr 5e-4 x batch / 512, decay .05, warm-up 5, cosine to 1e-5, drop path .1, DeiT's
+augmentation with every image three times; the "+" models (64 channels a head) batch 512 and lr 4e-4. Gates and places
+learn at the rate of all. A plain ViT of the same shape (`local_up_to_layer` 0) stands beside each where the paper has
+one. The batch is that of all processes together.
+"""
+
+from typing import Any
+
+from isomorph.recipes.tcnn import DEIT
+
+AUGMENT = DEIT | dict(repeats=3)
+GPSA = "blocks.[0-9].attn"
+
+# ConViT top-1, plain ViT top-1 at the same heads and width ("" where the paper trained none), batch, learning rate
+TABLE_1: dict[str, tuple[str, str, int, float]] = {
+    "convit_ti": ("73.1", "", 1024, 1e-3),
+    "convit_s": ("81.3", "", 1024, 1e-3),
+    "convit_b": ("82.4", "", 1024, 1e-3),
+    "convit_ti_plus": ("76.7", "75.9", 512, 4e-4),
+    "convit_s_plus": ("82.2", "79.0", 512, 4e-4),
+    "convit_b_plus": ("82.5", "77.5", 512, 4e-4),
+}
+# fraction: top-1 of ConViT-S and of DeiT-S (Table 2)
+TABLE_2 = {
+    0.05: ("47.8", "34.8"),
+    0.1: ("59.6", "48.0"),
+    0.3: ("73.7", "66.1"),
+    0.5: ("78.2", "74.6"),
+    1.0: ("81.4", "79.9"),
+}
+
+FREE: dict[str, Any] = {}
+SHUT = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA}.gate"])
+FROZEN = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA}.*"])
+# row of Table 3: what differs from ConViT-S+, convolutional at birth, top-1 on all and on 10% of the data
+TABLE_3: dict[str, tuple[dict[str, Any], bool, str, str]] = {
+    "a": (FREE, True, "82.2", "59.7"),
+    "b": (SHUT, True, "82.0", "57.4"),
+    "c": (FREE, False, "81.4", "56.9"),
+    "d": (SHUT, False, "81.6", "54.6"),
+    "e": (dict(kwargs=dict(local_up_to_layer=0)), True, "79.1", "47.8"),
+    "f": (FROZEN, True, "78.6", "54.3"),
+    "g": (FROZEN, False, "73.7", "44.8"),
+}
+LOCALITIES, LAYERS = (0.5, 1.0, 2.0), (0, 3, 6, 9)
+"""Strengths and numbers of GPSA layers swept for Fig. 8; the paper prints curves, not their values."""
+
+
+def training(
+    model: dict[str, Any], batch: int, lr: float, source: str, top1: str, fraction: float = 1.0
+) -> dict[str, Any]:
+    """One run: DeiT's recipe, as many images shown whatever the fraction of the data."""
+    return dict(
+        model=model,
+        data=dict(source="imagefolder", fraction=fraction, draw="first", batch_size=batch, workers=8),
+        augment=AUGMENT,
+        optim=dict(name="adamw", lr=lr, gate_lr=lr, weight_decay=0.05, warmup_epochs=5, schedule="cosine", min_lr=1e-5),
+        epochs=round(300 / fraction),
+        evaluate_every=round(1 / fraction),
+        drop_path=0.1,
+        amp="bf16",
+        source=f"ConViT {source}",
+        expected=f"{top1} top-1 on ImageNet-1k" if top1 else "",
+    )
+
+
+def plus(change: dict[str, Any], local_init: bool, source: str, top1: str, fraction: float = 1.0) -> dict[str, Any]:
+    """An ablation of ConViT-S+."""
+    kwargs = change.get("kwargs", {}) | ({} if local_init else dict(local_init=False))
+    model = dict(name="convit_s_plus", **(change | dict(kwargs=kwargs)))
+    return training(model, 512, 4e-4, source, top1, fraction)
+
+
+def table_1() -> dict[str, dict[str, Any]]:
+    """All six ConViTs, and the plain ViTs of their shape that the paper trained."""
+    found = {}
+    for name, (top1, plain, batch, lr) in TABLE_1.items():
+        found[name] = training(dict(name=name), batch, lr, "Table 1", top1)
+        if plain:
+            model = dict(name=name, kwargs=dict(local_up_to_layer=0, qkv_bias=True))
+            found[name.replace("convit", "vit")] = training(model, batch, lr, "Table 1, DeiT", plain)
+    return found
+
+
+def table_2() -> dict[str, dict[str, Any]]:
+    """Sample efficiency; `--data.draw seeded` draws the fraction instead of taking the first files."""
+    found = {}
+    for fraction, (top1, plain) in TABLE_2.items():
+        share = f"{round(100 * fraction)}pct"
+        found[f"convit_s_{share}"] = training(dict(name="convit_s"), 1024, 1e-3, "Table 2", top1, fraction)
+        deit = dict(name="deit_small_patch16_224")
+        found[f"deit_s_{share}"] = training(deit, 1024, 1e-3, "Table 2, DeiT-S", plain, fraction)
+    return found
+
+
+def table_3() -> dict[str, dict[str, Any]]:
+    """Gating, convolutional birth and GPSA itself, taken away one by one."""
+    found = {}
+    for row, (change, local_init, full, tenth) in TABLE_3.items():
+        found[f"convit_ablation_{row}"] = plus(change, local_init, f"Table 3 [{row}]", full)
+        found[f"convit_ablation_{row}_10pct"] = plus(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
+    return found
+
+
+def figure_8() -> dict[str, dict[str, Any]]:
+    """The more convolutional the better: strength and number of GPSA layers, on the first 100 classes."""
+    changes = {f"locality_{alpha:g}": dict(locality_strength=alpha) for alpha in LOCALITIES}
+    changes |= {f"layers_{number}": dict(local_up_to_layer=number) for number in LAYERS}
+    found = {}
+    for name, kwargs in changes.items():
+        recipe = plus(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
+        found[f"convit_{name}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
+    return found
+
+
+def variations() -> dict[str, dict[str, Any]]:
+    """Distilled, without absolute positions, and on CIFAR-100 enlarged to 224."""
+    distilled = plus(FREE, True, "section 3, hard distillation", "82.9")
+    cifar = training(dict(name="convit_s"), 1024, 1e-3, "section 3, SM. C", "")
+    return {
+        "convit_s_plus_distilled": distilled | dict(distill=dict(teacher="regnety_160.deit_in1k", kind="hard")),
+        "convit_s_no_pos_embed": training(
+            dict(name="convit_s", kwargs=dict(use_pos_embed=False)), 1024, 1e-3, "SM. F, no absolute positions", ""
+        ),
+        "convit_s_cifar100": cifar | dict(data=dict(source="cifar100", batch_size=1024, workers=8)),
+    }
+
+
+NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=8, num_heads=4)
+"""The study's network: 8 x 8 patches of a CIFAR image, four heads of 16, six GPSA blocks and two plain ones."""
+
+
+def cifar_study(local: int, fraction: float) -> dict[str, Any]:
+    """One run of docs/methods/convit.md: narrow ConViT or ViT, 90,000 images shown whatever the fraction."""
+    epochs = round(1.8 / fraction)
+    return dict(
+        model=dict(name="convit_ti", kwargs=dict(local_up_to_layer=local, **NARROW)),
+        data=dict(source="cifar10", fraction=fraction, size=[32, 32], batch_size=64),
+        augment=dict(crop_padding=4),
+        optim=dict(lr=1e-3, gate_lr=1e-2, weight_decay=0.05, warmup_epochs=epochs / 20, min_lr=1e-5),
+        epochs=epochs,
+        evaluate_every=epochs // 9,
+        keep_every=epochs // 9,
+        source="ConViT at CIFAR scale, docs/methods/convit.md",
+    )
+
+
+STUDY = {(kind, share): (local, share / 100) for kind, local in (("convit", 6), ("vit", 0)) for share in (5, 20)}
+
+RECIPES: dict[str, dict[str, Any]] = {**table_1(), **table_2(), **table_3(), **figure_8(), **variations()}
+RECIPES |= {f"cifar_{kind}_{share}pct": cifar_study(*given) for (kind, share), given in STUDY.items()}

@@ -1,0 +1,203 @@
+"""The groups of fields of a recipe: what is trained, on what, how images vary, how weights move."""
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import timm
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from timm.data import create_transform
+
+from isomorph.data import SOURCES
+from isomorph.models import refuse_unknown
+from isomorph.surgery import Anneal, AttentionToGPSA, ConvToGPSA, Rule
+
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Part(BaseModel):
+    """One group of fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
+    )
+
+
+class RecastPart(Part):
+    """Modules to recast as gated positional self-attention before training."""
+
+    where: str
+    """Glob over module names, e.g. layer4.*.conv2 or blocks.[0-9].attn."""
+    rule: Literal["ConvToGPSA", "AttentionToGPSA"] = "ConvToGPSA"
+    """What becomes attention with places: the convolutions of a CNN, or the attention of a ViT."""
+    init: Literal["exact", "paper"] = "exact"
+    """exact: the same function; paper: locality 1, gate 1."""
+    locality: Positive | None = None
+    """Overrides the init's locality."""
+    gate: float | None = None
+    """Overrides the init's gate (lambda, before the sigmoid)."""
+
+    def build_rule(self) -> Rule:
+        """The rule these fields describe."""
+        rule = ConvToGPSA if self.rule == "ConvToGPSA" else AttentionToGPSA
+        return rule(self.init, self.locality, self.gate)
+
+
+class ModelPart(Part):
+    """What is trained."""
+
+    name: str
+    """A timm model, isomorph's included."""
+    pretrained: bool = False
+    """Start from the model's public weights."""
+    weights: File | None = None
+    """Start from this checkpoint of the base model instead."""
+    num_classes: Count | None = None
+    """Classes of the head; by default those of the data."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of timm.create_model."""
+    unstride: str | None = None
+    """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
+    recast: RecastPart | None = None
+    freeze: list[str] = []
+    """Globs over parameters that stay as they are, e.g. [blocks.*.attn.gate]."""
+
+    @field_validator("name")
+    @classmethod
+    def known(cls, name: str) -> str:
+        refuse_unknown(name)
+        return name
+
+
+class DataPart(Part):
+    """What it is trained on."""
+
+    source: str = "imagefolder"
+    """imagefolder, cifar10, cifar100 or digits."""
+    root: File | None = None
+    """Folder of the data; by default $ISOMORPH_DATA, else ./data."""
+    fraction: Share = 1.0
+    """Share of every class to train on."""
+    draw: Literal["seeded", "first"] = "seeded"
+    """Which images a fraction keeps: a draw with `seed`, or the first in sorted order (as ConViT's code does)."""
+    classes: Count | None = None
+    """Train and test on the first so many classes only."""
+    size: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    """Height and width of the input; by default the model's own."""
+    batch_size: Annotated[int, Field(ge=2)] = 128
+    """Images per step (an even number when mixing)."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that prepare images; 0 does it in the main one."""
+
+    @field_validator("source")
+    @classmethod
+    def known(cls, source: str) -> str:
+        if source not in SOURCES:
+            raise ValueError(f"{source!r} is unknown; choose one of {', '.join(SOURCES)}")
+        return source
+
+
+class AugmentPart(Part):
+    """How training images are varied (timm's transforms)."""
+
+    crop_padding: Annotated[int, Field(ge=0)] = 0
+    """Random crops from the image padded by so many pixels (CIFAR); 0 crops and resizes instead."""
+    scale: tuple[Share, Share] = (0.08, 1.0)
+    """Area of a resized crop, smallest and largest."""
+    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a horizontal flip."""
+    auto_augment: str | None = None
+    """timm's policy string, e.g. rand-m9-mstd0.5-inc1."""
+    color_jitter: NotNegative = 0.0
+    """Colour jitter; timm ignores it under auto_augment."""
+    erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Probability of random erasing."""
+    mixup: NotNegative = 0.0
+    """Mixup alpha; 0 is off."""
+    cutmix: NotNegative = 0.0
+    """Cutmix alpha; 0 is off."""
+    smoothing: Rate = 0.0
+    """Label smoothing."""
+    repeats: Count = 1
+    """Repeated augmentation: every image of an epoch comes so many times, a third as many images at 3."""
+
+    @field_validator("auto_augment")
+    @classmethod
+    def understood(cls, policy: str | None) -> str | None:
+        try:
+            create_transform(32, is_training=True, auto_augment=policy)
+        except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
+            raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
+        return policy
+
+    @property
+    def mixes(self) -> bool:
+        return self.mixup > 0 or self.cutmix > 0
+
+
+class OptimPart(Part):
+    """How the weights move."""
+
+    name: str = "adamw"
+    """Any optimiser of timm."""
+    lr: Positive = 1e-4
+    """Peak learning rate."""
+    weight_decay: NotNegative = 0.05
+    """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
+    gate_lr: Positive = 0.1
+    """Peak learning rate of the gates, on the same schedule, without decay."""
+    position_lr: Positive | None = None
+    """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
+    momentum: Rate = 0.9
+    """For optimisers that have one."""
+    clip_grad: Positive | None = None
+    """Largest norm of the whole gradient."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup_epochs: NotNegative = 0.0
+    """Linear warm-up; fractions are fine."""
+    min_lr: NotNegative = 0.0
+    """Where the cosine ends."""
+
+    @field_validator("name")
+    @classmethod
+    def known(cls, name: str) -> str:
+        names = timm.optim.list_optimizers()
+        if name.lower() not in names:
+            close = difflib.get_close_matches(name, names, n=3)
+            raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+        return name
+
+
+class AnnealPart(Part):
+    """Carries every gated attention layer from one pair of dials to another while training starts."""
+
+    epochs: Positive
+    """Length of the anneal."""
+    start: tuple[Positive, float] = (20.0, 15.0)
+    """Locality and gate at the first step (exact)."""
+    stop: tuple[Positive, float] = (1.0, 1.0)
+    """Locality and gate at the end (paper); then the optimiser has them."""
+
+    def schedule(self, steps_per_epoch: int) -> Anneal:
+        return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
+
+
+class DistillPart(Part):
+    """A teacher beside the labels, on the same images (DeiT's distillation without a token)."""
+
+    teacher: str
+    """A timm model with public weights, or a checkpoint written by isomorph."""
+    weights: File | None = None
+    """Weights of the teacher, where they are in a file of their own."""
+    kind: Literal["hard", "soft"] = "hard"
+    """hard: the teacher's best class is a second label; soft: its probabilities are."""
+    share: Share = 0.5
+    """Weight of the teacher's term; the labels have the rest."""
+    temperature: Positive = 1.0
+    """Of the soft probabilities."""
