@@ -235,9 +235,26 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: ConViT) -> dict[str,
         ours = next((own for own, public in PUBLIC_NAMES.items() if public == last), last)
         if last != "pos_proj.bias":
             state[f"{stem}.attn.{ours}" if last else name] = tensor
+    refuse_foreign(state, model)
     if model.pos_embed is None:
         state.pop("pos_embed", None)
     return vision_transformer.checkpoint_filter_fn(state, model)
+
+
+def refuse_foreign(state: dict[str, Any], model: ConViT) -> None:
+    """Raises: UserError when the checkpoint has its GPSA in other blocks, or places on a grid that cannot be known."""
+    found = sum(name.endswith(".attn.gate") for name in state)
+    if found != model.local_up_to_layer:
+        raise UserError(
+            f"the checkpoint has {found} blocks of GPSA, the model {model.local_up_to_layer}: it is of another family, "
+            f"or the model wants local_up_to_layer={found}"
+        )
+    own, given = (getattr(places, "shape", (0, 0))[1] for places in (model.pos_embed, state.get("pos_embed")))
+    if own and given not in (0, own) and round(given**0.5) ** 2 != given:
+        raise UserError(
+            f"the checkpoint has positions for {given} patches, no square, so their grid is unknown; "
+            "load it into a model of its own img_size, then call set_input_size"
+        )
 
 
 def public_state_dict(model: ConViT) -> dict[str, Tensor]:

@@ -1,0 +1,209 @@
+"""AttentionToGPSA: any ViT of timm looks with places too, the same function at birth, and finds its way back."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention
+from torch import nn
+
+import isomorph as iso
+from isomorph.layers import GPSA, ViTGPSA
+
+WHERE = "blocks.[01].attn"
+VITS = {
+    "deit_tiny_patch16_224": {},  # 3 heads, class token
+    "deit_tiny_distilled_patch16_224": {},  # class and distillation token
+    "vit_small_patch16_224": dict(depth=2, reg_tokens=4),  # 6 heads, registers
+    "vit_tiny_patch16_224": dict(depth=2, qk_norm=True, class_token=False, global_pool="avg", qkv_bias=False),
+    "vit_base_patch16_224": dict(depth=2, embed_dim=96, init_values=0.1, proj_drop_rate=0.1),  # 12 heads, layer scale
+    "vit_base_patch32_plus_256": dict(depth=2, embed_dim=98),  # 14 heads
+    "vit_small_patch16_18x2_224": dict(depth=2),  # parallel attentions of another block
+    "vit_tiny_r_s16_p8_224": dict(depth=2),  # patches of a CNN's map
+}
+
+
+def vit(name="deit_tiny_patch16_224", **kwargs):
+    model = timm.create_model(name, num_classes=7, **{**VITS[name], **kwargs})
+    for parameter in model.parameters():
+        parameter.data += 0.1 * parameter.data.std(correction=0) * torch.randn_like(parameter)
+    return model.eval()
+
+
+def size_of(model):
+    return model.patch_embed.img_size
+
+
+@pytest.mark.parametrize("name", VITS)
+def test_equal_at_birth(name):
+    model = vit(name)
+    where = "blocks.*.attns.*.attn" if "18x2" in name else WHERE
+    new = iso.recast(model, iso.AttentionToGPSA(), where)
+    report = iso.verify(model, new, torch.randn(2, 3, *size_of(model)), atol=1e-5)
+    assert len(report.targets) == (4 if "18x2" in name else 2)
+    assert all(isinstance(new.get_submodule(target.name), ViTGPSA) for target in report.targets)
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "vit_tiny_patch16_224"])
+def test_exact_in_the_limit(name):
+    model = vit(name).double()
+    new = iso.recast(model, iso.AttentionToGPSA(gate=-60.0), WHERE)
+    assert iso.verify(model, new, torch.randn(1, 3, 224, 224)).fp64 < 1e-12  # rounding: sigma(-60) is 9e-27
+
+
+def test_the_grid_follows_the_image():
+    model = vit(dynamic_img_size=True)
+    new = iso.recast(model, iso.AttentionToGPSA(locality=2.0, gate=0.0), WHERE)
+    iso.verify(
+        model,
+        iso.recast(model, iso.AttentionToGPSA(), WHERE),
+        [torch.randn(1, 3, 224, 224), torch.randn(1, 3, 64, 160)],
+    )
+    x = torch.randn(1, 3, 64, 160)
+    by_hand = copy.deepcopy(new)
+    for hooks in (by_hand.patch_embed._forward_pre_hooks,):
+        hooks.clear()
+    for layer in (by_hand.blocks[0].attn, by_hand.blocks[1].attn):
+        layer.grid_size = (4, 10)
+    torch.testing.assert_close(new(x), by_hand(x))
+    for layer in (by_hand.blocks[0].attn, by_hand.blocks[1].attn):
+        layer.grid_size = (10, 4)
+    assert not torch.allclose(new(x), by_hand(x), atol=1e-4)
+    for twin in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        twin(torch.randn(1, 3, 160, 64))
+        assert twin.blocks[0].attn.grid_size == (10, 4)
+    assert new.blocks[0].attn.grid_size == (4, 10)
+    new.set_input_size((96, 32))
+    assert new(torch.randn(1, 3, 96, 32)).shape == (1, 7)
+
+
+def test_class_tokens_have_no_place():
+    """With gates shut to content the patches look by place only; the class token still looks by content."""
+    new = iso.recast(vit(), iso.AttentionToGPSA(locality=4.0, gate=40.0), "blocks.0.attn")
+    layer, x = new.blocks[0].attn, torch.randn(1, 197, 192)
+    attention = layer.attention(x)
+    assert attention[..., 1:, 0].abs().max() < 1e-12  # no patch looks at the class token
+    plain = layer.to_attention(atol=torch.inf)
+    qkv = plain.qkv(x).unflatten(-1, (3, 3, 64)).permute(2, 0, 3, 1, 4)
+    content = torch.softmax(qkv[0] @ qkv[1].transpose(-2, -1) / 8, dim=-1)
+    torch.testing.assert_close(attention[:, :, 0], content[:, :, 0])
+    torch.testing.assert_close(attention.sum(-1), torch.ones(1, 3, 197))
+    middle = 1 + 7 * 14 + 7
+    assert attention[0, :, middle].argmax(-1).tolist() == [middle - 1, middle, middle + 1]  # a 1 x 3 window
+
+
+@pytest.mark.parametrize(("heads", "window"), [(3, (1, 3)), (6, (2, 3)), (12, (3, 4)), (16, (4, 4)), (7, (1, 7))])
+def test_heads_form_the_squarest_window(heads, window):
+    centre = ViTGPSA(heads * 4, heads, (5, 5)).centre
+    assert (len(set(centre[:, 0].tolist())), len(set(centre[:, 1].tolist()))) == window
+    torch.testing.assert_close(centre.mean(0), torch.zeros(2))
+
+
+def test_born_as_the_paper():
+    model = vit()
+    layer = iso.recast(model, iso.AttentionToGPSA("paper"), "blocks.0.attn").blocks[0].attn
+    assert torch.equal(layer.v.weight, torch.eye(192))
+    assert torch.equal(layer.v.bias, torch.zeros(192))
+    assert torch.equal(layer.gate, torch.ones(3))
+    assert torch.equal(layer.qk.weight, model.blocks[0].attn.qkv.weight[:384])
+    assert torch.equal(layer.proj.weight, model.blocks[0].attn.proj.weight)
+
+
+def test_a_convit_is_a_recast_vit():
+    """The named model, and a ViT without a class token recast as in the paper, are one function."""
+    shape = dict(embed_dim=36, num_heads=9, depth=3, class_token=False, global_pool="avg", num_classes=5, img_size=64)
+    plain = timm.create_model("convit_ti", local_up_to_layer=0, **shape).eval()
+    by_hand = iso.recast(plain, iso.AttentionToGPSA("paper"), "blocks.[01].attn")
+    named = timm.create_model("convit_ti", local_up_to_layer=2, **shape).eval()
+    named.load_state_dict(by_hand.state_dict())
+    x = torch.randn(2, 3, 96, 64)
+    torch.testing.assert_close(named(x), by_hand(x))
+
+
+def test_there_and_back():
+    model = vit()
+    new = iso.recast(model, iso.AttentionToGPSA(), WHERE)
+    back, x = iso.revert(new), torch.randn(1, 3, 224, 224)
+    assert type(back.blocks[0].attn) is Attention
+    assert iso.edits(back) == ()
+    assert torch.equal(back(x), model(x))
+    new.blocks[1].attn.set_dials(gate=0.0)
+    with pytest.raises(iso.UserError, match=r"blocks.1.attn: .*deviates by \d"):
+        iso.revert(new)
+
+
+def test_gradients_reach_every_new_parameter():
+    layer = iso.recast(vit().double(), iso.AttentionToGPSA(), "blocks.0.attn").blocks[0].attn
+    layer(torch.randn(2, 197, 192, dtype=torch.float64)).square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_saves_and_loads(tmp_path):
+    model = vit("vit_small_patch16_224", depth=12, reg_tokens=0)
+    new = iso.recast(timm.create_model("vit_small_patch16_224", num_classes=3), iso.AttentionToGPSA(), WHERE).eval()
+    iso.save(new, tmp_path / "new.safetensors")
+    loaded, x = iso.load(tmp_path / "new.safetensors"), torch.randn(1, 3, 224, 224)
+    assert torch.equal(loaded(x), new(x))
+    assert iso.edits(loaded) == iso.edits(new)
+    assert hash(iso.edits(loaded)[0].rule) == hash(iso.edits(new)[0].rule)
+    assert model.training is False
+
+
+def test_anneals_open():
+    new = iso.recast(vit(), iso.AttentionToGPSA(), WHERE)
+    anneal = iso.Anneal(10, start=(1.0, -15.0), stop=(2.0, 1.0))
+    anneal.apply(new, 10)
+    layer = new.blocks[0].attn
+    assert layer.gate.tolist() == [1.0] * 3
+    assert layer.locality.tolist() == [2.0] * 3
+    assert layer.centre.tolist() == [[0, -1], [0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        (Attention(24, 3, gated=True), "gated or normalised"),
+        (Attention(24, 3, attn_drop=0.1), "drops 0.1 of its map"),
+        (Attention(24, 3, dim_out=12), "24 channels become 24, then 12"),
+        (Attention(24, 3), "grid of its tokens is unknown"),
+    ],
+)
+def test_refusals_say_why(attention, reason):
+    with pytest.raises(iso.UserError, match=reason):
+        iso.recast(nn.Sequential(attention), iso.AttentionToGPSA(), "0")
+
+
+def test_a_grid_can_be_given():
+    layer = nn.Sequential(Attention(24, 3)).eval()
+    rule = iso.AttentionToGPSA(grid_size=(4, 5), prefix_tokens=2)
+    iso.verify(layer, iso.recast(layer, rule, "0"), torch.randn(2, 22, 24))
+
+
+def test_other_attentions_are_named():
+    swin = timm.create_model("swin_tiny_patch4_window7_224")
+    with pytest.raises(iso.UserError, match=r"rebuilds Attention, .*matches none .*WindowAttention"):
+        iso.recast(swin, iso.AttentionToGPSA(), "layers.0.blocks.*.attn")
+
+
+def test_masks_are_refused():
+    with pytest.raises(ValueError, match="takes no mask"):
+        ViTGPSA(24, 3, (2, 2))(torch.randn(1, 4, 24), is_causal=True)
+
+
+def test_dials_of_a_layer():
+    layer = GPSA(36, 9, (4, 4))
+    layer.set_dials(locality=3.0, gate=-2.0)
+    assert torch.equal(layer.locality, torch.full((9,), 3.0))
+    assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    with pytest.raises(ValueError, match="locality 0"):
+        layer.set_dials(locality=0)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+def test_a_recast_vit_compiles():
+    new, x = iso.recast(vit(img_size=64), iso.AttentionToGPSA(gate=0.0), WHERE), torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(torch.compile(new)(x), new(x), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,275 @@
+"""ConViT against timm's models of the same weights, against a plain ViT, and at any image shape."""
+
+import pytest
+import timm
+import torch
+from timm.layers import resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+from timm.optim import param_groups_layer_decay
+
+import isomorph as iso
+from isomorph.layers import GPSA
+from isomorph.models.convit import VARIANTS, checkpoint_filter_fn, public_state_dict
+from isomorph.training.checkpoint import load_weights
+
+PUBLIC = {  # parameters of the authors' layout
+    "convit_ti": 5_710_512,
+    "convit_s": 27_777_322,
+    "convit_b": 86_540_040,
+    "convit_ti_plus": 9_972_912,
+    "convit_s_plus": 48_979_882,
+    "convit_b_plus": 153_134_856,
+}
+PEERS = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
+SMALL = dict(embed_dim=36, num_heads=9, depth=4, local_up_to_layer=3, num_classes=5)
+
+
+def small(**kwargs):
+    return timm.create_model("convit_ti", **{**SMALL, **kwargs}).eval()
+
+
+def perturbed(model, scale=0.05):
+    for parameter in model.parameters():
+        parameter.data += scale * torch.randn_like(parameter)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_counts_are_the_published_ones_in_the_public_layout(name):
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    heads = VARIANTS[name][0]
+    public = public_state_dict(model)
+    assert sum(tensor.numel() for tensor in public.values()) == PUBLIC[name]
+    dead = sum(tensor.numel() for key, tensor in public.items() if key.endswith("pos_proj.bias"))
+    assert dead == 10 * heads
+    assert sum(p.numel() for p in model.parameters()) == PUBLIC[name] - dead
+
+
+def rectangular_peer(peer, size):
+    """timm's ConViT made to work on a rectangle: its geometry replaced by the right one, its embedding resized."""
+    grid = (size[0] // 16, size[1] // 16)
+    peer.patch_embed.set_input_size(size)
+    peer.pos_embed.data = resample_abs_pos_embed(peer.pos_embed.data, list(grid), [14, 14], num_prefix_tokens=0)
+    rows, columns = torch.meshgrid(*(torch.arange(n) for n in grid), indexing="ij")
+    dy, dx = (t.flatten()[None, :] - t.flatten()[:, None] for t in (rows, columns))
+    for block in peer.blocks[:10]:
+        block.attn.rel_indices = torch.stack([dx, dy, dx**2 + dy**2], dim=-1)[None].float()
+    return peer
+
+
+@pytest.mark.parametrize(("name", "size"), [("convit_ti", 224), ("convit_s", 224), ("convit_b", 224)])
+def test_timm_checkpoints_give_timms_logits(name, size, tmp_path):
+    peer = perturbed(timm.create_model(PEERS[name], num_classes=20), 0.03)
+    torch.save({"model": peer.state_dict()}, tmp_path / "public.pth")
+    model = timm.create_model(name, num_classes=20).eval()
+    load_weights(model, tmp_path / "public.pth")
+    x = torch.randn(1, 3, size, size)
+    with torch.no_grad():
+        expected = peer(x)
+        assert expected.std() > 0.1
+        torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["convit_ti", "convit_s"])
+def test_timm_checkpoints_give_timms_logits_on_a_rectangle(name, tmp_path):
+    peer = perturbed(timm.create_model(PEERS[name], num_classes=20), 0.03)
+    torch.save(peer.state_dict(), tmp_path / "public.pth")
+    x = torch.randn(2, 3, 288, 192)
+    born, resized = (timm.create_model(name, num_classes=20, img_size=s).eval() for s in ((288, 192), 224))
+    for model in (born, resized):
+        load_weights(model, tmp_path / "public.pth")
+    with torch.no_grad():
+        at_call = resized(x)
+        resized.set_input_size((288, 192))
+        expected = rectangular_peer(peer, (288, 192))(x)
+        for logits in (born(x), at_call, resized(x)):
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert born.pos_embed.shape == resized.pos_embed.shape == (1, 18 * 12, born.embed_dim)
+
+
+def test_the_public_layout_goes_there_and_back():
+    model = perturbed(timm.create_model("convit_ti", num_classes=20))
+    public = public_state_dict(model)
+    peer = timm.create_model("convit_tiny", num_classes=20).eval()
+    peer.load_state_dict(public)
+    x = torch.randn(1, 3, 224, 224)
+    torch.testing.assert_close(peer(x), model(x), atol=1e-4, rtol=0)
+    other = timm.create_model("convit_ti", num_classes=20)
+    other.load_state_dict(checkpoint_filter_fn(public, other))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_pretrained_points_at_timms_weights():
+    for name, peer in PEERS.items():
+        assert timm.get_pretrained_cfg(name).hf_hub_id == f"timm/{peer}.fb_in1k"
+    assert not timm.get_pretrained_cfg("convit_s_plus").has_weights
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda: timm.create_model("cifar_resnet20").state_dict(), "not of a ConViT"),
+        (lambda: timm.create_model("deit_tiny_patch16_224").state_dict(), "0 blocks of GPSA, the model 10"),
+        (lambda: timm.create_model("convit_s").state_dict(), "another shape"),
+        (lambda: timm.create_model("convit_ti", img_size=(64, 96)).state_dict(), "24 patches, no square"),
+        (lambda: {"state_dict": {"a": torch.ones(1)}}, "not of a ConViT"),
+    ],
+)
+def test_a_checkpoint_of_another_family_is_refused_in_a_line(state, message, tmp_path):
+    torch.save(state(), tmp_path / "other.pth")
+    with pytest.raises(iso.UserError, match=message) as refusal:
+        load_weights(timm.create_model("convit_ti"), tmp_path / "other.pth")
+    assert "\n" not in str(refusal.value)
+
+
+def test_without_gpsa_it_is_a_plain_vit():
+    model = small(local_up_to_layer=0, qkv_bias=True)
+    vit = VisionTransformer(embed_dim=36, num_heads=9, depth=4, num_classes=5, no_embed_class=True).eval()
+    vit.load_state_dict(model.state_dict())
+    x = torch.randn(2, 3, 224, 224)
+    torch.testing.assert_close(model(x), vit(x))
+
+
+def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them():
+    """The network spelt out block by block from its parts, on a rectangle."""
+    model, x = perturbed(small()), torch.randn(2, 3, 64, 96)
+    grid = (4, 6)
+    embedding = resample_abs_pos_embed(model.pos_embed, list(grid), [14, 14], num_prefix_tokens=0)
+    h = model.patch_embed.proj(x).flatten(2).transpose(1, 2) + embedding
+    for i, block in enumerate(model.blocks):
+        if i == 3:
+            h = torch.cat([model.cls_token.expand(2, -1, -1), h], dim=1)
+        attended = block.attn(block.norm1(h), grid) if i < 3 else block.attn(block.norm1(h))
+        h = h + attended
+        h = h + block.mlp(block.norm2(h))
+    torch.testing.assert_close(model(x), model.head(model.norm(h)[:, 0]))
+    last, taken = model.forward_intermediates(x, return_prefix_tokens=True)
+    assert [prefix.shape[1] for _, prefix in taken] == [0, 0, 0, 1]
+    assert {tuple(patches.shape) for patches, _ in taken} == {(2, 36, 4, 6)}
+    torch.testing.assert_close(last, model.norm(h))
+    torch.testing.assert_close(taken[-1][0].flatten(2), h[:, 1:].transpose(1, 2))
+
+
+@pytest.mark.parametrize("patch_size", [4, 8, 16])
+@pytest.mark.parametrize("use_pos_embed", [True, False])
+def test_any_rectangle_at_any_patch_size(patch_size, use_pos_embed):
+    model = small(patch_size=patch_size, img_size=(6 * patch_size, 4 * patch_size), use_pos_embed=use_pos_embed).train()
+    assert (model.pos_embed is not None) is use_pos_embed
+    for height, width in ((6, 4), (4, 6), (3, 8), (1, 1)):
+        y = model(torch.randn(2, 3, height * patch_size, width * patch_size))
+        assert y.shape == (2, 5)
+        y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_transposed_images_give_other_logits():
+    """8 x 2 and 4 x 4 patches are 16 tokens alike: the grid must be the image's."""
+    model = perturbed(small(use_pos_embed=False))
+    x = torch.randn(1, 3, 128, 32)
+    assert not torch.allclose(model(x), model(x.reshape(1, 3, 64, 64)), atol=1e-3)
+    narrow = model.forward_intermediates(x, indices=[0], intermediates_only=True)[0]
+    assert narrow.shape == (1, 36, 8, 2)
+
+
+def test_padding_to_the_patch():
+    model, x = small(dynamic_img_pad=True), torch.randn(1, 3, 37, 61)
+    padded = torch.nn.functional.pad(x, (0, 3, 0, 11))
+    torch.testing.assert_close(model(x), model(padded))
+
+
+def test_set_input_size_changes_the_patch_too():
+    model = small(img_size=64)
+    model.set_input_size(32, 8)
+    assert model.patch_embed.grid_size == (4, 4)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+    assert {info["reduction"] for info in model.feature_info} == {8}
+    assert all(m.grid_size == (4, 4) for m in model.modules() if isinstance(m, GPSA))
+
+
+def test_born_convolutional_or_not():
+    model = small(locality_strength=3.0, gate=2.0)
+    layer = model.blocks[0].attn
+    assert torch.equal(layer.v.weight, torch.eye(36))
+    assert torch.equal(layer.locality, torch.full((9,), 3.0))
+    assert torch.equal(layer.gate, torch.full((9,), 2.0))
+    assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    random = small(local_init=False, gate=0.0).blocks[0].attn
+    assert random.v.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert random.position.abs().max() < 0.1
+    assert torch.equal(random.gate, torch.zeros(9))
+    model.init_weights()
+    assert torch.equal(layer.v.weight, torch.eye(36))
+
+
+def test_places_and_gates_do_not_decay():
+    model = small()
+    dials = {f"blocks.{i}.attn.{name}" for i in range(3) for name in ("position", "gate")}
+    assert model.no_weight_decay() >= dials | {"pos_embed", "cls_token"}
+    groups = param_groups_layer_decay(model, 0.05, model.no_weight_decay(), layer_decay=0.5)
+    scale = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    named = dict(model.named_parameters())
+    assert len(scale) == len(named)
+    order = ["pos_embed", "blocks.0.attn.gate", "blocks.1.attn.position", "blocks.3.attn.qkv.weight", "head.weight"]
+    scales = [scale[id(named[name])] for name in order]
+    assert scales == sorted(scales)
+    assert len(set(scales)) == len(scales)
+    assert {decay[id(named[name])] for name in dials} == {0.0}
+
+
+def test_pooling_without_a_class_token():
+    model = small(local_up_to_layer=4, class_token=False, global_pool="avg")
+    assert model(torch.randn(2, 3, 32, 48)).shape == (2, 5)
+    assert "cls_token" not in model.state_dict()
+
+
+def test_pruning_drops_a_class_token_that_would_not_join():
+    model = small()
+    assert model.prune_intermediate_layers([1]) == [1]
+    assert "cls_token" not in model.state_dict()
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 4, 36)
+    kept = small()
+    kept.prune_intermediate_layers([3], prune_head=False)
+    assert kept(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (dict(num_heads=6), "num_heads 6 is no square"),
+        (dict(num_heads=16), "does not divide embed_dim 36"),
+        (dict(local_up_to_layer=5), "between 0 and the 4 blocks"),
+        (dict(local_up_to_layer=4), "none for the class token"),
+        (dict(locality_strength=0.0), "must be above 0"),
+        (dict(attn_drop_rate=0.1), "attn_drop_rate=0.1 is not available"),
+        (dict(reg_tokens=2), "reg_tokens=2 is not available"),
+    ],
+)
+def test_impossible_networks_are_refused_in_a_line(kwargs, message):
+    with pytest.raises(iso.UserError, match=message):
+        small(**kwargs)
+
+
+@pytest.mark.parametrize(("size", "message"), [((8, 64), "smaller than the 16 x 16 patch"), ((40, 64), "no multiple")])
+def test_impossible_images_are_refused_in_a_line(size, message):
+    with pytest.raises(iso.UserError, match=message):
+        small()(torch.randn(1, 3, *size))
+
+
+def test_saves_and_loads(tmp_path):
+    model = perturbed(timm.create_model("convit_ti", num_classes=4))
+    iso.save(model, tmp_path / "convit.safetensors")
+    x = torch.randn(1, 3, 64, 96)
+    assert torch.equal(iso.load(tmp_path / "convit.safetensors")(x), model(x))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # compiler and exporter warn about themselves
+def test_compiles_and_exports():
+    model, x = small(img_size=64), torch.randn(2, 3, 64, 64)
+    compiled = torch.compile(model, fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    compiled(x).sum().backward()
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=64)},))
+    torch.testing.assert_close(exported.module()(x[:1]), model(x[:1]))
