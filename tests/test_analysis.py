@@ -5,6 +5,7 @@ import timm
 import torch
 
 import isomorph as iso
+from isomorph.analysis.attention import attention_layers
 
 
 def test_maps_are_those_of_the_inputs_the_layers_really_see():
@@ -61,3 +62,88 @@ def test_looks_are_pictures_on_the_layers_own_map():
 def test_a_model_without_attention_is_said():
     with pytest.raises(iso.UserError, match="no attention layer"):
         iso.gates(timm.create_model("cifar_resnet20"))
+
+
+def grid_distances(H, W):
+    cells = [(r, c) for r in range(H) for c in range(W)]
+    return torch.tensor([[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in cells] for a, b in cells])
+
+
+class TestNonlocality:
+    """ConViT eq. 8 against closed forms, and against the maps it is made of."""
+
+    def convit(self, **kwargs):
+        shape = dict(embed_dim=36, num_heads=9, depth=3, local_up_to_layer=2, num_classes=5, patch_size=8, img_size=48)
+        return timm.create_model("convit_ti", **{**shape, **kwargs}).train()
+
+    def test_uniform_attention_is_the_mean_distance(self):
+        model = self.convit(gate=-60.0)
+        for block in model.blocks:
+            weight = block.attn.qk.weight if isinstance(block.attn, iso.GPSA) else block.attn.qkv.weight[:72]
+            weight.data.zero_()
+        found = iso.nonlocality(model, torch.randn(2, 3, 48, 32))
+        mean = grid_distances(6, 4).mean()
+        for i in range(2):
+            torch.testing.assert_close(found[f"blocks.{i}.attn"], mean.expand(9))
+        torch.testing.assert_close(found["blocks.2.attn"], mean.expand(9) * 24 / 25)  # the class token takes its share
+        assert model.training
+
+    def test_a_head_on_its_tap_is_as_far_as_its_centre(self):
+        found = iso.nonlocality(self.convit(gate=60.0, locality_strength=60.0), torch.randn(1, 3, 80, 80))
+        edge = 10 * 10  # at the border the nearest key inside is taken: a straight tap falls back on the query itself
+        straight, corner = 9 * 10 / edge, (9 * 9 * 2**0.5 + 2 * 9 * 1) / edge
+        expected = torch.tensor([corner, straight, corner, straight, 0, straight, corner, straight, corner])
+        torch.testing.assert_close(found["blocks.0.attn"], expected, atol=1e-4, rtol=0)
+
+    def test_it_is_the_sum_over_the_maps_of_every_kind_of_layer(self):
+        batch = torch.randn(11, 3, 48, 48)
+        for model in (self.convit(), timm.create_model("t_cifar_resnet20")):
+            maps, found = iso.attention_maps(model, batch), iso.nonlocality(model, batch)
+            assert set(maps) == set(found) == set(attention_layers(model))
+        torch.testing.assert_close(found["layer3.1.conv2"], by_hand(maps["layer3.1.conv2"], 12, 1, 1))
+        torch.testing.assert_close(found["layer3.0.conv1"], by_hand(maps["layer3.0.conv1"], 12, 1, 2))
+
+    def test_plain_vits_have_it_too(self):
+        vit = timm.create_model("vit_tiny_patch16_224", depth=2, qk_norm=True, img_size=(64, 96), num_classes=3)
+        batch = torch.randn(2, 3, 64, 96)
+        found, maps = iso.nonlocality(vit, batch), iso.attention_maps(vit, batch)
+        expected = (maps["blocks.1.attn"][:, :, 1:, 1:] * grid_distances(4, 6)).sum(-1).mean((0, 2))
+        torch.testing.assert_close(found["blocks.1.attn"], expected)
+        assert iso.gates(vit) == {}
+
+
+def by_hand(maps, queries, padding, stride):
+    """Mean distance from each query of a padded, strided window to its keys. Shape: maps (B, nh, Nq, Nk) -> (nh,)"""
+    keys = round(maps.shape[-1] ** 0.5)
+    q = [(1 + stride * r, 1 + stride * c) for r in range(queries) for c in range(queries)]
+    k = [(r, c) for r in range(keys) for c in range(keys)]
+    distances = torch.tensor([[((a - c) ** 2 + (b - d) ** 2) ** 0.5 for c, d in k] for a, b in q])
+    return (maps * distances).sum(-1).mean((0, 2))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_map_of_a_plain_attention_is_what_it_applies(fused):
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, qk_norm=True, img_size=32, num_classes=3).eval()
+    attention, x = vit.blocks[0].attn, torch.randn(2, 5, 192)
+    attention.fused_attn = fused
+    maps = iso.attention_maps(torch.nn.Sequential(attention), x)["0"]
+    values = attention.qkv(x)[..., 384:].unflatten(-1, (3, 64)).transpose(1, 2)
+    torch.testing.assert_close(attention.proj((maps @ values).transpose(1, 2).flatten(2)), attention(x))
+
+
+def test_looks_of_token_layers_leave_the_class_token_out():
+    model = iso.recast(
+        timm.create_model("deit_tiny_patch16_224", img_size=(64, 96)),
+        iso.AttentionToGPSA(locality=9.0, gate=30.0),
+        "blocks.0.attn",
+    )
+    pictures = iso.looks(model, torch.randn(1, 3, 64, 96), (0.5, 0.5))
+    assert pictures["blocks.0.attn"].shape == pictures["blocks.1.attn"].shape == (1, 3, 4, 6)
+    peaks = pictures["blocks.0.attn"][0].flatten(1).argmax(-1)
+    assert [(int(p) // 6, int(p) % 6) for p in peaks] == [(2, 2), (2, 3), (2, 4)]
+
+
+def test_centres_are_where_the_heads_look():
+    cnn = timm.create_model("t_cifar_resnet20")
+    for model, name in ((cnn, "layer3.0.conv1"), (torch.nn.Sequential(iso.GPSA(36, 9, (4, 5))), "0")):
+        assert iso.centres(model)[name].tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]

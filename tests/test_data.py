@@ -1,5 +1,7 @@
 """Sources, subsets, corruptions: right images, right labels, one clear line when not."""
 
+import io
+
 import numpy as np
 import pytest
 import timm
@@ -8,7 +10,16 @@ from PIL import Image
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from isomorph.data import Corrupted, Noisy, class_fraction, eval_loader, open_source, train_loader
+from isomorph.data import (
+    Corrupted,
+    Noisy,
+    Source,
+    class_fraction,
+    eval_loader,
+    first_classes,
+    open_source,
+    train_loader,
+)
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
 
@@ -188,3 +199,64 @@ def test_evaluation_follows_the_models_own_config(data_root):
     pixels = torch.from_numpy(np.array(open_source("cifar10", "test").image(1))).permute(2, 0, 1) / 255
     mean, std = (torch.tensor(v)[:, None, None] for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     torch.testing.assert_close(images[1], (pixels - mean) / std)
+
+
+def test_the_first_images_of_each_class_can_be_taken_instead():
+    source = open_source("digits", "train")
+    first = class_fraction(source, 0.1, seed=None)
+    for label in range(10):
+        members = [i for i, found in enumerate(source.labels) if found == label]
+        assert [i for i in first.ids if source.labels[i] == label] == members[: round(0.1 * len(members))]
+
+
+def test_first_classes():
+    source = open_source("digits", "test")
+    part = first_classes(source, 3)
+    assert set(part.labels) == {0, 1, 2}
+    assert part.classes == ("0", "1", "2")
+    assert len(part) == sum(label < 3 for label in source.labels)
+    with pytest.raises(iso.UserError, match="more than the 10 classes"):
+        first_classes(source, 11)
+
+
+def test_repeated_augmentation_shows_every_drawn_image_so_often():
+    source = open_source("digits", "train").subset(range(64))
+    marked = Source(source.pictures, list(range(64)), [str(i) for i in range(64)])
+    config = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
+    loader = train_loader(marked, config, 32, repeats=3, scale=(0.2, 1.0))
+    torch.manual_seed(3)
+    batches = list(loader)
+    labels = torch.cat([labels for _, labels in batches])
+    images = torch.cat([images for images, _ in batches])
+    assert len(loader) == len(batches) == 2
+    assert labels.unique(return_counts=True)[1].tolist().count(3) == 21  # 64 = 21 * 3 + 1
+    assert labels[0] == labels[1] == labels[2]
+    assert not torch.equal(images[0], images[1])
+    torch.manual_seed(3)
+    again = torch.cat([labels for _, labels in loader])
+    assert torch.equal(labels, again)
+    assert not torch.equal(labels, torch.cat([labels for _, labels in loader]))
+
+
+def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
+    import json
+
+    import pyarrow
+    from pyarrow.parquet import write_table
+
+    names = [f"class {i}" for i in range(100)]
+    features = {"info": {"features": {"fine_label": {"names": names}}}}
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(buffer, "png")
+    columns = {"img": [{"bytes": buffer.getvalue(), "path": ""}] * 2, "fine_label": [7, 42], "coarse_label": [1, 2]}
+    table = pyarrow.table(columns).replace_schema_metadata({"huggingface": json.dumps(features)})
+    (tmp_path / "cifar100").mkdir()
+    write_table(table, tmp_path / "cifar100/train-0.parquet")
+    source = open_source("cifar100", "train", tmp_path)
+    assert source.labels == [7, 42]
+    assert source.classes == tuple(names)
+    write_table(table.drop_columns(["img"]), tmp_path / "cifar100/train-0.parquet")
+    with pytest.raises(iso.UserError, match="it needs image and label"):
+        open_source("cifar100", "train", tmp_path)
+    with pytest.raises(iso.UserError, match=r"no cifar100 in .*cifar100/test-\*.parquet"):
+        open_source("cifar100", "test", tmp_path)

@@ -14,7 +14,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.recipes import RECIPES
+from isomorph.recipes import RECIPES, convit
 from isomorph.training import Diverged
 from isomorph.training.build import build_model
 from isomorph.training.checkpoint import describe_base, describe_edits
@@ -84,6 +84,39 @@ class TestRecipe:
         brief = ["data.workers=0", "data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
         assert len(run.train) == 2
+        assert train_epoch(run, 0, lambda: None) > 0
+
+    @pytest.mark.parametrize("name", convit.RECIPES)
+    def test_every_convit_of_the_paper_is_built(self, name):
+        part = iso.load_recipe(name).model
+        with torch.device("meta"):
+            model = build_model(part, 1000, 0.1)
+        gpsa = [m for m in model.modules() if isinstance(m, iso.GPSA)]
+        assert len(gpsa) == (
+            0 if name.split("_")[0] in ("vit", "deit") else part.kwargs.get("local_up_to_layer", 10)
+        ) or (name.startswith("cifar_vit") and not gpsa)
+        frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+        wanted = {"b": {"gate"}, "d": {"gate"}, "f": {"gate", "position", "weight", "bias"}}
+        wanted["g"] = wanted["f"]
+        row = name.removeprefix("convit_ablation_")[:1] if "ablation" in name else ""
+        assert {n.rpartition(".")[2] for n in frozen} == wanted.get(row, set())
+        assert all(".attn." in n for n in frozen)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "name",
+        ["convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_layers_3", "cifar_convit_5pct"],
+    )
+    def test_convit_recipes_run_two_steps(self, name, tmp_path):
+        small = [
+            "data.source=digits",
+            "data.size=[32,32]",
+            "data.batch_size=20",
+            "data.workers=0",
+            "data.fraction=0.03",
+        ]
+        brief = ["epochs=1", "optim.warmup_epochs=0", "evaluate_every=1", "keep_every=null", "data.classes=null"]
+        run = open_run(iso.load_recipe(name, [*small, *brief, f"out={tmp_path}"]))
         assert train_epoch(run, 0, lambda: None) > 0
 
     def test_text_that_is_no_yaml_or_looks_like_a_number(self):
@@ -198,15 +231,85 @@ class TestRun:
             dict(augment=dict(mixup=0.8, cutmix=1.0, smoothing=0.1, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25)),
             dict(ema=0.9, drop_path=0.1, amp="bf16"),
             dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, clip_grad=1.0, schedule="constant")),
-            dict(optim=dict(name="sgd", lr=0.1), augment=dict(scale=[0.5, 1.0])),
+            dict(optim=dict(name="sgd", lr=0.1), augment=dict(scale=[0.5, 1.0], repeats=3)),
         ],
-        ids=["mixing", "averaging", "annealing", "sgd"],
+        ids=["mixing", "averaging", "annealing", "sgd, repeats"],
     )
     def test_options_run(self, tmp_path, changes):
         result = iso.train(tiny(tmp_path, epochs=1, **changes), show=False)
         assert result.metrics["nll"] > 0
         if "anneal" in changes:
             assert result.model.layer3[2].conv2.locality.max() < 2
+
+    def test_evaluates_and_keeps_when_it_is_due(self, tmp_path):
+        result = iso.train(tiny(tmp_path, epochs=5, evaluate_every=2, keep_every=3), show=False)
+        rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+        assert [row["epoch"] for row in rows if "top1" in row] == [2, 4, 5]
+        assert result.metrics["top1"] == rows[-1]["top1"]
+        assert [path.name for path in tmp_path.glob("epoch-*")] == ["epoch-3.safetensors"]
+        assert iso.load(tmp_path / "epoch-3.safetensors").training is False
+
+    def test_frozen_parameters_stay(self, tmp_path):
+        model = dict(
+            name="convit_ti", kwargs=dict(embed_dim=16, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8)
+        )
+        globs = ["blocks.0.attn.*", "patch_embed.*"]
+        run = open_run(tiny(tmp_path, model=model | dict(freeze=globs)))
+        before = {name: p.clone() for name, p in run.eval_model.named_parameters()}
+        train_epoch(run, 0, lambda: None)
+        moved = {name for name, p in run.eval_model.named_parameters() if not torch.equal(p, before[name])}
+        assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
+        assert {"blocks.0.mlp.fc1.weight", "blocks.1.attn.qkv.weight", "pos_embed"} <= moved
+        for glob, message in (
+            ("blocks.0.attn.gates", "matches no parameter; nearest: .*gate"),
+            ("*", "nothing to train"),
+        ):
+            with pytest.raises(iso.UserError, match=message):
+                open_run(tiny(tmp_path, model=model | dict(freeze=[glob])))
+
+    @pytest.mark.parametrize("kind", ["hard", "soft"])
+    def test_distillation(self, kind, tmp_path):
+        """The loss is DeiT's, the teacher is frozen and normalised as it was trained, and a run resumes without it."""
+        from isomorph.training.checkpoint import load_state
+
+        teacher = timm.create_model("cifar_resnet20")
+        teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
+        iso.save(teacher, tmp_path / "teacher.safetensors")
+        distill = dict(teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, temperature=2.0)
+        recipe = tiny(tmp_path / "run", distill=distill, ema=0.9)
+        run = open_run(recipe)
+        run.task.train()
+        student = run.eval_model.train()
+        loaded = iso.load(tmp_path / "teacher.safetensors")
+        assert not run.task.teacher.model.training
+        assert not any(p.requires_grad for p in run.task.teacher.parameters())
+        x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+        mean, std = (torch.tensor(run.task.trainable_module.pretrained_cfg[k])[:, None, None] for k in ("mean", "std"))
+        t_mean, t_std = torch.tensor((0.1, 0.2, 0.3))[:, None, None], torch.tensor((0.5, 0.6, 0.7))[:, None, None]
+        seen = loaded((x * std + mean - t_mean) / t_std)
+        result = run.task(x, y)
+        labels = nn.functional.cross_entropy(result["output"], y)
+        if kind == "hard":
+            second = nn.functional.cross_entropy(result["output"], seen.argmax(1))
+        else:
+            p, q = (seen / 2).softmax(1), (result["output"] / 2).log_softmax(1)
+            second = 4 * (p * (p.log() - q)).sum(1).mean()
+        torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
+        assert student.training
+        iso.train(recipe, show=False)
+        assert not any("teacher" in name for name in load_state(tmp_path / "run/last.pt")["task"]["state_dict"])
+        assert iso.train(recipe, show=False).metrics["top1"] >= 0
+        with pytest.raises(iso.UserError, match="knows 10 classes, the model has 12"):
+            open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
+
+    def test_a_vit_is_recast_by_a_recipe(self, tmp_path):
+        model = dict(name="deit_tiny_patch16_224", kwargs=dict(img_size=16, depth=2, patch_size=8))
+        model |= dict(recast=dict(rule="AttentionToGPSA", where="blocks.*.attn", gate=0.0))
+        result = iso.train(tiny(tmp_path, model=model, epochs=1), show=False)
+        again = iso.load(tmp_path / "model.safetensors")
+        assert list(iso.gates(again)) == ["blocks.0.attn", "blocks.1.attn"]
+        x = torch.randn(1, 3, 16, 16)
+        assert torch.equal(again(x), result.model(x))
 
     @pytest.mark.parametrize("workers", [0, 1])
     def test_resumed_equals_uninterrupted(self, workers, tmp_path, monkeypatch):
