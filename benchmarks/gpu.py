@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+import convit
 import gpsa
 from interleave import show, write
 
@@ -18,8 +19,8 @@ def main():
     device, found = torch.device("cuda"), {}
     for precision in ("float32", "bfloat16"):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
-            for title, table in gpsa.TABLES.items():
-                found[f"{title} ({precision})"] = table(device)
+            for title, table in (gpsa.TABLES | convit.TABLES).items():
+                found[f"{title} ({precision})"] = table(device, rounds=5)
                 show(f"{title} ({precision})", found[f"{title} ({precision})"])
     print(f"\nwrote {write('gpu', found)}")
 
