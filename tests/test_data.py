@@ -260,3 +260,20 @@ def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
         open_source("cifar100", "train", tmp_path)
     with pytest.raises(iso.UserError, match=r"no cifar100 in .*cifar100/test-\*.parquet"):
         open_source("cifar100", "test", tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "rand-m10-inc1", "augmix-m10-w1", "original", "v0"])
+def test_policies_survive_their_strongest_posterize(policy):
+    """timm posterizes to 0 bits at the top of its range; Pillow 13 raises there."""
+    source = open_source("digits", "train").subset(range(4))
+    config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
+    train_loader(source, config, 4, auto_augment=policy)
+    loader = train_loader(source, config, 4, auto_augment=policy)
+    parts = loader.dataset.transform.transforms
+    found = [op for p in parts for group in [getattr(p, "ops", []), *getattr(p, "policy", [])] for op in group]
+    posterizing = [op for op in found if op.name.startswith("Posterize")]
+    assert posterizing
+    for op in posterizing:
+        for level in (0, 5, 10):
+            op.magnitude, op.magnitude_std, op.prob = level, 0, 1.0
+            assert op(source.image(0)).size == (8, 8)

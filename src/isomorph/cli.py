@@ -23,7 +23,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, evaluate, measure_cost
 from isomorph.recipes import RECIPES, as_assignments, load_recipe, recipe_values
 from isomorph.report import metric_rows, show
-from isomorph.surgery import compare, edits_since
+from isomorph.surgery import GATED_RULES, compare, edits_since
 from isomorph.training.build import evaluation_data, open_model, standard_normal
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
@@ -63,6 +63,7 @@ def recast(
     *,
     where: list[str],
     out: Path,
+    rule: Literal["ConvToGPSA", "AttentionToGPSA"] = "ConvToGPSA",
     init: Literal["exact", "paper"] = "exact",
     locality: float | None = None,
     gate: float | None = None,
@@ -72,18 +73,20 @@ def recast(
     size: tuple[int, int] | None = None,
     json_: Json = False,
 ) -> None:
-    """Recast convolutions of a model as gated positional self-attention, verify, and save it.
+    """Recast modules of a model as gated positional self-attention, verify, and save it.
 
     Parameters
     ----------
     model
         A timm model, or a checkpoint written by isomorph.
     where
-        Glob over module names, like 'layer4.*.conv2'; may be given several times.
+        Glob over module names, like 'layer4.*.conv2' or 'blocks.*.attn'; may be given several times.
     out
         The new checkpoint (.safetensors).
+    rule
+        ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT.
     init
-        exact keeps the function (verified); paper starts on the verge of locality.
+        exact keeps the function (verified); paper starts as the paper does, to be trained.
     locality
         Overrides the init's locality.
     gate
@@ -102,10 +105,9 @@ def recast(
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    rule = iso.ConvToGPSA(init, locality, gate)
-    new = iso.recast(base, rule, where)
+    new = iso.recast(base, GATED_RULES[rule](init, locality, gate), where)
     report = compare(base, new, [standard_normal(1, base, size)])
-    if not report.passed and rule == iso.ConvToGPSA():
+    if not report.passed and (init, locality, gate) == ("exact", None, None):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
@@ -113,7 +115,7 @@ def recast(
         print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
     else:
         note = "" if report.passed else "\n(such dials do not keep the function: fine-tune it)"
-        print(f"{rule} on {len(names)} modules\n{report}{note}\nwrote {out}")
+        print(f"{iso.edits(new)[-1].rule} on {len(names)} modules\n{report}{note}\nwrote {out}")
 
 
 @app.command
@@ -246,7 +248,12 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
             model = timm.create_model(name)
         size = "x".join(map(str, model.pretrained_cfg["input_size"][1:]))
         rows.append(
-            {"name": name, "parameters": count_parameters(model), "input": size, "weights": model.pretrained_cfg["tag"]}
+            {
+                "name": name,
+                "parameters": count_parameters(model),
+                "input": size,
+                "weights": model.pretrained_cfg.get("tag", ""),
+            }
         )
     if json_:
         print(json.dumps(rows))

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from PIL import Image, ImageOps
 from timm.data import create_loader
 from torch.utils.data import DataLoader, Sampler
 from torchvision import transforms
@@ -52,6 +53,7 @@ def train_loader(
         **{key: config[key] for key in SHARED_KEYS},
         **{**NO_AUGMENTATION, **augmentation},
     )
+    mend_posterize(source.transform)
     if crop_padding:
         crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
         source.transform = transforms.Compose([*crop, source.transform])
@@ -66,6 +68,22 @@ def train_loader(
         collate_fn=loader.collate_fn,
         worker_init_fn=loader.worker_init_fn,
     )
+
+
+def mend_posterize(transform: Any) -> None:
+    """Lets timm's policies posterize to no bits at all (black), which Pillow 13 refuses with an error mid-run."""
+    for part in transform.transforms:
+        sub_policies = [getattr(part, "ops", []), *getattr(part, "policy", [])]
+        for operation in (op for policy in sub_policies for op in policy):
+            if operation.name.startswith("Posterize"):
+                operation.aug_fn = posterize
+
+
+def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+    """The image with so many bits a channel."""
+    if bits < 1:
+        return Image.new(image.mode, image.size)
+    return ImageOps.posterize(image, min(bits, 8))
 
 
 class Repeated(Sampler[int]):

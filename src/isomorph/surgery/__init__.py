@@ -3,14 +3,15 @@
 from isomorph.surgery.anneal import Anneal, gpsa_layers
 from isomorph.surgery.fuse import fuse
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
-from isomorph.surgery.rules import AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.rules import GATED_RULES, AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, Report, compare, verify
 
-RULES: dict[str, type[Rule]] = {rule.__name__: rule for rule in (AttentionToGPSA, ConvToGPSA, Unstride)}
+RULES: dict[str, type[Rule]] = {**GATED_RULES, Unstride.__name__: Unstride}
 """Rules by name, as checkpoints and recipes store them."""
 
 __all__ = [
+    "GATED_RULES",
     "RULES",
     "Anneal",
     "AttentionToGPSA",

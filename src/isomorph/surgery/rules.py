@@ -195,6 +195,13 @@ class AttentionToGPSA:
         return gpsa
 
 
+GATED_RULES: dict[str, type[ConvToGPSA] | type[AttentionToGPSA]] = {
+    "ConvToGPSA": ConvToGPSA,
+    "AttentionToGPSA": AttentionToGPSA,
+}
+"""Rules that end in gated attention: they share init, locality and gate."""
+
+
 def embedding_model(model: nn.Module) -> Any:
     """The part of a model that embeds patches and says on which grid, or None."""
     parts = (m for m in model.modules() if hasattr(getattr(m, "patch_embed", None), "dynamic_feat_size"))

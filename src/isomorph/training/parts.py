@@ -10,7 +10,7 @@ from timm.data import create_transform
 
 from isomorph.data import SOURCES
 from isomorph.models import refuse_unknown
-from isomorph.surgery import Anneal, AttentionToGPSA, ConvToGPSA, Rule
+from isomorph.surgery import GATED_RULES, Anneal, Rule
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -44,8 +44,7 @@ class RecastPart(Part):
 
     def build_rule(self) -> Rule:
         """The rule these fields describe."""
-        rule = ConvToGPSA if self.rule == "ConvToGPSA" else AttentionToGPSA
-        return rule(self.init, self.locality, self.gate)
+        return GATED_RULES[self.rule](self.init, self.locality, self.gate)
 
 
 class ModelPart(Part):
