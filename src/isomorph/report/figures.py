@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -98,4 +98,46 @@ def curves_figure(curves: Mapping[str, Sequence[float]], label: str) -> str:
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axes.grid(color=INK, alpha=0.25)
         axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+        return as_svg(figure)
+
+
+class Line(NamedTuple):
+    """A line, and the range around it where there is one."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+class Panel(NamedTuple):
+    """One pair of axes. `ordered` lines (blocks by depth) go from light to dark."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Line]
+    ordered: bool = False
+
+
+def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
+    """Panels of lines side by side, each with its own legend."""
+    rows = -(-len(panels) // columns)
+    with plt.style.context(STYLE):
+        figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.7 * rows), squeeze=False)
+        for cell in axes.flat[len(panels) :]:
+            cell.set_visible(False)
+        for cell, panel in zip(axes.flat, panels, strict=False):
+            shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
+            colours = shades if panel.ordered else PALETTE
+            for (name, line), colour in zip(panel.lines.items(), colours, strict=False):
+                cell.plot(line.x, line.y, marker="o", ms=3, lw=1.5, color=colour, label=name)
+                if line.low is not None and line.high is not None:
+                    cell.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, lw=0)
+            cell.set_title(panel.title, fontsize=9)
+            cell.set_xlabel(panel.x_label)
+            cell.set_ylabel(panel.y_label)
+            cell.grid(color=INK, alpha=0.25)
+            cell.legend(frameon=False, fontsize=7, ncols=2 if len(panel.lines) > 3 else 1)
+        figure.tight_layout()
         return as_svg(figure)

@@ -1,0 +1,122 @@
+"""The sample-efficiency study of docs/methods/convit.md: a narrow ConViT and the same ViT on 5% and 20% of CIFAR-10.
+
+    python benchmarks/convit_cifar.py [--seeds 3] [--out runs/convit] [--figure docs/methods/convit_cifar.svg]
+
+Needs ISOMORPH_DATA with cifar10. Each run resumes by itself; a second call only completes table and figure.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from timm.data import resolve_data_config
+
+import isomorph as iso
+from interleave import show, write
+from isomorph.data import eval_loader, open_source
+from isomorph.recipes.convit import STUDY
+from isomorph.report.figures import Line, Panel, panels_figure
+
+TITLES = {"convit": "ConViT", "vit": "ViT"}
+
+
+def open_runs(out, seeds):
+    """Trains what is not trained yet: {(kind, share, seed): (folder, rows of the log)}."""
+    runs = {}
+    for seed in range(seeds):
+        for kind, share in STUDY:
+            folder = out / f"{kind}_{share}_{seed}"
+            recipe = iso.load_recipe(f"cifar_{kind}_{share}pct", [f"seed={seed}", f"out={folder}"])
+            iso.train(recipe)
+            rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+            runs[kind, share, seed] = (folder, [row for row in rows if "top1" in row], recipe)
+    return runs
+
+
+def spread(values):
+    """Mean and, in brackets, half the range over seeds."""
+    return f"{statistics.mean(values):.2f} ({(max(values) - min(values)) / 2:.2f})"
+
+
+def table(runs):
+    """One row a network and share of the data: last and best top-1, NLL, training loss."""
+    rows = []
+    for kind, share in STUDY:
+        logs = [log for (k, s, _), (_, log, _) in runs.items() if (k, s) == (kind, share)]
+        row = {"network": TITLES[kind], "data": f"{share}%"}
+        row |= {"top-1": spread([log[-1]["top1"] for log in logs]), "NLL": spread([log[-1]["nll"] for log in logs])}
+        rows.append(row | {"training loss": spread([log[-1]["loss"] for log in logs])})
+    return rows
+
+
+def learning_curves(runs, share):
+    """Mean top-1 over seeds, and their range."""
+    lines = {}
+    for kind, title in TITLES.items():
+        logs = [log for (k, s, _), (_, log, _) in runs.items() if (k, s) == (kind, share)]
+        tops = [[log[i]["top1"] for log in logs] for i in range(len(logs[0]))]
+        shares = (min(values) for values in tops), (max(values) for values in tops)
+        epochs = [row["epoch"] for row in logs[0]]
+        lines[title] = Line(epochs, [statistics.mean(values) for values in tops], *map(list, shares))
+    return Panel(f"{share}% of the data", "epoch", "top-1, %", lines)
+
+
+def through_training(folder, recipe, look):
+    """What `look(model)` gives at birth and at every kept epoch: {name: Line}, heads averaged."""
+    born = iso.load_recipe(recipe.name, [f"seed={recipe.seed}"])
+    stages = {0: build_born(born)}
+    stages |= {int(path.stem.partition("-")[2]): iso.load(path) for path in folder.glob("epoch-*.safetensors")}
+    found = {epoch: look(model) for epoch, model in sorted(stages.items())}
+    return {
+        f"block {name.split('.')[1]}": Line(list(found), [float(v[name].mean()) for v in found.values()])
+        for name in found[0]
+    }
+
+
+def build_born(recipe):
+    """The network of a run before its first step."""
+    from isomorph.training.build import build_model
+    from isomorph.training.runtime import seed_everything
+
+    seed_everything(recipe.seed)
+    return build_model(recipe.model, 10, recipe.drop_path)
+
+
+def figure(runs, share):
+    """Learning curves, nonlocality and gates along training, seed 0 where there is one line a block."""
+    folders = {kind: runs[kind, share, 0] for kind in TITLES}
+    config = resolve_data_config({"input_size": (3, 32, 32)}, model=build_born(folders["vit"][2]))
+    images = next(iter(eval_loader(open_source("cifar10", "test").subset(range(256)), config, 256)))[0]
+    panels = [learning_curves(runs, part) for part in sorted({s for _, s in STUDY})]
+    for kind, title in TITLES.items():
+        lines = through_training(folders[kind][0], folders[kind][2], lambda model: iso.nonlocality(model, images))
+        panels.append(Panel(f"{title}: nonlocality", "epoch", "patches", lines, ordered=True))
+    gates = through_training(folders["convit"][0], folders["convit"][2], iso.gates)
+    panels.append(Panel("ConViT: gates", "epoch", "sigma(gate)", gates, ordered=True))
+    return panels_figure(panels)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("runs/convit"))
+    parser.add_argument("--figure", type=Path, default=Path("docs/methods/convit_cifar.svg"))
+    options = parser.parse_args()
+    runs = open_runs(options.out, options.seeds)
+    rows = table(runs)
+    show(f"{options.seeds} seeds: mean (half the range)", rows)
+    options.figure.write_text(figure(runs, 20) + "\n")
+    by_seed = [{"run": f"{k} {s}% seed {seed}", **log[-1]} for (k, s, seed), (_, log, _) in runs.items()]
+    curves = [
+        {"run": f"{k} {s}% seed {seed}", "top1": [r["top1"] for r in log]} for (k, s, seed), (_, log, _) in runs.items()
+    ]
+    print(
+        f"\nwrote {write('convit_cifar', {'table': rows, 'by seed': by_seed, 'curves': curves})} and {options.figure}"
+    )
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    main()
