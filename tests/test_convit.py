@@ -8,6 +8,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 
 import isomorph as iso
+from isomorph.evaluation import count_macs
 from isomorph.layers import GPSA
 from isomorph.models.convit import VARIANTS, checkpoint_filter_fn, public_state_dict
 from isomorph.training.checkpoint import load_weights
@@ -100,6 +101,18 @@ def test_the_public_layout_goes_there_and_back():
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("name", "giga"),
+    [("convit_ti", 1.0), ("convit_s", 5.4), ("convit_b", 17), ("convit_s_plus", 10), ("convit_b_plus", 30)],
+)
+def test_multiply_accumulates_are_those_of_table_1(name, giga):
+    """The table leaves out the two products of attention, N^2 C each: they are taken off here."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    products = 12 * 2 * 196**2 * model.embed_dim / 1e9
+    assert count_macs(model, (3, 224, 224)) / 1e9 - products == pytest.approx(giga, rel=0.08)
+
+
 def test_pretrained_points_at_timms_weights():
     for name, peer in PEERS.items():
         assert timm.get_pretrained_cfg(name).hf_hub_id == f"timm/{peer}.fb_in1k"
@@ -149,6 +162,13 @@ def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them()
     assert {tuple(patches.shape) for patches, _ in taken} == {(2, 36, 4, 6)}
     torch.testing.assert_close(last, model.norm(h))
     torch.testing.assert_close(taken[-1][0].flatten(2), h[:, 1:].transpose(1, 2))
+    found = model.forward_intermediates(x, indices=[3], return_prefix_tokens=True, norm=True, output_dict=True)
+    torch.testing.assert_close(found["image_features"], last)
+    torch.testing.assert_close(found["image_intermediates_prefix"][0], last[:, :1])
+    tokens = model.get_intermediate_layers(x, n=[0, 3])
+    assert [tuple(t.shape) for t in tokens] == [(2, 24, 36)] * 2
+    with pytest.raises(iso.UserError, match="no attention mask"):
+        model.get_intermediate_layers(x, attn_mask=torch.ones(24, 24))
 
 
 @pytest.mark.parametrize("patch_size", [4, 8, 16])
@@ -244,6 +264,8 @@ def test_pruning_drops_a_class_token_that_would_not_join():
         (dict(locality_strength=0.0), "must be above 0"),
         (dict(attn_drop_rate=0.1), "attn_drop_rate=0.1 is not available"),
         (dict(reg_tokens=2), "reg_tokens=2 is not available"),
+        (dict(img_size=(64, 8)), "64 x 8 image is smaller than the 16 x 16 patch"),
+        (dict(patch_size=0), "the patch has no pixel"),
     ],
 )
 def test_impossible_networks_are_refused_in_a_line(kwargs, message):
@@ -255,6 +277,13 @@ def test_impossible_networks_are_refused_in_a_line(kwargs, message):
 def test_impossible_images_are_refused_in_a_line(size, message):
     with pytest.raises(iso.UserError, match=message):
         small()(torch.randn(1, 3, *size))
+
+
+def test_an_impossible_resize_leaves_the_model_as_it_was():
+    model = small(img_size=64)
+    with pytest.raises(iso.UserError, match="8 x 8 image is smaller than the 16 x 16 patch"):
+        model.set_input_size(8)
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
 
 
 def test_saves_and_loads(tmp_path):

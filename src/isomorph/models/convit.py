@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import resample_abs_pos_embed, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model, vision_transformer
+from timm.layers import resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.decay import undecayed
+from isomorph.models.convit_checkpoints import checkpoint_filter_fn
+from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
 
 
 class LocalBlock(Block):
@@ -130,16 +132,23 @@ class ConViT(VisionTransformer):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ) -> list[Any] | tuple[Tensor, list[Any]]:
-        """The final tokens and those after chosen blocks, as timm's models give them.
+        output_dict: bool = False,
+        attn_mask: None = None,
+    ) -> Any:
+        """The final tokens and those after chosen blocks, as timm's VisionTransformer gives them.
 
         `return_prefix_tokens` pairs each with its class token, which has length 0 where it has not joined yet.
+
+        Raises: UserError for a mask, which GPSA has none of; ValueError for an unknown format.
         """
+        if attn_mask is not None:
+            raise UserError("a ConViT takes no attention mask: its positions look everywhere")
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW' or 'NLC'")
         take, last = feature_take_indices(len(self.blocks), indices)
         x, (H, W) = self.embed(x)
-        taken: list[Any] = []
+        taken: list[Tensor] = []
+        prefixes: list[Tensor] = []
         for i in range(last + 1 if stop_early else len(self.blocks)):
             x = self.run_block(i, x, (H, W))
             if i in take:
@@ -147,8 +156,14 @@ class ConViT(VisionTransformer):
                 prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
-                taken.append((patches, prefix) if return_prefix_tokens else patches)
-        return taken if intermediates_only else (self.norm(x), taken)
+                taken.append(patches)
+                prefixes.append(prefix)
+        if output_dict:
+            found: dict[str, Any] = {"image_intermediates": taken}
+            found |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
+            return found if intermediates_only else found | {"image_features": self.norm(x)}
+        pairs = list(zip(taken, prefixes, strict=True)) if return_prefix_tokens else taken
+        return pairs if intermediates_only else (self.norm(x), pairs)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -169,6 +184,8 @@ class ConViT(VisionTransformer):
             img_size = (img_size, img_size)
         if isinstance(patch_size, int):
             patch_size = (patch_size, patch_size)
+        new_size, new_patch = img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size
+        refuse_small(new_size, new_patch)
         super().set_input_size(img_size, patch_size)
         update_reductions(self)
 
@@ -184,6 +201,7 @@ def update_reductions(model: Any) -> None:
 
 def refuse_arguments(local_up_to_layer: int, locality_strength: float, kwargs: dict[str, Any]) -> None:
     """Raises: UserError for arguments that make no ConViT, before anything is built."""
+    refuse_small(to_2tuple(kwargs.get("img_size", 224)), to_2tuple(kwargs.get("patch_size", 16)))
     depth, heads, dim = kwargs.get("depth", 12), kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768)
     if not 0 <= local_up_to_layer <= depth:
         raise UserError(f"local_up_to_layer {local_up_to_layer} is not between 0 and the {depth} blocks there are")
@@ -203,69 +221,26 @@ def refuse_arguments(local_up_to_layer: int, locality_strength: float, kwargs: d
             raise UserError(f"{name}={kwargs[name]} is not available in GPSA blocks, whose map is never formed")
 
 
+def refuse_small(size: tuple[int, int], patch: tuple[int, int]) -> None:
+    """Raises: UserError when an image is smaller than a patch, or a patch has no pixel."""
+    (height, width), (ph, pw) = size, patch
+    if min(ph, pw) < 1 or height < ph or width < pw:
+        raise UserError(
+            f"the {height} x {width} image is smaller than the {ph} x {pw} patch, or the patch has no pixel"
+        )
+
+
 def refuse_size(size: torch.Size, patch_embed: Any) -> None:
     """Raises: UserError when an image is smaller than a patch, or no multiple of it and not to be padded."""
     (height, width), (ph, pw) = size, patch_embed.patch_size
     if patch_embed.dynamic_img_pad:
         return
-    if height < ph or width < pw:
-        raise UserError(f"the {height} x {width} image is smaller than the {ph} x {pw} patch; give a larger one")
+    refuse_small((height, width), (ph, pw))
     if height % ph or width % pw:
         raise UserError(
             f"the {height} x {width} image is no multiple of the {ph} x {pw} patch; "
             "resize it, or create the model with dynamic_img_pad=True"
         )
-
-
-PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
-"""Our names of GPSA parameters, and the public ones; `pos_proj.bias`, constant along the softmax, has no effect."""
-
-
-def checkpoint_filter_fn(state_dict: dict[str, Any], model: ConViT) -> dict[str, Any]:
-    """Checkpoints of the authors, of timm's convit_* and our own, their position embedding resized to the model's grid.
-
-    Raises: UserError when the checkpoint is of another family.
-    """
-    state_dict = state_dict.get("model", state_dict)
-    if "patch_embed.proj.weight" not in state_dict:
-        raise UserError("the checkpoint is not of a ConViT: it has no patch_embed.proj.weight")
-    state = {}
-    for name, tensor in state_dict.items():
-        stem, _, last = name.partition(".attn.")
-        ours = next((own for own, public in PUBLIC_NAMES.items() if public == last), last)
-        if last != "pos_proj.bias":
-            state[f"{stem}.attn.{ours}" if last else name] = tensor
-    refuse_foreign(state, model)
-    if model.pos_embed is None:
-        state.pop("pos_embed", None)
-    return vision_transformer.checkpoint_filter_fn(state, model)
-
-
-def refuse_foreign(state: dict[str, Any], model: ConViT) -> None:
-    """Raises: UserError when the checkpoint has its GPSA in other blocks, or places on a grid that cannot be known."""
-    found = sum(name.endswith(".attn.gate") for name in state)
-    if found != model.local_up_to_layer:
-        raise UserError(
-            f"the checkpoint has {found} blocks of GPSA, the model {model.local_up_to_layer}: it is of another family, "
-            f"or the model wants local_up_to_layer={found}"
-        )
-    own, given = (getattr(places, "shape", (0, 0))[1] for places in (model.pos_embed, state.get("pos_embed")))
-    if own and given not in (0, own) and round(given**0.5) ** 2 != given:
-        raise UserError(
-            f"the checkpoint has positions for {given} patches, no square, so their grid is unknown; "
-            "load it into a model of its own img_size, then call set_input_size"
-        )
-
-
-def public_state_dict(model: ConViT) -> dict[str, Tensor]:
-    """The model's weights in the layout of the authors' and timm's checkpoints, for their code."""
-    state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        stem, _, last = name.partition(".attn.")
-        state[f"{stem}.attn.{PUBLIC_NAMES.get(last, last)}" if last else name] = tensor
-        if last == "position":
-            state[f"{stem}.attn.pos_proj.bias"] = tensor.new_zeros(len(tensor))
-    return state
 
 
 VARIANTS = {"convit_ti": (4, 48), "convit_s": (9, 48), "convit_b": (16, 48)}

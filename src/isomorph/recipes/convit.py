@@ -129,8 +129,8 @@ def variations() -> dict[str, dict[str, Any]]:
 
 
 NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
-"""The study's network: 8 x 8 patches of a CIFAR image, four heads of 16, four GPSA blocks and two plain ones. Linear layers
-start at Xavier's scale: at width 64 the usual .02 leaves queries and keys so small that attention stays uniform."""
+"""The study's network: 8 x 8 patches of a CIFAR image, four heads of 16, four GPSA blocks, two plain ones. Linear
+layers start at Xavier's scale: at width 64 the usual .02 leaves queries and keys so small that attention stays uniform."""
 
 
 def cifar_study(local: int, fraction: float) -> dict[str, Any]:
