@@ -143,6 +143,28 @@ def test_looks_of_token_layers_leave_the_class_token_out():
     assert [(int(p) // 6, int(p) % 6) for p in peaks] == [(2, 2), (2, 3), (2, 4)]
 
 
+def test_the_grid_of_a_call_counts():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = iso.GPSA(36, 9, (4, 6))
+            self.layer.set_dials(gate=60.0, locality=60.0)
+
+        def forward(self, x):
+            return self.layer(x, (2, 12))
+
+    maps = iso.attention_maps(model := Model(), x := torch.randn(1, 24, 36))["layer"]
+    expected = (maps * grid_distances(2, 12)).sum(-1).mean((0, 2))
+    torch.testing.assert_close(iso.nonlocality(model, x)["layer"], expected)
+
+
+def test_tokens_of_an_unknown_grid_are_said():
+    from timm.layers import Attention
+
+    with pytest.raises(iso.UserError, match="grid of the tokens of Attention is unknown"):
+        iso.nonlocality(torch.nn.Sequential(Attention(24, 3)), torch.randn(1, 5, 24))
+
+
 def test_centres_are_where_the_heads_look():
     cnn = timm.create_model("t_cifar_resnet20")
     for model, name in ((cnn, "layer3.0.conv1"), (torch.nn.Sequential(iso.GPSA(36, 9, (4, 5))), "0")):

@@ -123,12 +123,15 @@ def test_a_convit_is_a_recast_vit():
 
 
 def test_there_and_back():
-    model = vit()
+    model = vit(proj_drop_rate=0.3).train()
     new = iso.recast(model, iso.AttentionToGPSA(), WHERE)
     back, x = iso.revert(new), torch.randn(1, 3, 224, 224)
     assert type(back.blocks[0].attn) is Attention
+    assert back.blocks[0].attn.training
     assert iso.edits(back) == ()
-    assert torch.equal(back(x), model(x))
+    assert not back.patch_embed._forward_pre_hooks
+    assert back.blocks[0].attn.proj.weight is not new.blocks[0].attn.proj.weight
+    assert torch.equal(back.eval()(x), model.eval()(x))
     new.blocks[1].attn.set_dials(gate=0.0)
     with pytest.raises(iso.UserError, match=r"blocks.1.attn: .*deviates by \d"):
         iso.revert(new)
@@ -142,19 +145,26 @@ def test_gradients_reach_every_new_parameter():
 
 
 def test_saves_and_loads(tmp_path):
-    model = vit("vit_small_patch16_224", depth=12, reg_tokens=0)
     new = iso.recast(timm.create_model("vit_small_patch16_224", num_classes=3), iso.AttentionToGPSA(), WHERE).eval()
     iso.save(new, tmp_path / "new.safetensors")
     loaded, x = iso.load(tmp_path / "new.safetensors"), torch.randn(1, 3, 224, 224)
     assert torch.equal(loaded(x), new(x))
     assert iso.edits(loaded) == iso.edits(new)
     assert hash(iso.edits(loaded)[0].rule) == hash(iso.edits(new)[0].rule)
-    assert model.training is False
+
+
+def test_a_recast_convit_saves_and_loads(tmp_path):
+    new = iso.recast(timm.create_model("convit_ti", num_classes=3), iso.AttentionToGPSA(), "blocks.1*.attn").eval()
+    iso.save(new, tmp_path / "new.safetensors")
+    x = torch.randn(1, 3, 64, 96)
+    assert torch.equal(iso.load(tmp_path / "new.safetensors")(x), new(x))
 
 
 def test_anneals_open():
     new = iso.recast(vit(), iso.AttentionToGPSA(), WHERE)
-    anneal = iso.Anneal(10, start=(1.0, -15.0), stop=(2.0, 1.0))
+    anneal = iso.Anneal(10, stop=(2.0, 1.0))
+    anneal.apply(new, 0)
+    assert new.blocks[0].attn.gate.tolist() == [-15.0] * 3  # still the attention
     anneal.apply(new, 10)
     layer = new.blocks[0].attn
     assert layer.gate.tolist() == [1.0] * 3
@@ -188,6 +198,45 @@ def test_other_attentions_are_named():
         iso.recast(swin, iso.AttentionToGPSA(), "layers.0.blocks.*.attn")
 
 
+@pytest.mark.parametrize("given", [dict(grid_size=(4,)), dict(grid_size=(0, 4)), dict(prefix_tokens=-1)])
+def test_impossible_grids_are_refused(given):
+    with pytest.raises(iso.UserError, match="must"):
+        iso.AttentionToGPSA(**given)
+
+
+def test_a_grid_of_the_rules_own_is_kept():
+    new = iso.recast(vit(img_size=64), iso.AttentionToGPSA(grid_size=(3, 3), prefix_tokens=1), WHERE)
+    with pytest.raises(ValueError, match="17 tokens do not fill the 3 x 3 grid after 1 prefix"):
+        new(torch.randn(1, 3, 64, 64))
+
+
+def test_models_without_one_whole_grid_are_refused():
+    two = nn.ModuleDict({"a": vit(img_size=64), "b": vit(img_size=(32, 128))})
+    with pytest.raises(iso.UserError, match="several places"):
+        iso.recast(two, iso.AttentionToGPSA(), "b.blocks.*.attn")
+    with pytest.raises(iso.UserError, match="drops patches"):
+        iso.recast(vit(patch_drop_rate=0.25), iso.AttentionToGPSA(), WHERE)
+
+
+def test_what_is_frozen_stays_frozen():
+    model = vit()
+    model.blocks[0].attn.qkv.requires_grad_(False)
+    layer = iso.recast(model, iso.AttentionToGPSA(), WHERE).blocks[0].attn
+    assert not any(p.requires_grad for p in (*layer.qk.parameters(), *layer.v.parameters()))
+    assert all(p.requires_grad for p in (*layer.proj.parameters(), layer.gate, layer.position))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_dtype_and_mode_are_kept(dtype):
+    model = vit().to(dtype).train()
+    new = iso.recast(model, iso.AttentionToGPSA(), WHERE)
+    assert {p.dtype for p in new.parameters()} == {dtype}
+    assert all(m.training for m in new.modules())
+    x = torch.randn(1, 3, 224, 224, dtype=dtype)
+    scale = model.eval()(x).abs().max()
+    assert (new.eval()(x) - model(x)).abs().max() <= (1e-6 if dtype == torch.float64 else 0.05) * scale
+
+
 def test_masks_are_refused():
     with pytest.raises(ValueError, match="takes no mask"):
         ViTGPSA(24, 3, (2, 2))(torch.randn(1, 4, 24), is_causal=True)
@@ -200,10 +249,16 @@ def test_dials_of_a_layer():
     assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
     with pytest.raises(ValueError, match="locality 0"):
         layer.set_dials(locality=0)
+    layer.position.data[:2] = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 2.0]])  # no peak, and a valley
+    assert layer.centre[:2].isnan().all()
+    layer.set_dials(locality=1.0)
+    assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
-def test_a_recast_vit_compiles():
+@pytest.mark.filterwarnings("ignore")  # compiler and exporter warn about themselves
+def test_a_recast_vit_compiles_and_exports():
     new, x = iso.recast(vit(img_size=64), iso.AttentionToGPSA(gate=0.0), WHERE), torch.randn(1, 3, 64, 64)
-    torch.testing.assert_close(torch.compile(new)(x), new(x), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.compile(new, fullgraph=True)(x), new(x), atol=1e-4, rtol=1e-4)
+    exported = torch.export.export(new, (x,))
+    torch.testing.assert_close(exported.module()(x), new(x), atol=1e-4, rtol=1e-4)

@@ -299,6 +299,10 @@ class TestRun:
         iso.train(recipe, show=False)
         assert not any("teacher" in name for name in load_state(tmp_path / "run/last.pt")["task"]["state_dict"])
         assert iso.train(recipe, show=False).metrics["top1"] >= 0
+        fixed = dict(teacher=str(tmp_path / "vit.safetensors"))
+        iso.save(timm.create_model("deit_tiny_patch16_224", num_classes=10), fixed["teacher"])
+        with pytest.raises(iso.UserError, match="teacher cannot take the run's images of 3x16x16"):
+            open_run(tiny(tmp_path, distill=fixed))
         with pytest.raises(iso.UserError, match="knows 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 

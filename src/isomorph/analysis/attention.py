@@ -80,7 +80,7 @@ def looks(model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.
     grid = image_grid(model, batch)
 
     def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return places(layer, x, grid).picture(attention_map(layer, x, *args, **kwargs), place)
+        return places(layer, x, *args, grid=grid, **kwargs).picture(attention_map(layer, x, *args, **kwargs), place)
 
     return visit(model, batch, look)
 
@@ -97,7 +97,7 @@ def nonlocality(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     grid = image_grid(model, batch)
 
     def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        where = places(layer, x, grid)
+        where = places(layer, x, *args, grid=grid, **kwargs)
         distances = where.distances(x.device).to(torch.promote_types(x.dtype, torch.float32))
         sums: list[Tensor] = []
         for part in x.split(IMAGES_AT_ONCE):

@@ -5,9 +5,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from isomorph.layers import GPSA2d
+from isomorph.errors import UserError
+from isomorph.layers import GPSA, GPSA2d, ViTGPSA
 from isomorph.layers.grid import axis_offsets
-from isomorph.surgery.rules import embedding_model
+from isomorph.surgery.follow import embedding_models
 
 
 class Places(NamedTuple):
@@ -42,22 +43,32 @@ class Places(NamedTuple):
 
 def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     """The grid of patches that the model makes of these images, where it makes one."""
-    owner = embedding_model(model)
-    return owner.patch_embed.dynamic_feat_size(tuple(batch.shape[-2:])) if owner else None
+    owners = embedding_models(model)
+    return owners[0].patch_embed.dynamic_feat_size(tuple(batch.shape[-2:])) if len(owners) == 1 else None
 
 
-def places(layer: Any, x: Tensor, grid: tuple[int, int] | None) -> Places:
-    """Places of a layer that receives x; `grid` is that of the image's patches.
+def called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
+    """The grid that a call of GPSA names itself."""
+    if not isinstance(layer, GPSA) or isinstance(layer, ViTGPSA):
+        return None
+    return grid_size or next(iter(args), None)
 
-    Raises: ValueError when the tokens do not fill it.
+
+def places(layer: Any, x: Tensor, *args: Any, grid: tuple[int, int] | None = None, **kwargs: Any) -> Places:
+    """Places of a layer that is called with x and more; `grid` is that of the image's patches.
+
+    Raises: UserError when the grid of the tokens is not known, or they do not fill it.
     """
     if isinstance(layer, GPSA2d):
         size = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
         queries = layer.query_grid(*x.shape[-2:])
         return Places(queries, (size[0], size[1]), layer.padding, (middle, middle), layer.stride)
-    H, W = grid or layer.grid_size
+    grid = called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
+    if grid is None:
+        raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
+    H, W = grid
     prefix = x.shape[1] - H * W
     if prefix < 0:
-        raise ValueError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid of the image's patches")
+        raise UserError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid of the image's patches")
     return Places((H, W), (H, W), prefix=prefix)

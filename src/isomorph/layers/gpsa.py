@@ -75,11 +75,15 @@ class GPSA(nn.Module):
         self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
 
     def set_dials(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Sets the locality (centres stay) and the gate of every head; None leaves one as it is."""
+        """Sets the locality and the gate of every head; None leaves one as it is.
+
+        Centres stay; a head that has lost its centre (locality not positive) goes back to its tap.
+        """
         if locality is not None:
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
-            self.place(self.centre.detach(), locality)
+            centre = self.centre.detach()
+            self.place(torch.where(centre.isfinite(), centre, self.taps().to(centre)), locality)
         if gate is not None:
             nn.init.constant_(self.gate, gate)
 
@@ -90,8 +94,9 @@ class GPSA(nn.Module):
 
     @property
     def centre(self) -> Tensor:
-        """Offset (row, column) that each head's position looks at most. Shape: -> (nh, 2)"""
-        return self.position[:, [1, 0]] / (2 * self.locality[:, None])
+        """Offset (row, column) that each head's position looks at most; NaN where it has none. Shape: -> (nh, 2)"""
+        locality = self.locality[:, None]
+        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
     def no_weight_decay(self) -> set[str]:
         """Decay would pull the centres and strengths to 0."""

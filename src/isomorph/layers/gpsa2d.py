@@ -52,6 +52,8 @@ class SoftColumns(torch.autograd.Function):
     Shape: values (B, C, Nk), maps (B, M, Nk) -> (B, C, M)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(values: Tensor, maps: Tensor) -> Tensor:
         return torch.bmm(values, maps.transpose(1, 2))

@@ -24,6 +24,8 @@ class MixByPlace(torch.autograd.Function):
     Shape: content, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W), keep (nh,) -> (B, H W, nh, hd)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, keep: Tensor) -> Tensor:
         attend = attend_dense if values.shape[1] <= DENSE_TOKENS else attend_by_axis
@@ -34,12 +36,15 @@ class MixByPlace(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         content, values, rows, columns, keep = ctx.saved_tensors
         grid_size = (rows.shape[1], columns.shape[1])
-        dy, v = by_head(grad, grid_size), by_head(values, grid_size)  # (nh, H, W, B, hd)
+        dy = by_head(grad, grid_size)  # (nh, H, W, B, hd)
         halfway = along_columns(columns.transpose(1, 2), dy)
         d_values = as_tokens(along_rows(rows.transpose(1, 2), halfway))
+        if not any(ctx.needs_input_grad[2:]):  # frozen places and gates
+            return grad * keep[:, None], d_values, None, None, None
+        v = by_head(values, grid_size)  # (nh, H, W, B, hd)
         d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).transpose(1, 2))  # (nh, H, H)
         d_columns = axis_gradient(dy, along_rows(rows, v))
         return grad * keep[:, None], d_values, d_rows, d_columns, (grad * content).sum((0, 1, 3))

@@ -1,5 +1,6 @@
 """GPSA in the place of a ViT's attention: same call, same weights, and a grid that follows the image."""
 
+import copy
 from typing import Any
 
 import torch
@@ -8,14 +9,15 @@ from torch import Tensor, nn
 
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.grid import squarest_window, window_centres
+from isomorph.layers.mode import eval_mode
 
 
 class ViTGPSA(GPSA):
     """Gated positional self-attention where a ViT has timm's Attention; with open gates it is that attention.
 
     The formula is GPSA's. Heads need not be a square number: they look at the taps of the rectangle nearest to a
-    square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm` are the attention's. `FollowGrid` keeps
-    `grid_size` that of the image at hand.
+    square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm` are the attention's. `grid_size` may be set
+    between calls: surgery lets it follow the image.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 7; differs: as GPSA, and prefix tokens attend by content only
@@ -56,7 +58,8 @@ class ViTGPSA(GPSA):
         attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
         if self.qk.bias is not None and self.v.bias is not None:
             attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
-        attention.proj, attention.q_norm, attention.k_norm = self.proj, self.q_norm, self.k_norm
+        for name in ("proj", "q_norm", "k_norm"):
+            setattr(attention, name, copy.deepcopy(getattr(self, name)))
         deviation = self.deviation_from(attention)
         if not deviation <= atol:
             raise ValueError(
@@ -73,28 +76,9 @@ class ViTGPSA(GPSA):
             1, self.prefix_tokens + H * W, self.v.in_features, generator=torch.Generator().manual_seed(0)
         )
         probe = probe.to(self.v.weight)
-        expected, actual = attention(probe), self(probe)
+        with eval_mode(attention), eval_mode(self):  # dropout would differ from itself
+            expected, actual = attention(probe), self(probe)
         return ((actual - expected).abs().max() / expected.abs().max()).item()
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"
-
-
-class FollowGrid:
-    """Tells every ViTGPSA of a model the grid of each image that is embedded: a hook on the model's `patch_embed`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def __call__(self, patch_embed: Any, args: tuple[Any, ...]) -> None:
-        height, width = args[0].shape[-2:]
-        grid_size = patch_embed.dynamic_feat_size((height, width))
-        for module in self.model.modules():
-            if isinstance(module, ViTGPSA):
-                module.grid_size = grid_size
-
-    def attach(self) -> None:
-        """Hooks on, unless it already is."""
-        patch_embed: nn.Module = self.model.patch_embed  # type: ignore[assignment]
-        if not any(isinstance(hook, FollowGrid) for hook in patch_embed._forward_pre_hooks.values()):
-            patch_embed.register_forward_pre_hook(self)

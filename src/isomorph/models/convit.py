@@ -5,11 +5,12 @@ joins after the last of them, and the absolute position embedding, on patches on
 taken at every call. Checkpoints of the authors and of timm's convit_* load through `checkpoint_filter_fn`.
 """
 
+import math
 from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.layers import Attention, resample_abs_pos_embed, to_2tuple, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -39,9 +40,13 @@ class LocalBlock(Block):
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        drop = kwargs.get("proj_drop", 0.0)
-        self.attn = GPSA(dim, num_heads, qkv_bias=kwargs.get("qkv_bias", False), proj_drop=drop)
+        bias, drop = kwargs.get("qkv_bias", False), kwargs.get("proj_drop", 0.0)
+        attention = GPSA(dim, num_heads, qkv_bias=bias, proj_drop=drop)
+        self.attn = attention.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
         self.dials, self.local_init = (locality_strength, gate), local_init
+        if not local_init:
+            self.attn.v.reset_parameters()
+        self.init_weights()
 
     def init_weights(self) -> None:
         """Places and gates as at birth; timm calls it once the linear layers are drawn."""
@@ -51,6 +56,8 @@ class LocalBlock(Block):
         else:
             trunc_normal_(self.attn.position, std=0.02)
             self.attn.set_dials(gate=gate)
+
+    reset_parameters = init_weights
 
     def forward(self, x: Tensor, grid_size: tuple[int, int]) -> Tensor:
         x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x), grid_size)))
@@ -199,26 +206,42 @@ def update_reductions(model: Any) -> None:
             module.grid_size = model.patch_embed.grid_size
 
 
+OWN_ARGUMENTS = {
+    "pos_embed": "use_pos_embed says whether there is one",
+    "no_embed_class": "its position embedding is on patches only",
+    "dynamic_img_size": "it takes every size at every call",
+    "block_fn": "local_up_to_layer says which blocks have GPSA",
+}
+"""Arguments of VisionTransformer that a ConViT answers itself."""
+
+FIXED_ARGUMENTS: dict[str, Any] = {"attn_drop_rate": 0.0, "patch_drop_rate": 0.0, "reg_tokens": 0, "qk_norm": False}
+FIXED_ARGUMENTS |= {"scale_attn_norm": False, "proj_bias": True, "attn_layer": Attention}
+"""Arguments of VisionTransformer that would need a map, a full grid or another attention than GPSA has."""
+
+
 def refuse_arguments(local_up_to_layer: int, locality_strength: float, kwargs: dict[str, Any]) -> None:
     """Raises: UserError for arguments that make no ConViT, before anything is built."""
     refuse_small(to_2tuple(kwargs.get("img_size", 224)), to_2tuple(kwargs.get("patch_size", 16)))
     depth, heads, dim = kwargs.get("depth", 12), kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768)
+    for name, instead in OWN_ARGUMENTS.items():
+        if name in kwargs:
+            raise UserError(f"{name} is no argument of a ConViT; {instead}")
+    if heads < 1 or dim % heads:
+        raise UserError(f"num_heads {heads} does not divide embed_dim {dim}")
     if not 0 <= local_up_to_layer <= depth:
         raise UserError(f"local_up_to_layer {local_up_to_layer} is not between 0 and the {depth} blocks there are")
     if local_up_to_layer and round(heads**0.5) ** 2 != heads:
         raise UserError(f"num_heads {heads} is no square, so GPSA heads form no window; use 1, 4, 9, 16, ...")
-    if heads < 1 or dim % heads:
-        raise UserError(f"num_heads {heads} does not divide embed_dim {dim}")
-    if local_up_to_layer and not locality_strength > 0:
-        raise UserError(f"locality_strength {locality_strength} must be above 0")
+    if not 0 < locality_strength < math.inf:
+        raise UserError(f"locality_strength {locality_strength} must be above 0 and finite")
     if local_up_to_layer == depth and kwargs.get("class_token", True):
         raise UserError(
             f"{depth} GPSA blocks of {depth} leave none for the class token; "
             "lower local_up_to_layer, or set class_token=False and global_pool='avg'"
         )
-    for name in ("attn_drop_rate", "patch_drop_rate", "reg_tokens", "qk_norm", "scale_attn_norm"):
-        if local_up_to_layer and kwargs.get(name):
-            raise UserError(f"{name}={kwargs[name]} is not available in GPSA blocks, whose map is never formed")
+    for name, allowed in FIXED_ARGUMENTS.items():
+        if kwargs.get(name, allowed) != allowed:
+            raise UserError(f"{name}={kwargs[name]} is not available in a ConViT, only {allowed!r} is")
 
 
 def refuse_small(size: tuple[int, int], patch: tuple[int, int]) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from timm.layers import resample_abs_pos_embed
 from timm.models import vision_transformer
 from torch import Tensor, nn
 
@@ -14,7 +15,9 @@ PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Checkpoints of the authors, of timm's convit_* and our own, their position embedding resized to the model's grid.
 
-    Raises: UserError when the checkpoint is of another family.
+    Public checkpoints are square. One of ours is taken as it is where the number of patches agrees, else for square.
+
+    Raises: UserError when the checkpoint is of another family, or its grid cannot be known.
     """
     state_dict = state_dict.get("model", state_dict)
     if "patch_embed.proj.weight" not in state_dict:
@@ -26,24 +29,35 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
         if last != "pos_proj.bias":
             state[f"{stem}.attn.{ours}" if last else name] = tensor
     refuse_foreign(state, model)
-    if model.pos_embed is None:
-        state.pop("pos_embed", None)
-    return vision_transformer.checkpoint_filter_fn(state, model)
+    given = state.pop("pos_embed", None)
+    state = vision_transformer.checkpoint_filter_fn(state, model)  # a patch of another size is resized
+    if given is not None and model.pos_embed is not None:
+        public = any(name.endswith("pos_proj.weight") for name in state_dict)
+        state["pos_embed"] = resize_positions(given, model.pos_embed, model.patch_embed.grid_size, public)
+    return state
 
 
-def refuse_foreign(state: dict[str, Any], model: Any) -> None:
-    """Raises: UserError when the checkpoint has its GPSA in other blocks, or places on a grid that cannot be known."""
-    found = sum(name.endswith(".attn.gate") for name in state)
-    if found != model.local_up_to_layer:
+def resize_positions(given: Tensor, own: Tensor, grid_size: tuple[int, int], square: bool) -> Tensor:
+    """A position embedding for the grid. Shape: given (1, N, C) -> (1, H W, C)"""
+    patches = given.shape[1]
+    side = round(patches**0.5)
+    if patches == own.shape[1] and not (square and side**2 == patches):
+        return given
+    if side**2 != patches:
         raise UserError(
-            f"the checkpoint has {found} blocks of GPSA, the model {model.local_up_to_layer}: it is of another family, "
-            f"or the model wants local_up_to_layer={found}"
-        )
-    own, given = (getattr(places, "shape", (0, 0))[1] for places in (model.pos_embed, state.get("pos_embed")))
-    if own and given not in (0, own) and round(given**0.5) ** 2 != given:
-        raise UserError(
-            f"the checkpoint has positions for {given} patches, no square, so their grid is unknown; "
+            f"the checkpoint has positions for {patches} patches, no square, so their grid is unknown; "
             "load it into a model of its own img_size, then call set_input_size"
+        )
+    return resample_abs_pos_embed(given, list(grid_size), [side, side], num_prefix_tokens=0)
+
+
+def refuse_foreign(state: dict[str, Any], model: nn.Module) -> None:
+    """Raises: UserError when the checkpoint has its GPSA in other blocks than the model."""
+    theirs, ours = ([n for n in names if n.endswith(".attn.gate")] for names in (state, model.state_dict()))
+    if set(theirs) != set(ours):
+        raise UserError(
+            f"the checkpoint has GPSA in {len(theirs)} blocks, the model in {len(ours)} or in others: it is of another "
+            f"family, or the model wants another local_up_to_layer"
         )
 
 

@@ -11,37 +11,39 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GPSA2d
-from isomorph.surgery.rules import dials
+from isomorph.surgery.rules import CONTENT_DIALS, DIALS, dials
 
 
 @dataclass(frozen=True)
 class Anneal:
     """Moves every gated attention layer from one (locality, gate) to another in `steps` steps, then lets go of it.
 
+    Without a `start` each layer starts exact: as the convolution (20, 15) or the attention (1, -15) it was recast from.
     Locality moves geometrically (a constant factor a step: its effect is exponential), the gate's logit linearly.
     """
 
     steps: int
-    start: tuple[float, float] = dials("exact", None, None)
+    start: tuple[float, float] | None = None
     stop: tuple[float, float] = dials("paper", None, None)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UserError(f"anneal steps {self.steps} must be at least 1")
-        if min(self.start[0], self.stop[0]) <= 0:
+        if min((self.start or self.stop)[0], self.stop[0]) <= 0:
             raise UserError("both localities of an anneal must be above 0")
 
-    def at(self, step: int) -> tuple[float, float]:
-        """(locality, gate) at a step; step `steps` and later give `stop`."""
+    def at(self, step: int, exact: tuple[float, float] = DIALS["exact"]) -> tuple[float, float]:
+        """(locality, gate) at a step; step `steps` and later give `stop`. `exact` is the start where none is given."""
         t = min(max(step / self.steps, 0.0), 1.0)
-        (locality_0, gate_0), (locality_1, gate_1) = self.start, self.stop
+        (locality_0, gate_0), (locality_1, gate_1) = self.start or exact, self.stop
         return locality_0 * (locality_1 / locality_0) ** t, gate_0 + t * (gate_1 - gate_0)
 
     def apply(self, model: nn.Module, step: int) -> None:
         """Sets the dials for a step; after `steps` they belong to the optimiser and nothing is touched."""
         if step <= self.steps:
             for layer in gpsa_layers(model):
-                layer.set_dials(*self.at(step))
+                named = DIALS if isinstance(layer, GPSA2d) else CONTENT_DIALS
+                layer.set_dials(*self.at(step, named["exact"]))
 
 
 def gpsa_layers(model: nn.Module) -> Sequence[GPSA | GPSA2d]:

@@ -24,8 +24,8 @@ class Rule(Protocol):
 
     A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar[type]` too,
     modules of other types are passed over in silence and one of this type that it cannot take is an error. With
-    `within(model) -> Rule` it completes itself with what a module alone does not tell, before it is stored; with
-    `attach(model)` it ties its replacements to the rest of the model.
+    `within(model) -> Rule` it completes itself with what a module alone does not tell; with `attach(model)` it ties
+    its replacements to the rest of the model, and unties what a revert has left idle.
     """
 
     atol: ClassVar[float]
@@ -82,6 +82,12 @@ def complete(rule: Rule, model: nn.Module) -> Rule:
     """The rule with what it has to know of the model, where it asks."""
     within = getattr(rule, "within", None)
     return within(model) if within else rule
+
+
+def attach(rule: Rule, model: nn.Module) -> None:
+    """Ties the rule's replacements to the model, or unties what is not needed any more, where the rule does that."""
+    if hook := getattr(rule, "attach", None):
+        hook(model)
 
 
 def describe(where: Where) -> str:
@@ -167,7 +173,7 @@ def adopt(replacement: nn.Module, original: nn.Module) -> nn.Module:
         replacement.to(device=first.device, dtype=first.dtype)
     trained = not old or any(parameter.requires_grad for parameter in old.values())
     for name, parameter in replacement.named_parameters():
-        parameter.requires_grad_(old[name].requires_grad if name in old else trained)
+        parameter.requires_grad_(old[name].requires_grad if name in old else trained and parameter.requires_grad)
     return replacement.train(original.training)
 
 
@@ -179,12 +185,12 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
 
     Raises: UserError as `targets` does, or when a target has hooks, which would be lost.
     """
-    names = targets(model, rule, where)
-    return replay(copy.deepcopy(model), Edit(complete(rule, model), tuple(names)))
+    return replay(copy.deepcopy(model), Edit(rule, tuple(targets(model, rule, where))))
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:
     """Makes one edit in place and returns the model: what loading a checkpoint does to the base it has just created."""
+    rule = complete(edit.rule, model)
     for name in edit.names:
         try:
             original = model.get_submodule(name)
@@ -192,14 +198,13 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild") from None
         if any(original.__dict__[kind] for kind in HOOKS):
             raise UserError(f"{name or 'the model'} has hooks, which would be lost; remove them before recasting")
-        replacement = adopt(edit.rule.build(original), original)
+        replacement = adopt(rule.build(original), original)
         if not name:
             model = replacement
             continue
         for alias in aliases(model, original):
             model.set_submodule(alias, replacement)
-    if attach := getattr(edit.rule, "attach", None):
-        attach(model)
+    attach(edit.rule, model)
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
     return model
 
@@ -240,6 +245,8 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
             return original
         for alias in aliases(model, layer):
             model.set_submodule(alias, original)
+    for edit in edits(model):
+        attach(edit.rule, model)
     kept = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
     model.isomorph_edits = tuple(edit for edit in kept if edit.names)  # type: ignore[assignment]
     return model

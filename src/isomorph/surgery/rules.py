@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, ViTGPSA
-from isomorph.layers.vit_gpsa import FollowGrid
+from isomorph.surgery.follow import embedding_model, follow_grid
 
 Dials = Mapping[str, tuple[float, float]]
 
@@ -135,21 +135,26 @@ class AttentionToGPSA:
 
     def __post_init__(self) -> None:
         dials(self.init, self.locality, self.gate, CONTENT_DIALS)
-        if self.grid_size is not None:  # JSON and YAML have lists only
-            object.__setattr__(self, "grid_size", to_2tuple(tuple(self.grid_size)))
+        if self.grid_size is not None:
+            object.__setattr__(self, "grid_size", tuple(self.grid_size))  # JSON and YAML have lists only
+            if len(self.grid_size) != 2 or min(self.grid_size) < 1:
+                raise UserError(f"grid_size {self.grid_size} must be (height, width), both at least 1")
+        if self.prefix_tokens is not None and self.prefix_tokens < 0:
+            raise UserError(f"prefix_tokens {self.prefix_tokens} must not be negative")
 
     def within(self, model: nn.Module) -> "AttentionToGPSA":
         """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
-        owner = embedding_model(model)
+        owner = None if None not in (self.grid_size, self.prefix_tokens) else embedding_model(model)
         if owner is None:
             return self
         known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
         return replace(self, **{name: value for name, value in known.items() if getattr(self, name) is None})
 
     def attach(self, model: nn.Module) -> None:
-        """Lets the grid of the new layers follow the images, where the model embeds patches."""
-        if owner := embedding_model(model):
-            FollowGrid(owner).attach()
+        """Lets the grid of the new layers follow the images, unless the rule gives one; stops where none is left."""
+        owner = embedding_model(model) if self.grid_size is None else None
+        if owner:
+            follow_grid(owner)
 
     def reason(self, module: nn.Module) -> str | None:
         """Why the module cannot be rebuilt, or None."""
@@ -191,6 +196,8 @@ class AttentionToGPSA:
                 gpsa.v.get_parameter(name).copy_(v)
         if self.init == "paper" and bias:
             nn.init.zeros_(gpsa.v.bias)
+        gpsa.qk.requires_grad_(qkv.weight.requires_grad)
+        gpsa.v.requires_grad_(qkv.weight.requires_grad)
         gpsa.proj, gpsa.q_norm, gpsa.k_norm = map(copy.deepcopy, (module.proj, module.q_norm, module.k_norm))
         return gpsa
 
@@ -200,9 +207,3 @@ GATED_RULES: dict[str, type[ConvToGPSA] | type[AttentionToGPSA]] = {
     "AttentionToGPSA": AttentionToGPSA,
 }
 """Rules that end in gated attention: they share init, locality and gate."""
-
-
-def embedding_model(model: nn.Module) -> Any:
-    """The part of a model that embeds patches and says on which grid, or None."""
-    parts = (m for m in model.modules() if hasattr(getattr(m, "patch_embed", None), "dynamic_feat_size"))
-    return next(parts, None)

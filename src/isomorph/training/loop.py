@@ -23,7 +23,7 @@ from isomorph.evaluation import evaluate
 from isomorph.surgery import gpsa_layers
 from isomorph.training.build import build_loaders, build_model, open_model, open_sources
 from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
-from isomorph.training.objectives import build_mixup, classification, distillation
+from isomorph.training.objectives import build_mixup, classification, distillation, refuse_teacher
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
@@ -108,6 +108,7 @@ def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> Traini
     if recipe.distill is None:
         return classification(model, recipe.augment, device)
     teacher = open_model(recipe.distill.teacher, recipe.distill.weights)
+    refuse_teacher(teacher, model)
     return distillation(model, teacher, recipe.distill, recipe.augment, device)
 
 

@@ -59,6 +59,17 @@ def distillation(
     )
 
 
+@torch.no_grad()
+def refuse_teacher(teacher: nn.Module, model: nn.Module) -> None:
+    """Raises: UserError when the teacher cannot see the images of the run, found out before it starts."""
+    size = model.pretrained_cfg["input_size"]  # type: ignore[index]
+    try:
+        teacher.eval()(torch.zeros(1, *size))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the teacher cannot take the run's images of {'x'.join(map(str, size))}: {reason}") from None
+
+
 def build_mixup(augment: AugmentPart, num_classes: int) -> Mixup | None:
     """timm's mixup and cutmix, or None where neither is on."""
     if not augment.mixes:

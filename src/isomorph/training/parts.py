@@ -178,8 +178,8 @@ class AnnealPart(Part):
 
     epochs: Positive
     """Length of the anneal."""
-    start: tuple[Positive, float] = (20.0, 15.0)
-    """Locality and gate at the first step (exact)."""
+    start: tuple[Positive, float] | None = None
+    """Locality and gate at the first step; by default exact: (20, 15) from a CNN, (1, -15) from a ViT."""
     stop: tuple[Positive, float] = (1.0, 1.0)
     """Locality and gate at the end (paper); then the optimiser has them."""
 
