@@ -134,11 +134,11 @@ NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, wei
 layers start at Xavier's scale: at width 64 the usual .02 leaves queries and keys so small that attention is uniform."""
 
 
-def cifar_study(local: int, fraction: float) -> dict[str, Any]:
-    """One run of docs/methods/convit.md: narrow ConViT or ViT, 100,000 images shown whatever the fraction."""
-    epochs = round(2 / fraction)
+def cifar_study(kwargs: dict[str, Any], fraction: float, images: int) -> dict[str, Any]:
+    """One run of docs/methods/convit.md: as many images shown whatever the fraction of the 50,000."""
+    epochs = round(images / 50_000 / fraction)
     return dict(
-        model=dict(name="convit_ti", kwargs=dict(local_up_to_layer=local, **NARROW)),
+        model=dict(name="convit_ti", kwargs=kwargs),
         data=dict(source="cifar10", fraction=fraction, size=[32, 32], batch_size=64),
         augment=dict(crop_padding=4),
         optim=dict(lr=1e-3, gate_lr=1e-2, weight_decay=0.05, warmup_epochs=epochs / 20, min_lr=1e-5),
@@ -149,7 +149,12 @@ def cifar_study(local: int, fraction: float) -> dict[str, Any]:
     )
 
 
-STUDY = {(kind, share): (local, share / 100) for kind, local in (("convit", 4), ("vit", 0)) for share in (5, 20)}
+NARROW_SHARES, WIDE_SHARES = (5, 20), (5, 10, 30, 100)
+"""Percent of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
 
 RECIPES: dict[str, dict[str, Any]] = {**table_1(), **table_2(), **table_3(), **figure_8(), **variations()}
-RECIPES |= {f"cifar_{kind}_{share}pct": cifar_study(*given) for (kind, share), given in STUDY.items()}
+for kind in ("convit", "vit"):
+    narrow = NARROW | dict(local_up_to_layer=4 if kind == "convit" else 0)
+    wide = dict(img_size=32, patch_size=4, local_up_to_layer=10 if kind == "convit" else 0)
+    RECIPES |= {f"cifar_{kind}_{share}pct": cifar_study(narrow, share / 100, 100_000) for share in NARROW_SHARES}
+    RECIPES |= {f"cifar_{kind}_ti_{share}pct": cifar_study(wide, share / 100, 3_000_000) for share in WIDE_SHARES}
