@@ -102,6 +102,40 @@ def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
     assert middle.max().item() == pytest.approx(0.318, abs=1e-3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_the_mix_has_both_derivatives(form, monkeypatch):
+    monkeypatch.setattr(mix, "DENSE_TOKENS", FORMS[form])
+    shapes = [(2, 6, 3, 2), (2, 6, 3, 2), (3, 2, 2), (3, 3, 3), (3,)]
+    inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    assert torch.autograd.gradcheck(mix.mix_by_place, inputs)
+    assert torch.autograd.gradgradcheck(mix.mix_by_place, inputs)
+
+
+def test_the_mix_keeps_nothing_but_its_arguments():
+    """What GPSA keeps for the backward pass, in arrays of the size of x: x, q and k, v, content, the mix."""
+    layer, x = GPSA(36, 9, (14, 14)), torch.randn(4, 196, 36)
+    own, kept = {p.data_ptr() for p in layer.parameters()}, {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes() / x.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        held = layer(x)
+    assert held.requires_grad
+    assert sum(round(size) for size in kept.values()) == 6
+
+
+def test_frozen_places_cost_no_gradient_of_theirs():
+    layer, x = GPSA(36, 9, (6, 6)), torch.randn(2, 36, 36, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).square().sum(), x)
+    layer.position.requires_grad_(False)
+    layer.gate.requires_grad_(False)
+    torch.testing.assert_close(torch.autograd.grad(layer(x).square().sum(), x), expected)
+
+
 def test_axis_forms_agree():
     rows, columns = torch.rand(4, 5, 6).softmax(-1), torch.rand(4, 3, 7).softmax(-1)
     values = torch.randn(2, 42, 4, 8)
