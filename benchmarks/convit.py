@@ -50,7 +50,7 @@ def network_table(device, rounds, sizes=(224, 384), batches=(8, 32)):
         }
         for batch in batches:
             x = torch.randn(batch, 3, size, size, device=device)
-            turns = max(2, rounds * 8 * 224**2 // (batch * size**2))
+            turns = max(3, rounds * 8 * 224**2 // (batch * size**2))
             run = interleaved({name: forward(net.eval(), x) for name, net in nets.items()}, device, turns)
             fits = {n: net for n, net in nets.items() if device.type != "cpu" or batch * saved[n] < MEMORY_MIB}
             train = interleaved({name: step(net.train(), x) for name, net in fits.items()}, device, turns)

@@ -1,6 +1,7 @@
 """The sample-efficiency study of docs/methods/convit.md: a narrow ConViT and the same ViT on 5% and 20% of CIFAR-10.
 
     python benchmarks/convit_cifar.py [--seeds 3] [--out runs/convit] [--figure docs/methods/convit_cifar.svg]
+    python benchmarks/convit_cifar.py --weight-init usual --shares 5 --seeds 2 --figure usual.svg
     python benchmarks/convit_cifar.py --wide     # for a GPU: ConViT-Ti, 5, 10, 30 and 100%, 3 million images each
 
 Needs ISOMORPH_DATA with cifar10. Each run resumes by itself; a second call only completes table and figure.
@@ -24,14 +25,15 @@ from isomorph.report.figures import Line, Panel, panels_figure
 TITLES = {"convit": "ConViT", "vit": "ViT"}
 
 
-def open_runs(out, seeds, wide):
+def open_runs(out, seeds, wide, shares, weight_init):
     """Trains what is not trained yet: {(kind, share, seed): (folder, evaluated rows of the log, recipe)}."""
     runs = {}
     for seed in range(seeds):
-        for share, kind in product(WIDE_SHARES if wide else NARROW_SHARES, TITLES):
+        for share, kind in product(shares or (WIDE_SHARES if wide else NARROW_SHARES), TITLES):
             folder = out / f"{kind}_{share}_{seed}"
             name = f"cifar_{kind}_{'ti_' if wide else ''}{share}pct"
-            recipe = iso.load_recipe(name, [f"seed={seed}", f"out={folder}"])
+            usual = ["model.kwargs.weight_init="] if weight_init == "usual" else []
+            recipe = iso.load_recipe(name, [f"seed={seed}", f"out={folder}", *usual])
             iso.train(recipe)
             rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
             runs[kind, share, seed] = (folder, [row for row in rows if "top1" in row], recipe)
@@ -105,10 +107,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--wide", action="store_true", help="ConViT-Ti's depth and width, for a GPU")
+    parser.add_argument("--shares", type=int, nargs="+", help="percent of the data, of those that have a recipe")
+    parser.add_argument("--weight-init", choices=["recipe", "usual"], default="recipe", help="usual: normal, std .02")
     parser.add_argument("--out", type=Path, default=Path("runs/convit"))
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/convit_cifar.svg"))
     options = parser.parse_args()
-    runs = open_runs(options.out, options.seeds, options.wide)
+    runs = open_runs(options.out, options.seeds, options.wide, options.shares, options.weight_init)
     rows = table(runs)
     show(f"{options.seeds} seeds: mean (half the range)", rows)
     options.figure.write_text(figure(runs, next(reversed(runs))[1]) + "\n")
@@ -117,7 +121,8 @@ def main():
         {"run": f"{k} {s}% seed {seed}", "top1": [r["top1"] for r in log]} for (k, s, seed), (_, log, _) in runs.items()
     ]
     tables = {"table": rows, "by seed": by_seed, "curves": curves}
-    path = write("convit_cifar_wide" if options.wide else "convit_cifar", tables)
+    kind = "_wide" if options.wide else "_usual" if options.weight_init == "usual" else ""
+    path = write(f"convit_cifar{kind}", tables)
     print(f"\nwrote {path} and {options.figure}")
 
 

@@ -60,7 +60,7 @@ def test_looks_are_pictures_on_the_layers_own_map():
 
 
 def test_a_model_without_attention_is_said():
-    with pytest.raises(iso.UserError, match="no attention layer"):
+    with pytest.raises(iso.UserError, match="no gated attention layer"):
         iso.gates(timm.create_model("cifar_resnet20"))
 
 
@@ -109,7 +109,9 @@ class TestNonlocality:
         found, maps = iso.nonlocality(vit, batch), iso.attention_maps(vit, batch)
         expected = (maps["blocks.1.attn"][:, :, 1:, 1:] * grid_distances(4, 6)).sum(-1).mean((0, 2))
         torch.testing.assert_close(found["blocks.1.attn"], expected)
-        assert iso.gates(vit) == {}
+        for look in (iso.gates, iso.spans, iso.centres):
+            with pytest.raises(iso.UserError, match="no gated attention layer"):
+                look(vit)
 
 
 def by_hand(maps, queries, padding, stride):

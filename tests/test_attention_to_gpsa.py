@@ -170,6 +170,10 @@ def test_anneals_open():
     assert layer.gate.tolist() == [1.0] * 3
     assert layer.locality.tolist() == [2.0] * 3
     assert layer.centre.tolist() == [[0, -1], [0, 0], [0, 1]]
+    with pytest.raises(iso.UserError, match="recast from nothing"):
+        iso.Anneal(10).apply(timm.create_model("convit_ti"), 0)
+    with pytest.raises(iso.UserError, match="whole number"):
+        iso.Anneal(1.5)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +200,11 @@ def test_other_attentions_are_named():
     swin = timm.create_model("swin_tiny_patch4_window7_224")
     with pytest.raises(iso.UserError, match=r"rebuilds Attention, .*matches none .*WindowAttention"):
         iso.recast(swin, iso.AttentionToGPSA(), "layers.0.blocks.*.attn")
+    beit = timm.create_model("beit_base_patch16_224", depth=1)
+    with pytest.raises(iso.UserError, match=r"\(another timm.models.beit.Attention\)"):
+        iso.recast(beit, iso.AttentionToGPSA(), "blocks.0.attn")
+    with pytest.raises(iso.UserError, match="is not a model"):
+        iso.recast("deit_tiny_patch16_224", iso.AttentionToGPSA(), "blocks.0.attn")
 
 
 @pytest.mark.parametrize("given", [dict(grid_size=(4,)), dict(grid_size=(0, 4)), dict(prefix_tokens=-1)])

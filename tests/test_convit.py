@@ -312,7 +312,12 @@ def test_pruning_drops_a_class_token_that_would_not_join():
         (dict(pos_embed="none"), "use_pos_embed says"),
         (dict(dynamic_img_size=False), "every size at every call"),
         (dict(img_size=(64, 8)), "64 x 8 image is smaller than the 16 x 16 patch"),
-        (dict(patch_size=0), "the patch has no pixel"),
+        (dict(img_size=33, patch_size=4), "33 x 33 image is no multiple of the 4 x 4"),
+        (dict(img_size="32"), "must be whole numbers"),
+        (dict(patch_size=0), "patch has no pixel"),
+        (dict(local_up_to_layer=2.5), "between 0 and the 4 blocks"),
+        (dict(gate=math.nan), "must be a finite number"),
+        (dict(gate="x"), "must be a finite number"),
     ],
 )
 def test_impossible_networks_are_refused_in_a_line(kwargs, message):
@@ -328,8 +333,11 @@ def test_impossible_images_are_refused_in_a_line(size, message):
 
 def test_an_impossible_resize_leaves_the_model_as_it_was():
     model = small(img_size=64)
-    with pytest.raises(iso.UserError, match="8 x 8 image is smaller than the 16 x 16 patch"):
-        model.set_input_size(8)
+    for size, message in ((8, "smaller than the 16 x 16 patch"), ((24, 64), "no multiple"), ("a", "whole numbers")):
+        with pytest.raises(iso.UserError, match=message):
+            model.set_input_size(size)
+    with pytest.raises(iso.UserError, match=r"not with shape \(3, 64, 64\)"):
+        model(torch.randn(3, 64, 64))
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
 
 
@@ -338,6 +346,30 @@ def test_saves_and_loads(tmp_path):
     iso.save(model, tmp_path / "convit.safetensors")
     x = torch.randn(1, 3, 64, 96)
     assert torch.equal(iso.load(tmp_path / "convit.safetensors")(x), model(x))
+
+
+def test_saves_what_was_created_with_arguments_and_resized(tmp_path):
+    model = perturbed(small(img_size=(40, 72), patch_size=8, locality_strength=2.0))
+    model.set_input_size((48, 80))
+    iso.save(model, tmp_path / "small.safetensors")
+    x = torch.randn(1, 3, 48, 80)
+    assert torch.equal(iso.load(tmp_path / "small.safetensors")(x), model(x))
+    with pytest.raises(iso.UserError, match="must be a dictionary like"):
+        iso.save(model, tmp_path / "small.safetensors", base="convit_ti")
+
+
+def test_only_a_convit_has_the_public_layout():
+    with pytest.raises(iso.UserError, match="VisionTransformer is not a ConViT"):
+        public_state_dict(timm.create_model("deit_tiny_patch16_224"))
+
+
+def test_a_convits_checkpoint_in_another_model_is_refused_in_a_line(tmp_path):
+    torch.save(public_state_dict(timm.create_model("convit_ti", img_size=208)), tmp_path / "convit.pth")
+    with pytest.raises(iso.UserError, match="does not fit VisionTransformer"):
+        load_weights(timm.create_model("deit_tiny_patch16_224"), tmp_path / "convit.pth")
+    (tmp_path / "empty.pth").write_bytes(b"")
+    with pytest.raises(iso.UserError, match="cannot read checkpoint"):
+        load_weights(timm.create_model("convit_ti"), tmp_path / "empty.pth")
 
 
 @pytest.mark.slow

@@ -215,7 +215,7 @@ def test_first_classes():
     assert set(part.labels) == {0, 1, 2}
     assert part.classes == ("0", "1", "2")
     assert len(part) == sum(label < 3 for label in source.labels)
-    with pytest.raises(iso.UserError, match="more than the 10 classes"):
+    with pytest.raises(iso.UserError, match="not between 1 and the 10"):
         first_classes(source, 11)
 
 

@@ -449,12 +449,16 @@ class TestCheckpoint:
         assert next(twin.parameters()).dtype == torch.float64
         assert iso.edits(twin) == iso.edits(model)
 
-    def test_a_base_with_other_arguments_must_be_given(self, tmp_path):
-        model = timm.create_model("resnet18", global_pool="max").eval()
-        with pytest.raises(iso.UserError, match="give save\\(\\) the base"):
+    def test_plain_arguments_are_found_and_others_must_be_given(self, tmp_path):
+        pooled = timm.create_model("resnet18", global_pool="max").eval()
+        iso.save(pooled, tmp_path / "pooled.safetensors")
+        x = torch.randn(1, 3, 64, 64)
+        assert torch.equal(iso.load(tmp_path / "pooled.safetensors")(x), pooled(x))
+        model = timm.create_model("resnet18", act_layer=nn.SiLU).eval()
+        with pytest.raises(iso.UserError, match="give save\\(\\) base="):
             iso.save(model, tmp_path / "m.safetensors")
-        assert not list(tmp_path.iterdir())
-        iso.save(model, tmp_path / "m.safetensors", base=dict(name="resnet18", global_pool="max"))
+        assert not (tmp_path / "m.safetensors").exists()
+        iso.save(model, tmp_path / "m.safetensors", base=dict(name="resnet18", act_layer="silu"))
         iso.save(iso.load(tmp_path / "m.safetensors"), tmp_path / "again.safetensors")
         x = torch.randn(1, 3, 64, 64)
         assert torch.equal(iso.load(tmp_path / "again.safetensors")(x), model(x))

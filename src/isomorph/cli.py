@@ -80,7 +80,7 @@ def recast(
     model
         A timm model, or a checkpoint written by isomorph.
     where
-        Glob over module names, like 'layer4.*.conv2' or 'blocks.*.attn'; may be given several times.
+        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
     out
         The new checkpoint (.safetensors).
     rule
@@ -179,6 +179,7 @@ def evaluate_(
     batch_size: int = 100,
     workers: int = 0,
     size: tuple[int, int] | None = None,
+    classes: int | None = None,
     device: Device = "auto",
     cost: bool = True,
     json_: Json = False,
@@ -190,7 +191,7 @@ def evaluate_(
     model
         A timm model, or a checkpoint written by isomorph.
     data
-        cifar10, digits or imagefolder; by default what the model's weights were trained on.
+        cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on.
     root
         Folder of the data; by default $ISOMORPH_DATA, else ./data.
     batch_size
@@ -199,13 +200,15 @@ def evaluate_(
         Processes that prepare images.
     size
         Height and width of the input; by default the model's own.
+    classes
+        Only the first so many classes of the data, as data.classes in training.
     cost
         Measure MACs and throughput too.
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     net = open_model(model, weights)
-    source, config = evaluation_data(net, data, root, size)
+    source, config = evaluation_data(net, data, root, size, classes)
     net.to(open_runtime(device).device)
     loader = eval_loader(source, config, batch_size, workers)
     bar, quiet = Console(stderr=True), not sys.stderr.isatty()

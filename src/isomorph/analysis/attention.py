@@ -109,8 +109,14 @@ def nonlocality(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
 
 
 def gated_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
-    """Layers that mix content and position, by name."""
-    return {name: layer for name, layer in attention_layers(model).items() if isinstance(layer, GPSA | GPSA2d)}
+    """Layers that mix content and position, by name.
+
+    Raises: UserError when the model has none.
+    """
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, GPSA | GPSA2d)}
+    if not found:
+        raise UserError("the model has no gated attention layer; recast it first")
+    return found
 
 
 def gates(model: nn.Module) -> dict[str, Tensor]:

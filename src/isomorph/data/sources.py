@@ -88,8 +88,8 @@ def first_classes(source: Source, number: int) -> Source:
 
     Raises: UserError when the source has fewer.
     """
-    if number > len(source.classes):
-        raise UserError(f"data.classes {number} is more than the {len(source.classes)} classes there are")
+    if not 0 < number <= len(source.classes):
+        raise UserError(f"{number} classes are not between 1 and the {len(source.classes)} that the data has")
     part = source.subset([i for i, label in enumerate(source.labels) if label < number])
     part.classes = source.classes[:number]
     return part

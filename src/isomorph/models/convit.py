@@ -5,12 +5,11 @@ joins after the last of them, and the absolute position embedding, on patches on
 taken at every call. Checkpoints of the authors and of timm's convit_* load through `checkpoint_filter_fn`.
 """
 
-import math
 from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import Attention, resample_abs_pos_embed, to_2tuple, trunc_normal_
+from timm.layers import resample_abs_pos_embed, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -19,6 +18,7 @@ from torch import Tensor
 from isomorph.errors import UserError
 from isomorph.layers import GPSA
 from isomorph.layers.decay import undecayed
+from isomorph.models.convit_arguments import as_sizes, refuse_arguments, refuse_size
 from isomorph.models.convit_checkpoints import checkpoint_filter_fn
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
 
@@ -67,8 +67,9 @@ class LocalBlock(Block):
 class ConViT(VisionTransformer):
     """Vision transformer that starts as a convolutional network and may stop being one, a full timm citizen.
 
-    `local_up_to_layer` blocks with GPSA lead (0: a plain ViT). `locality_strength` and `gate` are theirs at birth,
-    `local_init=False` leaves centres and values random. Other arguments are VisionTransformer's.
+    `local_up_to_layer` blocks with GPSA lead (0: a plain ViT). `locality_strength` and `gate` (lambda, before the
+    sigmoid) are theirs at birth, `local_init=False` leaves centres and values random. Other arguments are
+    VisionTransformer's.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: ConViT section 3; differs: rectangles, any size per call; GPSA exempt from weight decay
@@ -84,7 +85,7 @@ class ConViT(VisionTransformer):
         use_pos_embed: bool = True,
         **kwargs: Any,
     ) -> None:
-        refuse_arguments(local_up_to_layer, locality_strength, kwargs)
+        refuse_arguments(local_up_to_layer, locality_strength, gate, kwargs)
         local: dict[str, Any] = dict(locality_strength=locality_strength, gate=gate, local_init=local_init)
 
         def block(depth: int, **arguments: Any) -> Block:
@@ -104,7 +105,9 @@ class ConViT(VisionTransformer):
 
         Shape: x (B, in_chans, height, width) -> (B, H W, C), (H, W)
         """
-        refuse_size(x.shape[-2:], self.patch_embed)
+        if x.ndim != 4:
+            raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
+        refuse_size(tuple(x.shape[-2:]), self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)  # (B, H, W, C)
         H, W = x.shape[1:3]
         x = x.flatten(1, 2)  # (B, H W, C)
@@ -191,8 +194,8 @@ class ConViT(VisionTransformer):
             img_size = (img_size, img_size)
         if isinstance(patch_size, int):
             patch_size = (patch_size, patch_size)
-        new_size, new_patch = img_size or self.patch_embed.img_size, patch_size or self.patch_embed.patch_size
-        refuse_small(new_size, new_patch)
+        embed = self.patch_embed
+        refuse_size(*as_sizes(img_size or embed.img_size, patch_size or embed.patch_size), padded=embed.dynamic_img_pad)
         super().set_input_size(img_size, patch_size)
         update_reductions(self)
 
@@ -204,66 +207,6 @@ def update_reductions(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GPSA):
             module.grid_size = model.patch_embed.grid_size
-
-
-OWN_ARGUMENTS = {
-    "pos_embed": "use_pos_embed says whether there is one",
-    "no_embed_class": "its position embedding is on patches only",
-    "dynamic_img_size": "it takes every size at every call",
-    "block_fn": "local_up_to_layer says which blocks have GPSA",
-}
-"""Arguments of VisionTransformer that a ConViT answers itself."""
-
-FIXED_ARGUMENTS: dict[str, Any] = {"attn_drop_rate": 0.0, "patch_drop_rate": 0.0, "reg_tokens": 0, "qk_norm": False}
-FIXED_ARGUMENTS |= {"scale_attn_norm": False, "proj_bias": True, "attn_layer": Attention}
-"""Arguments of VisionTransformer that would need a map, a full grid or another attention than GPSA has."""
-
-
-def refuse_arguments(local_up_to_layer: int, locality_strength: float, kwargs: dict[str, Any]) -> None:
-    """Raises: UserError for arguments that make no ConViT, before anything is built."""
-    refuse_small(to_2tuple(kwargs.get("img_size", 224)), to_2tuple(kwargs.get("patch_size", 16)))
-    depth, heads, dim = kwargs.get("depth", 12), kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768)
-    for name, instead in OWN_ARGUMENTS.items():
-        if name in kwargs:
-            raise UserError(f"{name} is no argument of a ConViT; {instead}")
-    if heads < 1 or dim % heads:
-        raise UserError(f"num_heads {heads} does not divide embed_dim {dim}")
-    if not 0 <= local_up_to_layer <= depth:
-        raise UserError(f"local_up_to_layer {local_up_to_layer} is not between 0 and the {depth} blocks there are")
-    if local_up_to_layer and round(heads**0.5) ** 2 != heads:
-        raise UserError(f"num_heads {heads} is no square, so GPSA heads form no window; use 1, 4, 9, 16, ...")
-    if not 0 < locality_strength < math.inf:
-        raise UserError(f"locality_strength {locality_strength} must be above 0 and finite")
-    if local_up_to_layer == depth and kwargs.get("class_token", True):
-        raise UserError(
-            f"{depth} GPSA blocks of {depth} leave none for the class token; "
-            "lower local_up_to_layer, or set class_token=False and global_pool='avg'"
-        )
-    for name, allowed in FIXED_ARGUMENTS.items():
-        if kwargs.get(name, allowed) != allowed:
-            raise UserError(f"{name}={kwargs[name]} is not available in a ConViT, only {allowed!r} is")
-
-
-def refuse_small(size: tuple[int, int], patch: tuple[int, int]) -> None:
-    """Raises: UserError when an image is smaller than a patch, or a patch has no pixel."""
-    (height, width), (ph, pw) = size, patch
-    if min(ph, pw) < 1 or height < ph or width < pw:
-        raise UserError(
-            f"the {height} x {width} image is smaller than the {ph} x {pw} patch, or the patch has no pixel"
-        )
-
-
-def refuse_size(size: torch.Size, patch_embed: Any) -> None:
-    """Raises: UserError when an image is smaller than a patch, or no multiple of it and not to be padded."""
-    (height, width), (ph, pw) = size, patch_embed.patch_size
-    if patch_embed.dynamic_img_pad:
-        return
-    refuse_small((height, width), (ph, pw))
-    if height % ph or width % pw:
-        raise UserError(
-            f"the {height} x {width} image is no multiple of the {ph} x {pw} patch; "
-            "resize it, or create the model with dynamic_img_pad=True"
-        )
 
 
 VARIANTS = {"convit_ti": (4, 48), "convit_s": (9, 48), "convit_b": (16, 48)}

@@ -15,7 +15,8 @@ PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Checkpoints of the authors, of timm's convit_* and our own, their position embedding resized to the model's grid.
 
-    Public checkpoints are square. One of ours is taken as it is where the number of patches agrees, else for square.
+    A checkpoint says how many patches it has, not in which rectangle: a public one with a square number is square; any
+    other is taken to have the model's own grid where the number agrees.
 
     Raises: UserError when the checkpoint is of another family, or its grid cannot be known.
     """
@@ -62,7 +63,12 @@ def refuse_foreign(state: dict[str, Any], model: nn.Module) -> None:
 
 
 def public_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's weights in the layout of the authors' and timm's checkpoints, for their code."""
+    """The model's weights in the layout of the authors' and timm's checkpoints, for their code.
+
+    Raises: UserError for another model.
+    """
+    if not hasattr(model, "local_up_to_layer"):
+        raise UserError(f"{type(model).__name__} is not a ConViT: it has no layout of theirs")
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         stem, _, last = name.partition(".attn.")

@@ -27,8 +27,8 @@ class Anneal:
     stop: tuple[float, float] = dials("paper", None, None)
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError(f"anneal steps {self.steps} must be at least 1")
+        if not isinstance(self.steps, int) or self.steps < 1:
+            raise UserError(f"anneal steps {self.steps} must be a whole number, at least 1")
         if min((self.start or self.stop)[0], self.stop[0]) <= 0:
             raise UserError("both localities of an anneal must be above 0")
 
@@ -39,9 +39,14 @@ class Anneal:
         return locality_0 * (locality_1 / locality_0) ** t, gate_0 + t * (gate_1 - gate_0)
 
     def apply(self, model: nn.Module, step: int) -> None:
-        """Sets the dials for a step; after `steps` they belong to the optimiser and nothing is touched."""
+        """Sets the dials for a step; call it at every one. After `steps` they are the optimiser's and stay untouched.
+
+        Raises: UserError for a model that was born gated (ConViT) where no `start` says from where.
+        """
         if step <= self.steps:
             for layer in gpsa_layers(model):
+                if self.start is None and type(layer) is GPSA:
+                    raise UserError("this layer was recast from nothing, so nothing is exact; give the anneal a start")
                 named = DIALS if isinstance(layer, GPSA2d) else CONTENT_DIALS
                 layer.set_dials(*self.at(step, named["exact"]))
 

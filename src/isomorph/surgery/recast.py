@@ -117,6 +117,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     reason), or when one lies inside another.
     """
     refuse_misuse(rule, where)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
     rule = complete(rule, model)
     named = list(model.named_modules(remove_duplicate=False))
     for glob in [] if callable(where) or isinstance(where, str) else where:
@@ -129,8 +131,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
     found = [(n, m) for n, m in selected if (isinstance(m, kind) if kind else rule.accepts(m))]
     if not found:
-        kinds = ", ".join(sorted({type(module).__name__ for _, module in selected}))
         wanted, ours = kind.__name__ if kind else "other modules", type(rule).__name__
+        kinds = ", ".join(sorted({name_kind(type(module), wanted) for _, module in selected}))
         raise UserError(
             f"{ours} rebuilds {wanted}, and {describe(where)} matches none among {len(selected)} modules ({kinds})"
         )
@@ -139,6 +141,11 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
             raise UserError(f"{name or 'the model'}: {refusal(rule, module)}")
     refuse_nested([name for name, _ in found])
     return [name for name, _ in found]
+
+
+def name_kind(kind: type, wanted: str) -> str:
+    """A module's class, with where it comes from if only that tells it from the wanted one."""
+    return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
 
 def refusal(rule: Rule, module: nn.Module) -> str:

@@ -123,7 +123,11 @@ def default_data(model: nn.Module) -> str:
 
 
 def evaluation_data(
-    model: nn.Module, data: str | None = None, root: Path | None = None, size: tuple[int, int] | None = None
+    model: nn.Module,
+    data: str | None = None,
+    root: Path | None = None,
+    size: tuple[int, int] | None = None,
+    classes: int | None = None,
 ) -> tuple[Source, dict[str, Any]]:
     """The test split of a source (by default the model's own) and the data config to evaluate the model with.
 
@@ -132,9 +136,14 @@ def evaluation_data(
     if size and min(size) < 1:
         raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
     source = open_source(data or default_data(model), "test", root)
+    if classes is not None:
+        source = first_classes(source, classes)
     known, found = getattr(model, "num_classes", len(source.classes)), len(source.classes)
     if known != found:
-        raise UserError(f"the model knows {known} classes, the data has {found}: these labels are not its own")
+        raise UserError(
+            f"the model knows {known} classes, the data has {found}: these labels are not its own "
+            "(trained with data.classes? then give --classes)"
+        )
     return source, resolve_data_config({"input_size": (3, *size)} if size else {}, model=model, use_test_size=True)
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
+from timm.models._input import get_model_args
 from torch import nn
 
 from isomorph.errors import UserError
@@ -51,6 +52,20 @@ def describe_edits(model: nn.Module) -> list[dict[str, Any]]:
         {"rule": type(edit.rule).__name__, "fields": dataclasses.asdict(edit.rule), "names": list(edit.names)}  # type: ignore[call-overload]
         for edit in edits(model)
     ]
+
+
+def describe_arguments(model: nn.Module) -> dict[str, Any]:
+    """The further arguments that timm noted when it created the model, as far as JSON can hold them."""
+    return {name: value for name, value in get_model_args(model).items() if is_plain(value)}
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold a value."""
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
@@ -104,23 +119,41 @@ def refuse_unlike(model: nn.Module, base: dict[str, Any]) -> None:
     if layout[0] != layout[1] or repr(model) != repr(twin):
         raise UserError(
             f"timm.create_model({base}) and the recorded edits do not rebuild this model; "
-            "give save() the base with all its arguments, and change modules with recast and revert only"
+            "give save() base={'name': ..., and all other arguments}, and change modules with recast and revert only"
         )
+
+
+def rebuilding_base(model: nn.Module) -> dict[str, Any]:
+    """The base that rebuilds the model: the short one where that is enough, else with all that timm noted.
+
+    Raises: UserError as `refuse_unlike` does when neither does.
+    """
+    base = describe_base(model)
+    try:
+        refuse_unlike(model, base)
+    except UserError:
+        longer = {**describe_arguments(model), **base}
+        refuse_unlike(model, longer)
+        return longer
+    return base
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None) -> None:
     """Writes the weights with all that rebuilds the model: its base, the edits made on it, the images it expects.
 
-    `base`: name and further arguments of timm.create_model; needed where the model was created by hand with other
-    arguments than num_classes and in_chans. The file is safetensors, written whole or not at all.
+    `base`: name and further arguments of timm.create_model, like {"name": "convit_ti", "img_size": [32, 32]}; needed
+    only where timm has not noted them itself, or they are no plain values. The file is safetensors, written whole or
+    not at all.
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
-    base = base or describe_base(model)
-    parts = {"base": base, "edits": describe_edits(model), "data": describe_data(model)}
+    if base is not None and not (isinstance(base, dict) and "name" in base):
+        raise UserError(f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}")
+    base = rebuilding_base(model) if base is None else base
     refuse_unlike(model, base)
+    parts = {"base": base, "edits": describe_edits(model), "data": describe_data(model)}
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(Path(path), lambda file: file.write_bytes(serialize(tensors, metadata=header)))
@@ -170,13 +203,19 @@ def read_tensors(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load and safetensors raise many kinds for a damaged file
         raise UserError(
-            f"cannot read checkpoint {path} ({str(error).splitlines()[0]}); it may be truncated or foreign"
+            f"cannot read checkpoint {path} ({first_words(error)}); it may be truncated or foreign"
         ) from None
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else state
     if not isinstance(state, dict):
         raise UserError(f"checkpoint {path} holds a {type(state).__name__}, not a dictionary of tensors")
     return state
+
+
+def first_words(error: Exception) -> str:
+    """The first line of an error, and its kind where the line alone says little."""
+    line = next(iter(str(error).splitlines()), "")
+    return line if " " in line else f"{type(error).__name__} {line}".strip()
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
@@ -187,8 +226,12 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     state = read_tensors(path)
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
-    if hasattr(module, "checkpoint_filter_fn"):
-        state = module.checkpoint_filter_fn(state, model)
+    try:
+        state = module.checkpoint_filter_fn(state, model) if hasattr(module, "checkpoint_filter_fn") else state
+    except UserError:
+        raise
+    except Exception as error:  # timm's filters fail in many ways on a checkpoint of another family
+        raise UserError(f"{path} does not fit {type(model).__name__}: {first_words(error)}") from None
     refuse_misfit(model, state, path)
     model.load_state_dict(state)
 

@@ -63,8 +63,8 @@ class ModelPart(Part):
     unstride: str | None = None
     """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
-    freeze: list[str] = []
-    """Globs over parameters that stay as they are, e.g. [blocks.*.attn.gate]."""
+    freeze: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = []
+    """Glob, or a list of globs, over parameters that stay as they are, e.g. blocks.*.attn.gate."""
 
     @field_validator("name")
     @classmethod
