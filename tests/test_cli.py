@@ -156,7 +156,7 @@ BAD = {
     "out is a folder": (["recast", "{weights}", "--where", "layer3.*", "--out", "folder.safetensors"], "cannot write"),
     "run folder": (["train", "digits_cnn", "out=/proc/foo", "data.fraction=0.03"], "cannot write /proc/foo"),
     "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "does not understand the policy"),
-    "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no GPSA2d layer to anneal"),
+    "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no gated attention layer to anneal"),
     "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "RuntimeError"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
 }
