@@ -17,7 +17,7 @@ import torch
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from interleave import show, write
+from interleave import show, spread, write
 from isomorph.data import eval_loader, open_source
 from isomorph.recipes.convit import NARROW_SHARES, WIDE_SHARES
 from isomorph.report.figures import Line, Panel, panels_figure
@@ -38,11 +38,6 @@ def open_runs(out, seeds, wide, shares, weight_init):
             rows = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
             runs[kind, share, seed] = (folder, [row for row in rows if "top1" in row], recipe)
     return runs
-
-
-def spread(values):
-    """Mean and, in brackets, half the range over seeds."""
-    return f"{statistics.mean(values):.2f} ({(max(values) - min(values)) / 2:.2f})"
 
 
 def table(runs):
@@ -70,8 +65,7 @@ def learning_curves(runs, share):
 
 def through_training(folder, recipe, look):
     """What `look(model)` gives at birth and at every kept epoch: {name: Line}, heads averaged."""
-    born = iso.load_recipe(recipe.name, [f"seed={recipe.seed}"])
-    stages = {0: build_born(born)}
+    stages = {0: build_born(recipe)}
     stages |= {int(path.stem.partition("-")[2]): iso.load(path) for path in folder.glob("epoch-*.safetensors")}
     found = {epoch: look(model) for epoch, model in sorted(stages.items())}
     return {

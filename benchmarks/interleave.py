@@ -68,6 +68,11 @@ def saved_mib(module: torch.nn.Module, x: torch.Tensor) -> float:
     return sum(kept.values()) / 2**20 / x.shape[0]
 
 
+def spread(values: list[float]) -> str:
+    """Mean and, in brackets, half the range over seeds."""
+    return f"{statistics.mean(values):.2f} ({(max(values) - min(values)) / 2:.2f})"
+
+
 def processor() -> str:
     """The machine in words."""
     if torch.cuda.is_available():

@@ -13,7 +13,7 @@ import timm
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from interleave import show, write
+from interleave import show, spread, write
 from isomorph.data import Corrupted, eval_loader, open_source
 from isomorph.recipes.cifar import BIRTHS
 
@@ -31,11 +31,6 @@ def measure(model, images):
         row[name] = iso.evaluate(model, eval_loader(Corrupted(part, name, SEVERITY), config, 200))["top1"]
     row["corrupted"] = statistics.mean(row[name] for name in CORRUPTIONS)
     return row
-
-
-def spread(values):
-    """Mean and, in brackets, half the range over seeds."""
-    return f"{statistics.mean(values):.2f} ({(max(values) - min(values)) / 2:.2f})"
 
 
 def main():

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.layers.grid import axis_offsets, square_window, window_centres
-from isomorph.layers.mix import mix_by_place
+from isomorph.layers.mix import mix, mix_by_place
 from isomorph.layers.position import geometry_dtype, kronecker, quadratic_axis
 
 
@@ -141,10 +141,9 @@ class GPSA(nn.Module):
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
         content = torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
-        p, gate = self.prefix_tokens, self.gate[:, None, None].to(content.dtype)
+        p = self.prefix_tokens
         position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
-        mixed = torch.addcmul(position * torch.sigmoid(gate), content[:, :, p:], torch.sigmoid(-gate))
-        return torch.cat([content[:, :, :p], mixed], dim=2)
+        return torch.cat([content[:, :, :p], mix(content[:, :, p:], position, self.gate)], dim=2)
 
     def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
         H, W = grid_size or self.grid_size

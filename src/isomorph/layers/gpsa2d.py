@@ -16,6 +16,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.grid import axis_offsets, output_size, window_centres
+from isomorph.layers.mix import mix
 from isomorph.layers.position import attend_shared, geometry_dtype, kronecker, peaked_axis
 
 DENSE_PAIRS = 512 * 512
@@ -216,7 +217,7 @@ class GPSA2d(nn.Module):
         scores = (q * hd**-0.5) @ k.transpose(-2, -1)  # (B, nh, Nq, H W + 1)
         scores = scores.add_(self.padding_score(scores, *x.shape[-2:]))
         content = torch.softmax(scores, dim=-1)[..., :-1]
-        mixed = self.mix(content, kronecker(*self.inner_axis_maps(x, content.dtype)))
+        mixed = mix(content, kronecker(*self.inner_axis_maps(x, content.dtype)), self.gate)
         values = self.value.weight @ x.flatten(2)  # (B, C, H W)
         return SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype)).view(B, -1, Nq)
 
@@ -234,13 +235,8 @@ class GPSA2d(nn.Module):
         bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
         content = F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)
         position = attend_shared(*self.inner_axis_maps(x, values.dtype), values)  # (B, nh, Nq, C)
-        mixed = self.mix(content, position)
+        mixed = mix(content, position, self.gate)
         return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
-
-    def mix(self, content: Tensor, position: Tensor) -> Tensor:
-        """(1 - sigma(gate)) content + sigma(gate) position, exact for gates far from 0. Shape: (..., nh, Nq, n)"""
-        gate = self.gate[:, None, None].to(content.dtype)
-        return torch.addcmul(position * torch.sigmoid(gate), content, torch.sigmoid(-gate))
 
     def attention(self, x: Tensor) -> Tensor:
         """The map over the zero-padded keys, formed on request; every row sums to 1.
@@ -252,7 +248,7 @@ class GPSA2d(nn.Module):
         keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
         keys = F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
         content = torch.softmax(q @ keys.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
-        return self.mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype))
+        return mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
 
     @torch.no_grad()
     def to_conv(self, atol: float = 1e-3) -> nn.Conv2d:

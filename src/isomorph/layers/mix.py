@@ -59,6 +59,15 @@ def axis_gradient(grad: Tensor, grid: Tensor) -> Tensor:
     return torch.bmm(left, right.transpose(1, 2)).unflatten(0, grad.shape[:2]).sum(1)
 
 
+def mix(content: Tensor, position: Tensor, gate: Tensor) -> Tensor:
+    """(1 - sigma(gate)) content + sigma(gate) position of whole maps, exact for gates far from 0.
+
+    Shape: content (..., nh, Nq, n), position (nh, Nq, n) or as content, gate (nh,) -> as content
+    """
+    gate = gate[:, None, None].to(content.dtype)
+    return torch.addcmul(position * torch.sigmoid(gate), content, torch.sigmoid(-gate))
+
+
 def mix_by_place(content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, gate: Tensor) -> Tensor:
     """(1 - sigma(gate)) content + sigma(gate) (rows (x) columns) values, exact for gates far from 0.
 
