@@ -1,0 +1,205 @@
+"""Mean and covariance of the tokens a layer reads: all that BatchNorm after linear layers ever asks about them.
+
+For h = A (x - mean) + c over the tokens of a batch: mean(h) = c and var(h) = diag(A S A^T), S the covariance of x. So
+the statistics of every hidden unit of a chain of linear layers follow from (mean, S), in weight space, without h.
+
+Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+STRIP = 192
+"""Rows of a symmetric product computed at a time, from the diagonal on: at four strips 0.6 of the work."""
+
+
+class Moments(NamedTuple):
+    """First and second moments of what a layer reads. Shape: mean (G, C), covariance (G, C, C)
+
+    `source` is the input itself; what is computed from it shares one pass backwards with the moments. `count` is the
+    number of tokens, over all processes where these share statistics.
+    """
+
+    source: Tensor
+    mean: Tensor
+    covariance: Tensor
+    count: int
+
+
+class Window(NamedTuple):
+    """The patches that a convolution reads as its tokens."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    @property
+    def pointwise(self) -> bool:
+        return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+
+
+def read_tokens(x: Tensor, window: Window | None) -> Tensor:
+    """What each output position reads. Shape: x (*, C) -> (M, C), or x (B, C, H, W) -> (M, C k k), (G, M, C k k / G)"""
+    if window is None:
+        return x.flatten(0, -2)  # (M, C)
+    groups = window.groups
+    patches = x.flatten(2) if window.pointwise else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
+    if groups == 1:
+        return patches.transpose(1, 2).flatten(0, 1)  # (B L, C k k)
+    return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)
+
+
+def spread_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
+    """The adjoint of `read_tokens`: every token's values added where they were read. Shape: -> `shape`"""
+    if window is None:
+        return tokens.view(shape)
+    batch, rest = shape[0], tokens.shape[:-2]
+    patches = tokens.unflatten(-2, (batch, -1))  # (G, B, L, C k k / G)
+    patches = patches.permute(1, 0, 3, 2).flatten(1, 2) if rest else patches.transpose(1, 2)  # (B, C k k, L)
+    if window.pointwise:
+        return patches.reshape(shape)
+    return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
+
+
+def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right where that is known to be symmetric: strips from the diagonal on, then mirrored.
+
+    Shape: left, right (M, C) -> (C, C); groups may lead
+    """
+    width = right.shape[-1]
+    if width < 2 * STRIP or right.ndim > 2:
+        return left.mT @ right
+    product = right.new_empty(width, width)
+    for start in range(0, width, STRIP):
+        stop = min(start + STRIP, width)
+        strip = left[:, start:stop].mT @ right[:, start:]
+        product[start:stop, start:] = strip
+        product[stop:, start:stop] = strip[:, stop - start :].mT
+    return product
+
+
+def sum_over(group: Any, *tensors: Tensor) -> None:
+    """Sums over the processes of a group, in place. None: this process alone."""
+    if group is not None:
+        for tensor in tensors:
+            dist.all_reduce(tensor, group=group)
+
+
+class Measure(torch.autograd.Function):
+    """x -> x, mean and covariance of its tokens, keeping nothing but x.
+
+    Backwards, with K = (dS + dS^T) / M, every token gets (token - mean) K + d_mean / M.
+
+    Shape: x (*, C) or (B, C, H, W) -> as x, (G, C), (G, C, C)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, window: Window | None, count: int, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
+        mean = tokens.sum(-2) / count
+        sum_over(group, mean)
+        centred = tokens - mean.unsqueeze(-2)
+        covariance = symmetric_product(centred, centred).div_(count)
+        sum_over(group, covariance)
+        ctx.save_for_backward(x, mean)
+        ctx.window, ctx.count, ctx.group = window, count, group
+        return x.view_as(x), mean, covariance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor, None, None, None]:
+        x, mean = ctx.saved_tensors
+        slope = (d_covariance + d_covariance.mT) / ctx.count  # (G, C, C)
+        d_mean = d_mean / ctx.count
+        sum_over(ctx.group, d_mean, slope)
+        shift = d_mean.unsqueeze(-2) - mean.unsqueeze(-2) @ slope  # (G, 1, C)
+        tokens = read_tokens(x, ctx.window).to(slope.dtype)
+        d_tokens = torch.addmm(shift, tokens, slope) if tokens.ndim == 2 else torch.baddbmm(shift, tokens, slope)
+        return d_x + spread_tokens(d_tokens, x.shape, ctx.window).to(d_x.dtype), None, None, None
+
+
+def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
+    """Mean and covariance of what a layer reads, in float32 at least, over the processes of `group` where one is given.
+
+    Shape: x (*, C), or (B, C, H, W) with the window of a convolution
+
+    Raises: ValueError for a single token, as BatchNorm does: it has no variance.
+    """
+    count = count_tokens(x, window)
+    if group is not None:
+        counts = torch.tensor([count], device=x.device)
+        sum_over(group, counts)
+        count = int(counts.item())
+    if count < 2:
+        raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
+    with torch.autocast(x.device.type, enabled=False):
+        return Moments(*Measure.apply(x, window, count, group), count)
+
+
+def count_tokens(x: Tensor, window: Window | None) -> int:
+    """M, the tokens of `read_tokens`."""
+    if window is None:
+        return x.shape[:-1].numel()
+    places = 1
+    for size, k, s, p, d in zip(x.shape[-2:], *window[:4], strict=True):
+        places *= (size + 2 * p - d * (k - 1) - 1) // s + 1
+    return x.shape[0] * places
+
+
+class RowVariance(torch.autograd.Function):
+    """diag(A S A^T), at least 0, keeping A and S only: A S is one small product away.
+
+    Shape: weight A (G, out, C), covariance S (G, C, C) -> (G, out)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, covariance: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, covariance)
+        return ((weight @ covariance).mul_(weight)).sum(-1).clamp_(min=0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, covariance = ctx.saved_tensors
+        scaled = weight * grad.unsqueeze(-1)  # (G, out, C)
+        d_weight = (scaled @ covariance).mul_(2) if ctx.needs_input_grad[0] else None
+        d_covariance = symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
+        return d_weight, d_covariance
+
+
+class ScaledProduct(torch.autograd.Function):
+    """(W diag(scale)) A, keeping W, scale and A only.
+
+    Shape: W (G, out, hidden), scale (G, hidden), A (G, hidden, C) -> (G, out, C)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, scale, inner)
+        return (weight * scale.unsqueeze(-2)) @ inner
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight, scale, inner = ctx.saved_tensors
+        d_inner = (weight * scale.unsqueeze(-2)).mT @ grad
+        d_weight = grad @ inner.mT  # of W diag(scale)
+        d_scale = (d_weight * weight).sum(-2)
+        return d_weight.mul_(scale.unsqueeze(-2)), d_scale, d_inner
+
+
+def row_variance(weight: Tensor, covariance: Tensor) -> Tensor:
+    """Variance of every output of a linear layer over the batch. Shape: (G, out, C), (G, C, C) -> (G, out)"""
+    return RowVariance.apply(weight, covariance)
+
+
+def scaled_product(weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
+    """(W diag(scale)) A. Shape: (G, out, hidden), (G, hidden), (G, hidden, C) -> (G, out, C)"""
+    return ScaledProduct.apply(weight, scale, inner)

@@ -1,0 +1,106 @@
+"""A linear layer trained as a pyramid of Linear + BatchNorm branches, run as one linear layer on the tokens.
+
+    y = Rectify(Linear(x) + sum_n f_n(x)),    f_n = n x (Linear + BatchNorm), Linear
+
+The tokens pass through one linear layer in training too: given the mean and covariance of the batch the whole pyramid
+is one affine map (layers/affine_chain.py), with the same output, gradients and running statistics.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.layers.moments import Moments, measure
+from isomorph.layers.pyramid import Pyramid, Rectify
+
+
+class PyramidLinear(Pyramid):
+    """A linear layer with far more weights to train than to run: a pyramid of branches that fuses to one nn.Linear.
+
+    y = Rectify(Linear(x) + sum_n f_n(x)), f_n of as many Linear + BatchNorm units as `layout` says, then a Linear.
+
+    `layout`: P-WNS, P-WN, R-DLWNS, R-DLWN or naive-WN. `rectify`: batchnorm on the sum (queries and keys), rescale by
+    1 / sqrt(`rescale_by`), which is by default N, or none. `affine`: whether BatchNorm has weights. BatchNorm counts every
+    axis but the last as batch.
+
+    Shape: x (*, C) -> (*, out)
+    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly
+    Raises: UserError for an unknown layout or rectification; ValueError when training on a single token.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        layout: str = "P-W2S",
+        rectify: Rectify = "rescale",
+        affine: bool = True,
+        rescale_by: float | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, in_features, layout, rectify, affine, rescale_by)
+
+    def make_linear(self, in_features: int, out_features: int, reads_input: bool) -> nn.Linear:
+        return nn.Linear(in_features, out_features)
+
+    def make_norm(self, features: int, affine: bool) -> nn.BatchNorm1d:
+        return nn.BatchNorm1d(features, affine=affine)
+
+    def origin(self) -> Tensor:
+        weight = next(self.parameters())
+        return weight.new_zeros(self.in_features, dtype=torch.promote_types(weight.dtype, torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_together([self], x)
+
+    @torch.no_grad()
+    def fuse(self) -> nn.Linear:
+        """The same function as one nn.Linear, computed in float64. Raises: UserError in train mode."""
+        weight, bias = self.collapse_exactly()
+        linear = nn.Linear(self.in_features, self.out_features).to(next(self.parameters()))
+        linear.weight.copy_(weight)
+        linear.bias.copy_(bias)
+        return linear
+
+
+class JointPyramid(nn.Module):
+    """Pyramids that read the same input, as one layer: moments measured once, one linear layer on the tokens.
+
+    y = [pyramid_1(x), pyramid_2(x), ...], the queries, keys and values of a joint qkv projection for example.
+
+    Shape: x (*, C) -> (*, sum of out)
+    Raises: UserError when the pyramids read different widths.
+    """
+
+    def __init__(self, pyramids: Sequence[PyramidLinear]) -> None:
+        super().__init__()
+        widths = {pyramid.in_features for pyramid in pyramids}
+        if len(widths) != 1:
+            raise UserError(f"joint pyramids must read one width, these read {sorted(widths)}")
+        self.pyramids = nn.ModuleList(pyramids)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run_together(list(self.pyramids), x)  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def fuse(self) -> nn.Linear:
+        """The same function as one nn.Linear, outputs in order. Raises: UserError in train mode."""
+        fused = [pyramid.fuse() for pyramid in self.pyramids]  # type: ignore[operator]
+        joint = nn.Linear(fused[0].in_features, sum(linear.out_features for linear in fused)).to(fused[0].weight)
+        joint.weight.copy_(torch.cat([linear.weight for linear in fused]))
+        joint.bias.copy_(torch.cat([linear.bias for linear in fused]))
+        return joint
+
+
+def run_together(pyramids: list[PyramidLinear], x: Tensor) -> Tensor:
+    """Pyramids over one input: their moments once, each as an affine map, one linear layer. Shape: (*, C) -> (*, out)"""
+    moments: Moments | None = None
+    if any(pyramid.needs_moments for pyramid in pyramids):
+        moments = measure(x, group=pyramids[0].group)
+        x = moments.source
+    with torch.autocast(x.device.type, enabled=False):
+        weights, biases = zip(*(pyramid.collapse(moments) for pyramid in pyramids), strict=True)
+        weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (weights, biases))
+    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
