@@ -15,13 +15,14 @@ from isomorph.analysis import attention_maps, centres, gates, looks, nonlocality
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
-from isomorph.layers import GPSA, GPSA2d, ViTGPSA
+from isomorph.layers import GPSA, GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear, ViTGPSA
 from isomorph.recipes import load_recipe
 from isomorph.surgery import (
     Anneal,
     AttentionToGPSA,
     ConvToGPSA,
     Edit,
+    LinearToPyramid,
     Report,
     Rule,
     compare,
@@ -44,6 +45,10 @@ __all__ = [
     "ConvToGPSA",
     "Edit",
     "GPSA2d",
+    "JointPyramid",
+    "LinearToPyramid",
+    "PyramidConv2d",
+    "PyramidLinear",
     "Recipe",
     "Report",
     "Rule",

@@ -68,7 +68,7 @@ def normalise(norm: _BatchNorm, weight: Tensor, centre: Tensor, moments: Moments
     if uses_batch(norm):
         assert moments is not None
         mean, variance = centre, row_variance(weight, moments.covariance)
-        update_statistics(norm, mean.detach(), variance.detach(), moments.count)
+        update_statistics(norm, mean.detach(), variance.detach(), moments.total)
     else:
         mean, variance = (vector(t, weight) for t in (norm.running_mean, norm.running_var))  # type: ignore[arg-type]
     scale = torch.rsqrt(variance + norm.eps) * (1.0 if gamma is None else gamma)
@@ -89,10 +89,7 @@ def collapse_chain(layers: Sequence[nn.Module], moments: Moments | None, start: 
     for layer, after in pairwise([*layers, None]):
         if isinstance(layer, nn.Linear | nn.Conv2d):
             own = matrix(layer)
-            if weight is None:
-                weight = own
-            else:
-                weight = own @ weight if scale is None else scaled_product(own, scale, weight)
+            weight = own if weight is None else own @ weight if scale is None else scaled_product(own, scale, weight)
             # the batch takes W c and b out again: their gradient is 0, which for W is not worth an outer product
             centre = times(own.detach() if uses_batch(after) else own, centre)
             scale, centre = None, centre if layer.bias is None else centre + vector(layer.bias, own)

@@ -21,14 +21,14 @@ STRIP = 192
 class Moments(NamedTuple):
     """First and second moments of what a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
-    `source` is the input itself; what is computed from it shares one pass backwards with the moments. `count` is the
+    `source` is the input itself; what is computed from it shares one pass backwards with the moments. `total` is the
     number of tokens, over all processes where these share statistics.
     """
 
     source: Tensor
     mean: Tensor
     covariance: Tensor
-    count: int
+    total: int
 
 
 class Window(NamedTuple):
@@ -50,7 +50,9 @@ def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     if window is None:
         return x.flatten(0, -2)  # (M, C)
     groups = window.groups
-    patches = x.flatten(2) if window.pointwise else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
+    patches = (
+        x.flatten(2) if window.pointwise else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
+    )
     if groups == 1:
         return patches.transpose(1, 2).flatten(0, 1)  # (B L, C k k)
     return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)
@@ -140,7 +142,8 @@ def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Momen
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     with torch.autocast(x.device.type, enabled=False):
-        return Moments(*Measure.apply(x, window, count, group), count)
+        source, mean, covariance = Measure.apply(x, window, count, group)
+        return Moments(source, mean, covariance, count)
 
 
 def count_tokens(x: Tensor, window: Window | None) -> int:

@@ -1,4 +1,4 @@
-"""What every pyramid is: branches of different depth over one input, summed, rectified, and one affine map in the end."""
+"""What every pyramid is: branches of different depth over one input, summed and rectified, one affine map in all."""
 
 import copy
 import re
@@ -26,7 +26,7 @@ class Layout:
 
     @classmethod
     def parse(cls, name: str) -> "Layout":
-        """P-W2S (pyramid of 2, skip), P-W2, R-D2W1S (1 branch of depth 2, skip), R-D2W1, naive-W8 (8 Linear + BatchNorm).
+        """P-W2S (pyramid of 2, skip), P-W2, R-D2W1S (1 branch of depth 2, skip), R-D2W1, naive-W8 (8 Linear + norm).
 
         Raises: UserError for any other name.
         """
@@ -35,10 +35,12 @@ class Layout:
             width, depth = int(found[4]), int(found[2] or 1)
             depths = tuple(range(1, width + 1)) if found[1] else (depth,) * width
             return cls(depths, skip=bool(found[5]), last=not found[3])
-        raise UserError(f"layout {name!r} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (any numbers from 1)")
+        raise UserError(
+            f"layout {name!r} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (any numbers from 1)"
+        )
 
     def widths(self, first: int, out_features: int, depth: int) -> list[int]:
-        """Features after each linear layer of a branch: the rule behind both published counts (docs/methods/tdrl.md)."""
+        """Features after each linear layer of a branch: the rule that gives both published counts."""
         if not self.last:
             return [out_features] * depth
         return [first, *[max(first, out_features)] * (depth - 1), out_features]
@@ -90,9 +92,9 @@ class Pyramid(nn.Module):
         return nn.Sequential(*layers)
 
     @property
-    def chains(self) -> list[nn.Sequential | nn.Linear | nn.Conv2d]:
-        """All that is summed: the branches, and the skip where there is one."""
-        return [*self.branches, *([self.skip] if self.skip is not None else [])]  # type: ignore[list-item]
+    def chains(self) -> list[list[nn.Module]]:
+        """The layers of all that is summed: the branches, and the skip where there is one."""
+        return [*map(list, self.branches), *([[self.skip]] if self.skip is not None else [])]  # type: ignore[arg-type]
 
     @property
     def factor(self) -> float:
@@ -119,10 +121,12 @@ class Pyramid(nn.Module):
         Source: TDRL eq. 6 and 7, Fig. 1 (c); differs: in training too
         """
         start = self.origin() if moments is None else moments.mean
-        maps = [collapse_chain(c if isinstance(c, nn.Sequential) else [c], moments, start) for c in self.chains]
+        maps = [collapse_chain(layers, moments, start) for layers in self.chains]
         weights, centres = zip(*maps, strict=True)
         weight = sum(weights[1:], weights[0]) * self.factor
-        centre = sum(c * self.factor for c in centres)  # one by one, or biases would share the memory of their gradients
+        centre = sum(
+            c * self.factor for c in centres
+        )  # one by one, or biases would share the memory of their gradients
         if self.norm is not None:
             scale, centre = normalise(self.norm, weight, centre, moments)
             weight = weight * scale.unsqueeze(-1)

@@ -38,7 +38,7 @@ class PyramidConv2d(Pyramid):
         affine: bool = True,
         rescale_by: float | None = None,
     ) -> None:
-        self.window = Window(*map(to_2tuple, (kernel_size, stride, padding, dilation)), groups)
+        self.window = Window(to_2tuple(kernel_size), to_2tuple(stride), to_2tuple(padding), to_2tuple(dilation), groups)
         taps = self.window.kernel_size[0] * self.window.kernel_size[1]
         reads, gives = in_channels // groups, out_channels // groups
         first = max(reads, min(reads * taps, gives)) * groups

@@ -23,8 +23,8 @@ class PyramidLinear(Pyramid):
     y = Rectify(Linear(x) + sum_n f_n(x)), f_n of as many Linear + BatchNorm units as `layout` says, then a Linear.
 
     `layout`: P-WNS, P-WN, R-DLWNS, R-DLWN or naive-WN. `rectify`: batchnorm on the sum (queries and keys), rescale by
-    1 / sqrt(`rescale_by`), which is by default N, or none. `affine`: whether BatchNorm has weights. BatchNorm counts every
-    axis but the last as batch.
+    1 / sqrt(`rescale_by`), which is by default N, or none. `affine`: whether BatchNorm has weights. To BatchNorm, every
+    axis but the last is batch.
 
     Shape: x (*, C) -> (*, out)
     Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly
@@ -95,7 +95,10 @@ class JointPyramid(nn.Module):
 
 
 def run_together(pyramids: list[PyramidLinear], x: Tensor) -> Tensor:
-    """Pyramids over one input: their moments once, each as an affine map, one linear layer. Shape: (*, C) -> (*, out)"""
+    """Pyramids over one input: their moments once, each as an affine map, one linear layer.
+
+    Shape: x (*, C) -> (*, sum of out)
+    """
     moments: Moments | None = None
     if any(pyramid.needs_moments for pyramid in pyramids):
         moments = measure(x, group=pyramids[0].group)

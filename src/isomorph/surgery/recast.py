@@ -22,8 +22,8 @@ Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 class Rule(Protocol):
     """Rebuilds a module as another that computes the same function.
 
-    A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar[type]` too,
-    modules of other types are passed over in silence and one of this type that it cannot take is an error. With
+    A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar` too, a type
+    or several, modules that it cannot take are an error if of that kind and passed over in silence if not. With
     `within(model) -> Rule` it completes itself with what a module alone does not tell; with `attach(model)` it ties
     its replacements to the rest of the model, and unties what a revert has left idle.
     """
@@ -119,28 +119,34 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     refuse_misuse(rule, where)
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
-    rule = complete(rule, model)
+    given, rule = rule, complete(rule, model)
     named = list(model.named_modules(remove_duplicate=False))
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
     selected = list(distinct((n, m) for n, m in named if matches(where, n, m)))
-    kind: type[nn.Module] | None = getattr(rule, "kind", None)
+    kind = kinds(rule)
     if not selected:
         names = [name for name, _ in named if name]
         raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
-    found = [(n, m) for n, m in selected if (isinstance(m, kind) if kind else rule.accepts(m))]
+    found = [(n, m) for n, m in selected if isinstance(m, kind) or rule.accepts(m)]
     if not found:
-        wanted, ours = kind.__name__ if kind else "other modules", type(rule).__name__
-        kinds = ", ".join(sorted({name_kind(type(module), wanted) for _, module in selected}))
+        wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
+        seen = ", ".join(sorted({name_kind(type(module), wanted) for _, module in selected}))
         raise UserError(
-            f"{ours} rebuilds {wanted}, and {describe(where)} matches none among {len(selected)} modules ({kinds})"
+            f"{ours} rebuilds {wanted}, and {describe(where)} matches none among {len(selected)} modules ({seen})"
         )
     for name, module in found:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {refusal(rule, module)}")
     refuse_nested([name for name, _ in found])
     return [name for name, _ in found]
+
+
+def kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
+    """The rule's `kind`, none or several."""
+    kind = getattr(rule, "kind", ())
+    return kind if isinstance(kind, tuple) else (kind,)
 
 
 def name_kind(kind: type, wanted: str) -> str:

@@ -1,0 +1,90 @@
+"""Modules that are one linear map in several pieces: recognised, and merged into one layer."""
+
+import copy
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from timm.layers import ConvNormAct, to_2tuple
+from timm.models.byobnet import MobileOneBlock
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from isomorph.layers.affine_chain import collapse_chain, matrix
+
+
+def pieces(module: nn.Module) -> Iterator[nn.Module]:
+    """The layers of a chain in order, identities left out."""
+    if isinstance(module, nn.Sequential):
+        for child in module:
+            yield from pieces(child)
+    elif isinstance(module, ConvNormAct):
+        yield from (
+            piece for child in (module.conv, module.bn, module.aa) if child is not None for piece in pieces(child)
+        )
+    elif not isinstance(module, nn.Identity):
+        yield module
+
+
+def is_plain_norm(module: nn.Module) -> bool:
+    """Whether a module is BatchNorm and nothing more: timm's may carry an activation."""
+    extras = (getattr(module, name, None) for name in ("act", "drop"))
+    return isinstance(module, _BatchNorm) and all(isinstance(e, nn.Identity | None) for e in extras)
+
+
+def is_pointwise(module: nn.Module) -> bool:
+    """Whether a module is a full 1x1 convolution."""
+    return isinstance(module, nn.Conv2d) and (module.kernel_size, module.stride, module.groups) == ((1, 1), (1, 1), 1)
+
+
+def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
+    """Padding of a convolution in numbers, None where one side has more of it than the other."""
+    if conv.padding == "valid":
+        return (0, 0)
+    if conv.padding == "same":
+        total = [d * (k - 1) for k, d in zip(conv.kernel_size, conv.dilation, strict=True)]
+        return None if any(t % 2 for t in total) else (total[0] // 2, total[1] // 2)
+    return to_2tuple(conv.padding)
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them."""
+    layers = list(pieces(module))
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d)]
+    if len(linear) < 2 or layers[0] is not linear[0] or len({type(layer) for layer in linear}) > 1:
+        return False
+    if any(isinstance(a, _BatchNorm) and isinstance(b, _BatchNorm) for a, b in pairwise(layers)):
+        return False
+    if not all(isinstance(layer, nn.Linear | nn.Conv2d) or is_plain_norm(layer) for layer in layers):
+        return False
+    first, *rest = linear
+    return isinstance(first, nn.Linear) or (first.groups == 1 and all(map(is_pointwise, rest)))
+
+
+@torch.no_grad()
+def merge_chain(module: nn.Module) -> nn.Linear | nn.Conv2d:
+    """A chain in eval mode as one layer with a bias, computed in float64."""
+    dtype = next(module.parameters()).dtype
+    layers = list(pieces(copy.deepcopy(module).double().eval()))
+    first = layers[0]
+    assert isinstance(first, nn.Linear | nn.Conv2d)
+    weight, bias = collapse_chain(layers, None, matrix(first).new_zeros(matrix(first).shape[-1]))
+    merged = like(first, len(bias))
+    merged.weight, merged.bias = nn.Parameter(weight.view(-1, *first.weight.shape[1:])), nn.Parameter(bias)
+    return merged.to(dtype)
+
+
+def like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Conv2d:
+    """A layer that reads as this one does, of another width and with a bias."""
+    if isinstance(layer, nn.Linear):
+        return nn.Linear(layer.in_features, out)
+    window = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+    return nn.Conv2d(layer.in_channels, out, *window)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
+    """All branches of a MobileOne block in eval mode as one convolution."""
+    twin = copy.deepcopy(block).double().eval()
+    twin.reparameterize()
+    return twin.reparam_conv.to(next(block.parameters()).dtype)

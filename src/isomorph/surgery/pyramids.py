@@ -1,0 +1,168 @@
+"""The rule that trains wide and ships thin: linear layers become pyramids, which `fuse` brings back."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from timm.models.byobnet import MobileOneBlock
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from isomorph.errors import UserError
+from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers.affine_chain import matrix
+from isomorph.layers.pyramid import Layout, Rectify
+from isomorph.layers.pyramid_birth import carry, draw
+from isomorph.surgery.chains import conv_padding, is_chain, merge_branches, merge_chain
+
+JOINT: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
+"""Projections that are one linear layer in a model and several pyramids here, by their last name."""
+
+RECTIFIED = {f"{before}{name}{after}" for name in "qk" for before in ("", "to_") for after in ("", "_proj")}
+RECTIFIED |= {"query", "key", "wq", "wk", "q_linear", "k_linear"}
+"""Last names of the projections whose products are attention logits: BatchNorm rectifies their sum."""
+
+
+@dataclass(frozen=True)
+class LinearToPyramid:
+    """A linear layer becomes a pyramid of Linear + BatchNorm branches, which trains better and fuses back (TDRL).
+
+    Takes nn.Linear; nn.Conv2d (zero padding), as a linear layer on its patches; an nn.Sequential of several such with
+    BatchNorms and nothing else, as one map; and timm's MobileOneBlock: a 1x1 block is replaced, the convolutions of a
+    3x3 block become pyramids within it (TDRL A.4). A joint `qkv` becomes three pyramids that share their moments.
+
+    `init="same-function"` computes what the layer computed, in eval mode exactly; `"paper"` draws anew, for training
+    from scratch. `rectify="paper"` puts BatchNorm on the sums of queries and keys, recognised by name, and divides
+    others by sqrt(N); `rescale_by` overrides N. The way back is `fuse`, at any time.
+    """
+
+    layout: str = "P-W2S"
+    init: Literal["same-function", "paper"] = "same-function"
+    rectify: Literal["paper", "batchnorm", "rescale", "none"] = "paper"
+    rescale_by: float | None = None
+
+    atol: ClassVar[float] = 1e-4
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
+
+    def __post_init__(self) -> None:
+        Layout.parse(self.layout)
+        if self.init not in ("same-function", "paper"):
+            raise UserError(f"init {self.init!r} is unknown; choose 'same-function' or 'paper'")
+        if self.rectify not in ("paper", "batchnorm", "rescale", "none"):
+            raise UserError(f"rectify {self.rectify!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none'")
+        if self.rescale_by is not None and not self.rescale_by > 0:
+            raise UserError(f"rescale_by {self.rescale_by} must be above 0: the sum is divided by its square root")
+
+    def within(self, model: nn.Module) -> "NamedLinears":
+        """The rule with the names of the model's layers, which tell queries and keys from others."""
+        return NamedLinears(
+            self, {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
+        )
+
+    def accepts(self, module: nn.Module) -> bool:
+        return NamedLinears(self, {}).accepts(module)
+
+    def build(self, module: nn.Module) -> nn.Module:
+        """Raises: UserError with the reason when the module is not accepted."""
+        return NamedLinears(self, {}).build(module)
+
+
+@dataclass(frozen=True)
+class NamedLinears:
+    """LinearToPyramid within one model: each module's last name, and its parent."""
+
+    rule: LinearToPyramid
+    places: Mapping[nn.Module, tuple[str, nn.Module]] = field(repr=False)
+
+    @property
+    def kind(self) -> tuple[type[nn.Module], ...]:
+        return self.rule.kind
+
+    def accepts(self, module: nn.Module) -> bool:
+        return self.reason(module) is None
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why the module cannot be rebuilt, or None."""
+        name, parent = self.places.get(module, ("", None))
+        if isinstance(module, MobileOneBlock):
+            if module.reparam_conv is not None:
+                return "it is fused already; its reparam_conv is a target of its own"
+            return None if isinstance(module.drop_path, nn.Identity) else "it drops paths between its branches"
+        if isinstance(module, nn.Sequential):
+            return None if is_chain(module) else "it does more than linear maps and BatchNorm"
+        if isinstance(module, nn.Linear):
+            if type(module).forward is not nn.Linear.forward or isinstance(parent, nn.MultiheadAttention):
+                return f"{type(module).__name__} does not compute what nn.Linear does, or is read, not called"
+            if getattr(parent, "q_bias", None) is not None:
+                return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
+            if name in JOINT and module.out_features % len(JOINT[name]):
+                return f"its {module.out_features} outputs are not {len(JOINT[name])} equal parts"
+        elif not isinstance(module, nn.Conv2d):
+            return f"{type(module).__name__} is no linear layer or convolution"
+        elif type(module)._conv_forward is not nn.Conv2d._conv_forward or type(module).forward is not nn.Conv2d.forward:
+            return f"{type(module).__name__} does not compute what nn.Conv2d does with its weight"
+        elif module.padding_mode != "zeros":
+            return f"padding_mode={module.padding_mode!r}, only 'zeros' is linear on patches"
+        elif conv_padding(module) is None:
+            return f"padding={module.padding!r} pads one side more than the other"
+        return "its weight is parametrized, which would be lost" if is_parametrized(module) else None
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> nn.Module:
+        """Raises: UserError with the reason when the module is not accepted."""
+        if reason := self.reason(module):
+            raise UserError(f"LinearToPyramid cannot rebuild it: {reason}")
+        if isinstance(module, MobileOneBlock):
+            return self.build_block(module)
+        if isinstance(module, nn.Sequential):
+            module = merge_chain(module)
+        name = self.places.get(module, ("", None))[0]
+        if isinstance(module, nn.Conv2d):
+            return self.build_conv(module, name)
+        assert isinstance(module, nn.Linear)
+        parts = JOINT.get(name, (name,))
+        weights = module.weight.chunk(len(parts))
+        biases = [None] * len(parts) if module.bias is None else module.bias.chunk(len(parts))
+        pyramids = [self.build_linear(*given) for given in zip(parts, weights, biases, strict=True)]
+        return pyramids[0] if len(pyramids) == 1 else JointPyramid(pyramids)
+
+    def arguments(self, name: str) -> dict[str, Any]:
+        """Layout and rectification for a layer of that name."""
+        rectify: Rectify = "batchnorm" if name in RECTIFIED else "rescale"
+        if self.rule.rectify != "paper":
+            rectify = self.rule.rectify
+        return dict(layout=self.rule.layout, rectify=rectify, rescale_by=self.rule.rescale_by)
+
+    def build_linear(self, name: str, weight: Tensor, bias: Tensor | None) -> PyramidLinear:
+        pyramid = PyramidLinear(weight.shape[1], weight.shape[0], **self.arguments(name)).to(weight)
+        if self.rule.init == "paper":
+            draw(pyramid)
+        else:
+            carry(pyramid, weight, weight.new_zeros(weight.shape[0]) if bias is None else bias)
+        return pyramid
+
+    def build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
+        padding = conv_padding(conv)
+        assert padding is not None
+        window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
+        pyramid = PyramidConv2d(conv.in_channels, conv.out_channels, *window, **self.arguments(name)).to(conv.weight)  # type: ignore[arg-type]
+        if self.rule.init == "paper":
+            draw(pyramid)
+        else:
+            weight = matrix(conv)
+            bias = weight.new_zeros(weight.shape[:-1]) if conv.bias is None else conv.bias.view(weight.shape[:-1])
+            carry(pyramid, weight, bias)
+        return pyramid
+
+    def build_block(self, block: MobileOneBlock) -> nn.Module:
+        """A 1x1 block as a pyramid and its activation; a larger one with pyramids for its convolutions."""
+        if block.conv_kxk[0].conv.kernel_size == (1, 1):
+            pyramid = self.build_conv(merge_branches(block), "")
+            return nn.Sequential(OrderedDict(conv=pyramid, attn=block.attn, act=block.act))
+        combined = copy.deepcopy(block)
+        for branch in combined.conv_kxk:
+            branch.conv = self.build_conv(branch.conv, "").train(block.training)
+        return combined
