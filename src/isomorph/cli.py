@@ -23,7 +23,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, evaluate, measure_cost
 from isomorph.recipes import RECIPES, as_assignments, load_recipe, recipe_values
 from isomorph.report import metric_rows, show
-from isomorph.surgery import GATED_RULES, compare, edits_since
+from isomorph.surgery import build_rule, compare, edits_since
 from isomorph.training.build import evaluation_data, open_model, standard_normal
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
@@ -63,17 +63,19 @@ def recast(
     *,
     where: list[str],
     out: Path,
-    rule: Literal["ConvToGPSA", "AttentionToGPSA"] = "ConvToGPSA",
-    init: Literal["exact", "paper"] = "exact",
+    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid"] = "ConvToGPSA",
+    init: Literal["exact", "same-function", "paper"] | None = None,
     locality: float | None = None,
     gate: float | None = None,
+    layout: str | None = None,
+    rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None,
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
     size: tuple[int, int] | None = None,
     json_: Json = False,
 ) -> None:
-    """Recast modules of a model as gated positional self-attention, verify, and save it.
+    """Recast modules of a model as gated positional self-attention or as pyramids, verify, and save it.
 
     Parameters
     ----------
@@ -84,13 +86,18 @@ def recast(
     out
         The new checkpoint (.safetensors).
     rule
-        ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT.
+        ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT, LinearToPyramid for linear
+        layers and convolutions.
     init
-        exact keeps the function (verified); paper starts as the paper does, to be trained.
+        exact (of pyramids: same-function) keeps the function, verified; paper starts as the paper does, to be trained.
     locality
-        Overrides the init's locality.
+        Overrides the init's locality (attention).
     gate
-        Overrides the init's gate.
+        Overrides the init's gate (attention).
+    layout
+        P-W2S, R-D2W1S, naive-W8 and the like (pyramids).
+    rectify
+        What tames the sum of a pyramid's branches (pyramids).
     unstride
         Glob of stages to keep at their input's resolution first; this changes the function.
     pretrained
@@ -105,9 +112,10 @@ def recast(
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    new = iso.recast(base, GATED_RULES[rule](init, locality, gate), where)
+    made = build_rule(rule, init=init, locality=locality, gate=gate, layout=layout, rectify=rectify)
+    new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
-    if not report.passed and (init, locality, gate) == ("exact", None, None):
+    if not report.passed and init != "paper" and (locality, gate) == (None, None):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]

@@ -38,7 +38,7 @@ def vector(values: Tensor, like: Tensor) -> Tensor:
 
 def times(weight: Tensor, column: Tensor) -> Tensor:
     """W c. Shape: (G, out, C), (G, C) -> (G, out)"""
-    return (weight @ column.unsqueeze(-1)).squeeze(-1)
+    return weight.mv(column) if weight.ndim == 2 else (weight @ column.unsqueeze(-1)).squeeze(-1)
 
 
 def recomputing() -> bool:
@@ -55,7 +55,7 @@ def update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: i
     norm.num_batches_tracked.add_(1)
     momentum: Any = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance * (count / (count - 1)))):
-        running.copy_(torch.lerp(running, new.reshape(-1).to(running.dtype), momentum))
+        running.lerp_(new.reshape(-1).to(running.dtype), momentum)
 
 
 def normalise(norm: _BatchNorm, weight: Tensor, centre: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor]:
@@ -71,8 +71,10 @@ def normalise(norm: _BatchNorm, weight: Tensor, centre: Tensor, moments: Moments
         update_statistics(norm, mean.detach(), variance.detach(), moments.total)
     else:
         mean, variance = (vector(t, weight) for t in (norm.running_mean, norm.running_var))  # type: ignore[arg-type]
-    scale = torch.rsqrt(variance + norm.eps) * (1.0 if gamma is None else gamma)
-    return scale, (centre - mean) * scale + (0.0 if beta is None else beta)
+    scale = torch.rsqrt(variance + norm.eps)
+    scale = scale if gamma is None else scale * gamma
+    centre = (centre - mean) * scale
+    return scale, centre if beta is None else centre + beta
 
 
 def uses_batch(norm: nn.Module | None) -> bool:

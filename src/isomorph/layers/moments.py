@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-STRIP = 192
-"""Rows of a symmetric product computed at a time, from the diagonal on: at four strips 0.6 of the work."""
+NARROWEST_STRIP = 96
+"""Symmetric products are computed in up to four strips from the diagonal on (0.6 of the work), none narrower."""
 
 
 class Moments(NamedTuple):
@@ -76,11 +76,12 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     Shape: left, right (M, C) -> (C, C); groups may lead
     """
     width = right.shape[-1]
-    if width < 2 * STRIP or right.ndim > 2:
+    step = max(NARROWEST_STRIP, -(-width // 4))
+    if step >= width or right.ndim > 2:
         return left.mT @ right
     product = right.new_empty(width, width)
-    for start in range(0, width, STRIP):
-        stop = min(start + STRIP, width)
+    for start in range(0, width, step):
+        stop = min(start + step, width)
         strip = left[:, start:stop].mT @ right[:, start:]
         product[start:stop, start:] = strip
         product[stop:, start:stop] = strip[:, stop - start :].mT

@@ -94,7 +94,8 @@ class Pyramid(nn.Module):
     @property
     def chains(self) -> list[list[nn.Module]]:
         """The layers of all that is summed: the branches, and the skip where there is one."""
-        return [*map(list, self.branches), *([[self.skip]] if self.skip is not None else [])]  # type: ignore[arg-type]
+        branches: list[list[nn.Module]] = [list(branch) for branch in self.branches]  # type: ignore[call-overload]
+        return branches if self.skip is None else [*branches, [self.skip]]
 
     @property
     def factor(self) -> float:

@@ -66,7 +66,7 @@ def rest(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
 
 def share(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     """Deals the map out to branches without a skip, no two of them alike."""
-    branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[arg-type]
+    branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[call-overload]
     parts = len(branches)
     if isinstance(branches[0][-1], _BatchNorm):
         noise = torch.randn(parts, *weight.shape).to(weight) * weight.std()

@@ -7,9 +7,9 @@ import timm
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.models import cifar_resnet, convit, tcnn
+from isomorph.models import cifar_resnet, convit, tcnn, tdrl_vit
 
-MODULES = (cifar_resnet, convit, tcnn)
+MODULES = (cifar_resnet, convit, tcnn, tdrl_vit)
 
 
 def names() -> list[str]:

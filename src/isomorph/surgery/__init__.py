@@ -1,15 +1,34 @@
 """Surgery: model in, new model out, function kept."""
 
+import dataclasses
+from typing import Any
+
+from isomorph.errors import UserError
 from isomorph.surgery.anneal import Anneal, gpsa_layers
-from isomorph.surgery.fuse import fuse
+from isomorph.surgery.fuse import Fuse, fuse
 from isomorph.surgery.pyramids import LinearToPyramid
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
 from isomorph.surgery.rules import GATED_RULES, AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, Report, compare, verify
 
-RULES: dict[str, type[Rule]] = {**GATED_RULES, "LinearToPyramid": LinearToPyramid, "Unstride": Unstride}
+RULES: dict[str, type[Rule]] = {**GATED_RULES, **{rule.__name__: rule for rule in (LinearToPyramid, Fuse, Unstride)}}
 """Rules by name, as checkpoints and recipes store them."""
+
+
+def build_rule(name: str, **fields: Any) -> Rule:
+    """A rule by name with the fields that are not None.
+
+    Raises: UserError for a field that the rule does not have, or a value it does not take.
+    """
+    kind = RULES[name]
+    given = {field: value for field, value in fields.items() if value is not None}
+    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for field in given:
+        if field not in known:
+            raise UserError(f"{name} has no {field}; it has {', '.join(known)}")
+    return kind(**given)
+
 
 __all__ = [
     "GATED_RULES",
@@ -18,11 +37,13 @@ __all__ = [
     "AttentionToGPSA",
     "ConvToGPSA",
     "Edit",
+    "Fuse",
     "LinearToPyramid",
     "NotEqual",
     "Report",
     "Rule",
     "Unstride",
+    "build_rule",
     "compare",
     "edits",
     "edits_since",

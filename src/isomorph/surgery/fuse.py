@@ -1,10 +1,29 @@
 """The way back: every layer that knows its fused form gives it, and the model computes what it computed."""
 
 import copy
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.recast import Edit, replay
+
+
+@dataclass(frozen=True)
+class Fuse:
+    """A layer becomes its fused form: the result of its `fuse()`, with the same function in eval mode."""
+
+    atol: ClassVar[float] = 1e-4
+
+    def accepts(self, module: nn.Module) -> bool:
+        return callable(getattr(module, "fuse", None))
+
+    def build(self, module: nn.Module) -> nn.Module:
+        """Raises: UserError when the module has no `fuse()`."""
+        if not self.accepts(module):
+            raise UserError(f"{type(module).__name__} has no fused form")
+        return copy.deepcopy(module).eval().fuse()  # type: ignore[operator]
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -20,16 +39,15 @@ def fuse(model: nn.Module) -> nn.Module:
         raise UserError(
             f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first"
         )
-    return fuse_within(copy.deepcopy(model), {})
+    names = fusible(model)
+    return replay(copy.deepcopy(model), Edit(Fuse(), names)) if names else copy.deepcopy(model)
 
 
-def fuse_within(module: nn.Module, done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Pre-order walk: a layer fuses what it holds itself. `done` keeps a module used in several places one module."""
-    if module in done:
-        return done[module]
-    fused = module.fuse().eval() if callable(getattr(module, "fuse", None)) else module  # type: ignore[operator]
-    done[module] = fused
-    for name, child in fused._modules.items():  # named_children() would skip the second name of a shared module
-        if child is not None:
-            fused._modules[name] = fuse_within(child, done)
-    return fused
+def fusible(model: nn.Module) -> tuple[str, ...]:
+    """Names of the outermost modules that have a fused form."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if Fuse().accepts(module) and not inside:
+            found.append(name)
+    return tuple(found)

@@ -3,14 +3,19 @@
 from typing import Any
 
 import timm.optim
+from timm.models import group_parameters
 from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
 from torch.optim import Optimizer
 
+from isomorph.errors import UserError
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.layers.decay import undecayed
 from isomorph.training.parts import OptimPart
+
+KINDS = ("decayed", "undecayed", "gates", "positions")
+"""Parameter groups, in order."""
 
 
 def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
@@ -21,21 +26,44 @@ def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
     return gates, dials - gates
 
 
+def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+    """Share of the learning rate of every parameter: decay ** (layers after its own), frozen ones counted too.
+
+    Raises: UserError when the model does not tell its layers apart.
+    """
+    if decay == 1:
+        return dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
+    if not hasattr(model, "group_matcher"):
+        raise UserError(f"{type(model).__name__} has no group_matcher to tell its layers: leave optim.layer_decay at 1")
+    layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
+    return {name: decay ** (max(layers.values()) - layer) for name, layer in layers.items()}
+
+
 def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
-    """What decays; biases, norms and exempt ones; gates and positions at their own rates. Frozen ones in none."""
+    """What decays; biases, norms and exempt ones; gates and positions at their own rates. Frozen ones in none.
+
+    With a layer decay, each of these once for every layer.
+    """
     exempt = undecayed(model) | set(getattr(model, "no_weight_decay", set)())
     gates, positions = attention_names(model)
-    members: dict[str, list[nn.Parameter]] = {"decayed": [], "undecayed": [], "gates": [], "positions": []}
+    scales = layer_scales(model, optim.layer_decay)
+    members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed"
-            members["gates" if name in gates else "positions" if name in positions else kind].append(parameter)
+            kind = "gates" if name in gates else "positions" if name in positions else kind
+            members.setdefault((scales[name], kind), []).append(parameter)
     rates = {"gates": optim.gate_lr, "positions": optim.position_lr or optim.lr}
     decay = {"decayed": optim.weight_decay}
+    order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))
     return [
-        dict(name=kind, params=params, weight_decay=decay.get(kind, 0.0), lr_scale=rates.get(kind, optim.lr) / optim.lr)
-        for kind, params in members.items()
-        if params
+        dict(
+            name=kind if scale == 1 else f"{kind} x{scale:.3g}",
+            params=members[scale, kind],
+            weight_decay=decay.get(kind, 0.0),
+            lr_scale=scale * rates.get(kind, optim.lr) / optim.lr,
+        )
+        for scale, kind in order
     ]
 
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import timm
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from timm.data import create_transform
 
 from isomorph.data import SOURCES
 from isomorph.models import refuse_unknown
-from isomorph.surgery import GATED_RULES, Anneal, Rule
+from isomorph.surgery import Anneal, Rule, build_rule
 
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -28,23 +28,40 @@ class Part(BaseModel):
     )
 
 
-class RecastPart(Part):
-    """Modules to recast as gated positional self-attention before training."""
+def as_list(value: Any) -> Any:
+    """One name as a list of one."""
+    return [value] if isinstance(value, str) else value
 
-    where: str
-    """Glob over module names, e.g. layer4.*.conv2 or blocks.[0-9].attn."""
-    rule: Literal["ConvToGPSA", "AttentionToGPSA"] = "ConvToGPSA"
-    """What becomes attention with places: the convolutions of a CNN, or the attention of a ViT."""
-    init: Literal["exact", "paper"] = "exact"
-    """exact: the same function; paper: locality 1, gate 1."""
+
+Globs = Annotated[list[str], BeforeValidator(as_list)]
+
+
+class RecastPart(Part):
+    """Modules to recast before training: as gated positional self-attention, or as pyramids."""
+
+    where: Globs
+    """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?."""
+    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid"] = "ConvToGPSA"
+    """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids."""
+    init: Literal["exact", "same-function", "paper"] | None = None
+    """exact (of pyramids: same-function, the default) keeps the function; paper is the paper's start."""
     locality: Positive | None = None
-    """Overrides the init's locality."""
+    """Overrides the init's locality (attention with places)."""
     gate: float | None = None
-    """Overrides the init's gate (lambda, before the sigmoid)."""
+    """Overrides the init's gate, lambda before the sigmoid (attention with places)."""
+    layout: str | None = None
+    """P-W2S, R-D2W1S, naive-W8 and the like (pyramids)."""
+    rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None
+    """What tames the sum of the branches; paper: batchnorm on queries and keys, rescale elsewhere (pyramids)."""
+
+    @model_validator(mode="after")
+    def coherent(self) -> "RecastPart":
+        self.build_rule()
+        return self
 
     def build_rule(self) -> Rule:
-        """The rule these fields describe."""
-        return GATED_RULES[self.rule](self.init, self.locality, self.gate)
+        """The rule these fields describe. Raises: UserError for a field that the rule does not have."""
+        return build_rule(self.rule, **self.model_dump(exclude={"where", "rule"}))
 
 
 class ModelPart(Part):
@@ -63,7 +80,7 @@ class ModelPart(Part):
     unstride: str | None = None
     """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
-    freeze: Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)] = []
+    freeze: Globs = []
     """Glob, or a list of globs, over parameters that stay as they are, e.g. blocks.*.attn.gate."""
 
     @field_validator("name")
@@ -152,6 +169,8 @@ class OptimPart(Part):
     """Peak learning rate of the gates, on the same schedule, without decay."""
     position_lr: Positive | None = None
     """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
+    layer_decay: Share = 1.0
+    """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
     """For optimisers that have one."""
     clip_grad: Positive | None = None

@@ -104,12 +104,11 @@ def describe(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{field} is missing"
     message = problem["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    return (
-        message
-        if problem["type"] == "value_error" and not problem["loc"]
-        else f"{field}: {message} (given {problem['input']!r})"
-    )
+    if message.partition(" ")[0].istitle():
+        message = message[0].lower() + message[1:]
+    if isinstance(problem["input"], dict):
+        return f"{field}: {message}" if problem["loc"] else message
+    return f"{field}: {message} (given {problem['input']!r})"
 
 
 def fields_of(groups: list[str]) -> dict[str, Any]:

@@ -1,0 +1,121 @@
+"""TDRL: fine-tuning, training from scratch, and applications to other networks (Tables 1, 3, 5, 7, 9, 10, B.4, B.5).
+
+Fine-tuning as Table 4 says: AdamW, base learning rate 1e-3 at 256 images (MAE's way of counting: 4e-3 at batch 1024),
+decay .05, cosine, RandAugment(10, .5), mixup .2, no cutmix, no smoothing, no drop path. Layer decay is .65 with
+pyramids kept, .85 without (.75 with a teacher). Rows that start from pre-training want its checkpoint as
+`--model.weights`; a plain ViT's is carried over by the pyramids. The teacher is a ViT-B of 83.6 top-1
+(`--distill.weights`).
+"""
+
+from typing import Any
+
+from isomorph.recipes.tcnn import DEIT
+
+AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
+TEACHER = dict(teacher="vit_base_patch16_224", kind="hard", share=0.5)
+PLAIN = dict(layout="plain")
+FFN = ["blocks.*.mlp.fc?"]
+
+
+def fine_tuning(
+    kwargs: dict[str, Any], epochs: int, source: str, top1: str, distilled: bool = False, decay: float | None = None
+) -> dict[str, Any]:
+    """One row of ViT-Tiny after pre-training, or from scratch where `decay` is 1."""
+    plain = kwargs == PLAIN
+    recipe = dict(
+        model=dict(name="tdrl_vit_ti", kwargs=kwargs),
+        data=dict(source="imagefolder", batch_size=1024, workers=8),
+        augment=AUGMENT,
+        optim=dict(
+            name="adamw",
+            lr=4e-3,
+            weight_decay=0.05,
+            layer_decay=decay or ((0.75 if distilled else 0.85) if plain else 0.65),
+            warmup_epochs=10 if epochs >= 300 else 5,
+            schedule="cosine",
+            min_lr=1e-6,
+        ),
+        epochs=epochs,
+        amp="bf16",
+        source=f"TDRL {source}",
+        expected=f"{top1} top-1 on ImageNet-1k" + ("" if decay == 1 else ", from pre-trained --model.weights"),
+    )
+    return recipe | (dict(distill=TEACHER) if distilled else {})
+
+
+def tables() -> dict[str, dict[str, Any]]:
+    """Every row of ViT-Tiny; Tables 5 and 7 share their 100 and 200 epochs with Table 1."""
+    found = {
+        "tdrl_vit_ti_100ep": fine_tuning({}, 100, "Table 5", "77.39"),
+        "tdrl_vit_ti_100ep_distilled": fine_tuning({}, 100, "Table 5, Table 7", "77.74", distilled=True),
+        "tdrl_vit_ti_200ep": fine_tuning({}, 200, "Table 1", "78.3"),
+        "tdrl_vit_ti_200ep_distilled": fine_tuning({}, 200, "Table 1, Table 7", "78.6", distilled=True),
+        "tdrl_vit_ti_300ep": fine_tuning({}, 300, "Table 1", "78.7"),
+        "tdrl_vit_ti_300ep_distilled": fine_tuning({}, 300, "Table 1", "79.1", distilled=True),
+        "tdrl_vit_ti_1000ep_distilled": fine_tuning({}, 1000, "Table 7", "79.9", distilled=True),
+        "tdrl_plain_100ep": fine_tuning(PLAIN, 100, "Tables 5, 9, 10, baseline", "76.24"),
+        "tdrl_plain_100ep_distilled": fine_tuning(PLAIN, 100, "Table 5, baseline", "76.77", distilled=True),
+        "tdrl_fused_100ep": fine_tuning(PLAIN, 100, "Table 9, P-W1S in the MLP, fused after pre-training", "76.73"),
+        "tdrl_naive_100ep": fine_tuning(dict(layout="naive-W8", where=FFN), 100, "Table 10, naive", "76.26"),
+        "tdrl_regular_100ep": fine_tuning(dict(layout="R-D2W1S", where=FFN), 100, "Table 10", "76.90"),
+        "tdrl_vit_ti_scratch": fine_tuning({}, 100, "B.4, without pre-training", "65.9", decay=1),
+        "tdrl_plain_scratch": fine_tuning(PLAIN, 100, "B.4, without pre-training, baseline", "63.5", decay=1),
+    }
+    small = found["tdrl_vit_ti_100ep"]
+    expected = "81.3 top-1 on ImageNet-1k (80.8 without), from pre-trained --model.weights"
+    found["tdrl_vit_s_100ep"] = small | dict(model=dict(name="tdrl_vit_s"), source="TDRL Table 3", expected=expected)
+    return found
+
+
+def application(name: str, where: list[str], source: str, expected: str, **kwargs: Any) -> dict[str, Any]:
+    """Another network trained from scratch with pyramids, by recasting it."""
+    recast = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where)
+    return dict(
+        model=dict(name=name, recast=recast, kwargs=kwargs),
+        data=dict(source="imagefolder", batch_size=1024, workers=8),
+        augment=DEIT,
+        optim=dict(name="adamw", lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule="cosine", min_lr=1e-5),
+        epochs=100,
+        drop_path=0.1,
+        amp="bf16",
+        source=f"TDRL {source}",
+        expected=expected,
+    )
+
+
+def applications() -> dict[str, dict[str, Any]]:
+    """Table 3 and B.5, as far as timm has the networks; the paper trains each with its authors' own code."""
+    swin, mobile = "swin_tiny_patch4_window7_224", "mobileone_s0"
+    blocks = ["stem", "stages.?.?", "stages.?.??"]
+    sgd = dict(name="sgd", lr=0.1, weight_decay=1e-4, warmup_epochs=5, schedule="cosine")
+    found = {
+        "tdrl_deit_b": application("deit_base_patch16_224", ["blocks.*.attn.qkv"], "B.5", "+0.6 top-1 on ImageNet-1k"),
+        "tdrl_swin_t": application(swin, ["layers.*.mlp.fc?"], "Table 3", "78.2 top-1 on ImageNet-1k (76.2 without)"),
+        "tdrl_mobileone_s0": application(mobile, blocks, "Table 3", "75.1 top-1 on ImageNet-1k (71.3 without)"),
+    }
+    found["tdrl_mobileone_s0"] |= dict(optim=sgd, augment=dict(smoothing=0.1), drop_path=0.0)
+    return found
+
+
+NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
+"""The study's network: 8 x 8 patches of a CIFAR image, linear layers at Xavier's scale in both forms."""
+
+
+def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
+    """One run of docs/methods/tdrl.md."""
+    return dict(
+        model=dict(name="tdrl_vit_ti", kwargs=NARROW | dict(layout=layout, **more)),
+        data=dict(source="cifar10", fraction=0.5, size=[32, 32], batch_size=128),
+        augment=dict(crop_padding=4),
+        optim=dict(lr=1e-3, weight_decay=0.05, warmup_epochs=0.4, min_lr=1e-5),
+        epochs=4,
+        source="TDRL at CIFAR scale, docs/methods/tdrl.md",
+    )
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    **tables(),
+    **applications(),
+    "cifar_tdrl": cifar_study("P-W2S"),
+    "cifar_tdrl_plain": cifar_study("plain"),
+}
