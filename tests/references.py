@@ -77,3 +77,19 @@ def gpsa2d(layer, x):
     if layer.bias is not None:
         out = out + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
+
+
+def pyramid(layer, x):
+    """TDRL eq. 6 and 7, branch by branch: every token through every layer. x (*, C), or (B, C, H, W) of convolutions"""
+    tokens = x if layer.branches[0][0].weight.ndim == 4 else x.flatten(0, -2)
+    total = 0
+    for chain in layer.chains:
+        y = tokens
+        for part in chain:
+            y = part(y)
+        total = total + y
+    if layer.rectify == "rescale":
+        total = total / layer.rescale_by**0.5
+    if layer.norm is not None:
+        total = layer.norm(total)
+    return total if tokens is x else total.view(*x.shape[:-1], -1)

@@ -53,7 +53,8 @@ def update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: i
         return
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
-    momentum: Any = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked
+    cumulative = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
+    momentum: Any = cumulative if norm.momentum is None else norm.momentum
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance * (count / (count - 1)))):
         running.lerp_(new.reshape(-1).to(running.dtype), momentum)
 

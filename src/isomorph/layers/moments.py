@@ -6,6 +6,7 @@ the statistics of every hidden unit of a chain of linear layers follow from (mea
 Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +22,15 @@ NARROWEST_STRIP = 96
 class Moments(NamedTuple):
     """First and second moments of what a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
-    `source` is the input itself; what is computed from it shares one pass backwards with the moments. `total` is the
-    number of tokens, over all processes where these share statistics.
+    `source` is the input to go on with: less its mean where every position reads whole channels (`offset` None), else
+    as it came, with `offset` the mean of what is read of it. `total` is the number of tokens, over all processes where
+    these share statistics.
     """
 
     source: Tensor
     mean: Tensor
     covariance: Tensor
+    offset: Tensor | None
     total: int
 
 
@@ -96,7 +99,7 @@ def sum_over(group: Any, *tensors: Tensor) -> None:
 
 
 class Measure(torch.autograd.Function):
-    """x -> x, mean and covariance of its tokens, keeping nothing but x.
+    """x -> x (less its mean where `centring`), mean and covariance of its tokens, keeping nothing but that x.
 
     Backwards, with K = (dS + dS^T) / M, every token gets (token - mean) K + d_mean / M.
 
@@ -104,28 +107,40 @@ class Measure(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, window: Window | None, count: int, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, window: Window | None, centring: bool, count: int, group: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
         mean = tokens.sum(-2) / count
         sum_over(group, mean)
         centred = tokens - mean.unsqueeze(-2)
         covariance = symmetric_product(centred, centred).div_(count)
         sum_over(group, covariance)
-        ctx.save_for_backward(x, mean)
-        ctx.window, ctx.count, ctx.group = window, count, group
-        return x.view_as(x), mean, covariance
+        source = spread_tokens(centred, x.shape, window).to(x.dtype) if centring else x.view_as(x)
+        ctx.save_for_backward(source, mean)
+        ctx.window, ctx.centring, ctx.count, ctx.group = window, centring, count, group
+        return source, mean, covariance
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor, None, None, None]:
-        x, mean = ctx.saved_tensors
+    def backward(ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor | None, ...]:
+        source, mean = ctx.saved_tensors
         slope = (d_covariance + d_covariance.mT) / ctx.count  # (G, C, C)
-        d_mean = d_mean / ctx.count
-        sum_over(ctx.group, d_mean, slope)
-        shift = d_mean.unsqueeze(-2) - mean.unsqueeze(-2) @ slope  # (G, 1, C)
-        tokens = read_tokens(x, ctx.window).to(slope.dtype)
-        d_tokens = torch.addmm(shift, tokens, slope) if tokens.ndim == 2 else torch.baddbmm(shift, tokens, slope)
-        return d_x + spread_tokens(d_tokens, x.shape, ctx.window).to(d_x.dtype), None, None, None
+        tokens = read_tokens(source, ctx.window).to(slope.dtype)
+        if ctx.centring:
+            d_mean = d_mean - read_tokens(d_source, ctx.window).to(slope.dtype).sum(-2)
+        shift = d_mean / ctx.count
+        sum_over(ctx.group, shift, slope)
+        if not ctx.centring:
+            shift = shift - (mean.unsqueeze(-2) @ slope).squeeze(-2)
+        d_tokens = (torch.addmm if tokens.ndim == 2 else torch.baddbmm)(shift.unsqueeze(-2), tokens, slope)
+        d_x = d_source + spread_tokens(d_tokens, source.shape, ctx.window).to(d_source.dtype)
+        return d_x, None, None, None, None
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    """Statistics and weight-space products are computed as they are written, under autocast too."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
@@ -142,9 +157,10 @@ def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Momen
         count = int(counts.item())
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    with torch.autocast(x.device.type, enabled=False):
-        source, mean, covariance = Measure.apply(x, window, count, group)
-        return Moments(source, mean, covariance, count)
+    centring = window is None or (window.pointwise and window.groups == 1)
+    with full_precision(x.device):
+        source, mean, covariance = Measure.apply(x, window, centring, count, group)
+    return Moments(source, mean, covariance, None if centring else mean, count)
 
 
 def count_tokens(x: Tensor, window: Window | None) -> int:

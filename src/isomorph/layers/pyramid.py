@@ -116,7 +116,7 @@ class Pyramid(nn.Module):
         return next((norm.process_group or torch.distributed.group.WORLD for norm in norms), None)
 
     def collapse(self, moments: Moments | None) -> tuple[Tensor, Tensor]:
-        """The pyramid on a batch with these moments (None: in eval mode) as one affine map, weight and bias.
+        """The pyramid on a batch with these moments (None: in eval mode) as one affine map of their source.
 
         Shape: -> (out, C), (out,), with a leading group axis where there are groups
         Source: TDRL eq. 6 and 7, Fig. 1 (c); differs: in training too
@@ -131,7 +131,8 @@ class Pyramid(nn.Module):
         if self.norm is not None:
             scale, centre = normalise(self.norm, weight, centre, moments)
             weight = weight * scale.unsqueeze(-1)
-        return weight, centre - times(weight, start)
+        offset = None if moments is None else moments.offset
+        return weight, centre if offset is None else centre - times(weight, offset)
 
     @torch.no_grad()
     def collapse_exactly(self) -> tuple[Tensor, Tensor]:

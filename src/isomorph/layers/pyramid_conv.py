@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from isomorph.layers.moments import Moments, Window, measure
+from isomorph.layers.moments import Moments, Window, full_precision, measure
 from isomorph.layers.pyramid import Pyramid, Rectify
 
 
@@ -69,7 +69,7 @@ class PyramidConv2d(Pyramid):
         if self.needs_moments:
             moments = measure(x, self.window, self.group)
             x = moments.source
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             weight, bias = self.collapse(moments)
         weight, bias = self.as_filters(weight).to(x.dtype), bias.flatten().to(x.dtype)
         return F.conv2d(x, weight, bias, *self.window[1:])

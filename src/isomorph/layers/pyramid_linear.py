@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.moments import Moments, measure
+from isomorph.layers.moments import Moments, full_precision, measure
 from isomorph.layers.pyramid import Pyramid, Rectify
 
 
@@ -103,7 +103,7 @@ def run_together(pyramids: list[PyramidLinear], x: Tensor) -> Tensor:
     if any(pyramid.needs_moments for pyramid in pyramids):
         moments = measure(x, group=pyramids[0].group)
         x = moments.source
-    with torch.autocast(x.device.type, enabled=False):
+    with full_precision(x.device):
         weights, biases = zip(*(pyramid.collapse(moments) for pyramid in pyramids), strict=True)
         weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (weights, biases))
     return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))

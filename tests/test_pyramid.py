@@ -1,0 +1,257 @@
+"""Pyramids in closed form equal the branch-by-branch form: outputs, all gradients, running statistics."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import isomorph as iso
+import references
+from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear, moments
+from isomorph.layers.pyramid import Layout
+
+LAYOUTS = ["P-W1S", "P-W2S", "P-W3", "P-W4S", "R-D1W4", "R-D3W2S", "R-D5W1S", "naive-W3"]
+CONVS = {
+    "1x1": dict(kernel_size=1),
+    "1x1 strided": dict(kernel_size=1, stride=2),
+    "patchify": dict(kernel_size=4, stride=4),
+    "3x3 strided": dict(kernel_size=3, stride=2, padding=1),
+    "grouped, dilated": dict(kernel_size=(3, 5), padding=(1, 2), groups=3, dilation=(1, 2)),
+    "depthwise": dict(kernel_size=3, padding=1, groups=6),
+}
+
+
+def step(layer, run, x, seed=0):
+    """Output, input gradient and parameter gradients of one training step on x."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = run(x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(y.dtype)
+    (y * weights).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def same(a, b, **tolerance):
+    for left, right in zip(a, b, strict=True):
+        torch.testing.assert_close(left, right, **tolerance)
+
+
+def agree(layer, inputs, **tolerance):
+    """Closed form and branch by branch, over several steps, then in eval mode and fused."""
+    tolerance = tolerance or dict(rtol=0, atol=1e-10)
+    twin = copy.deepcopy(layer)
+    for x in inputs:
+        same(step(layer, layer, x), step(twin, lambda t: references.pyramid(twin, t), x), **tolerance)
+        same(layer.buffers(), twin.buffers(), **tolerance)
+    layer.eval(), twin.eval()
+    same(step(layer, layer, x), step(twin, lambda t: references.pyramid(twin, t), x), **tolerance)
+    torch.testing.assert_close(layer.fuse()(x), references.pyramid(twin, x), **tolerance)
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("rectify", ["batchnorm", "rescale", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear_equals_the_branches(layout, rectify, affine):
+    layer = PyramidLinear(5, 9, layout, rectify, affine).double()
+    agree(layer, [torch.randn(4, 7, 5, dtype=torch.float64) * 2 + 1 for _ in range(3)])
+
+
+@pytest.mark.parametrize("shape", [(9, 5), (300, 40), (40, 300)])
+def test_widths_and_symmetric_strips(shape):
+    layer = PyramidLinear(*shape, "P-W2S", rescale_by=3).double()
+    agree(layer, [torch.randn(400, shape[0], dtype=torch.float64) for _ in range(2)], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("layout", ["P-W2S", "R-D2W2", "naive-W2"])
+@pytest.mark.parametrize("name", CONVS)
+def test_conv_equals_the_branches(name, layout):
+    layer = PyramidConv2d(6, 12, **CONVS[name], layout=layout, rectify="batchnorm").double()
+    agree(layer, [torch.randn(3, 6, 8, 12, dtype=torch.float64) + 1 for _ in range(2)])
+
+
+def test_frozen_statistics_within_training():
+    layer = PyramidLinear(5, 9, "P-W2S", "batchnorm").double()
+    for norm in (m for m in layer.modules() if isinstance(m, nn.BatchNorm1d)):
+        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    layer.branches[0][1].eval(), layer.branches[1][3].eval()
+    agree(layer, [torch.randn(20, 5, dtype=torch.float64) for _ in range(2)])
+
+
+def test_cumulative_and_absent_statistics():
+    layer = PyramidLinear(5, 9, "P-W2S").double()
+    layer.branches[0][1].momentum = None
+    layer.branches[1][1] = nn.BatchNorm1d(5, track_running_stats=False).double()
+    twin = copy.deepcopy(layer)
+    for _ in range(3):
+        x = torch.randn(20, 5, dtype=torch.float64)
+        same(step(layer, layer, x), step(twin, lambda t: references.pyramid(twin, t), x), rtol=0, atol=1e-10)
+        same(layer.buffers(), twin.buffers(), rtol=0, atol=1e-10)
+
+
+def test_joint_pyramids_measure_once(monkeypatch):
+    q, k, v = (PyramidLinear(5, 9, rectify=r).double() for r in ("batchnorm", "batchnorm", "rescale"))
+    joint = JointPyramid(copy.deepcopy([q, k, v]))
+    calls, measure = [], moments.Measure.apply
+    monkeypatch.setattr(moments.Measure, "apply", lambda *a: calls.append(a) or measure(*a))
+    x = torch.randn(4, 7, 5, dtype=torch.float64)
+    got = step(joint, joint, x)
+    assert len(calls) == 1
+    apart = nn.ModuleList([q, k, v])
+    same(got, step(apart, lambda t: torch.cat([references.pyramid(p, t) for p in apart], -1), x), rtol=0, atol=1e-10)
+    joint.eval()
+    torch.testing.assert_close(joint.fuse()(x), joint(x), rtol=0, atol=1e-12)
+    with pytest.raises(iso.UserError, match=r"read one width.*\[4, 5\]"):
+        JointPyramid([q, PyramidLinear(4, 9)])
+
+
+@pytest.mark.parametrize(("mean", "spread"), [(0, 1e-7), (3, 0), (1e4, 1), (-300, 1e-2)])
+def test_awkward_inputs_in_float32(mean, spread):
+    """As near to float64 as the branch-by-branch form in float32 is, within a factor, and never off."""
+    layer = PyramidLinear(16, 24, "P-W3S", "batchnorm")
+    x = mean + spread * torch.randn(500, 16)
+    exact = copy.deepcopy(layer).double()
+    branches = copy.deepcopy(layer)
+    truth = step(exact, lambda t: references.pyramid(exact, t), x.double())
+    ours, theirs = step(layer, layer, x), step(branches, lambda t: references.pyramid(branches, t), x)
+    for a, b, t in zip(ours, theirs, truth, strict=True):
+        assert a.isfinite().all()
+        assert (a - t).abs().max() <= 10 * (b - t).abs().max() + 1e-4 * t.abs().max() + 1e-4
+
+
+def test_autocast_keeps_float32_statistics():
+    layer = PyramidLinear(32, 48, "P-W2S", "batchnorm")
+    twin, x = copy.deepcopy(layer), torch.randn(300, 32) + 5
+    expected = step(twin, twin, x)
+
+    def low(t):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(t)
+
+    got = step(layer, low, x)
+    assert got[0].dtype == torch.bfloat16
+    same(layer.buffers(), twin.buffers(), rtol=1e-5, atol=1e-5)
+    for a, b in zip(got, expected, strict=True):
+        assert (a.float() - b).abs().max() <= 0.03 * b.abs().max() + 1e-2
+
+
+def test_a_bfloat16_layer_computes_in_float32():
+    layer = PyramidLinear(32, 48).bfloat16()
+    y = layer(torch.randn(300, 32, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert layer.eval().fuse().weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("layer", [PyramidLinear(5, 9), PyramidConv2d(5, 9, 4, 4)])
+def test_one_token_is_batchnorms_own_error(layer):
+    x = torch.randn(1, 5) if isinstance(layer, PyramidLinear) else torch.randn(1, 5, 4, 4)
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
+        layer(x)
+    assert layer.eval()(x).isfinite().all()
+
+
+def test_accumulated_gradients_are_sums():
+    layer = PyramidLinear(5, 9, "P-W2S").double()
+    twin = copy.deepcopy(layer)
+    for _ in range(2):
+        x = torch.randn(20, 5, dtype=torch.float64)
+        layer(x).square().sum().backward()
+        references.pyramid(twin, x).square().sum().backward()
+    same([p.grad for p in layer.parameters()], [p.grad for p in twin.parameters()], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_counts_a_batch_once(reentrant):
+    layer = PyramidLinear(5, 9, "P-W2S", "batchnorm").double()
+    twin, x = copy.deepcopy(layer), torch.randn(20, 5, dtype=torch.float64)
+    got = step(layer, lambda t: checkpoint(layer, t, use_reentrant=reentrant), x)
+    same(got, step(twin, twin, x), rtol=0, atol=1e-12)
+    same(layer.buffers(), twin.buffers())
+
+
+def test_frozen_parameters_get_no_gradient_and_change_no_other():
+    layer = PyramidLinear(5, 9, "P-W2S").double()
+    twin, x = copy.deepcopy(layer), torch.randn(20, 5, dtype=torch.float64)
+    layer.branches[1][2].weight.requires_grad_(False)
+    layer.skip.requires_grad_(False)
+    layer(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    assert layer.skip.weight.grad is layer.branches[1][2].weight.grad is None
+    for a, b in zip(layer.parameters(), twin.parameters(), strict=True):
+        assert a.grad is None or torch.allclose(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+def saved_bytes(layer, tokens):
+    """Bytes kept for the backward pass, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        held = layer(torch.randn(tokens, layer.in_features).requires_grad_())  # noqa: F841
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("layout", ["P-W2S", "P-W4S"])
+def test_a_token_costs_no_more_memory_than_in_a_plain_layer(layout):
+    layer, plain = PyramidLinear(32, 64, layout), nn.Linear(32, 64)
+    assert saved_bytes(layer, 900) - saved_bytes(layer, 400) == saved_bytes(plain, 900) - saved_bytes(plain, 400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [PyramidLinear(16, 24, "P-W2S", "batchnorm"), PyramidConv2d(3, 8, 4, 4)])
+def test_compiles_whole_and_exports(layer):
+    torch.compiler.reset()
+    twin = copy.deepcopy(layer)
+    x = torch.randn(40, 16) if isinstance(layer, PyramidLinear) else torch.randn(2, 3, 16, 16)
+    compiled = torch.compile(layer, fullgraph=True)
+    same(step(layer, compiled, x), step(twin, twin, x), rtol=1e-4, atol=1e-4)
+    same(layer.buffers(), twin.buffers(), rtol=1e-4, atol=1e-5)
+    exported = torch.export.export(layer.eval(), (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x), rtol=1e-4, atol=1e-5)
+
+
+def test_copies_pickles_and_meta():
+    layer = PyramidLinear(5, 9).eval()
+    x = torch.randn(3, 5)
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        torch.testing.assert_close(twin(x), layer(x))
+    with torch.device("meta"):
+        assert PyramidLinear(5, 9)(torch.empty(4, 5)).shape == (4, 9)
+
+
+@pytest.mark.parametrize("layer", [PyramidLinear(5, 9), PyramidConv2d(5, 9), JointPyramid([PyramidLinear(5, 9)])])
+def test_fuse_refuses_train_mode(layer):
+    with pytest.raises(iso.UserError, match="eval mode"):
+        layer.fuse()
+
+
+def test_layouts_and_widths():
+    assert Layout.parse("P-W3S") == Layout((1, 2, 3), skip=True)
+    assert Layout.parse("R-D2W4") == Layout((2, 2, 2, 2), skip=False)
+    assert Layout.parse("naive-W8") == Layout((1,) * 8, skip=False, last=False)
+    shapes = [
+        [tuple(m.weight.shape) for m in branch if isinstance(m, nn.Linear)] for branch in PyramidLinear(4, 6).branches
+    ]
+    assert shapes == [[(4, 4), (6, 4)], [(4, 4), (6, 4), (6, 6)]]
+    assert PyramidConv2d(3, 192, 16, 16).branches[0][0].out_channels == 192  # no squeeze through 3 channels
+
+
+@pytest.mark.parametrize("name", ["P-W0S", "P-2", "R-W2", "naive-W3S", "p-w2s", "", "R-D0W2", 3])
+def test_unknown_layouts_are_named(name):
+    with pytest.raises(iso.UserError, match=r"layout .* is unknown; write P-W2S"):
+        PyramidLinear(4, 6, name)
+
+
+def test_unknown_rectification_is_named():
+    with pytest.raises(iso.UserError, match="'batchnorm', 'rescale' or 'none'"):
+        PyramidLinear(4, 6, rectify="layernorm")
+    with pytest.raises(iso.UserError, match="above 0"):
+        PyramidLinear(4, 6, rescale_by=-1)
