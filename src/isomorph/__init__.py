@@ -11,7 +11,17 @@ if problem := torchvision_problem():
     raise ImportError(problem)
 
 from isomorph import models
-from isomorph.analysis import attention_maps, centres, gates, looks, nonlocality, spans
+from isomorph.analysis import (
+    attention_maps,
+    branch_similarity,
+    centres,
+    gates,
+    linear_cka,
+    logit_stats,
+    looks,
+    nonlocality,
+    spans,
+)
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
@@ -28,6 +38,7 @@ from isomorph.surgery import (
     compare,
     edits,
     fuse,
+    recalibrate,
     recast,
     revert,
     targets,
@@ -55,6 +66,7 @@ __all__ = [
     "UserError",
     "ViTGPSA",
     "attention_maps",
+    "branch_similarity",
     "centres",
     "compare",
     "edits",
@@ -62,13 +74,16 @@ __all__ = [
     "evaluate",
     "fuse",
     "gates",
+    "linear_cka",
     "load",
     "load_recipe",
     "load_weights",
+    "logit_stats",
     "looks",
     "models",
     "nonlocality",
     "open_source",
+    "recalibrate",
     "recast",
     "revert",
     "save",

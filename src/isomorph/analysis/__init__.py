@@ -1,5 +1,18 @@
 """(model, batch) -> tensors by layer name."""
 
 from isomorph.analysis.attention import attention_maps, centres, gates, looks, nonlocality, spans
+from isomorph.analysis.logits import LogitStats, logit_stats
+from isomorph.analysis.similarity import branch_similarity, linear_cka
 
-__all__ = ["attention_maps", "centres", "gates", "looks", "nonlocality", "spans"]
+__all__ = [
+    "LogitStats",
+    "attention_maps",
+    "branch_similarity",
+    "centres",
+    "gates",
+    "linear_cka",
+    "logit_stats",
+    "looks",
+    "nonlocality",
+    "spans",
+]

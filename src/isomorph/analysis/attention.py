@@ -1,6 +1,6 @@
 """What the attention layers look at, by layer name: ours, and timm's plain attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import ismethod
 from typing import Any
 
@@ -30,19 +30,31 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def queries_keys(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys of timm's Attention or of a GPSA. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+    if not isinstance(layer, Attention):
+        return layer.queries_keys(x)
+    q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return layer.q_norm(q), layer.k_norm(k)
+
+
 def attention_map(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The map that the layer's forward applies. Shape: -> (B, heads, queries, keys)"""
     if not isinstance(layer, Attention):
         return layer.attention(x, *args, **kwargs)
-    qkv = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (3, B, nh, N, hd)
-    q, k = layer.q_norm(qkv[0]), layer.k_norm(qkv[1])
+    q, k = queries_keys(layer, x)
     scores = q @ k.transpose(-2, -1) * layer.scale
     return torch.softmax(maybe_add_mask(scores, resolve_self_attn_mask(x.shape[1], scores, *args, **kwargs)), dim=-1)
 
 
 @torch.no_grad()
-def visit(model: nn.Module, batch: Tensor, look: Callable[..., Tensor]) -> dict[str, Tensor]:
-    """What `look(layer, *arguments)` gives for each attention layer, on the arguments that it really receives."""
+def visit(
+    model: nn.Module, batch: Tensor, look: Callable[..., Tensor], layers: Mapping[str, nn.Module] | None = None
+) -> dict[str, Tensor]:
+    """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode.
+
+    By default for the attention layers.
+    """
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
@@ -51,8 +63,8 @@ def visit(model: nn.Module, batch: Tensor, look: Callable[..., Tensor]) -> dict[
 
         return hook
 
-    layers = attention_layers(model).items()
-    handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers]
+    layers = attention_layers(model) if layers is None else layers
+    handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
     try:
         with eval_mode(model):
             model(batch)

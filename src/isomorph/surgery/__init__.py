@@ -7,6 +7,7 @@ from isomorph.errors import UserError
 from isomorph.surgery.anneal import Anneal, gpsa_layers
 from isomorph.surgery.fuse import Fuse, fuse
 from isomorph.surgery.pyramids import LinearToPyramid
+from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
 from isomorph.surgery.rules import GATED_RULES, AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
@@ -49,6 +50,7 @@ __all__ = [
     "edits_since",
     "fuse",
     "gpsa_layers",
+    "recalibrate",
     "recast",
     "replay",
     "revert",

@@ -1,0 +1,37 @@
+"""The command line: parses, calls, prints."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from cyclopts import CycloptsError
+
+from isomorph.cli import listing, runs, surgery  # noqa: F401 (each adds its commands)
+from isomorph.cli.app import app
+from isomorph.errors import UserError
+
+
+def one_line(error: Exception) -> str:
+    """The message without the traceback that a worker process wraps around it."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    wrapped = any(line.startswith("Original Traceback") for line in lines)
+    return lines[-1].partition("UserError: ")[2] if wrapped else "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; a problem with the request is printed in a line and exits 2, an interruption exits 130.
+
+    ISOMORPH_DEBUG=1 lets errors through with their traceback.
+    """
+    try:
+        app(arguments)
+    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        if os.environ.get("ISOMORPH_DEBUG"):
+            raise
+        expected = isinstance(error, UserError | CycloptsError)
+        said = one_line(error) if expected else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        print(f"isomorph: {said}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("isomorph: interrupted; a run resumes from its last checkpoint", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,92 @@
+"""Commands that list what there is: models, recipes, doctor."""
+
+import json
+import sys
+from fnmatch import fnmatchcase
+
+import timm
+import torch
+import yaml
+from cyclopts import App
+
+import isomorph as iso
+from isomorph import doctor as machine
+from isomorph.cli.app import Json, app
+from isomorph.errors import UserError
+from isomorph.evaluation import count_parameters
+from isomorph.recipes import RECIPES, load_recipe, recipe_values
+from isomorph.report import show
+
+
+@app.command(name="models")
+def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
+    """List the models that isomorph adds to timm, with their sizes.
+
+    Parameters
+    ----------
+    pattern
+        Glob over names.
+    """
+    names = [name for name in iso.models.names() if fnmatchcase(name, pattern)]
+    if not names:
+        raise UserError(f"no model of isomorph matches {pattern!r}; it has {', '.join(iso.models.names())}")
+    rows = []
+    for name in names:
+        with torch.device("meta"):
+            model = timm.create_model(name)
+        size = "x".join(map(str, model.pretrained_cfg["input_size"][1:]))
+        rows.append(
+            {
+                "name": name,
+                "parameters": count_parameters(model),
+                "input": size,
+                "weights": model.pretrained_cfg.get("tag", ""),
+            }
+        )
+    if json_:
+        print(json.dumps(rows))
+    else:
+        show(
+            [
+                ["model", "parameters", "input", "weights"],
+                *([r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows),
+            ]
+        )
+
+
+recipes = App(name="recipes", help="List the recipes, or show one as an editable file.")
+app.command(recipes)
+
+
+@recipes.default
+def list_recipes(*, json_: Json = False) -> None:
+    """List every recipe with its source and the number it should give."""
+    if json_:
+        print(json.dumps(RECIPES, default=str))
+    else:
+        show(
+            [
+                ["recipe", "source", "expected"],
+                *([name, r.get("source", ""), r.get("expected", "")] for name, r in RECIPES.items()),
+            ]
+        )
+
+
+@recipes.command(name="show")
+def show_recipe(name: str, /) -> None:
+    """Print a recipe as YAML: redirect it to a file and edit it."""
+    load_recipe(name)
+    values = json.loads(json.dumps(recipe_values(name), default=str))
+    print(yaml.safe_dump(values, sort_keys=False), end="")
+
+
+@app.command
+def doctor(*, json_: Json = False) -> None:
+    """Versions, devices, a torchvision that does not fit its torch, free disk."""
+    lines = list(machine.examine())
+    if json_:
+        print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))
+    else:
+        show([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
+    if not all(ok for _, _, ok in lines):
+        sys.exit(1)

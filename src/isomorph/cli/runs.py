@@ -1,0 +1,102 @@
+"""Commands that run a model on data: demo, train, evaluate."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import track
+
+import isomorph as iso
+from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.data import eval_loader
+from isomorph.errors import UserError
+from isomorph.evaluation import evaluate, measure_cost
+from isomorph.recipes import as_assignments, load_recipe
+from isomorph.report import metric_rows, show
+from isomorph.training.build import evaluation_data, open_model
+from isomorph.training.recipe import document_fields
+from isomorph.training.runtime import open_runtime
+
+
+@app.command
+def demo(*, out: Path = Path("isomorph-demo.html")) -> None:
+    """Train a small CNN on digits, recast it as attention, verify, fine-tune, and write one HTML page.
+
+    Parameters
+    ----------
+    out
+        The page.
+    """
+    from isomorph.recipes.demo import run_demo
+
+    found = run_demo(out)
+    show(found.table())
+    print(f"\n{str(found.report).splitlines()[0]}\npage: {out}  ({found.seconds:.0f} s)")
+
+
+@app.command(name="evaluate")
+def evaluate_(
+    model: str,
+    /,
+    *,
+    data: str | None = None,
+    root: Path | None = None,
+    weights: Weights = None,
+    batch_size: int = 100,
+    workers: int = 0,
+    size: tuple[int, int] | None = None,
+    classes: int | None = None,
+    device: Device = "auto",
+    cost: bool = True,
+    json_: Json = False,
+) -> None:
+    """Accuracy, calibration and cost of a model on a test set.
+
+    Parameters
+    ----------
+    model
+        A timm model, or a checkpoint written by isomorph.
+    data
+        cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on.
+    root
+        Folder of the data; by default $ISOMORPH_DATA, else ./data.
+    batch_size
+        Images per step.
+    workers
+        Processes that prepare images.
+    size
+        Height and width of the input; by default the model's own.
+    classes
+        Only the first so many classes of the data, as data.classes in training.
+    cost
+        Measure MACs and throughput too.
+    """
+    if batch_size < 1 or workers < 0:
+        raise UserError("--batch-size must be at least 1 and --workers at least 0")
+    net = open_model(model, weights)
+    source, config = evaluation_data(net, data, root, size, classes)
+    net.to(open_runtime(device).device)
+    loader = eval_loader(source, config, batch_size, workers)
+    bar, quiet = Console(stderr=True), not sys.stderr.isatty()
+    metrics = evaluate(net, track(loader, "evaluating", len(loader), console=bar, transient=True, disable=quiet))
+    metrics |= measure_cost(net, config["input_size"]) if cost else {}
+    if json_:
+        print(json.dumps({"model": model, **metrics}))
+    else:
+        show(metric_rows(model, metrics))
+
+
+@app.command(
+    help=f"Train as a recipe says; resumes by itself.\n\nEvery field of the recipe is a flag:\n\n{document_fields()}"
+)
+def train(
+    recipe: Annotated[str, Parameter(help="Name of a recipe (see `isomorph recipes`) or a .yaml or .toml file.")],
+    /,
+    *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="--FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
+) -> None:
+    result = iso.train(load_recipe(recipe, as_assignments(fields)))
+    show(metric_rows("final", result.metrics))
+    print(f"wrote {result.folder / 'model.safetensors'}")

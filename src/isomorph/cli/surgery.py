@@ -1,0 +1,134 @@
+"""Commands that change a model or compare two: recast, verify, fuse."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from timm.data import resolve_data_config
+
+import isomorph as iso
+from isomorph.cli.app import Json, Weights, app
+from isomorph.data import eval_loader, open_source
+from isomorph.errors import UserError
+from isomorph.surgery import build_rule, compare, edits_since
+from isomorph.training.build import open_model, standard_normal
+
+
+@app.command
+def recast(
+    model: str,
+    /,
+    *,
+    where: list[str],
+    out: Path,
+    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid"] = "ConvToGPSA",
+    init: Literal["exact", "same-function", "paper"] | None = None,
+    locality: float | None = None,
+    gate: float | None = None,
+    layout: str | None = None,
+    rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None,
+    unstride: str | None = None,
+    weights: Weights = None,
+    pretrained: bool = True,
+    size: tuple[int, int] | None = None,
+    json_: Json = False,
+) -> None:
+    """Recast modules of a model as gated positional self-attention or as pyramids, verify, and save it.
+
+    Parameters
+    ----------
+    model
+        A timm model, or a checkpoint written by isomorph.
+    where
+        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
+    out
+        The new checkpoint (.safetensors).
+    rule
+        ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT, LinearToPyramid for linear
+        layers and convolutions.
+    init
+        exact (of pyramids: same-function) keeps the function, verified; paper starts as the paper does, to be trained.
+    locality
+        Overrides the init's locality (attention).
+    gate
+        Overrides the init's gate (attention).
+    layout
+        P-W2S, R-D2W1S, naive-W8 and the like (pyramids).
+    rectify
+        What tames the sum of a pyramid's branches (pyramids).
+    unstride
+        Glob of stages to keep at their input's resolution first; this changes the function.
+    pretrained
+        Use the model's public weights.
+    size
+        Height and width to verify at; by default the model's own.
+    """
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out} must end in .safetensors")
+    if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
+        raise UserError(f"--out {out} is the model to recast; give another name")
+    base = open_model(model, weights, pretrained)
+    if unstride:
+        base = iso.unstride(base, unstride)
+    made = build_rule(rule, init=init, locality=locality, gate=gate, layout=layout, rectify=rectify)
+    new = iso.recast(base, made, where)
+    report = compare(base, new, [standard_normal(1, base, size)])
+    if not report.passed and init != "paper" and (locality, gate) == (None, None):
+        raise UserError(str(report).splitlines()[0])
+    iso.save(new, out)
+    names = [name for edit in edits_since(new, base) for name in edit.names]
+    if json_:
+        print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
+    else:
+        note = "" if report.passed else "\n(such dials do not keep the function: fine-tune it)"
+        print(f"{iso.edits(new)[-1].rule} on {len(names)} modules\n{report}{note}\nwrote {out}")
+
+
+@app.command
+def verify(
+    original: str,
+    other: str,
+    /,
+    *,
+    weights: Weights = None,
+    size: list[tuple[int, int]] | None = None,
+    batch: int = 2,
+    seeds: list[int] | None = None,
+    data: str | None = None,
+    root: Path | None = None,
+    atol: float | None = None,
+    json_: Json = False,
+) -> None:
+    """Compare two models on the same inputs, in float32 and float64; exit 2 when they differ.
+
+    Parameters
+    ----------
+    original
+        A timm model or a checkpoint written by isomorph.
+    other
+        The model made from it.
+    weights
+        Weights of `original`.
+    size
+        Height and width of an input; may be given several times. By default the model's own.
+    batch
+        Images per input.
+    seeds
+        Further standard normal inputs of every size.
+    data
+        Verify on the first test images of this source instead of noise.
+    root
+        Folder of the data.
+    atol
+        Largest difference allowed; by default the rule's.
+    """
+    a, b = open_model(original, weights), open_model(other)
+    if data:
+        config = resolve_data_config(model=a, use_test_size=False)
+        inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
+    else:
+        inputs = [standard_normal(batch, a, hw) for hw in size] if size else [standard_normal(batch, a)]
+    report = compare(a, b, inputs, atol=atol, seeds=seeds or [1])
+    print(json.dumps(report.as_dict()) if json_ else report)
+    if not report.passed:
+        raise UserError(str(report).splitlines()[0])
