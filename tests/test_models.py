@@ -33,6 +33,8 @@ PARAMETERS = {
     "t_resnet101d": 44_568_392 + 3 * (3 * 512**2 + 36),
     "t_resnet152d": 60_212_040 + 3 * (3 * 512**2 + 36),
     "t_resnet200d": 64_693_064 + 3 * (3 * 512**2 + 36),
+    "tdrl_vit_ti": 48_859_816,  # the paper's 48.86M
+    "tdrl_vit_s": 194_154_856,
 }
 PAPER_MILLIONS = {  # T-CNN Table 2
     "t_resnetrs50": 38,
@@ -42,8 +44,8 @@ PAPER_MILLIONS = {  # T-CNN Table 2
     "t_resnetrs270": 133,
     "t_resnetrs350": 167,
 }
-SMALL = ["cifar_resnet20", "convit_ti", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50"]
-ODD_SIZES = {"convit_ti": dict(dynamic_img_pad=True)}
+SMALL = ["cifar_resnet20", "convit_ti", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", "tdrl_vit_ti"]
+ODD_SIZES = {name: dict(dynamic_img_pad=True) for name in ("convit_ti", "tdrl_vit_ti")}
 
 
 def size_of(name):
@@ -107,7 +109,7 @@ class TestCitizen:
         model.set_grad_checkpointing()
         model.train()
         for module in model.modules():
-            if isinstance(module, torch.nn.BatchNorm2d):
+            if isinstance(module, torch.nn.BatchNorm1d | torch.nn.BatchNorm2d):
                 module.eval()
         y = model(x)
         torch.testing.assert_close(y, expected)

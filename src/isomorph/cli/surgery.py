@@ -4,14 +4,16 @@ import json
 from pathlib import Path
 from typing import Literal
 
+import torch
 from timm.data import resolve_data_config
 
 import isomorph as iso
 from isomorph.cli.app import Json, Weights, app
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
-from isomorph.surgery import build_rule, compare, edits_since
-from isomorph.training.build import open_model, standard_normal
+from isomorph.evaluation import count_parameters
+from isomorph.surgery import build_rule, compare, edits_since, fusible
+from isomorph.training.build import default_data, open_model, open_run, standard_normal
 
 
 @app.command
@@ -132,3 +134,65 @@ def verify(
     print(json.dumps(report.as_dict()) if json_ else report)
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
+
+
+@app.command
+def fuse(
+    checkpoint: Path,
+    /,
+    *,
+    out: Path | None = None,
+    recalibrate: int = 0,
+    data: str | None = None,
+    root: Path | None = None,
+    batch_size: int = 128,
+    average: bool = True,
+    json_: Json = False,
+) -> None:
+    """Fuse a trained model into its thin form, verify, and save it; it can be fine-tuned again.
+
+    Parameters
+    ----------
+    checkpoint
+        A checkpoint written by isomorph, or the folder of a run, complete or not.
+    out
+        The fused checkpoint; by default beside the other, as NAME-fused.safetensors.
+    recalibrate
+        First take the BatchNorm statistics anew from so many batches of training images.
+    data
+        Source of these images; by default what the model was trained on.
+    root
+        Folder of the data.
+    batch_size
+        Images per batch.
+    average
+        Take the averaged weights of an unfinished run, where it has any.
+    """
+    if recalibrate < 0 or batch_size < 2:
+        raise UserError("--recalibrate must not be negative and --batch-size be at least 2")
+    out = out or checkpoint.with_name(f"{checkpoint.stem}-fused.safetensors")
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out} must end in .safetensors")
+    if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
+        raise UserError(f"--out {out} is the model to fuse; give another name")
+    wide = open_run(checkpoint, average)
+    if not fusible(wide):
+        raise UserError(
+            f"{checkpoint} has nothing to fuse; fused forms exist of pyramids (LinearToPyramid, tdrl_vit_*)"
+        )
+    if recalibrate:
+        source = open_source(data or default_data(wide), "train", root)
+        shuffled = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+        drawn = source.subset(shuffled[: recalibrate * batch_size].tolist())
+        config = resolve_data_config(model=wide, use_test_size=False)
+        wide = iso.recalibrate(wide, eval_loader(drawn, config, batch_size))
+    thin = iso.fuse(wide)
+    report = compare(wide, thin, [standard_normal(1, wide)])
+    if not report.passed:
+        raise UserError(str(report).splitlines()[0])
+    iso.save(thin, out)
+    before, after = count_parameters(wide), count_parameters(thin)
+    if json_:
+        print(json.dumps({"out": str(out), "before": before, "after": after, "report": report.as_dict()}))
+    else:
+        print(f"{before:,} parameters became {after:,}\n{str(report).splitlines()[0]}\nwrote {out}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
-from isomorph.surgery import Edit, LinearToPyramid, replay, targets
+from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
 WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Where the paper puts pyramids: everywhere in a block but the output projection."""
@@ -53,7 +53,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
-    state_dict = vision_transformer.checkpoint_filter_fn(state_dict, model)
+    plain = fuse(copy.deepcopy(model).eval())
+    state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in model.named_modules():
         if isinstance(module, JointPyramid | PyramidLinear | PyramidConv2d) and f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")

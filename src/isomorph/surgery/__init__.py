@@ -5,7 +5,7 @@ from typing import Any
 
 from isomorph.errors import UserError
 from isomorph.surgery.anneal import Anneal, gpsa_layers
-from isomorph.surgery.fuse import Fuse, fuse
+from isomorph.surgery.fuse import Fuse, fuse, fusible
 from isomorph.surgery.pyramids import LinearToPyramid
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
@@ -49,6 +49,7 @@ __all__ = [
     "edits",
     "edits_since",
     "fuse",
+    "fusible",
     "gpsa_layers",
     "recalibrate",
     "recast",

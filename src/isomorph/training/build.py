@@ -16,7 +16,7 @@ from isomorph.data import Source, class_fraction, eval_loader, first_classes, op
 from isomorph.errors import UserError
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
-from isomorph.training.checkpoint import load, load_weights, remember_base, remember_data
+from isomorph.training.checkpoint import load, load_state, load_weights, remember_base, remember_data
 from isomorph.training.parts import ModelPart
 from isomorph.training.recipe import Recipe
 
@@ -113,6 +113,29 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
     model = create(name, pretrained=pretrained and weights is None)
     if weights:
         load_weights(model, weights)
+    return model.eval()
+
+
+def open_run(path: Path, averaged: bool = True) -> nn.Module:
+    """The model of a run as it is now: a checkpoint by isomorph, a run's folder or its last.pt, mid-run or complete.
+
+    `averaged`: the averaged weights, where the run has any.
+
+    Raises: UserError when nothing is there yet, or it does not fit.
+    """
+    if path.suffix == ".safetensors":
+        return load(path)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "last.pt").is_file():
+        raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a last.pt")
+    model = load(folder / "best.safetensors")
+    state = load_state(folder / "last.pt")
+    parts = state.get("task") if isinstance(state, dict) else None
+    key = "state_dict_ema" if averaged and "state_dict_ema" in (parts or {}) else "state_dict"
+    try:
+        model.load_state_dict(parts[key])  # type: ignore[index]
+    except (RuntimeError, TypeError, KeyError):
+        raise UserError(f"{folder / 'last.pt'} is not the state of the run that wrote best.safetensors") from None
     return model.eval()
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.models import create
-from isomorph.surgery import RULES, Edit, edits, replay
+from isomorph.surgery import RULES, Edit, Fuse, edits, replay
 
 FORMAT = "isomorph-1"
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode", "source")
@@ -43,14 +43,14 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             partial.unlink(missing_ok=True)
 
 
-def describe_edits(model: nn.Module) -> list[dict[str, Any]]:
-    """The model's edits as plain values. Raises: UserError for a rule that isomorph could not find again."""
-    for edit in edits(model):
+def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
+    """Edits as plain values. Raises: UserError for a rule that isomorph could not find again."""
+    for edit in made:
         if RULES.get(type(edit.rule).__name__) is not type(edit.rule):
             raise UserError(f"{type(edit.rule).__name__} is not a rule of isomorph: a checkpoint could not replay it")
     return [
         {"rule": type(edit.rule).__name__, "fields": dataclasses.asdict(edit.rule), "names": list(edit.names)}  # type: ignore[call-overload]
-        for edit in edits(model)
+        for edit in made
     ]
 
 
@@ -111,10 +111,10 @@ def rebuild(base: dict[str, Any], recorded: list[Edit]) -> nn.Module:
     return remember_base(model, base)
 
 
-def refuse_unlike(model: nn.Module, base: dict[str, Any]) -> None:
+def refuse_unlike(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
     """Raises: UserError when base and edits do not rebuild this very model (seen on the meta device)."""
     with torch.device("meta"):
-        twin = rebuild(base, list(edits(model)))
+        twin = rebuild(base, list(made))
     layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
     if layout[0] != layout[1] or repr(model) != repr(twin):
         raise UserError(
@@ -123,19 +123,28 @@ def refuse_unlike(model: nn.Module, base: dict[str, Any]) -> None:
         )
 
 
-def rebuilding_base(model: nn.Module) -> dict[str, Any]:
-    """The base that rebuilds the model: the short one where that is enough, else with all that timm noted.
+def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
+    """The shortest base and edits that rebuild the model: a fused one is the plain network again where that is so.
 
-    Raises: UserError as `refuse_unlike` does when neither does.
+    Raises: UserError as `refuse_unlike` does when none does.
     """
-    base = describe_base(model)
-    try:
-        refuse_unlike(model, base)
-    except UserError:
-        longer = {**describe_arguments(model), **base}
-        refuse_unlike(model, longer)
-        return longer
-    return base
+    base, made = describe_base(model), edits(model)
+    left = unfused(made)
+    plain = base if left == made else {**base, **getattr(model, "fused_arguments", {})}
+    records = [(b, e) for b, e in ((plain, left), (base, made)) for b in (b, {**describe_arguments(model), **b})]
+    for record in records[:-1]:
+        with suppress(UserError):
+            refuse_unlike(model, *record)
+            return record
+    refuse_unlike(model, *records[-1])
+    return records[-1]
+
+
+def unfused(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
+    """The edits without those of modules that have been fused since, and without the fusing."""
+    gone = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
+    kept = (Edit(e.rule, tuple(n for n in e.names if n not in gone)) for e in made if not isinstance(e.rule, Fuse))
+    return tuple(edit for edit in kept if edit.names)
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None) -> None:
@@ -151,9 +160,9 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
         raise UserError(f"{path} must end in .safetensors")
     if base is not None and not (isinstance(base, dict) and "name" in base):
         raise UserError(f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}")
-    base = rebuilding_base(model) if base is None else base
-    refuse_unlike(model, base)
-    parts = {"base": base, "edits": describe_edits(model), "data": describe_data(model)}
+    base, made = rebuilding_record(model) if base is None else (base, edits(model))
+    refuse_unlike(model, base, made)
+    parts = {"base": base, "edits": describe_edits(made), "data": describe_data(model)}
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
     write_atomically(Path(path), lambda file: file.write_bytes(serialize(tensors, metadata=header)))

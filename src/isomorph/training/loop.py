@@ -18,10 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from isomorph.analysis import logit_stats
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
 from isomorph.surgery import gpsa_layers
-from isomorph.training.build import build_loaders, build_model, open_model, open_sources
+from isomorph.training.build import build_loaders, build_model, data_config, open_model, open_sources
 from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
 from isomorph.training.objectives import build_mixup, classification, distillation, refuse_teacher
 from isomorph.training.optim import build_optimizer, build_scheduler
@@ -30,6 +31,9 @@ from isomorph.training.runtime import Runtime, open_runtime, seed_everything
 
 CHECK_EVERY = 10
 """Steps between two looks at the loss: each look waits for the device."""
+
+MONITORED = 32
+"""Images of a batch that the attention monitor looks at."""
 
 
 class Diverged(UserError):
@@ -95,6 +99,8 @@ def open_run(recipe: Recipe) -> Run:
         raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
     if recipe.anneal:
         gpsa_layers(model)
+    if recipe.monitor_every:
+        logit_stats(model, torch.zeros(1, *data_config(recipe, model)["input_size"], device=runtime.device))
     task = build_task(recipe, model, runtime.device)
     if recipe.ema:
         task.setup_ema(decay=recipe.ema)
@@ -124,7 +130,8 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     folder, console = recipe.folder, Console(quiet=not show)
     first, metrics, best = resume(run, folder)
     write_atomically(folder / "recipe.json", lambda file: file.write_text(recipe.model_dump_json(indent=2)))
-    trim_log(folder / "log.jsonl", first)
+    for name in ("log.jsonl", "monitor.jsonl"):
+        trim_log(folder / name, first)
     begin = f"resuming after epoch {first} of {recipe.epochs}" if first else f"{recipe.epochs} epochs"
     images = len(run.train.dataset)  # type: ignore[arg-type]
     console.print(
@@ -188,11 +195,22 @@ def train_epoch(run: Run, epoch: int, advance: Any) -> float:
             nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
         run.optimizer.step()
         run.task.update_ema(step)
+        if recipe.monitor_every and step % recipe.monitor_every == 0:
+            monitor(run, images, epoch, step)
         total += loss.detach()
         if (i % CHECK_EVERY == 0 or i == steps - 1) and not math.isfinite(total.item()):
             raise diverged(recipe, epoch, f"step {i + 1}")
         advance()
     return total.item() / steps
+
+
+def monitor(run: Run, images: torch.Tensor, epoch: int, step: int) -> None:
+    """Appends what attention is like on a few images of the batch: by layer, the worst head's logit, mean entropy."""
+    found = logit_stats(run.task.get_trainable_module(), images[:MONITORED])
+    logits = {name: stats.max_logit.max().item() for name, stats in found.items()}
+    entropies = {name: stats.entropy.mean().item() for name, stats in found.items()}
+    row = {"epoch": epoch + 1, "step": step, "max_logit": logits, "entropy": entropies}
+    log(run.recipe.folder / "monitor.jsonl", row)
 
 
 def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:

@@ -45,6 +45,8 @@ class Recipe(Part):
     """Epochs between two evaluations; the last one is always evaluated."""
     keep_every: Count | None = None
     """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
+    monitor_every: Count | None = None
+    """Steps between two looks at the largest attention logit and the entropy of every block (monitor.jsonl)."""
     drop_path: Rate = 0.0
     """Stochastic depth at the last block."""
     ema: Rate | None = None

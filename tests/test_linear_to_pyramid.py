@@ -1,0 +1,288 @@
+"""Wide and thin again: every network keeps its function on the way to pyramids and on the way back."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models.byobnet import MobileOneBlock
+from timm.utils import reparameterize_model
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import isomorph as iso
+import references
+from isomorph.layers.pyramid import Pyramid
+
+
+class VanillaPair(nn.Module):
+    """A network of VanillaNet's shape: stages of two 1x1 convolutions in a row, with BatchNorm, then pooling."""
+
+    def __init__(self):
+        super().__init__()
+
+        def pair(i, o):
+            return nn.Sequential(nn.Conv2d(i, i, 1), nn.BatchNorm2d(i), nn.Conv2d(i, o, 1), nn.BatchNorm2d(o))
+
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.stages = nn.ModuleList([pair(8, 16), pair(16, 12)])
+
+    def forward(self, x):
+        x = self.stem(x).relu()
+        for stage in self.stages:
+            x = nn.functional.max_pool2d(stage(x), 2).relu()
+        return x.flatten(1)
+
+
+VIT = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+NETWORKS = {
+    "vit": (lambda: timm.create_model("vit_tiny_patch16_224", **VIT), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"], 32),
+    "patch embedding": (lambda: timm.create_model("vit_tiny_patch16_224", **VIT), "patch_embed.proj", 32),
+    "swin": (
+        lambda: timm.create_model(
+            "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2)
+        ),
+        "layers.*.mlp.fc?",
+        32,
+    ),
+    "mobileone": (lambda: timm.create_model("mobileone_s0"), ["stem", "stages.?.?", "stages.?.??"], 64),
+    "vanilla": (VanillaPair, ["stages.0", "stages.1"], 32),
+    "resnet": (lambda: timm.create_model("resnet10t"), "*.conv?", 64),
+}
+GENTLE = {"mobileone": 0.05}
+"""Spread of the perturbation, where networks that deep would otherwise overflow."""
+
+
+def disturb(model, spread=0.3):
+    """Other weights and statistics than at birth, of the same scale."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(spread * parameter.std(correction=0).clamp(min=0.01) * torch.randn_like(parameter))
+        for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
+            norm.running_mean.add_(spread * torch.randn_like(norm.running_mean))
+            norm.running_var.mul_(1 + spread * torch.rand_like(norm.running_var))
+    return model.eval()
+
+
+def relative(a, b):
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_there_and_back(name):
+    """Equal at birth; after any perturbation fused equals unfused; plain layers of the plain shapes again."""
+    create, where, size = NETWORKS[name]
+    spread = GENTLE.get(name, 0.3)
+    plain = disturb(create(), spread)
+    x = torch.randn(2, 3, size, size, dtype=torch.float64)
+    wide = iso.recast(plain, iso.LinearToPyramid(), where)
+    iso.verify(plain, wide, x.float())
+    wide = disturb(wide, spread)
+    thin = iso.fuse(wide)
+    assert relative(thin.double()(x), copy.deepcopy(wide).double()(x)) < 1e-5
+    assert not any(isinstance(m, Pyramid) for m in thin.modules())
+    if name not in ("mobileone", "vanilla", "resnet"):  # these lose norms or gain biases
+        assert repr(thin) == repr(plain)
+    again = iso.fuse(thin)
+    assert relative(again(x), thin(x)) == 0
+    by_timm = reparameterize_model(wide) if name != "mobileone" else thin  # timm fuses the 3x3 blocks too
+    assert relative(by_timm.double()(x), thin(x)) < 1e-5
+
+
+def test_mobileone_is_replaced_and_combined():
+    create, where, size = NETWORKS["mobileone"]
+    wide = iso.recast(disturb(create(), 0.05), iso.LinearToPyramid(init="paper"), where)
+    assert isinstance(wide.stages[0][1].conv, iso.PyramidConv2d)  # 1x1
+    assert isinstance(wide.stages[0][0], MobileOneBlock)  # depthwise 3x3
+    depthwise = wide.stages[0][0].conv_kxk[0].conv
+    assert isinstance(depthwise, iso.PyramidConv2d)
+    assert depthwise.eval().fuse().groups == depthwise.window.groups > 1
+    wide.train()(torch.randn(2, 3, size, size)).sum().backward()
+    assert all(p.grad is not None for p in wide.parameters())
+    thin = iso.fuse(wide.eval())
+    x = torch.randn(1, 3, size, size)
+    thinner = reparameterize_model(thin)
+    torch.testing.assert_close(thinner(x), thin(x), rtol=1e-3, atol=1e-3)
+    assert not any(isinstance(m, _BatchNorm) for m in thinner.modules())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("layout", ["P-W2S", "P-W2", "R-D3W2", "R-D2W1S", "naive-W1", "naive-W4"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda bias: nn.Linear(6, 10, bias),
+        lambda bias: nn.Linear(10, 6, bias),
+        lambda bias: nn.Conv2d(6, 9, 3, 2, 1, bias=bias),
+        lambda bias: nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=bias),
+        lambda bias: nn.Conv2d(3, 8, 4, 4, bias=bias),
+    ],
+    ids=["widening", "narrowing", "3x3", "depthwise", "patchify"],
+)
+def test_every_layout_carries_every_layer(layer, layout, bias):
+    plain = nn.Sequential(layer(bias)).eval()
+    x = torch.randn(3, 6) if isinstance(plain[0], nn.Linear) else torch.randn(2, plain[0].in_channels, 8, 12)
+    x = torch.randn(3, plain[0].in_features) if isinstance(plain[0], nn.Linear) else x
+    for rectify in ("paper", "batchnorm", "none"):
+        wide = iso.recast(plain, iso.LinearToPyramid(layout, rectify=rectify), "0")
+        assert iso.verify(plain, wide, x).fp64 < 1e-5
+
+
+def test_a_skip_carries_the_function_in_train_mode_too():
+    plain = nn.Linear(6, 10)
+    wide = iso.LinearToPyramid().build(plain).train()
+    x = torch.randn(20, 6) * 3 + 1
+    torch.testing.assert_close(wide(x), plain(x))
+
+
+@pytest.mark.parametrize("init", ["same-function", "paper"])
+@pytest.mark.parametrize("layout", ["P-W2S", "P-W3", "naive-W2"])
+def test_every_weight_learns(layout, init):
+    """No two branches are alike, and after two steps nothing that can learn is where it was born."""
+    layer = iso.LinearToPyramid(layout, init).build(nn.Linear(6, 10)).train()
+    born = copy.deepcopy(layer.state_dict())
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (layer(torch.randn(50, 6)) * torch.randn(50, 10)).sum().backward()
+        optimizer.step()
+    silent = [n for n, p in layer.named_parameters() if torch.equal(p, born[n])]
+    before_norm = {
+        f"branches.{i}.{j}.bias"
+        for i, b in enumerate(layer.branches)
+        for j, m in enumerate(b[:-1])
+        if isinstance(m, nn.Linear)
+    }
+    dead = {
+        f"branches.{i}.{j}.bias"
+        for i, b in enumerate(layer.branches)
+        for j in range(len(b))
+        if any(isinstance(m, _BatchNorm) for m in b[j + 1 :])
+    }
+    assert set(silent) <= before_norm | dead  # BatchNorm takes a bias before it out again
+
+
+def test_queries_and_keys_are_rectified_by_batchnorm():
+    wide = iso.recast(timm.create_model("vit_tiny_patch16_224", **VIT), iso.LinearToPyramid(), ["*.qkv", "*.mlp.fc1"])
+    q, k, v = wide.blocks[0].attn.qkv.pyramids
+    assert [p.rectify for p in (q, k, v, wide.blocks[0].mlp.fc1)] == ["batchnorm", "batchnorm", "rescale", "rescale"]
+    separate = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("q_proj", "k_proj", "v_proj")})
+    found = iso.recast(separate, iso.LinearToPyramid(), "*")
+    assert [m.rectify for m in found.values()] == ["batchnorm", "batchnorm", "rescale"]
+    never = iso.recast(separate, iso.LinearToPyramid(rectify="none"), "*")
+    assert {m.rectify for m in never.values()} == {"none"}
+
+
+def test_plain_and_closed_networks_agree_step_by_step():
+    """A whole ViT with pyramids trains as its branch-by-branch twin does."""
+    wide = timm.create_model("tdrl_vit_ti", **VIT).double()
+    twin = copy.deepcopy(wide)
+    for module in twin.modules():
+        if isinstance(module, iso.PyramidLinear):
+            module.forward = references.pyramid.__get__(module)
+        if isinstance(module, iso.JointPyramid):
+            module.forward = (lambda m: lambda x: torch.cat([references.pyramid(p, x) for p in m.pyramids], -1))(module)
+    for net in (wide, twin):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(torch.randn(4, 3, 32, 32, dtype=torch.float64)).square().sum().backward()
+            optimizer.step()
+    for (name, a), b in zip(wide.state_dict().items(), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtype_mode_and_requires_grad_are_kept(training, dtype):
+    net = nn.Sequential(nn.Linear(4, 6), nn.Conv2d(3, 4, 2)).to(dtype).train(training)
+    net[0].requires_grad_(False)
+    wide = iso.recast(net, iso.LinearToPyramid(), "*")
+    assert {p.dtype for p in wide.parameters()} == {dtype}
+    assert all(m.training is training for m in wide.modules())
+    assert not any(p.requires_grad for p in wide[0].parameters())
+    assert all(p.requires_grad for p in wide[1].parameters())
+
+
+def test_device_is_kept():
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(4, 6))
+    for layout in ("P-W2S", "P-W2", "naive-W2"):
+        wide = iso.recast(net, iso.LinearToPyramid(layout), "*")
+        assert {p.device.type for p in wide.parameters()} == {"meta"}
+
+
+class Beit(nn.Module):
+    """Reads the weight of its projection, as timm's BEiT attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.q_bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(4))
+
+
+REFUSED = {
+    "Beit reads its weight": (Beit(), "qkv"),
+    "10 outputs are not 3 equal parts": (nn.ModuleDict({"qkv": nn.Linear(4, 10)}), "qkv"),
+    "only 'zeros'": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "0"),
+    "pads one side more": (nn.Sequential(nn.Conv2d(3, 4, 2, padding="same")), "0"),
+    "parametrized": (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "0"),
+    "is read, not called": (nn.MultiheadAttention(4, 2), "out_proj"),
+    "LinearToPyramid rebuilds Linear and Conv2d": (nn.Sequential(nn.ReLU()), "0"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_say_why(reason):
+    model, where = REFUSED[reason]
+    with pytest.raises(iso.UserError, match=reason):
+        iso.recast(model, iso.LinearToPyramid(), where)
+
+
+@pytest.mark.parametrize(
+    "arguments", [dict(layout="W2"), dict(init="exact"), dict(rectify="layernorm"), dict(rescale_by=0)]
+)
+def test_impossible_rules_are_refused_when_made(arguments):
+    with pytest.raises(iso.UserError, match=r"unknown|above 0"):
+        iso.LinearToPyramid(**arguments)
+
+
+def test_recalibration_takes_the_statistics_of_the_data():
+    wide = timm.create_model("tdrl_vit_ti", **VIT).eval()
+    batches = [torch.randn(16, 3, 32, 32) + 2 for _ in range(3)]
+    born = copy.deepcopy(wide.state_dict())
+    new = iso.recalibrate(wide, [(x, None) for x in batches])
+    assert all(torch.equal(t, wide.state_dict()[n]) for n, t in born.items())  # the input is untouched
+    assert not new.training
+    linear, norm = new.blocks[0].attn.qkv.pyramids[0].branches[0][:2]
+    assert (norm.momentum, norm.num_batches_tracked) == (0.1, 3)
+    tokens = []
+    new.blocks[0].attn.qkv.register_forward_pre_hook(lambda _, args: tokens.append(linear(args[0]).flatten(0, 1)))
+    for x in batches:
+        new(x)
+    torch.testing.assert_close(norm.running_mean, torch.stack([t.mean(0) for t in tokens]).mean(0))
+    torch.testing.assert_close(norm.running_var, torch.stack([t.var(0) for t in tokens]).mean(0))
+
+
+def test_recalibration_can_keep_the_function():
+    plain = disturb(timm.create_model("vit_tiny_patch16_224", **VIT))
+    for block in plain.blocks:
+        block.attn.qkv.weight.data *= 30  # attention that is far from uniform
+    wide = iso.recast(plain, iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
+    batches = [torch.randn(64, 3, 32, 32)]
+    near = iso.recalibrate(wide, batches, keep_function=True)
+    iso.verify(plain, near, batches[0])
+
+    def away(model):
+        return (copy.deepcopy(model).train()(batches[0]) - plain(batches[0])).abs().max().item()
+
+    assert away(near) < 0.1 * away(wide)
+
+
+def test_recalibration_says_what_is_missing():
+    with pytest.raises(iso.UserError, match="no BatchNorm"):
+        iso.recalibrate(nn.Linear(2, 2), [torch.randn(4, 2)])
+    with pytest.raises(iso.UserError, match="at least one batch"):
+        iso.recalibrate(nn.BatchNorm1d(2), [])
+    with pytest.raises(iso.UserError, match="without weights"):
+        iso.recalibrate(nn.BatchNorm1d(2, affine=False), [torch.randn(4, 2)], keep_function=True)

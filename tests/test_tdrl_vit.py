@@ -1,0 +1,215 @@
+"""TDRL-ViT: the published sizes, plain checkpoints in, plain networks out, attention watched in training."""
+
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.models.tdrl_vit import checkpoint_filter_fn
+from isomorph.training.optim import layer_scales, parameter_groups
+from isomorph.training.parts import OptimPart
+from isomorph.training.recipe import check
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+FFN = ["blocks.*.mlp.fc?"]
+COUNTS = {
+    "plain ViT-Ti": (dict(layout="plain"), 5_717_416, 5.72),
+    "P-W2S (Table 8)": (dict(), 48_859_816, 48.86),
+    "R-D2W1S in the MLP (Table 10)": (dict(layout="R-D2W1S", where=FFN), 31_033_768, 31.03),
+    "naive in the MLP (Table 10)": (dict(layout="naive-W8", where=FFN), 30_754_984, 30.75),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_published_counts(name):
+    arguments, count, millions = COUNTS[name]
+    with torch.device("meta"):
+        model = timm.create_model("tdrl_vit_ti", **arguments)
+    found = sum(p.numel() for p in model.parameters())
+    assert found == count
+    assert round(found / 1e6, 2) == millions
+    assert model.blocks[0].attn.num_heads == 12
+    assert type(model.blocks[0].attn.proj) is nn.Linear
+
+
+@pytest.mark.slow
+def test_fused_is_the_plain_vit_exactly():
+    wide = timm.create_model("tdrl_vit_ti").eval()
+    thin = iso.fuse(wide)
+    plain = timm.create_model("vit_tiny_patch16_224", num_heads=12, dynamic_img_size=True)
+    plain.load_state_dict(thin.state_dict())
+    x = torch.randn(1, 3, 224, 160)
+    assert sum(p.numel() for p in thin.parameters()) == 5_717_416
+    torch.testing.assert_close(plain.eval()(x), wide(x), rtol=1e-3, atol=1e-4)
+
+
+def test_deit_b_with_pyramids_in_queries_keys_and_values():
+    with torch.device("meta"):
+        wide = iso.recast(timm.create_model("deit_base_patch16_224"), iso.LinearToPyramid(), "blocks.*.attn.qkv")
+    kinds = {name.split(".", 2)[2] for name, m in wide.named_modules() if isinstance(m, iso.PyramidLinear)}
+    assert kinds == {f"attn.qkv.pyramids.{i}" for i in range(3)}
+    linear, norm = 768**2 + 768, 2 * 768
+    pyramid = 6 * linear + 3 * norm  # branches of 2 and 3 linear layers, the skip
+    assert sum(p.numel() for p in wide.parameters()) == 86_567_656 + 12 * (3 * (pyramid - linear) + 2 * norm)
+
+
+def test_a_plain_checkpoint_is_carried_by_the_pyramids():
+    plain = timm.create_model("vit_tiny_patch16_224", **SMALL).eval()
+    for where in (("blocks.*.attn.qkv", "blocks.*.mlp.fc?"), ("patch_embed.proj",)):
+        wide = timm.create_model("tdrl_vit_ti", where=where, **SMALL).eval()
+        wide.load_state_dict(checkpoint_filter_fn(plain.state_dict(), wide))
+        iso.verify(plain, wide, torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize("how", ["named", "recast", "conv"])
+def test_a_fused_model_is_saved_as_the_plain_one(how, tmp_path):
+    if how == "named":
+        wide, plain = (
+            timm.create_model("tdrl_vit_ti", **SMALL),
+            timm.create_model("tdrl_vit_ti", layout="plain", **SMALL),
+        )
+    else:
+        plain = timm.create_model("vit_tiny_patch16_224", **SMALL)
+        wide = iso.recast(plain, iso.LinearToPyramid(), "blocks.*.mlp.fc?" if how == "recast" else "patch_embed.proj")
+    thin = iso.fuse(wide.eval())
+    iso.save(thin, tmp_path / "thin.safetensors")
+    again = iso.load(tmp_path / "thin.safetensors")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(again(x), wide(x), rtol=1e-4, atol=1e-5)
+    assert iso.edits(again) == ()
+    iso.load_weights(plain, tmp_path / "thin.safetensors")  # what model.weights does
+    torch.testing.assert_close(plain.eval()(x), again(x))
+
+
+def test_a_fused_model_of_another_shape_is_rebuilt_too(tmp_path):
+    """Layers without a bias have one when fused: no plain network fits, and the edits are kept."""
+    cnn = timm.create_model("cifar_resnet20").eval()
+    thin = iso.fuse(iso.recast(cnn, iso.LinearToPyramid(), "layer3.*.conv?"))
+    iso.save(thin, tmp_path / "thin.safetensors")
+    again = iso.load(tmp_path / "thin.safetensors")
+    assert type(again.layer3[0].conv1) is nn.Conv2d
+    x = torch.randn(1, 3, 32, 32)
+    torch.testing.assert_close(again(x), thin(x))
+
+
+class TestLayerDecay:
+    def test_scales_fall_from_the_head_and_count_frozen_layers(self):
+        model = timm.create_model("tdrl_vit_ti", **SMALL)
+        scales = layer_scales(model, 0.5)
+        model.blocks[1].requires_grad_(False)
+        assert scales == layer_scales(model, 0.5)
+        assert scales["head.weight"] == 1
+        block = {name: scale for name, scale in scales.items() if name.startswith("blocks.1.")}
+        assert set(block.values()) == {0.5}
+        assert {s for n, s in scales.items() if n.startswith("blocks.0.")} == {0.25}
+        assert scales["patch_embed.proj.weight"] == scales["cls_token"] == 0.125
+        groups = parameter_groups(model, OptimPart(lr=1e-3, layer_decay=0.5, weight_decay=0.1))
+        held = {id(p): g for g in groups for p in g["params"]}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert held[id(parameter)]["lr_scale"] == scales[name], name
+                assert held[id(parameter)]["weight_decay"] == (
+                    0.1 if parameter.ndim > 1 and name not in ("pos_embed", "cls_token") else 0
+                )
+            else:
+                assert id(parameter) not in held
+        assert sum(len(g["params"]) for g in groups) == sum(p.requires_grad for p in model.parameters())
+
+    def test_gates_have_their_own_rate_within_their_layer(self):
+        model = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1)
+        groups = parameter_groups(model, OptimPart(lr=1e-3, gate_lr=1e-1, layer_decay=0.5))
+        gates = [g for g in groups if g["name"].startswith("gates")]
+        assert [g["lr_scale"] for g in gates] == [pytest.approx(0.25 * 100)]
+
+    def test_a_model_without_layers_is_refused(self):
+        with pytest.raises(iso.UserError, match="no group_matcher"):
+            layer_scales(nn.Sequential(nn.Linear(2, 2)), 0.5)
+
+
+def train_on_digits(out, steps_a_look, lr=1e-3, **kwargs):
+    """Two epochs of a small ViT with pyramids, and what its monitor saw."""
+    recipe = dict(
+        model=dict(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax", "num_classes": 10, **kwargs}),
+        data=dict(source="digits", fraction=0.3, size=[32, 32], batch_size=32),
+        optim=dict(lr=lr, warmup_epochs=0),
+        monitor_every=steps_a_look,
+        epochs=2,
+        out=str(out),
+    )
+    iso.train(check(recipe), show=False)
+    return [json.loads(line) for line in (out / "monitor.jsonl").read_text().splitlines()]
+
+
+def test_the_monitor_watches_every_block(tmp_path):
+    rows = train_on_digits(tmp_path, 4)
+    assert [row["step"] for row in rows] == list(range(0, rows[-1]["step"] + 1, 4))
+    assert all(set(row["max_logit"]) == set(row["entropy"]) == {"blocks.0.attn", "blocks.1.attn"} for row in rows)
+    assert all(0 < value < 17**0.5 * 10 for row in rows for value in row["entropy"].values())
+
+
+def test_a_model_without_attention_cannot_be_monitored(tmp_path):
+    recipe = dict(model=dict(name="cifar_resnet20"), data=dict(source="digits"), monitor_every=5, out=str(tmp_path))
+    with pytest.raises(iso.UserError, match="no attention layer whose queries and keys are known"):
+        iso.train(check(recipe), show=False)
+
+
+@pytest.mark.slow
+def test_without_rectification_the_logits_run_away(tmp_path):
+    """TDRL Fig. 3, in small: four branches on queries and keys, summed as they are, and rectified."""
+    highest = {}
+    for rectify in ("none", "batchnorm"):
+        rows = train_on_digits(tmp_path / rectify, 3, lr=1e-2, layout="R-D1W4", rectify=rectify)
+        highest[rectify] = [max(row["max_logit"].values()) for row in rows]
+    assert highest["none"][-1] > 4 * highest["none"][0]
+    assert highest["none"][-1] > 5 * highest["batchnorm"][-1]
+    assert max(highest["batchnorm"]) < 3 * highest["batchnorm"][0]
+
+
+def test_logit_stats_in_closed_form():
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL).train()
+    for block in model.blocks:
+        block.attn.qkv.weight.data *= 40
+    x = torch.randn(3, 3, 32, 32)
+    found, maps = iso.logit_stats(model, x), iso.attention_maps(model, x)
+    assert model.training
+    for name, stats in found.items():
+        a = maps[name]
+        torch.testing.assert_close(stats.max_attention, a.amax((2, 3)).mean(0))
+        entropy = torch.special.entr(a).sum(-1).mean((0, 2))
+        torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
+    layer = model.blocks[0].attn
+    q, k = torch.eye(2)[None, None] * 3, torch.eye(2)[None, None] * 5
+    from isomorph.analysis.logits import summarise
+
+    torch.testing.assert_close(summarise(q, k)[:, 0], torch.tensor([15.0, 1.0, 0.0]), atol=1e-4, rtol=0)
+    assert layer.num_heads == len(found["blocks.0.attn"].max_logit)
+
+
+def test_branch_similarity_is_the_cka_of_the_branches():
+    model = timm.create_model("tdrl_vit_ti", **SMALL).eval()
+    x, seen = torch.randn(4, 3, 32, 32), {}
+    layers = {"blocks.1.mlp.fc1": model.blocks[1].mlp.fc1, "blocks.0.attn.qkv": model.blocks[0].attn.qkv}
+    thin = iso.fuse(model)
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].flatten(0, 1)}))
+    found = iso.branch_similarity(model, x)
+    assert found["blocks.0.attn.qkv"].shape == (3, 3, 3)
+    for name, pyramid, values in (
+        ("blocks.1.mlp.fc1", layers["blocks.1.mlp.fc1"], found["blocks.1.mlp.fc1"]),
+        ("blocks.0.attn.qkv", layers["blocks.0.attn.qkv"].pyramids[2], found["blocks.0.attn.qkv"][2]),
+    ):
+        outputs = [nn.Sequential(*chain)(seen[name]) for chain in pyramid.chains]
+        expected = torch.stack([torch.stack([iso.linear_cka(a, b) for b in outputs]) for a in outputs])
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(iso.UserError, match="no pyramids"):
+        iso.branch_similarity(thin, x)
+
+
+def test_cka_knows_rotations_and_strangers():
+    x = torch.randn(400, 6)
+    turn = torch.linalg.qr(torch.randn(6, 6)).Q
+    assert iso.linear_cka(x, 3 * x @ turn + 5) == pytest.approx(1)
+    assert iso.linear_cka(x, torch.randn(400, 6)) < 0.1
