@@ -9,6 +9,7 @@ import torch
 
 import convit
 import gpsa
+import tdrl
 from interleave import show, write
 
 
@@ -19,8 +20,9 @@ def main():
     device, found = torch.device("cuda"), {}
     for precision in ("float32", "bfloat16"):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
-            for title, table in (gpsa.TABLES | convit.TABLES).items():
-                found[f"{title} ({precision})"] = table(device, rounds=5)
+            for title, table in (gpsa.TABLES | convit.TABLES | tdrl.TABLES).items():
+                sizes = dict(batches=(32, 128)) if table in tdrl.TABLES.values() else {}
+                found[f"{title} ({precision})"] = table(device, rounds=5, **sizes)
                 show(f"{title} ({precision})", found[f"{title} ({precision})"])
     print(f"\nwrote {write('gpu', found)}")
 

@@ -1,10 +1,16 @@
-"""GPSA2d as one would write it first: padded tokens, every map dense, positions recomputed for every image."""
+"""Layers as one would write them first.
+
+GPSA2d: padded tokens, every map dense, positions recomputed for every image. Pyramids: every branch on every token.
+"""
+
+import copy
+from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isomorph.layers import GPSA2d
+from isomorph.layers import GPSA2d, JointPyramid, PyramidLinear
 
 
 class NaiveGPSA2d(nn.Module):
@@ -42,3 +48,23 @@ class NaiveGPSA2d(nn.Module):
         mixed = (attention @ values).permute(0, 2, 3, 1).flatten(2)  # (B, Nq, C nh)
         out = F.linear(mixed, layer.weight.flatten(1), layer.bias)
         return out.transpose(1, 2).unflatten(-1, x.shape[-2:])
+
+
+def branch_by_branch(model):
+    """A copy of the model in which the tokens run through every branch of every pyramid: TDRL as it is written."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, PyramidLinear):
+            module.forward = partial(run_branches, [module])
+        elif isinstance(module, JointPyramid):
+            module.forward = partial(run_branches, list(module.pyramids))
+    return model
+
+
+def run_branches(pyramids, x):
+    """Shape: x (*, C) -> (*, sum of out)"""
+    tokens, outputs = x.flatten(0, -2), []
+    for pyramid in pyramids:
+        total = sum(reduce(lambda y, layer: layer(y), chain, tokens) for chain in pyramid.chains) * pyramid.factor
+        outputs.append(total if pyramid.norm is None else pyramid.norm(total))
+    return torch.cat(outputs, -1).view(*x.shape[:-1], -1)

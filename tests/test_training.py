@@ -120,7 +120,7 @@ class TestRecipe:
         assert train_epoch(run, 0, lambda: None) > 0
 
     def test_text_that_is_no_yaml_or_looks_like_a_number(self):
-        assert iso.load_recipe("cifar_cnn", ["model.recast.where=*.conv2"]).model.recast.where == "*.conv2"
+        assert iso.load_recipe("cifar_cnn", ["model.recast.where=*.conv2"]).model.recast.where == ["*.conv2"]
         recipe = iso.load_recipe("cifar_cnn", ["name=123", "out=2024"])
         assert recipe.name == "123"
         assert str(recipe.out) == "2024"

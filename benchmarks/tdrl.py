@@ -1,0 +1,112 @@
+"""ViT-Ti with pyramids (P-W2S on q, k, v and the MLP) in closed form, branch by branch, and plain.
+
+    python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--name NAME]
+
+All are interleaved in one process, on the same weights where they compute the same. Ratios are times over the plain
+ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass: so many an image, and so many in any batch.
+"""
+
+import argparse
+
+import timm
+import torch
+
+import isomorph as iso
+from interleave import forward, interleaved, saved_mib, show, step, write
+from naive import branch_by_branch
+
+PARTS = {
+    "q, k, v": dict(where=["blocks.*.attn.qkv"]),
+    "MLP": dict(where=["blocks.*.mlp.fc?"]),
+    "MLP, P-W1S (Table 9)": dict(where=["blocks.*.mlp.fc?"], layout="P-W1S"),
+    "MLP, R-D2W1S (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="R-D2W1S"),
+    "MLP, naive-W8 (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="naive-W8"),
+}
+
+
+def kept(model, device):
+    """MiB kept for the backward pass: an image, and whatever the batch."""
+    few, more = (n * saved_mib(model, torch.randn(n, 3, 224, 224, device=device)) for n in (2, 6))
+    image = (more - few) / 4
+    return image, few - 2 * image
+
+
+def training_table(device, rounds, batches):
+    """One training step and its memory, one row a batch size."""
+    plain = timm.create_model("tdrl_vit_ti", layout="plain").to(device)
+    closed = timm.create_model("tdrl_vit_ti").to(device)
+    branches = branch_by_branch(closed)
+    forms = {"plain": plain, "closed": closed, "branches": branches}
+    memory = {name: kept(model, device) for name, model in forms.items()}
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        turns = max(2, rounds * 32 // batch) if device.type == "cpu" else rounds
+        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, turns)
+        rows.append(
+            {
+                "batch": batch,
+                "rounds": turns,
+                "plain ms": times["plain"],
+                "closed form": times["closed"] / times["plain"],
+                "branches": times["branches"] / times["plain"],
+                **{f"{name} MiB an image": memory[name][0] for name in forms},
+                **{f"{name} MiB constant": memory[name][1] for name in ("closed", "branches")},
+            }
+        )
+        show(f"so far, batch {batch}", rows[-1:])
+    return rows
+
+
+def parts_table(device, rounds, batches):
+    """Where the time goes: a training step with pyramids in some of the layers only, smallest batch."""
+    x = torch.randn(min(batches), 3, 224, 224, device=device)
+    forms = {"plain": timm.create_model("tdrl_vit_ti", layout="plain")}
+    forms |= {name: timm.create_model("tdrl_vit_ti", **kwargs) for name, kwargs in PARTS.items()}
+    times = interleaved({n: step(m.to(device), x) for n, m in forms.items()}, device, max(3, rounds - 2))
+    return [
+        {
+            "pyramids in": name,
+            "parameters, M": sum(p.numel() for p in forms[name].parameters()) / 1e6,
+            "step, times plain": times[name] / times["plain"],
+        }
+        for name in PARTS
+    ]
+
+
+def inference_table(device, rounds, batches):
+    """The fused network against the plain one."""
+    plain = timm.create_model("tdrl_vit_ti", layout="plain").to(device).eval()
+    fused = iso.fuse(timm.create_model("tdrl_vit_ti").to(device).eval())
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        times = interleaved({"plain": forward(plain, x), "fused": forward(fused, x)}, device, 3 * rounds)
+        rows.append({"batch": batch, "plain ms": times["plain"], "fused, times plain": times["fused"] / times["plain"]})
+    return rows
+
+
+TABLES = {
+    "Training step; times are multiples of the plain ViT's": training_table,
+    "By part": parts_table,
+    "Inference": inference_table,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batches", type=int, nargs="+", default=[32, 128])
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at batch 32; fewer above on a CPU")
+    parser.add_argument("--name", help="of the JSON file in results")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device, found = torch.device(options.device), {}
+    for title, table in TABLES.items():
+        found[title] = table(device, options.rounds, options.batches)
+        show(title, found[title])
+    print(f"\nwrote {write(options.name or f'tdrl_{options.device}', found)}")
+
+
+if __name__ == "__main__":
+    main()
