@@ -126,7 +126,9 @@ class TestRecipe:
         assert str(recipe.out) == "2024"
 
     def test_overrides_reach_groups_that_are_off(self):
-        assert iso.load_recipe("cifar_cnn", ["model.recast.where=layer3.*.conv2"]).model.recast.init == "exact"
+        assert iso.load_recipe("cifar_cnn", ["model.recast.where=layer3.*.conv2"]).model.recast.where == [
+            "layer3.*.conv2"
+        ]
         assert iso.load_recipe("cifar_cnn", ["optim.lr=1e-4"]).optim.lr == 1e-4
         assert iso.load_recipe("cifar_exact", ["model.recast=null"]).model.recast is None
 
@@ -531,7 +533,7 @@ class TestCheckpoint:
         from safetensors.torch import save_file
 
         model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.conv2")
-        edit = describe_edits(model)[0]
+        edit = describe_edits(iso.edits(model))[0]
         edit |= {"rule": dict(rule="Gone"), "field": dict(fields=dict(gone=1)), "base": {}}[broken]
         base = dict(name="gone") if broken == "base" else describe_base(model)
         header = {"format": "isomorph-1", "base": json.dumps(base), "edits": json.dumps([edit])}
