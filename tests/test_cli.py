@@ -71,6 +71,28 @@ def test_train_with_flags_in_every_form(tmp_path):
     assert again["top1"] == trained["top1"]
 
 
+def test_train_wide_fuse_and_train_on(tmp_path):
+    """The life of a pyramid: trained, stopped mid-run, fused with fresh statistics, fine-tuned thin."""
+    small = ["model.kwargs={img_size: 16, patch_size: 4, embed_dim: 12, depth: 1, num_heads: 2}", "data.source=digits"]
+    small += ["data.size=[16,16]", "data.fraction=0.1", "epochs=1", "optim.warmup_epochs=0", "model.num_classes=10"]
+    run = isomorph("train", "cifar_tdrl", *small, "out=run", "ema=0.9", "--monitor_every", "2", folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    assert (tmp_path / "run/monitor.jsonl").is_file()
+    whole = isomorph("fuse", "run/model.safetensors", folder=tmp_path)
+    assert "parameters became" in whole.stdout, whole.stderr
+    (tmp_path / "run/model.safetensors").unlink()  # as if the run had not come to its end
+    for flags in ([], ["--no-average"], ["--recalibrate", "2", "--json"]):
+        fused = isomorph("fuse", "run", "--out", "thin.safetensors", *flags, folder=tmp_path)
+        assert fused.returncode == 0, fused.stderr
+    found = json.loads(fused.stdout)
+    assert found["after"] < found["before"]
+    assert found["report"]["passed"]
+    assert "nothing to fuse" in refused("fuse", "thin.safetensors", folder=tmp_path)
+    plain = [field.replace("{img", "{layout: plain, img") for field in small]
+    again = isomorph("train", "cifar_tdrl", *plain, "model.weights=thin.safetensors", "out=again", folder=tmp_path)
+    assert again.returncode == 0, again.stderr
+
+
 def test_lists(tmp_path):
     models = json.loads(isomorph("models", "--json").stdout)
     assert {row["name"]: row["parameters"] for row in models}["cifar_resnet20"] == 269_722
@@ -158,6 +180,36 @@ BAD = {
     "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "does not understand the policy"),
     "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no gated attention layer to anneal"),
     "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "RuntimeError"),
+    "field of another rule": (
+        ["recast", "{weights}", "--where", "layer3.*.conv?", "--out", "x.safetensors", "--layout", "P-W2S"],
+        "ConvToGPSA has no layout; it has init, locality, gate",
+    ),
+    "layout": (
+        [
+            "recast",
+            "{weights}",
+            "--rule",
+            "LinearToPyramid",
+            "--where",
+            "linear",
+            "--out",
+            "x.safetensors",
+            "--layout",
+            "W2",
+        ],
+        "layout 'W2' is unknown; write P-W2S",
+    ),
+    "init of another rule": (
+        ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--init", "same-function"],
+        "init 'same-function' is unknown; choose 'exact' or 'paper'",
+    ),
+    "nothing to fuse": (["fuse", "{weights}", "--out", "x.safetensors"], "has nothing to fuse"),
+    "fuse nothing": (["fuse", "none.safetensors"], "no checkpoint none.safetensors"),
+    "fuse no run": (["fuse", "images"], "no folder of a run with a last.pt"),
+    "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another name"),
+    "fuse suffix": (["fuse", "few.safetensors", "--out", "few.pth"], "must end in .safetensors"),
+    "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "must not be negative"),
+    "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer whose queries"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
 }
 
