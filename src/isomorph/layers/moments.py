@@ -19,6 +19,10 @@ NARROWEST_STRIP = 96
 """Symmetric products are computed in up to four strips from the diagonal on (0.6 of the work), none narrower."""
 
 
+ROUNDING = 4
+"""Units of rounding of the sum of its terms below which a variance is not known."""
+
+
 class Moments(NamedTuple):
     """First and second moments of what a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
@@ -99,7 +103,7 @@ def sum_over(group: Any, *tensors: Tensor) -> None:
 
 
 class Measure(torch.autograd.Function):
-    """x -> x (less its mean where `centring`), mean and covariance of its tokens, keeping nothing but that x.
+    """x -> x (less its mean, in the type `centred_as`, if any), mean and covariance of its tokens; keeps only that x.
 
     Backwards, with K = (dS + dS^T) / M, every token gets (token - mean) K + d_mean / M.
 
@@ -108,7 +112,7 @@ class Measure(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, window: Window | None, centring: bool, count: int, group: Any
+        ctx: Any, x: Tensor, window: Window | None, centred_as: torch.dtype | None, count: int, group: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
         mean = tokens.sum(-2) / count
@@ -116,9 +120,9 @@ class Measure(torch.autograd.Function):
         centred = tokens - mean.unsqueeze(-2)
         covariance = symmetric_product(centred, centred).div_(count)
         sum_over(group, covariance)
-        source = spread_tokens(centred, x.shape, window).to(x.dtype) if centring else x.view_as(x)
+        source = spread_tokens(centred, x.shape, window).to(centred_as) if centred_as else x.view_as(x)
         ctx.save_for_backward(source, mean)
-        ctx.window, ctx.centring, ctx.count, ctx.group = window, centring, count, group
+        ctx.window, ctx.centring, ctx.count, ctx.group, ctx.dtype = window, bool(centred_as), count, group, x.dtype
         return source, mean, covariance
 
     @staticmethod
@@ -134,7 +138,7 @@ class Measure(torch.autograd.Function):
         if not ctx.centring:
             shift = shift - (mean.unsqueeze(-2) @ slope).squeeze(-2)
         d_tokens = (torch.addmm if tokens.ndim == 2 else torch.baddbmm)(shift.unsqueeze(-2), tokens, slope)
-        d_x = d_source + spread_tokens(d_tokens, source.shape, ctx.window).to(d_source.dtype)
+        d_x = d_source.to(ctx.dtype) + spread_tokens(d_tokens, source.shape, ctx.window).to(ctx.dtype)
         return d_x, None, None, None, None
 
 
@@ -157,10 +161,24 @@ def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Momen
         count = int(counts.item())
     if count < 2:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    centring = window is None or (window.pointwise and window.groups == 1)
+    centred_as = product_dtype(x) if window is None or (window.pointwise and window.groups == 1) else None
     with full_precision(x.device):
-        source, mean, covariance = Measure.apply(x, window, centring, count, group)
-    return Moments(source, mean, covariance, None if centring else mean, count)
+        source, mean, covariance = Measure.apply(x, window, centred_as, count, group)
+    return Moments(source, mean, covariance, None if centred_as else mean, count)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The type in which a linear layer on x is computed: autocast's, or that of x."""
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def within_range(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight in another type, at its largest number where it would overflow: infinity times 0 is no number."""
+    limit = torch.finfo(dtype).max
+    return (weight if limit >= torch.finfo(weight.dtype).max else weight.clamp(-limit, limit)).to(dtype)
 
 
 def count_tokens(x: Tensor, window: Window | None) -> int:
@@ -174,21 +192,27 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
 
 
 class RowVariance(torch.autograd.Function):
-    """diag(A S A^T), at least 0, keeping A and S only: A S is one small product away.
+    """diag(A S A^T), keeping A and S only: A S is one small product away.
+
+    Never below what rounding makes of it, a few units of diag(A diag(S) A^T): channels that cancel almost wholly would
+    else come out as 0 and be blown up. Such a row is held there, and has no gradient.
 
     Shape: weight A (G, out, C), covariance S (G, C, C) -> (G, out)
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, covariance: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, covariance)
-        return ((weight @ covariance).mul_(weight)).sum(-1).clamp_(min=0)
+        variance = (weight @ covariance).mul_(weight).sum(-1)  # (G, out)
+        spread = covariance.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (G, C, 1)
+        floor = (weight.square() @ spread).squeeze(-1).mul_(ROUNDING * torch.finfo(weight.dtype).eps)
+        ctx.save_for_backward(weight, covariance, variance >= floor)
+        return torch.maximum(variance, floor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        weight, covariance = ctx.saved_tensors
-        scaled = weight * grad.unsqueeze(-1)  # (G, out, C)
+        weight, covariance, known = ctx.saved_tensors
+        scaled = weight * (grad * known).unsqueeze(-1)  # (G, out, C)
         d_weight = (scaled @ covariance).mul_(2) if ctx.needs_input_grad[0] else None
         d_covariance = symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
         return d_weight, d_covariance

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from isomorph.errors import UserError
 from isomorph.layers.affine_chain import collapse_chain, matrix, times
 from isomorph.layers.pyramid import Pyramid
 
@@ -56,8 +57,8 @@ def assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
 
 def rest(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
     """Makes a BatchNorm of weight x + bias the identity: statistics of white inputs, undone by its own weights."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
+    if norm.weight is None or norm.running_mean is None or norm.running_var is None:
+        raise UserError("a BatchNorm without weights or statistics cannot be brought to rest; make the pyramid affine")
     norm.running_mean.copy_(bias.flatten())
     norm.running_var.copy_(weight.square().sum(-1).flatten())
     norm.weight.copy_((norm.running_var + norm.eps).sqrt())
@@ -69,7 +70,7 @@ def share(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
     branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[call-overload]
     parts = len(branches)
     if isinstance(branches[0][-1], _BatchNorm):
-        noise = torch.randn(parts, *weight.shape).to(weight) * weight.std()
+        noise = torch.randn(parts, *weight.shape).to(weight) * weight.square().mean().sqrt()
         for (linear, norm), extra in zip(branches, noise - noise.mean(0), strict=True):
             assign(linear, weight / parts + extra, bias / parts)
             rest(norm, weight / parts + extra, bias / parts)

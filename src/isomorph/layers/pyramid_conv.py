@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from isomorph.layers.moments import Moments, Window, full_precision, measure
+from isomorph.errors import UserError
+from isomorph.layers.moments import Moments, Window, full_precision, measure, product_dtype, within_range
 from isomorph.layers.pyramid import Pyramid, Rectify
 
 
@@ -21,7 +22,8 @@ class PyramidConv2d(Pyramid):
 
     Shape: x (B, C, H, W) -> (B, out, H', W')
     Source: TDRL eq. 8 and appendix A.3, A.4; differs: computed in closed form, exactly
-    Raises: UserError for an unknown layout or rectification; ValueError when training on a single patch.
+    Raises: UserError for an unknown layout or rectification, or an input of another shape; ValueError when training on
+    a single patch.
     """
 
     def __init__(
@@ -65,14 +67,16 @@ class PyramidConv2d(Pyramid):
         return weight.reshape(self.out_features, self.in_features // self.window.groups, *self.window.kernel_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != self.in_features:
+            raise UserError(f"the pyramid reads (B, {self.in_features}, H, W), the input has shape {tuple(x.shape)}")
         moments: Moments | None = None
         if self.needs_moments:
             moments = measure(x, self.window, self.group)
             x = moments.source
         with full_precision(x.device):
             weight, bias = self.collapse(moments)
-        weight, bias = self.as_filters(weight).to(x.dtype), bias.flatten().to(x.dtype)
-        return F.conv2d(x, weight, bias, *self.window[1:])
+        dtype = product_dtype(x)
+        return F.conv2d(x, within_range(self.as_filters(weight), dtype), bias.flatten().to(dtype), *self.window[1:])
 
     @torch.no_grad()
     def fuse(self) -> nn.Conv2d:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.moments import Moments, full_precision, measure
+from isomorph.layers.moments import Moments, full_precision, measure, product_dtype, within_range
 from isomorph.layers.pyramid import Pyramid, Rectify
 
 
@@ -27,8 +27,9 @@ class PyramidLinear(Pyramid):
     axis but the last is batch.
 
     Shape: x (*, C) -> (*, out)
-    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly
-    Raises: UserError for an unknown layout or rectification; ValueError when training on a single token.
+    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly; first derivatives only
+    Raises: UserError for an unknown layout or rectification, or an input of another width; ValueError when training on
+    a single token.
     """
 
     def __init__(
@@ -99,6 +100,9 @@ def run_together(pyramids: list[PyramidLinear], x: Tensor) -> Tensor:
 
     Shape: x (*, C) -> (*, sum of out)
     """
+    width = pyramids[0].in_features
+    if x.shape[-1] != width:
+        raise UserError(f"the pyramid reads {width} features, the input has shape {tuple(x.shape)}")
     moments: Moments | None = None
     if any(pyramid.needs_moments for pyramid in pyramids):
         moments = measure(x, group=pyramids[0].group)
@@ -106,4 +110,5 @@ def run_together(pyramids: list[PyramidLinear], x: Tensor) -> Tensor:
     with full_precision(x.device):
         weights, biases = zip(*(pyramid.collapse(moments) for pyramid in pyramids), strict=True)
         weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (weights, biases))
-    return F.linear(x, weight.to(x.dtype), bias.to(x.dtype))
+    dtype = product_dtype(x)
+    return F.linear(x, within_range(weight, dtype), bias.to(dtype))

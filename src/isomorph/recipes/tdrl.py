@@ -105,10 +105,10 @@ def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
     """One run of docs/methods/tdrl.md."""
     return dict(
         model=dict(name="tdrl_vit_ti", kwargs=NARROW | dict(layout=layout, **more)),
-        data=dict(source="cifar10", fraction=0.5, size=[32, 32], batch_size=128),
+        data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
         augment=dict(crop_padding=4),
-        optim=dict(lr=1e-3, weight_decay=0.05, warmup_epochs=0.4, min_lr=1e-5),
-        epochs=4,
+        optim=dict(lr=3e-3, weight_decay=0.05, warmup_epochs=0.5, min_lr=1e-5),
+        epochs=7,
         source="TDRL at CIFAR scale, docs/methods/tdrl.md",
     )
 
