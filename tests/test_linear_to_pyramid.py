@@ -221,13 +221,34 @@ class Beit(nn.Module):
         self.qkv, self.q_bias = nn.Linear(4, 12, bias=False), nn.Parameter(torch.zeros(4))
 
 
+class Residual(nn.Sequential):
+    """A chain that does more than its chain."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class ByHead(nn.Module):
+    """Deals its outputs to heads first, as TinyViT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.key_dim = nn.Linear(4, 12), 2
+
+
+def chain(*layers):
+    return nn.ModuleDict({"pair": nn.Sequential(*layers)})
+
+
 REFUSED = {
+    "ByHead deals its outputs to heads": (ByHead(), "qkv"),
+    "joint qkv convolution": (nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)}), "qkv"),
     "Beit reads its weight": (Beit(), "qkv"),
     "10 outputs are not 3 equal parts": (nn.ModuleDict({"qkv": nn.Linear(4, 10)}), "qkv"),
     "only 'zeros'": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "0"),
     "pads one side more": (nn.Sequential(nn.Conv2d(3, 4, 2, padding="same")), "0"),
     "parametrized": (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "0"),
-    "is read, not called": (nn.MultiheadAttention(4, 2), "out_proj"),
+    "reads its weight instead of calling it": (nn.MultiheadAttention(4, 2), "out_proj"),
     "LinearToPyramid rebuilds Linear and Conv2d": (nn.Sequential(nn.ReLU()), "0"),
 }
 
@@ -237,6 +258,29 @@ def test_refusals_say_why(reason):
     model, where = REFUSED[reason]
     with pytest.raises(iso.UserError, match=reason):
         iso.recast(model, iso.LinearToPyramid(), where)
+
+
+NO_CHAINS = {
+    "circular": chain(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular"), nn.Conv2d(4, 4, 1)),
+    "padded later": chain(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1, padding=1)),
+    "one-sided": chain(nn.Conv2d(3, 4, 2, padding="same"), nn.Conv2d(4, 4, 1)),
+    "no statistics": chain(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 4)),
+    "nonlinear": chain(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4)),
+    "residual": nn.ModuleDict({"pair": Residual(nn.Linear(4, 4), nn.Linear(4, 4))}),
+    "single": chain(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+}
+
+
+@pytest.mark.parametrize("name", NO_CHAINS)
+def test_what_is_no_chain_is_left_alone(name):
+    with pytest.raises(iso.UserError, match="matches none among 1 modules"):
+        iso.recast(NO_CHAINS[name], iso.LinearToPyramid(), "pair")
+
+
+def test_any_joint_projection_is_taken_as_one_pyramid():
+    for model in (ByHead(), nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)})):
+        wide = iso.recast(model, iso.LinearToPyramid(rectify="batchnorm"), "qkv")
+        assert wide.get_submodule("qkv").rectify == "batchnorm"
 
 
 @pytest.mark.parametrize(
@@ -264,8 +308,10 @@ def test_recalibration_takes_the_statistics_of_the_data():
     torch.testing.assert_close(norm.running_var, torch.stack([t.var(0) for t in tokens]).mean(0))
 
 
-def test_recalibration_can_keep_the_function():
-    plain = disturb(timm.create_model("vit_tiny_patch16_224", **VIT))
+@pytest.mark.parametrize("depth", [2, 8])
+def test_recalibration_can_keep_the_function(depth):
+    """In one pass, however deep: train mode then computes what eval mode does."""
+    plain = disturb(timm.create_model("vit_tiny_patch16_224", **VIT | dict(depth=depth)))
     for block in plain.blocks:
         block.attn.qkv.weight.data *= 30  # attention that is far from uniform
     wide = iso.recast(plain, iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
@@ -277,6 +323,16 @@ def test_recalibration_can_keep_the_function():
         return (copy.deepcopy(model).train()(batches[0]) - plain(batches[0])).abs().max().item()
 
     assert away(near) < 0.1 * away(wide)
+
+
+def test_recalibration_keeps_convolutions_and_plain_norms_too():
+    model = disturb(VanillaPair())
+    wide = iso.recast(model, iso.LinearToPyramid("P-W2"), "stages.0")
+    images = torch.randn(64, 3, 32, 32)
+    near = iso.recalibrate(wide, [images, images], keep_function=True)
+    torch.testing.assert_close(near(images), wide(images), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(copy.deepcopy(near).train()(images), near(images), rtol=0.05, atol=0.05)
+    assert (copy.deepcopy(wide).train()(images) - wide(images)).abs().max() > 0.3
 
 
 def test_recalibration_says_what_is_missing():

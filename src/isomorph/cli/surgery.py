@@ -29,6 +29,7 @@ def recast(
     gate: float | None = None,
     layout: str | None = None,
     rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None,
+    rescale_by: float | None = None,
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
@@ -49,7 +50,8 @@ def recast(
         ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT, LinearToPyramid for linear
         layers and convolutions.
     init
-        exact (of pyramids: same-function) keeps the function, verified; paper starts as the paper does, to be trained.
+        exact keeps the function, verified (for pyramids its name is same-function); paper starts as the paper does, to
+        be trained.
     locality
         Overrides the init's locality (attention).
     gate
@@ -58,6 +60,8 @@ def recast(
         P-W2S, R-D2W1S, naive-W8 and the like (pyramids).
     rectify
         What tames the sum of a pyramid's branches (pyramids).
+    rescale_by
+        N of the division by sqrt(N), by default the number of branches (pyramids).
     unstride
         Glob of stages to keep at their input's resolution first; this changes the function.
     pretrained
@@ -72,7 +76,9 @@ def recast(
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    made = build_rule(rule, init=init, locality=locality, gate=gate, layout=layout, rectify=rectify)
+    made = build_rule(
+        rule, init=init, locality=locality, gate=gate, layout=layout, rectify=rectify, rescale_by=rescale_by
+    )
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
     if not report.passed and init != "paper" and (locality, gate) == (None, None):
@@ -170,7 +176,10 @@ def fuse(
     """
     if recalibrate < 0 or batch_size < 2:
         raise UserError("--recalibrate must not be negative and --batch-size be at least 2")
-    out = out or checkpoint.with_name(f"{checkpoint.stem}-fused.safetensors")
+    if (data or root) and not recalibrate:
+        raise UserError("--data and --root go with --recalibrate, which says from how many batches")
+    whole = checkpoint.resolve()
+    out = out or whole.with_name(f"{whole.name.removesuffix('.safetensors')}-fused.safetensors")
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
@@ -195,4 +204,4 @@ def fuse(
     if json_:
         print(json.dumps({"out": str(out), "before": before, "after": after, "report": report.as_dict()}))
     else:
-        print(f"{before:,} parameters became {after:,}\n{str(report).splitlines()[0]}\nwrote {out}")
+        print(f"{report}\n{before:,} parameters became {after:,}\nwrote {out}")

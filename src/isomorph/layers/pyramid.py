@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers.affine_chain import collapse_chain, normalise, times, uses_batch
-from isomorph.layers.moments import Moments
+from isomorph.layers.moments import Moments, row_variance
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 
@@ -115,19 +116,32 @@ class Pyramid(nn.Module):
         norms = (m for m in self.modules() if isinstance(m, nn.SyncBatchNorm))
         return next((norm.process_group or torch.distributed.group.WORLD for norm in norms), None)
 
+    def gather(self, moments: Moments | None) -> tuple[Tensor, Tensor]:
+        """The sum of the branches before BatchNorm rectifies it, as A and c. Shape: -> (G, out, C), (G, out)"""
+        start = self.origin() if moments is None else moments.mean
+        weights, centres = zip(*(collapse_chain(layers, moments, start) for layers in self.chains), strict=True)
+        weight = sum(weights[1:], weights[0]) * self.factor
+        # one by one, or biases would share the memory of their gradients
+        return weight, sum(c * self.factor for c in centres)
+
+    def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+        """Each BatchNorm, in eval mode, with mean and variance of what it receives. Shape: (G, out), (G, out)"""
+        for layers in self.chains:
+            for i, layer in enumerate(layers):
+                if isinstance(layer, _BatchNorm):
+                    weight, centre = collapse_chain(layers[:i], moments, moments.mean)
+                    yield layer, centre, row_variance(weight, moments.covariance)
+        if self.norm is not None:
+            weight, centre = self.gather(moments)
+            yield self.norm, centre, row_variance(weight, moments.covariance)
+
     def collapse(self, moments: Moments | None) -> tuple[Tensor, Tensor]:
         """The pyramid on a batch with these moments (None: in eval mode) as one affine map of their source.
 
         Shape: -> (out, C), (out,), with a leading group axis where there are groups
         Source: TDRL eq. 6 and 7, Fig. 1 (c); differs: in training too
         """
-        start = self.origin() if moments is None else moments.mean
-        maps = [collapse_chain(layers, moments, start) for layers in self.chains]
-        weights, centres = zip(*maps, strict=True)
-        weight = sum(weights[1:], weights[0]) * self.factor
-        centre = sum(
-            c * self.factor for c in centres
-        )  # one by one, or biases would share the memory of their gradients
+        weight, centre = self.gather(moments)
         if self.norm is not None:
             scale, centre = normalise(self.norm, weight, centre, moments)
             weight = weight * scale.unsqueeze(-1)

@@ -45,6 +45,9 @@ class PyramidConv2d(Pyramid):
         reads, gives = in_channels // groups, out_channels // groups
         first = max(reads, min(reads * taps, gives)) * groups
         super().__init__(in_channels, out_channels, first, layout, rectify, affine, rescale_by)
+        # under nn.Conv2d's names too: networks read them
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size, self.stride, self.padding, self.dilation, self.groups = self.window
 
     def make_linear(self, in_features: int, out_features: int, reads_input: bool) -> nn.Conv2d:
         kernel_size, stride, padding, dilation, groups = self.window

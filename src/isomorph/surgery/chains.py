@@ -9,13 +9,14 @@ from timm.layers import ConvNormAct, to_2tuple
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.layers.affine_chain import collapse_chain, matrix
 
 
 def pieces(module: nn.Module) -> Iterator[nn.Module]:
     """The layers of a chain in order, identities left out."""
-    if isinstance(module, nn.Sequential):
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
         for child in module:
             yield from pieces(child)
     elif isinstance(module, ConvNormAct):
@@ -27,14 +28,33 @@ def pieces(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module is BatchNorm and nothing more: timm's may carry an activation."""
+    """Whether a module is BatchNorm with statistics and nothing more: timm's may carry an activation."""
     extras = (getattr(module, name, None) for name in ("act", "drop"))
-    return isinstance(module, _BatchNorm) and all(isinstance(e, nn.Identity | None) for e in extras)
+    tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
+    return tracked and all(isinstance(e, nn.Identity | None) for e in extras)
 
 
-def is_pointwise(module: nn.Module) -> bool:
-    """Whether a module is a full 1x1 convolution."""
-    return isinstance(module, nn.Conv2d) and (module.kernel_size, module.stride, module.groups) == ((1, 1), (1, 1), 1)
+def is_pointwise(conv: nn.Module) -> bool:
+    """Whether a module is a full 1x1 convolution of every place."""
+    if not isinstance(conv, nn.Conv2d) or conv.groups > 1:
+        return False
+    return conv.kernel_size == conv.stride == (1, 1) and conv_padding(conv) == (0, 0)
+
+
+def unlike_linear(module: nn.Module) -> str | None:
+    """Why a layer is no linear map of its input or patches that its own weight tells, or None."""
+    if isinstance(module, nn.Linear):
+        if type(module).forward is not nn.Linear.forward:
+            return f"{type(module).__name__} does not compute what nn.Linear does"
+    elif not isinstance(module, nn.Conv2d):
+        return f"{type(module).__name__} is no linear layer or convolution"
+    elif type(module)._conv_forward is not nn.Conv2d._conv_forward or type(module).forward is not nn.Conv2d.forward:
+        return f"{type(module).__name__} does not compute what nn.Conv2d does with its weight"
+    elif module.padding_mode != "zeros":
+        return f"padding_mode={module.padding_mode!r}, only 'zeros' is linear on patches"
+    elif conv_padding(module) is None:
+        return f"padding={module.padding!r} pads one side more than the other"
+    return "its weight is parametrized, which would be lost" if is_parametrized(module) else None
 
 
 def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
@@ -50,15 +70,18 @@ def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
 def is_chain(module: nn.Module) -> bool:
     """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them."""
     layers = list(pieces(module))
-    linear = [layer for layer in layers if isinstance(layer, nn.Linear | nn.Conv2d)]
-    if len(linear) < 2 or layers[0] is not linear[0] or len({type(layer) for layer in linear}) > 1:
+    linear = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
+    if len(linear) < 2 or any(map(unlike_linear, linear)) or layers[0] is not linear[0]:
         return False
-    if any(isinstance(a, _BatchNorm) and isinstance(b, _BatchNorm) for a, b in pairwise(layers)):
-        return False
-    if not all(isinstance(layer, nn.Linear | nn.Conv2d) or is_plain_norm(layer) for layer in layers):
+    norms = [layer for layer in layers if isinstance(layer, _BatchNorm)]
+    doubled = any(isinstance(a, _BatchNorm) and isinstance(b, _BatchNorm) for a, b in pairwise(layers))
+    if doubled or not all(map(is_plain_norm, norms)):
         return False
     first, *rest = linear
-    return isinstance(first, nn.Linear) or (first.groups == 1 and all(map(is_pointwise, rest)))
+    if isinstance(first, nn.Linear):
+        return all(isinstance(layer, nn.Linear) for layer in rest)
+    assert isinstance(first, nn.Conv2d)
+    return first.groups == 1 and all(map(is_pointwise, rest))
 
 
 @torch.no_grad()
@@ -78,7 +101,7 @@ def like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Conv2d:
     """A layer that reads as this one does, of another width and with a bias."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, out)
-    window = (layer.kernel_size, layer.stride, layer.padding, layer.dilation, layer.groups)
+    window = (layer.kernel_size, layer.stride, conv_padding(layer), layer.dilation, layer.groups)
     return nn.Conv2d(layer.in_channels, out, *window)  # type: ignore[arg-type]
 
 

@@ -34,6 +34,8 @@ def fuse(model: nn.Module) -> nn.Module:
 
     Raises: UserError in train mode: BatchNorm would fuse the statistics of one batch.
     """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{model!r} is not a model; load it first, with iso.load")
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise UserError(

@@ -9,21 +9,35 @@ from typing import Any, ClassVar, Literal
 import torch
 from timm.models.byobnet import MobileOneBlock
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import matrix
 from isomorph.layers.pyramid import Layout, Rectify
 from isomorph.layers.pyramid_birth import carry, draw
-from isomorph.surgery.chains import conv_padding, is_chain, merge_branches, merge_chain
+from isomorph.surgery.chains import conv_padding, is_chain, merge_branches, merge_chain, unlike_linear
 
 JOINT: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
 """Projections that are one linear layer in a model and several pyramids here, by their last name."""
 
-RECTIFIED = {f"{before}{name}{after}" for name in "qk" for before in ("", "to_") for after in ("", "_proj")}
-RECTIFIED |= {"query", "key", "wq", "wk", "q_linear", "k_linear"}
+RECTIFIED = {
+    f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
+}
+RECTIFIED |= {"query", "key", "q_linear", "k_linear"}
 """Last names of the projections whose products are attention logits: BatchNorm rectifies their sum."""
+
+
+def unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
+    """Why a projection of a joint name is not queries, keys and values in a row, or None."""
+    if name not in JOINT:
+        return None
+    if not isinstance(module, nn.Linear):
+        return f"it is a joint {name} convolution"
+    if hasattr(parent, "key_dim") or hasattr(parent, "val_dim"):
+        return f"{type(parent).__name__} deals its outputs to heads, not to queries, keys and values"
+    if module.out_features % len(JOINT[name]):
+        return f"its {module.out_features} outputs are not {len(JOINT[name])} equal parts"
+    return None
 
 
 @dataclass(frozen=True)
@@ -93,22 +107,16 @@ class NamedLinears:
             return None if isinstance(module.drop_path, nn.Identity) else "it drops paths between its branches"
         if isinstance(module, nn.Sequential):
             return None if is_chain(module) else "it does more than linear maps and BatchNorm"
-        if isinstance(module, nn.Linear):
-            if type(module).forward is not nn.Linear.forward or isinstance(parent, nn.MultiheadAttention):
-                return f"{type(module).__name__} does not compute what nn.Linear does, or is read, not called"
-            if getattr(parent, "q_bias", None) is not None:
-                return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
-            if name in JOINT and module.out_features % len(JOINT[name]):
-                return f"its {module.out_features} outputs are not {len(JOINT[name])} equal parts"
-        elif not isinstance(module, nn.Conv2d):
-            return f"{type(module).__name__} is no linear layer or convolution"
-        elif type(module)._conv_forward is not nn.Conv2d._conv_forward or type(module).forward is not nn.Conv2d.forward:
-            return f"{type(module).__name__} does not compute what nn.Conv2d does with its weight"
-        elif module.padding_mode != "zeros":
-            return f"padding_mode={module.padding_mode!r}, only 'zeros' is linear on patches"
-        elif conv_padding(module) is None:
-            return f"padding={module.padding!r} pads one side more than the other"
-        return "its weight is parametrized, which would be lost" if is_parametrized(module) else None
+        if reason := unlike_linear(module):
+            return reason
+        if isinstance(parent, nn.MultiheadAttention):
+            return "nn.MultiheadAttention reads its weight instead of calling it"
+        if getattr(parent, "q_bias", None) is not None:
+            return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
+        problem = unlike_joint(module, name, parent)
+        if problem and self.rule.rectify == "paper":
+            return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
+        return None
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
@@ -119,11 +127,11 @@ class NamedLinears:
             return self.build_block(module)
         if isinstance(module, nn.Sequential):
             module = merge_chain(module)
-        name = self.places.get(module, ("", None))[0]
+        name, parent = self.places.get(module, ("", None))
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)
         assert isinstance(module, nn.Linear)
-        parts = JOINT.get(name, (name,))
+        parts = (name,) if unlike_joint(module, name, parent) else JOINT.get(name, (name,))
         weights = module.weight.chunk(len(parts))
         biases = [None] * len(parts) if module.bias is None else module.bias.chunk(len(parts))
         pyramids = [self.build_linear(*given) for given in zip(parts, weights, biases, strict=True)]

@@ -1,7 +1,7 @@
 """BatchNorm statistics of the model as it is now, on the data it will see: before fusing, after averaging weights."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
+from isomorph.layers import JointPyramid
 from isomorph.layers.mode import eval_mode
+from isomorph.layers.moments import measure
+from isomorph.layers.pyramid import Pyramid
 
 
 @torch.no_grad()
@@ -31,32 +34,75 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError("the model has no BatchNorm statistics to recalibrate")
     if keep_function and any(norm.weight is None for norm in norms):
         raise UserError(
-            "a BatchNorm without weights cannot take up the change of its statistics; leave keep_function off"
+            "a BatchNorm without weights cannot take up a change of its statistics; leave keep_function off"
         )
-    before = [(norm.running_mean.clone(), norm.running_var.clone(), norm.momentum) for norm in norms]  # type: ignore[union-attr]
-    for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None
-    seen = 0
+    if isinstance(batches, Tensor):
+        raise UserError("recalibrate takes several batches: give [images], or a loader")
+    images = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
     with eval_mode(model):
-        for norm in norms:
-            norm.training = True
-        for batch in batches:
-            model(batch if isinstance(batch, Tensor) else batch[0])
-            seen += 1
+        seen = measure_anew(model, images) if keep_function else update_anew(model, norms, images)
     if not seen:
         raise UserError("recalibrate needs at least one batch")
-    for norm, (mean, variance, momentum) in zip(norms, before, strict=True):
-        norm.momentum = momentum
-        if keep_function:
-            take_up(norm, mean, variance)
     return model
 
 
+def update_anew(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
+    """Statistics from nothing, every BatchNorm in train mode: each sees what those before it make in training."""
+    momenta, seen = [norm.momentum for norm in norms], 0
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum, norm.training = None, True
+    for batch in images:
+        model(batch)
+        seen += 1
+    for norm, momentum in zip(norms, momenta, strict=True):
+        norm.momentum = momentum
+    return seen
+
+
+def measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
+    """Statistics of what every BatchNorm receives in eval mode, in one pass: the function stays, so do its inputs."""
+    found: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
+
+    def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+        for norm, mean, variance in norm_inputs(module, args[0]):
+            found.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
+
+    inside = {m for p in model.modules() if isinstance(p, Pyramid | JointPyramid) for m in p.modules() if m is not p}
+    outer = [m for m in model.modules() if isinstance(m, Pyramid | JointPyramid | _BatchNorm) and m not in inside]
+    handles, seen = [module.register_forward_pre_hook(hook) for module in outer], 0
+    try:
+        for batch in images:
+            model(batch)
+            seen += 1
+    finally:
+        for handle in handles:
+            handle.remove()
+    for norm, pairs in found.items():
+        means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
+        take_up(norm, means, variances)
+    return seen
+
+
+def norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+    """The BatchNorms of a layer with mean and unbiased variance of what each receives when the layer reads x."""
+    if isinstance(module, _BatchNorm):
+        channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
+        yield module, channels.mean(0), channels.var(0)
+        return
+    pyramids = module.pyramids if isinstance(module, JointPyramid) else [module]
+    moments = measure(x, getattr(module, "window", None))
+    for pyramid in pyramids:
+        for norm, mean, variance in pyramid.norm_inputs(moments):  # type: ignore[operator]
+            yield norm, mean, variance * (moments.total / (moments.total - 1))
+
+
 def take_up(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Gives a BatchNorm the weights with which its new statistics scale and shift as these old ones did."""
-    assert norm.running_mean is not None
-    assert norm.running_var is not None
-    slope = norm.weight * torch.rsqrt(variance + norm.eps)
-    norm.bias.add_(slope * (norm.running_mean - mean))
-    norm.weight.copy_(slope * (norm.running_var + norm.eps).sqrt())
+    """Gives a BatchNorm new statistics, and the weights with which they scale and shift as the old ones did."""
+    if norm.running_mean is None or norm.running_var is None:
+        return
+    slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    norm.bias.add_(slope * (mean - norm.running_mean))
+    norm.weight.copy_(slope * (variance + norm.eps).sqrt())
+    norm.running_mean.copy_(mean)
+    norm.running_var.copy_(variance)

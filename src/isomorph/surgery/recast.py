@@ -247,7 +247,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     model = copy.deepcopy(model)
     found = [n for n, m in model.named_modules() if way_back(m) and matches(where, n, m)]
     if not found:
-        raise UserError(f"{describe(where)} matches no layer with a way back; it has none, or a name is wrong")
+        raise UserError(f"{describe(where)} matches no layer with a way back; pyramids go back with fuse")
     for name in found:
         layer = model.get_submodule(name)
         try:

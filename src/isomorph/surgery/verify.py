@@ -72,7 +72,11 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "equal" if self.passed else "NOT equal"
-        lines = [f"{verdict} within {self.atol:g}: max |diff| {self.fp32:.3g} (float32), {self.fp64:.3g} (float64)"]
+        largest = worst(row.scale for row in self.inputs)
+        share = f", of outputs up to {largest:.3g}" if largest > 1 else ""
+        lines = [
+            f"{verdict} within {self.atol:g}: max |diff| {self.fp32:.3g} (float32), {self.fp64:.3g} (float64){share}"
+        ]
         lines += [f"  input {r.shape}: {r.fp32:.3g}, {r.fp64:.3g} of max |out| {r.scale:.3g}" for r in self.inputs]
         if self.targets:
             width = max(len(target.name) for target in self.targets)
@@ -158,7 +162,7 @@ def input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batc
 @torch.no_grad()
 def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
     """Each recast module against the one it replaced, on the input that the latter sees in `original`."""
-    names = [name for edit in edits_since(recast, original) for name in edit.names]
+    names = list(dict.fromkeys(name for edit in edits_since(recast, original) for name in edit.names))
     present = dict(original.named_modules())
     found: dict[str, TargetDeviation] = {}
 

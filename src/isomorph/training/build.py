@@ -126,10 +126,15 @@ def open_run(path: Path, averaged: bool = True) -> nn.Module:
     if path.suffix == ".safetensors":
         return load(path)
     folder = path if path.is_dir() else path.parent
-    if not (folder / "last.pt").is_file():
+    if not (folder / "last.pt").is_file() or (folder != path and path.name != "last.pt"):
         raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a last.pt")
+    if not (folder / "best.safetensors").is_file():
+        raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it go on")
     model = load(folder / "best.safetensors")
-    state = load_state(folder / "last.pt")
+    try:
+        state = load_state(folder / "last.pt")
+    except UserError:
+        raise UserError(f"{folder / 'last.pt'} is damaged; best.safetensors beside it is whole") from None
     parts = state.get("task") if isinstance(state, dict) else None
     key = "state_dict_ema" if averaged and "state_dict_ema" in (parts or {}) else "state_dict"
     try:

@@ -44,7 +44,7 @@ class RecastPart(Part):
     rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid"] = "ConvToGPSA"
     """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids."""
     init: Literal["exact", "same-function", "paper"] | None = None
-    """exact (of pyramids: same-function, the default) keeps the function; paper is the paper's start."""
+    """exact keeps the function (for pyramids its name is same-function); paper is the paper's start."""
     locality: Positive | None = None
     """Overrides the init's locality (attention with places)."""
     gate: float | None = None
@@ -53,6 +53,9 @@ class RecastPart(Part):
     """P-W2S, R-D2W1S, naive-W8 and the like (pyramids)."""
     rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None
     """What tames the sum of the branches; paper: batchnorm on queries and keys, rescale elsewhere (pyramids)."""
+
+    rescale_by: Positive | None = None
+    """N of the division by sqrt(N), by default the number of branches (pyramids)."""
 
     @model_validator(mode="after")
     def coherent(self) -> "RecastPart":
