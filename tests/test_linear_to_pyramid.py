@@ -106,6 +106,13 @@ def test_mobileone_is_replaced_and_combined():
     assert not any(isinstance(m, _BatchNorm) for m in thinner.modules())
 
 
+def test_networks_that_read_a_convolutions_stride_still_run():
+    cnn = timm.create_model("cifar_resnet20").eval()
+    wide = iso.recast(cnn, iso.LinearToPyramid(), "layer?.*.conv?")
+    report = iso.verify(cnn, iso.fuse(wide), torch.randn(1, 3, 32, 32))
+    assert len(report.targets) == 18  # once each, though recast and fused
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("layout", ["P-W2S", "P-W2", "R-D3W2", "R-D2W1S", "naive-W1", "naive-W4"])
 @pytest.mark.parametrize(

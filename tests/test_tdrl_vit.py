@@ -9,8 +9,9 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
+from isomorph.training.build import build_model
 from isomorph.training.optim import layer_scales, parameter_groups
-from isomorph.training.parts import OptimPart
+from isomorph.training.parts import ModelPart, OptimPart
 from isomorph.training.recipe import check
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
@@ -62,6 +63,26 @@ def test_a_plain_checkpoint_is_carried_by_the_pyramids():
         wide = timm.create_model("tdrl_vit_ti", where=where, **SMALL).eval()
         wide.load_state_dict(checkpoint_filter_fn(plain.state_dict(), wide))
         iso.verify(plain, wide, torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize("layout", ["P-W2S", "plain"])
+def test_a_pre_trained_encoder_starts_a_fine_tuning_run(layout, tmp_path):
+    """MAE's file: no head, a decoder besides. What else is missing or unknown is still an error."""
+    plain = timm.create_model("vit_tiny_patch16_224", **SMALL).state_dict()
+    mae = {n: t for n, t in plain.items() if not n.startswith("head")} | {"mask_token": torch.zeros(1, 1, 8)}
+    torch.save({"model": mae | {"decoder_blocks.0.norm1.weight": torch.zeros(8)}}, tmp_path / "mae.pth")
+    part = ModelPart(
+        name="tdrl_vit_ti", kwargs={**SMALL, "layout": layout}, weights=tmp_path / "mae.pth", num_classes=7
+    )
+    model = build_model(part, 7).eval()
+    assert model.head.out_features == 7
+    x = torch.randn(2, 3, 32, 32)
+    reference = timm.create_model("vit_tiny_patch16_224", **SMALL).eval()
+    reference.load_state_dict(plain)
+    torch.testing.assert_close(model.forward_features(x), reference.forward_features(x), rtol=1e-4, atol=1e-4)
+    torch.save({"model": mae | {"blocks.9.norm1.weight": torch.zeros(24)}}, tmp_path / "mae.pth")
+    with pytest.raises(iso.UserError, match=r"1 unexpected \(blocks.9.norm1.weight\)"):
+        build_model(part, 7)
 
 
 @pytest.mark.parametrize("how", ["named", "recast", "conv"])
@@ -206,6 +227,18 @@ def test_branch_similarity_is_the_cka_of_the_branches():
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(iso.UserError, match="no pyramids"):
         iso.branch_similarity(thin, x)
+
+
+def test_branch_similarity_over_groups_and_silent_branches():
+    layer = iso.PyramidConv2d(6, 6, 3, padding=1, groups=6).eval()
+    x = torch.randn(4, 6, 9, 7)
+    x[:, 3] = x[:, 0]  # channels that are alike across groups
+    outputs = [nn.Sequential(*chain)(x).movedim(1, -1).flatten(0, -2) for chain in layer.chains]
+    expected = torch.stack([torch.stack([iso.linear_cka(a, b) for b in outputs]) for a in outputs])
+    torch.testing.assert_close(iso.branch_similarity(nn.Sequential(layer), x)["0"], expected, rtol=1e-4, atol=1e-4)
+    born = nn.Sequential(iso.LinearToPyramid().build(nn.Linear(4, 5)))
+    silent = iso.branch_similarity(born, torch.randn(20, 4))["0"]
+    torch.testing.assert_close(silent, torch.diag(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)))
 
 
 def test_cka_knows_rotations_and_strangers():

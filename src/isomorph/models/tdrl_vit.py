@@ -22,6 +22,10 @@ WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Where the paper puts pyramids: everywhere in a block but the output projection."""
 
 
+PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
+"""First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
+
+
 class TDRLViT(VisionTransformer):
     """Vision transformer trained with pyramids for linear layers, a full timm citizen of any image size.
 
@@ -51,8 +55,11 @@ class TDRLViT(VisionTransformer):
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """A TDRL-ViT's checkpoint as it is; a plain ViT's (timm, DeiT, MAE) with its layers carried by the pyramids.
 
+    What belongs to masked pre-training only, decoder and mask token, is left out.
+
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
+    state_dict = {n: t for n, t in state_dict.get("model", state_dict).items() if not n.startswith(PRETRAINING)}
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in model.named_modules():

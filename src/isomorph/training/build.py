@@ -31,7 +31,7 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
     if part.weights:
-        load_weights(model, part.weights)
+        load_weights(model, part.weights, fresh_head=True)
     if part.unstride:
         model = unstride(model, part.unstride)
     if part.recast:

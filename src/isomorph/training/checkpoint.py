@@ -227,8 +227,10 @@ def first_words(error: Exception) -> str:
     return line if " " in line else f"{type(error).__name__} {line}".strip()
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
+def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -> None:
     """Loads a checkpoint into a model, strictly, through the model's own filter for foreign layouts.
+
+    `fresh_head`: a checkpoint without a classifier, or with one of other classes, leaves the model's own as it is.
 
     Raises: UserError saying which tensors are missing, unexpected or of another shape; the model is then unchanged.
     """
@@ -241,8 +243,19 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
         raise
     except Exception as error:  # timm's filters fail in many ways on a checkpoint of another family
         raise UserError(f"{path} does not fit {type(model).__name__}: {first_words(error)}") from None
+    state = with_fresh_head(model, state) if fresh_head else state
     refuse_misfit(model, state, path)
     model.load_state_dict(state)
+
+
+def with_fresh_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the model's own classifier where it has none, or one of other classes."""
+    named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
+    own = model.state_dict()
+    heads = [n for c in ([named] if isinstance(named, str) else named) for n in own if n.startswith(f"{c}.")]
+    if all(name in state and not shape_differs(own, state, name) for name in heads):
+        return state
+    return {**state, **{name: own[name] for name in heads}}
 
 
 def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
