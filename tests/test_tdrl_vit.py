@@ -71,9 +71,8 @@ def test_a_pre_trained_encoder_starts_a_fine_tuning_run(layout, tmp_path):
     plain = timm.create_model("vit_tiny_patch16_224", **SMALL).state_dict()
     mae = {n: t for n, t in plain.items() if not n.startswith("head")} | {"mask_token": torch.zeros(1, 1, 8)}
     torch.save({"model": mae | {"decoder_blocks.0.norm1.weight": torch.zeros(8)}}, tmp_path / "mae.pth")
-    part = ModelPart(
-        name="tdrl_vit_ti", kwargs={**SMALL, "layout": layout}, weights=tmp_path / "mae.pth", num_classes=7
-    )
+    small = {**SMALL, "num_classes": 7, "layout": layout}
+    part = ModelPart(name="tdrl_vit_ti", kwargs=small, weights=tmp_path / "mae.pth")
     model = build_model(part, 7).eval()
     assert model.head.out_features == 7
     x = torch.randn(2, 3, 32, 32)

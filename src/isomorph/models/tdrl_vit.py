@@ -59,7 +59,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
-    state_dict = {n: t for n, t in state_dict.get("model", state_dict).items() if not n.startswith(PRETRAINING)}
+    tensors: Any = state_dict.get("model", state_dict)
+    state_dict = {name: tensor for name, tensor in tensors.items() if not name.startswith(PRETRAINING)}
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in model.named_modules():
