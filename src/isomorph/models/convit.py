@@ -8,7 +8,6 @@ taken at every call. Checkpoints of the authors and of timm's convit_* load thro
 from typing import Any
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import resample_abs_pos_embed, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -21,6 +20,7 @@ from isomorph.layers.decay import undecayed
 from isomorph.models.convit_arguments import as_sizes, refuse_arguments, refuse_size
 from isomorph.models.convit_checkpoints import checkpoint_filter_fn
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
+from isomorph.models.vit_cfg import vit_cfg
 
 
 class LocalBlock(Block):
@@ -220,19 +220,7 @@ HUB = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "conv
 def convit_cfg(name: str) -> dict[str, Any]:
     """The pretrained entry of a variant."""
     weights = {"hf_hub_id": f"timm/{HUB[name]}.fb_in1k", "license": "apache-2.0"} if name in HUB else {}
-    return {
-        **weights,
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "fixed_input_size": False,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-    }
+    return vit_cfg(**weights)
 
 
 default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in HUB else n: convit_cfg(n) for n in VARIANTS})

@@ -9,13 +9,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
+from isomorph.models.vit_cfg import vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
 WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
@@ -85,23 +85,7 @@ VARIANTS = {"tdrl_vit_ti": (192, 12), "tdrl_vit_s": (384, 6)}
 """Width and heads. ViT-Tiny has 12 heads here, as in MAE-Lite and TDRL; of ViT-Small the paper says none."""
 
 
-def tdrl_cfg() -> dict[str, Any]:
-    """The pretrained entry of a variant: there are no public weights."""
-    return {
-        "num_classes": 1000,
-        "input_size": (3, 224, 224),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "mean": IMAGENET_DEFAULT_MEAN,
-        "std": IMAGENET_DEFAULT_STD,
-        "fixed_input_size": False,
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-    }
-
-
-default_cfgs = generate_default_cfgs({name: tdrl_cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs({name: vit_cfg() for name in VARIANTS})  # no public weights exist
 
 
 def create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
