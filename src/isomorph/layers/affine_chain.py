@@ -42,7 +42,10 @@ def times(weight: Tensor, column: Tensor) -> Tensor:
 
 
 def recomputing() -> bool:
-    """Whether this forward pass is gradient checkpointing's second one: statistics have been updated by the first."""
+    """Whether this forward pass is gradient checkpointing's second one: statistics have been updated by the first.
+
+    The second one runs within a backward pass; torch.utils.checkpoint itself asks the same private question.
+    """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
