@@ -138,6 +138,19 @@ class TestLayerDecay:
                 assert id(parameter) not in held
         assert sum(len(g["params"]) for g in groups) == sum(p.requires_grad for p in model.parameters())
 
+    def test_layers_before_a_batchnorm_may_have_their_own_rate(self):
+        model = timm.create_model("tdrl_vit_ti", **SMALL)
+        groups = parameter_groups(model, OptimPart(lr=1e-3, branch_lr=1e-4, weight_decay=0.1))
+        (branches,) = [g for g in groups if g["name"] == "branches"]
+        assert branches["lr_scale"] == pytest.approx(0.1)
+        assert branches["weight_decay"] == 0.1
+        names = {id(p): n for n, p in model.named_parameters()}
+        found = {
+            names[id(p)].removeprefix("blocks.1.mlp.fc1.") for p in branches["params"] if "1.mlp.fc1" in names[id(p)]
+        }
+        assert found == {"branches.0.0.weight", "branches.1.0.weight", "branches.1.2.weight"}
+        assert all(g["name"] != "branches" for g in parameter_groups(model, OptimPart(lr=1e-3)))
+
     def test_gates_have_their_own_rate_within_their_layer(self):
         model = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1)
         groups = parameter_groups(model, OptimPart(lr=1e-3, gate_lr=1e-1, layer_decay=0.5))

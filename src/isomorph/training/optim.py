@@ -1,5 +1,6 @@
 """Parameter groups, optimiser and schedule."""
 
+from itertools import pairwise
 from typing import Any
 
 import timm.optim
@@ -7,14 +8,16 @@ from timm.models import group_parameters
 from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.layers.decay import undecayed
+from isomorph.layers.pyramid import Pyramid
 from isomorph.training.parts import OptimPart
 
-KINDS = ("decayed", "undecayed", "gates", "positions")
+KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Parameter groups, in order."""
 
 
@@ -24,6 +27,14 @@ def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
     dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
     gates = {name for name in dials if name.rpartition(".")[2] == "gate"}
     return gates, dials - gates
+
+
+def branch_names(model: nn.Module) -> set[str]:
+    """Full names of the weights that a BatchNorm follows inside pyramids: only their direction matters."""
+    named = {module: name for name, module in model.named_modules()}
+    chains = [chain for module in model.modules() if isinstance(module, Pyramid) for chain in module.chains]
+    pairs = (pair for chain in chains for pair in pairwise(chain))
+    return {f"{named[layer]}.weight" for layer, after in pairs if isinstance(after, _BatchNorm)}
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
@@ -46,15 +57,18 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
     """
     exempt = undecayed(model) | set(getattr(model, "no_weight_decay", set)())
     gates, positions = attention_names(model)
+    branches = branch_names(model) if optim.branch_lr else set()
     scales = layer_scales(model, optim.layer_decay)
     members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             kind = "undecayed" if parameter.ndim <= 1 or name in exempt else "decayed"
+            kind = "branches" if name in branches else kind
             kind = "gates" if name in gates else "positions" if name in positions else kind
             members.setdefault((scales[name], kind), []).append(parameter)
     rates = {"gates": optim.gate_lr, "positions": optim.position_lr or optim.lr}
-    decay = {"decayed": optim.weight_decay}
+    rates["branches"] = optim.branch_lr or optim.lr
+    decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
     order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))
     return [
         dict(

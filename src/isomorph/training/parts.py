@@ -172,6 +172,9 @@ class OptimPart(Part):
     """Peak learning rate of the gates, on the same schedule, without decay."""
     position_lr: Positive | None = None
     """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
+    branch_lr: Positive | None = None
+    """Peak learning rate of the layers before a BatchNorm inside pyramids; by default lr. They are free of scale, and
+    Adam turns them by about lr a step whatever they are: a tenth of lr served short runs."""
     layer_decay: Share = 1.0
     """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
