@@ -21,8 +21,9 @@ KINDS = {
     "plain": ("cifar_tdrl_plain", []),
     "plain_long": ("cifar_tdrl_plain", ["epochs=13"]),
     "pyramid": ("cifar_tdrl", []),
+    "pyramid_slow": ("cifar_tdrl", ["optim.branch_lr=3e-4"]),
 }
-TITLES = {"plain": "ViT", "plain_long": "ViT, equal time", "pyramid": "ViT with pyramids (P-W2S)"}
+TITLES = {"plain": "ViT", "plain_long": "ViT, equal time", "pyramid": "P-W2S", "pyramid_slow": "P-W2S, slow branches"}
 
 
 def open_runs(out, seeds):
@@ -83,7 +84,7 @@ def main():
     runs = open_runs(options.out, options.seeds)
     rows = table(runs)
     show("mean (half the range over seeds)", rows)
-    model = iso.load(options.out / "pyramid_0/model.safetensors")
+    model = iso.load(options.out / "pyramid_slow_0/model.safetensors")
     config = dict(input_size=(3, 32, 32), mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
     images = next(iter(eval_loader(open_source("cifar10", "test").subset(range(256)), config, 256)))[0]
     found = iso.branch_similarity(model, images)
