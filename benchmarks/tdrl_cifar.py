@@ -23,7 +23,7 @@ KINDS = {
     "pyramid": ("cifar_tdrl", []),
     "pyramid_slow": ("cifar_tdrl", ["optim.branch_lr=3e-4"]),
 }
-TITLES = {"plain": "ViT", "plain_long": "ViT, equal time", "pyramid": "P-W2S", "pyramid_slow": "P-W2S, slow branches"}
+TITLES = {"plain": "ViT", "plain_long": "ViT longer", "pyramid": "P-W2S", "pyramid_slow": "P-W2S slow"}
 
 
 def open_runs(out, seeds):
