@@ -11,6 +11,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain
 from isomorph.layers.moments import measure
 from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.recast import outermost
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:
@@ -36,11 +37,7 @@ def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
     Source: TDRL Fig. 2 (c)
     Raises: UserError when the model has no pyramid.
     """
-    layers: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in layers)
-        if isinstance(module, Pyramid | JointPyramid) and not inside:
-            layers[name] = module
+    layers = outermost(model, lambda module: isinstance(module, Pyramid | JointPyramid))
     if not layers:
         raise UserError("the model has no pyramids; recast it with LinearToPyramid, or it is fused already")
     return visit(model, batch, look, layers)

@@ -56,8 +56,9 @@ def update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: i
         return
     assert norm.num_batches_tracked is not None
     norm.num_batches_tracked.add_(1)
-    cumulative = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
-    momentum: Any = cumulative if norm.momentum is None else norm.momentum
+    momentum: Any = norm.momentum
+    if momentum is None:  # the average over all batches so far
+        momentum = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance * (count / (count - 1)))):
         running.lerp_(new.reshape(-1).to(running.dtype), momentum)
 

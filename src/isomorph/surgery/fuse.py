@@ -7,7 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Edit, replay
+from isomorph.surgery.recast import Edit, outermost, replay
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,4 @@ def fuse(model: nn.Module) -> nn.Module:
 
 def fusible(model: nn.Module) -> tuple[str, ...]:
     """Names of the outermost modules that have a fused form."""
-    found: list[str] = []
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if Fuse().accepts(module) and not inside:
-            found.append(name)
-    return tuple(found)
+    return tuple(outermost(model, Fuse().accepts))

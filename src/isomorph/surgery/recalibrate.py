@@ -13,6 +13,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.mode import eval_mode
 from isomorph.layers.moments import measure
 from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.recast import outermost
 
 
 @torch.no_grad()
@@ -68,9 +69,8 @@ def measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
         for norm, mean, variance in norm_inputs(module, args[0]):
             found.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
-    inside = {m for p in model.modules() if isinstance(p, Pyramid | JointPyramid) for m in p.modules() if m is not p}
-    outer = [m for m in model.modules() if isinstance(m, Pyramid | JointPyramid | _BatchNorm) and m not in inside]
-    handles, seen = [module.register_forward_pre_hook(hook) for module in outer], 0
+    layers = outermost(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
+    handles, seen = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
     try:
         for batch in images:
             model(batch)

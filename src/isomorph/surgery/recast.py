@@ -78,6 +78,16 @@ def distinct(pairs: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.M
             yield name, module
 
 
+def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+    """The modules that are wanted and lie inside no other such, by name."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if not inside and wanted(module):
+            found[name] = module
+    return found
+
+
 def complete(rule: Rule, model: nn.Module) -> Rule:
     """The rule with what it has to know of the model, where it asks."""
     within = getattr(rule, "within", None)
