@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed, trunc_normal_
-from timm.models import build_model_with_cfg, checkpoint, generate_default_cfgs, register_model
+from timm.models import checkpoint, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor
@@ -20,7 +20,7 @@ from isomorph.layers.decay import undecayed
 from isomorph.models.convit_arguments import as_sizes, refuse_arguments, refuse_size
 from isomorph.models.convit_checkpoints import checkpoint_filter_fn
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
-from isomorph.models.vit_cfg import vit_cfg
+from isomorph.models.vit_cfg import build_vit, vit_cfg
 
 
 class LocalBlock(Block):
@@ -230,15 +230,7 @@ def create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:
     """Builds a variant through timm."""
     heads, width = VARIANTS[variant]
     arguments = {"num_heads": heads, "embed_dim": heads * width, **kwargs}
-    out_indices = arguments.pop("out_indices", 3)
-    return build_model_with_cfg(
-        ConViT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-        **arguments,
-    )
+    return build_vit(ConViT, variant, pretrained, checkpoint_filter_fn, arguments)
 
 
 @register_model

@@ -9,13 +9,13 @@ import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, vision_transformer
+from timm.models import generate_default_cfgs, register_model, vision_transformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
-from isomorph.models.vit_cfg import vit_cfg
+from isomorph.models.vit_cfg import build_vit, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
 WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
@@ -92,15 +92,7 @@ def create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
     """Builds a variant through timm."""
     width, heads = VARIANTS[variant]
     arguments = {"embed_dim": width, "num_heads": heads, **kwargs}
-    out_indices = arguments.pop("out_indices", 3)
-    return build_model_with_cfg(
-        TDRLViT,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
-        **arguments,
-    )
+    return build_vit(TDRLViT, variant, pretrained, checkpoint_filter_fn, arguments)
 
 
 @register_model
