@@ -93,3 +93,72 @@ def pyramid(layer, x):
     if layer.norm is not None:
         total = layer.norm(total)
     return total if tokens is x else total.view(*x.shape[:-1], -1)
+
+
+def refined_maps(layer, x, real=None):
+    """Refiner Fig. 3: softmax maps, then three convolutions, as the paper draws them. -> (B, maps, N, N)"""
+    q, k, _ = layer.qkv(x).chunk(3, dim=-1)
+    hd = x.shape[-1] // layer.num_heads
+    maps = []
+    for h in range(layer.num_heads):
+        part = slice(h * hd, (h + 1) * hd)
+        logits = layer.q_norm(q[..., part]) @ layer.k_norm(k[..., part]).transpose(1, 2) / hd**0.5
+        if real is not None:
+            logits = logits.masked_fill(~real[:, None], -torch.inf)
+        maps.append(torch.softmax(logits, dim=-1))
+    maps = torch.stack(maps, dim=1)
+    refine = layer.refine
+    if real is not None:
+        maps = maps * real[:, None, :, None]
+    if hasattr(refine, "expand"):
+        maps = F.conv2d(maps, refine.expand[:, :, None, None])
+    if hasattr(layer, "grid_size"):
+        maps = convolve_pictures(maps, refine.local(), layer.grid_size, layer.prefix_tokens)
+    else:
+        maps = convolve_maps(maps, refine.local())
+    if hasattr(refine, "reduce"):
+        maps = F.conv2d(maps, refine.reduce[:, :, None, None])
+    return maps if real is None else maps * real[:, None, None, :]
+
+
+def convolve_maps(maps, taps):
+    """Refiner section 3.3 entry by entry: A*_ij = sum_ab w_ab A_(i - k/2 + a)(j - k/2 + b). taps (M, k, k)"""
+    N, k = maps.shape[-1], taps.shape[-1]
+    rows = []
+    for i in range(N):
+        for j in range(N):
+            total = torch.zeros_like(maps[:, :, 0, 0])
+            for a in range(k):
+                for b in range(k):
+                    r, c = i - k // 2 + a, j - k // 2 + b
+                    if 0 <= r < N and 0 <= c < N:
+                        total = total + taps[:, a, b] * maps[:, :, r, c]
+            rows.append(total)
+    return torch.stack(rows, dim=-1).unflatten(-1, (N, N))
+
+
+def convolve_pictures(maps, taps, grid_size, prefix):
+    """Refiner Table 4 "Spatial": each row of the map is a picture of the keys, and that is convolved."""
+    H, W = grid_size
+    k, out = taps.shape[-1], []
+    for j in range(maps.shape[-1]):
+        if j < prefix:
+            out.append(taps[:, k // 2, k // 2, None] * maps[..., j])
+            continue
+        y, x = divmod(j - prefix, W)
+        total = torch.zeros_like(maps[..., 0])
+        for a in range(k):
+            for b in range(k):
+                r, c = y - k // 2 + a, x - k // 2 + b
+                if 0 <= r < H and 0 <= c < W:
+                    total = total + taps[:, a, b, None] * maps[..., prefix + r * W + c]
+        out.append(total)
+    return torch.stack(out, dim=-1)
+
+
+def refined_attention(layer, x, real=None):
+    """Refined maps times values, head by head; without reduction map m weighs the values of head m // ratio."""
+    maps = refined_maps(layer, x, real)
+    v = layer.qkv(x).chunk(3, dim=-1)[2].chunk(layer.num_heads, dim=-1)
+    ratio = maps.shape[1] // layer.num_heads
+    return layer.proj(torch.cat([m @ v[i // ratio] for i, m in enumerate(maps.unbind(1))], dim=-1))

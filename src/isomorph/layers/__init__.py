@@ -2,8 +2,22 @@
 
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
+from isomorph.layers.local_attention import LocalAttention
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
+from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttention, ReusedAttention, SpatialAttention
 from isomorph.layers.vit_gpsa import ViTGPSA
 
-__all__ = ["GPSA", "GPSA2d", "JointPyramid", "PyramidConv2d", "PyramidLinear", "ViTGPSA"]
+__all__ = [
+    "GPSA",
+    "ExpandedAttention",
+    "GPSA2d",
+    "JointPyramid",
+    "LocalAttention",
+    "PyramidConv2d",
+    "PyramidLinear",
+    "RefinedAttention",
+    "ReusedAttention",
+    "SpatialAttention",
+    "ViTGPSA",
+]

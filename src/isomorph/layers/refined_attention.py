@@ -1,0 +1,194 @@
+"""Refined attention (Refiner): attention whose maps are expanded, convolved and reduced before they weigh the values.
+
+Each layer is timm's Attention, same arguments and weights, with a refiner (`refiner.py`) between softmax and values, so
+a ViT's checkpoint fits but for the refiner. Letters as there, and C channels, hd head width.
+
+Padding: `attn_mask` is a boolean padding mask, True where a token is real. Padded tokens give no query and no key to
+the convolution, before or after it, so real tokens compute what they would without the padding.
+"""
+
+from typing import Any
+
+import torch
+from timm.layers import Attention
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
+
+
+def padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """Real tokens of padded sequences. Shape: attn_mask (B, N) or (B, 1, 1, N) -> (B, 1, N), or None
+
+    Raises: ValueError for a mask that is no padding: a convolved map would look past it.
+    """
+    if is_causal:
+        raise ValueError("a refined map mixes neighbouring queries, so it cannot be causal")
+    if attn_mask is None:
+        return None
+    B, N = x.shape[:2]
+    if attn_mask.dtype != torch.bool or attn_mask.shape not in ((B, N), (B, 1, 1, N)):
+        kind = f"{attn_mask.dtype} mask of shape {tuple(attn_mask.shape)}"
+        raise ValueError(f"a {kind} is no padding mask; give a boolean one of shape ({B}, {N}), True for real tokens")
+    return attn_mask.view(B, 1, N)
+
+
+class RefinedAttention(Attention):
+    """Attention whose maps are refined: diverse, with local patterns, and free to be negative.
+
+    y = proj(refine(softmax(q k^T / sqrt(hd))) v)
+
+    `refine` is any module from maps to as many maps (default: `Refiner`); other arguments are timm's Attention's. With
+    `recompute` the maps are not kept for the backward pass but computed again, from queries and keys.
+
+    Shape: x (B, N, C) -> (B, N, C); attn_mask (B, N) or (B, 1, 1, N), True for real tokens
+    Source: Refiner Fig. 3
+    Raises: ValueError for a mask that is no padding mask.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.refine = Refiner(num_heads, **kind) if refine is None else refine
+        self.recompute = recompute
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values. Shape: x (B, N, C) -> three of (B, H, N, hd)"""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.q_norm(q), self.k_norm(k), v
+
+    def maps(self, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
+        """The refined map. Shape: q, k (B, H, N, hd), real (B, 1, N) or None -> (B, H, N, N)"""
+        logits = (q * self.scale) @ k.mT  # (B, H, N, N)
+        if real is None:
+            return self.refine_maps(self.attn_drop(logits.softmax(-1)))
+        pair = real[..., :, None] & real[..., None, :]  # (B, 1, N, N)
+        plain = logits.masked_fill(~real[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
+        return self.refine_maps(self.attn_drop(plain)).masked_fill(~pair, 0)
+
+    def refine_maps(self, maps: Tensor) -> Tensor:
+        """Shape: (B, H, N, N) -> (B, H, N, N)"""
+        return self.refine(maps)
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        """The refined map times the values. Shape: -> (B, H, N, hd)"""
+        return self.maps(q, k, real) @ v
+
+    def run(self, function: Any, *arguments: Any) -> Tensor:
+        """Calls the function; where `recompute` is on, keeps only its arguments for the backward pass."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(function, *arguments, use_reentrant=False)  # type: ignore[no-any-return]
+        return function(*arguments)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        mixed = self.run(self.weigh, *self.heads(x), padding_mask(x, attn_mask, is_causal))
+        return self.finish(mixed, x)
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's output, and its map for other layers to use. Shape: (B, N, C) -> (B, N, C), (B, H, N, N)"""
+        q, k, v = self.heads(x)
+        maps = self.run(self.maps, q, k, None)
+        return self.finish(maps @ v, x), maps
+
+    def attention(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """The map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
+        q, k, _ = self.heads(x)
+        return self.maps(q, k, padding_mask(x, attn_mask, is_causal))
+
+    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """From heads to channels, as timm's Attention. Shape: mixed (B, H, N, hd), x (B, N, C) -> (B, N, C)"""
+        y = self.norm(mixed.transpose(1, 2).flatten(2))  # (B, N, H hd)
+        if self.gate is not None:
+            y = y * self.gate(x).sigmoid()
+        return self.proj_drop(self.proj(y))
+
+
+class ExpandedAttention(RefinedAttention):
+    """Refined attention without reduction: every head's values are weighed by `ratio` maps, side by side.
+
+    y = proj([A'_m v_(m // ratio)] for all maps m); `proj` reads ratio C channels.
+
+    Shape: x (B, N, C) -> (B, N, C), its map (B, ratio H, N, N)
+    Source: Refiner Table 3, "w/o reduction"; differs: the paper does not say which values the further maps weigh
+    Raises: as RefinedAttention; ValueError for a gate or a norm of its output, whose width is another here.
+    """
+
+    refine: Expansion
+
+    def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
+        if kwargs.get("gated") or kwargs.get("scale_norm"):
+            raise ValueError("attention without reduction has no gate and no norm: its output is wider than theirs")
+        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
+        refine = Expansion(num_heads, **kind) if refine is None else refine
+        super().__init__(dim, num_heads, refine=refine, **kwargs)
+        out, bias = self.proj.out_features, self.proj.bias is not None
+        self.proj = nn.Linear(refine.ratio * self.attn_dim, out, bias=bias, **kind)  # type: ignore[arg-type]
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
+        maps = self.maps(q, k, real).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
+        return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        raise ValueError("maps without reduction are not shared: they are more than the next block has heads")
+
+
+class SpatialAttention(RefinedAttention):
+    """Refined attention whose maps are convolved over the image, query by query, not over the order of tokens.
+
+    `grid_size` (H, W) places the tokens after the `prefix_tokens`; it may be set between calls.
+
+    Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
+    Source: Refiner Table 4, "Spatial"
+    Raises: ValueError when the tokens do not fill the grid, and for any mask.
+    """
+
+    refine: SpatialRefiner
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: tuple[int, int] = (14, 14),
+        prefix_tokens: int = 0,
+        refine: SpatialRefiner | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
+        super().__init__(dim, num_heads, refine=refine or SpatialRefiner(num_heads, **kind), **kwargs)
+        self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
+
+    def maps(self, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
+        H, W = self.grid_size
+        if real is not None:
+            raise ValueError("maps convolved over an image take no mask: every place of the grid is real")
+        if k.shape[2] != self.prefix_tokens + H * W:
+            raise ValueError(f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} others")
+        return super().maps(q, k, real)
+
+    def refine_maps(self, maps: Tensor) -> Tensor:
+        return self.refine(maps, self.grid_size, self.prefix_tokens)
+
+
+class ReusedAttention(nn.Module):
+    """Attention with the maps of an earlier block: values and projection only.
+
+    y = proj(maps v). Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
+    Source: Refiner B.4, Table 13
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, bias: bool = True, proj_drop: float = 0.0, **kind: Any) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.v = nn.Linear(dim, dim, bias=bias, **kind)
+        self.proj = nn.Linear(dim, dim, **kind)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def forward(self, x: Tensor, maps: Tensor) -> Tensor:
+        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
+        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
+
+    def attention(self, x: Tensor, maps: Tensor) -> Tensor:
+        """The map that `forward` applies: the one given. Shape: -> (B, H, N, N)"""
+        return maps

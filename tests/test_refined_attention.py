@@ -1,0 +1,225 @@
+"""Refined attention equals the paper's three convolutions: outputs and all gradients in float64; nothing leaks."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.layers import Attention, LayerNorm
+from torch import nn
+
+import references
+from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
+
+HEADS, DIM = 4, 12
+FORMS = {
+    "expanded, convolved, reduced": (RefinedAttention, Refiner, dict(ratio=3)),
+    "kernel 5": (RefinedAttention, Refiner, dict(ratio=2, kernel_size=5)),
+    "kernel 1": (RefinedAttention, Refiner, dict(ratio=6, kernel_size=1)),
+    "talking heads": (RefinedAttention, Refiner, dict(ratio=1, kernel_size=1)),
+    "row and column": (RefinedAttention, Refiner, dict(ratio=2, local=CrossKernel)),
+    "spatial": (SpatialAttention, SpatialRefiner, dict(ratio=2)),
+    "without reduction": (ExpandedAttention, Expansion, dict(ratio=3)),
+    "map convolution": (RefinedAttention, MapConvolution, {}),
+    "local": (LocalAttention, MapConvolution, {}),
+    "local, kernel 5": (LocalAttention, MapConvolution, dict(kernel_size=5)),
+    "local, kernel 1": (LocalAttention, MapConvolution, dict(kernel_size=1)),
+}
+MASKED = [name for name in FORMS if name != "spatial"]
+
+
+def build(name, init="paper", **more):
+    kind, refiner, arguments = FORMS[name]
+    placed = dict(grid_size=(2, 4), prefix_tokens=1) if kind is SpatialAttention else {}
+    return kind(DIM, HEADS, refine=refiner(HEADS, init=init, **arguments), qkv_bias=True, **placed, **more).double()
+
+
+def outcome(layer, run, x):
+    """Output, and gradients of input and all parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = run(x)
+    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def same(a, b, **tolerance):
+    for left, right in zip(a, b, strict=True):
+        torch.testing.assert_close(left, right, **tolerance or dict(rtol=0, atol=1e-12))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("init", ["paper", "same-function"])
+@pytest.mark.parametrize("name", FORMS)
+def test_equals_the_paper(name, init, recompute):
+    layer, x = build(name, init, recompute=recompute), torch.randn(3, 9, DIM, dtype=torch.float64)
+    same(outcome(layer, layer, x), outcome(layer, lambda t: references.refined_attention(layer, t), x))
+    torch.testing.assert_close(layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_born_with_the_same_function_and_free_to_leave(name):
+    layer, x = build(name, "same-function"), torch.randn(2, 9, DIM, dtype=torch.float64)
+    plain = Attention(DIM, HEADS, qkv_bias=True).double()
+    plain.qkv = layer.qkv
+    maps = references.refined_maps(layer, x)
+    if name != "without reduction":
+        plain.proj = layer.proj
+        torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=1e-6)  # E is orthogonal to float32's rounding
+    assert maps.min() > -1e-6
+    grads = outcome(layer, layer, x)[2:]
+    assert all(g.abs().max() > 0 for g in grads)
+    if hasattr(layer.refine, "reduce"):  # no two maps learn alike
+        taps = next(layer.refine.local.parameters()).grad.flatten(1)
+        assert torch.cdist(taps, taps).add(torch.eye(len(taps))).min() > 1e-9
+
+
+@pytest.mark.parametrize("where", ["end", "front"])
+@pytest.mark.parametrize("name", MASKED)
+def test_nothing_leaks_across_padding(name, where):
+    """Real tokens compute what they would alone, whatever the padding holds."""
+    layer = build(name).eval()
+    x = torch.randn(3, 9, DIM, dtype=torch.float64)
+    lengths = [9, 6, 4]
+    real = torch.arange(9) < torch.tensor(lengths)[:, None]
+    real = real if where == "end" else real.flip(1)
+    y = layer(x, attn_mask=real)
+    torch.testing.assert_close(y, layer(x, attn_mask=real[:, None, None]), rtol=0, atol=0)
+    torch.testing.assert_close(y[real], references.refined_attention(layer, x, real)[real], rtol=0, atol=1e-12)
+    for i, n in enumerate(lengths):
+        torch.testing.assert_close(y[i][real[i]], layer(x[i : i + 1, real[i]])[0], rtol=0, atol=1e-12)
+    other = torch.where(real[..., None], x, torch.randn_like(x) * 100)
+    torch.testing.assert_close(layer(other, attn_mask=real)[real], y[real], rtol=0, atol=1e-12)
+    x.requires_grad_()
+    layer(x, attn_mask=real)[real].square().sum().backward()
+    assert not x.grad[~real].any()
+    maps = layer.attention(x, attn_mask=real)
+    assert not maps.masked_select(~real[:, None, None]).any()
+
+
+def test_masks_that_are_no_padding_are_refused():
+    layer, x = build("talking heads"), torch.randn(2, 9, DIM, dtype=torch.float64)
+    with pytest.raises(ValueError, match="cannot be causal"):
+        layer(x, is_causal=True)
+    for mask in (torch.ones(2, 1, 9, 9, dtype=torch.bool), torch.zeros(2, 9), torch.ones(9, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="no padding mask"):
+            layer(x, attn_mask=mask)
+    with pytest.raises(ValueError, match="take no mask"):
+        build("spatial")(x, attn_mask=torch.ones(2, 9, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda: Refiner(4, ratio=0), "whole number"),
+        (lambda: Refiner(4, ratio=1.5), "whole number"),
+        (lambda: MapConvolution(4, kernel_size=4), "no middle"),
+        (lambda: ExpandedAttention(12, 4, gated=True), "no gate"),
+        (lambda: SpatialAttention(12, 4, (2, 2))(torch.randn(1, 5, 12)), "do not fill"),
+        (lambda: ExpandedAttention(12, 4).attend(torch.randn(1, 5, 12)), "not shared"),
+    ],
+)
+def test_refusals(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()
+
+
+def test_all_of_timms_attention_is_kept():
+    """Norms of queries, keys and output, gate, head width, dropout: with the identity it is that layer."""
+    arguments = dict(qk_norm=True, scale_norm=True, gated=True, norm_layer=LayerNorm, attn_head_dim=5, dim_out=7)
+    layer = RefinedAttention(12, 3, refine=Refiner(3), qkv_bias=True, **arguments)
+    plain = Attention(12, 3, qkv_bias=True, **arguments)
+    missing = plain.load_state_dict({k: v for k, v in layer.state_dict().items() if not k.startswith("refine")})
+    assert not missing.missing_keys
+    x = torch.randn(2, 6, 12)
+    torch.testing.assert_close(layer(x), plain(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["talking heads", "local"])
+def test_dropout_is_on_the_softmax(name):
+    layer = build(name, "same-function", attn_drop=0.5)
+    x = torch.randn(1, 9, DIM, dtype=torch.float64)
+    assert not torch.equal(layer(x), layer(x))
+    mean = torch.stack([layer(x) for _ in range(2000)]).mean(0)
+    torch.testing.assert_close(mean, layer.eval()(x), rtol=0, atol=0.08)
+
+
+def test_shared_maps():
+    """The next block weighs its own values with the map handed over; gradients reach the first block's queries."""
+    layer, reuse = build("expanded, convolved, reduced"), ReusedAttention(DIM, HEADS).double()
+    x, z = torch.randn(2, 2, 9, DIM, dtype=torch.float64)
+    y, maps = layer.attend(x)
+    torch.testing.assert_close(y, layer(x))
+    v = reuse.v(z).chunk(HEADS, -1)
+    expected = reuse.proj(torch.cat([maps[:, h] @ v[h] for h in range(HEADS)], -1))
+    torch.testing.assert_close(reuse(z, maps), expected, rtol=0, atol=1e-12)
+    assert reuse.attention(z, maps) is maps
+    reuse(z, maps).sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in [layer.qkv.weight, *layer.refine.parameters()])
+
+
+def kept_mib(layer, x):
+    """MiB kept for the backward pass, parameters left out."""
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        held = layer(x)  # noqa: F841 (keeps the storages alive)
+    return sum(size for key, size in kept.items() if key not in own) / 2**20
+
+
+def test_memory_of_base_width_at_224():
+    """Recomputed maps: no more kept than twice plain attention's; local attention keeps no map either way."""
+    x = torch.randn(2, 197, 768, requires_grad=True)
+    plain = kept_mib(Attention(768, 12, qkv_bias=True), x)
+    assert kept_mib(RefinedAttention(768, 12, recompute=True), x) <= 1.5 * plain
+    maps = 2 * 12 * 197**2 * 4 / 2**20
+    assert kept_mib(RefinedAttention(768, 12), x) > plain + 1.5 * maps
+    few, many = (kept_mib(LocalAttention(96, 3), torch.randn(1, n, 96, requires_grad=True)) for n in (512, 1024))
+    assert many < 2.01 * few
+
+
+@pytest.mark.parametrize("name", FORMS)
+class TestEverywhere:
+    def test_bfloat16_and_autocast(self, name):
+        layer, x = build(name).float(), torch.randn(2, 9, DIM)
+        expected = layer(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), expected, atol=0.03, rtol=0.05)
+        z = copy.deepcopy(layer).bfloat16()(x.bfloat16())
+        torch.testing.assert_close(z.float(), expected, atol=0.05, rtol=0.1)
+
+    def test_compiles_and_exports(self, name):
+        layer, x = build(name).float(), torch.randn(2, 9, DIM)
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        same(outcome(layer, compiled, x), outcome(layer, layer, x), atol=1e-5, rtol=1e-5)
+        exported = torch.export.export(layer.eval(), (x,)).module()
+        torch.testing.assert_close(exported(x), layer(x), atol=1e-5, rtol=1e-5)
+
+    def test_copies_pickles_and_meta(self, name):
+        layer, x = build(name), torch.randn(1, 9, DIM, dtype=torch.float64)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            torch.testing.assert_close(twin(x), layer(x), rtol=0, atol=0)
+        with torch.device("meta"):
+            shapes = build(name)
+        shapes.to_empty(device="cpu").load_state_dict(layer.state_dict())
+        torch.testing.assert_close(shapes(x), layer(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("init", ["paper", "same-function"])
+def test_reset_gives_the_birth_again(init):
+    refine = Refiner(4, 3, init=init)
+    for parameter in refine.parameters():
+        nn.init.zeros_(parameter)
+    for module in refine.modules():
+        module.reset_parameters()
+    identity = torch.einsum("om,mi->oi", refine.reduce, refine.expand)
+    assert torch.allclose(identity, torch.eye(4), atol=1e-5) == (init == "same-function")
+    assert refine.kernel().abs().sum() > 0
