@@ -87,7 +87,7 @@ def test_nothing_leaks_across_padding(name, where):
     y = layer(x, attn_mask=real)
     torch.testing.assert_close(y, layer(x, attn_mask=real[:, None, None]), rtol=0, atol=0)
     torch.testing.assert_close(y[real], references.refined_attention(layer, x, real)[real], rtol=0, atol=1e-12)
-    for i, n in enumerate(lengths):
+    for i, _n in enumerate(lengths):
         torch.testing.assert_close(y[i][real[i]], layer(x[i : i + 1, real[i]])[0], rtol=0, atol=1e-12)
     other = torch.where(real[..., None], x, torch.randn_like(x) * 100)
     torch.testing.assert_close(layer(other, attn_mask=real)[real], y[real], rtol=0, atol=1e-12)
@@ -110,7 +110,7 @@ def test_masks_that_are_no_padding_are_refused():
 
 
 @pytest.mark.parametrize(
-    "make, said",
+    ("make", "said"),
     [
         (lambda: Refiner(4, ratio=0), "whole number"),
         (lambda: Refiner(4, ratio=1.5), "whole number"),

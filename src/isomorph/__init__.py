@@ -25,11 +25,21 @@ from isomorph.analysis import (
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate
-from isomorph.layers import GPSA, GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear, ViTGPSA
+from isomorph.layers import (
+    GPSA,
+    GPSA2d,
+    JointPyramid,
+    LocalAttention,
+    PyramidConv2d,
+    PyramidLinear,
+    RefinedAttention,
+    ViTGPSA,
+)
 from isomorph.recipes import load_recipe
 from isomorph.surgery import (
     Anneal,
     AttentionToGPSA,
+    AttentionToRefined,
     ConvToGPSA,
     Edit,
     LinearToPyramid,
@@ -53,14 +63,17 @@ __all__ = [
     "GPSA",
     "Anneal",
     "AttentionToGPSA",
+    "AttentionToRefined",
     "ConvToGPSA",
     "Edit",
     "GPSA2d",
     "JointPyramid",
     "LinearToPyramid",
+    "LocalAttention",
     "PyramidConv2d",
     "PyramidLinear",
     "Recipe",
+    "RefinedAttention",
     "Report",
     "Rule",
     "UserError",

@@ -18,13 +18,18 @@ IMAGES_AT_ONCE = 8
 """Images whose maps are held at the same time where only a summary of them is wanted."""
 
 
+def hands_out_map(layer: nn.Module) -> bool:
+    """Whether the layer has a method `attention`."""
+    return ismethod(getattr(layer, "attention", None))
+
+
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Layers whose map is known, by name: those with a method `attention`, and timm's Attention.
 
     Raises: UserError when the model has none.
     """
     named = model.named_modules()
-    found = {name: m for name, m in named if isinstance(m, Attention) or ismethod(getattr(m, "attention", None))}
+    found = {name: m for name, m in named if isinstance(m, Attention) or hands_out_map(m)}
     if not found:
         raise UserError("the model has no attention layer whose map is known; recast it first")
     return found
@@ -40,7 +45,7 @@ def queries_keys(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def attention_map(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The map that the layer's forward applies. Shape: -> (B, heads, queries, keys)"""
-    if not isinstance(layer, Attention):
+    if hands_out_map(layer):
         return layer.attention(x, *args, **kwargs)
     q, k = queries_keys(layer, x)
     scores = q @ k.transpose(-2, -1) * layer.scale

@@ -6,8 +6,6 @@ The columns of a kernel move to the values, its rows to the output; between them
 times as wide, through `scaled_dot_product_attention`. Memory is O(N). Letters as in `refiner.py`.
 """
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,10 +26,7 @@ class LocalAttention(RefinedAttention):
     """
 
     refine: MapConvolution
-
-    def __init__(self, dim: int, num_heads: int = 8, refine: MapConvolution | None = None, **kwargs: Any) -> None:
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
-        super().__init__(dim, num_heads, refine=refine or MapConvolution(num_heads, **kind), **kwargs)
+    default_refiner = MapConvolution
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         mask = None if real is None else real[..., None, :]  # (B, 1, 1, N)

@@ -7,13 +7,16 @@ Padding: `attn_mask` is a boolean padding mask, True where a token is real. Padd
 the convolution, before or after it, so real tokens compute what they would without the padding.
 """
 
-from typing import Any
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isomorph.layers.mode import deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 
 
@@ -33,6 +36,28 @@ def padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor
     return attn_mask.view(B, 1, N)
 
 
+def placement(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Device and dtype among a layer's arguments, for its parts."""
+    return {name: arguments.get(name) for name in ("device", "dtype")}
+
+
+PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
+"""What timm's Attention consists of."""
+
+
+def carry_parts(source: Attention, target: Attention) -> None:
+    """Gives an attention layer the parts of another of the same widths."""
+    for name in PARTS:
+        setattr(target, name, copy.deepcopy(getattr(source, name)))
+
+
+def shape_arguments(attention: Attention) -> dict[str, Any]:
+    """Arguments that make an attention layer of the same widths."""
+    kind = dict(device=attention.qkv.weight.device, dtype=attention.qkv.weight.dtype)
+    sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features)
+    return sizes | dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim) | kind
+
+
 class RefinedAttention(Attention):
     """Attention whose maps are refined: diverse, with local patterns, and free to be negative.
 
@@ -46,12 +71,13 @@ class RefinedAttention(Attention):
     Raises: ValueError for a mask that is no padding mask.
     """
 
+    default_refiner: ClassVar[Callable[..., nn.Module]] = Refiner
+
     def __init__(
         self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.refine = Refiner(num_heads, **kind) if refine is None else refine
+        self.refine = self.default_refiner(num_heads, **placement(kwargs)) if refine is None else refine
         self.recompute = recompute
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,8 +105,8 @@ class RefinedAttention(Attention):
     def run(self, function: Any, *arguments: Any) -> Tensor:
         """Calls the function; where `recompute` is on, keeps only its arguments for the backward pass."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(function, *arguments, use_reentrant=False)  # type: ignore[no-any-return]
-        return function(*arguments)  # type: ignore[no-any-return]
+            return checkpoint(function, *arguments, use_reentrant=False)
+        return function(*arguments)
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         mixed = self.run(self.weigh, *self.heads(x), padding_mask(x, attn_mask, is_causal))
@@ -96,6 +122,30 @@ class RefinedAttention(Attention):
         """The map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.heads(x)
         return self.maps(q, k, padding_mask(x, attn_mask, is_causal))
+
+    @torch.no_grad()
+    def to_attention(self, atol: float = 1e-3) -> Attention:
+        """The plain attention that this layer still is.
+
+        Raises: ValueError naming the measured deviation (largest |difference| on standard normal tokens, relative to
+        the largest output) when it is above `atol`: the maps are refined.
+        """
+        plain = Attention(**shape_arguments(self))
+        carry_parts(self, plain)
+        self.reduce_projection(plain)
+        found = deviation(self, plain, (1, self.probe_tokens(), self.qkv.in_features), self.qkv.weight)
+        if not found <= atol:
+            raise ValueError(
+                f"this layer is no plain attention: it deviates by {found:.2g} (relative), above {atol:g}; keep it"
+            )
+        return plain.train(self.training)
+
+    def reduce_projection(self, plain: Attention) -> None:
+        """Hook for a projection that is wider than plain attention's."""
+
+    def probe_tokens(self) -> int:
+        """Number of tokens to try the layer on."""
+        return 64
 
     def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
         """From heads to channels, as timm's Attention. Shape: mixed (B, H, N, hd), x (B, N, C) -> (B, N, C)"""
@@ -116,19 +166,29 @@ class ExpandedAttention(RefinedAttention):
     """
 
     refine: Expansion
+    default_refiner = Expansion
 
     def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
         if kwargs.get("gated") or kwargs.get("scale_norm"):
             raise ValueError("attention without reduction has no gate and no norm: its output is wider than theirs")
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
-        refine = Expansion(num_heads, **kind) if refine is None else refine
         super().__init__(dim, num_heads, refine=refine, **kwargs)
-        out, bias = self.proj.out_features, self.proj.bias is not None
-        self.proj = nn.Linear(refine.ratio * self.attn_dim, out, bias=bias, **kind)  # type: ignore[arg-type]
+        width, bias = self.refine.ratio * self.attn_dim, kwargs.get("proj_bias", True)
+        self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **placement(kwargs))
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         maps = self.maps(q, k, real).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
+
+    def reduce_projection(self, plain: Attention) -> None:
+        weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
+        plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
+
+    def expand_projection(self, proj: nn.Linear) -> None:
+        """Takes over a plain projection: the maps of a head share its part."""
+        weight = proj.weight.unflatten(1, (self.num_heads, 1, -1)) / self.refine.ratio
+        self.proj.weight.copy_(weight.expand(-1, -1, self.refine.ratio, -1).flatten(1))
+        if proj.bias is not None:
+            self.proj.bias.copy_(proj.bias)
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
         raise ValueError("maps without reduction are not shared: they are more than the next block has heads")
@@ -145,6 +205,7 @@ class SpatialAttention(RefinedAttention):
     """
 
     refine: SpatialRefiner
+    default_refiner = SpatialRefiner
 
     def __init__(
         self,
@@ -152,11 +213,9 @@ class SpatialAttention(RefinedAttention):
         num_heads: int = 8,
         grid_size: tuple[int, int] = (14, 14),
         prefix_tokens: int = 0,
-        refine: SpatialRefiner | None = None,
         **kwargs: Any,
     ) -> None:
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
-        super().__init__(dim, num_heads, refine=refine or SpatialRefiner(num_heads, **kind), **kwargs)
+        super().__init__(dim, num_heads, **kwargs)
         self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
 
     def maps(self, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
@@ -166,6 +225,9 @@ class SpatialAttention(RefinedAttention):
         if k.shape[2] != self.prefix_tokens + H * W:
             raise ValueError(f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} others")
         return super().maps(q, k, real)
+
+    def probe_tokens(self) -> int:
+        return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
 
     def refine_maps(self, maps: Tensor) -> Tensor:
         return self.refine(maps, self.grid_size, self.prefix_tokens)

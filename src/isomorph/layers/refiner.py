@@ -26,7 +26,7 @@ def start(weight: Tensor, init: Init, middle: float = 1.0) -> None:
         bound = weight[0].numel() ** -0.5
         nn.init.uniform_(weight, -bound, bound)
     else:
-        weight.zero_()[(slice(None), *(size // 2 for size in weight.shape[1:]))] = middle
+        weight.zero_().flatten(1)[:, weight[0].numel() // 2] = middle
 
 
 class SquareKernel(nn.Module):
@@ -151,9 +151,8 @@ class Refiner(Expansion):
     """
 
     def __init__(self, num_heads: int, ratio: int = 3, *args: Any, **kwargs: Any) -> None:
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
         super().__init__(num_heads, ratio, *args, **kwargs)
-        self.reduce = nn.Parameter(torch.empty(num_heads, ratio * num_heads, **kind))  # type: ignore[arg-type] # (H, M)
+        self.reduce = nn.Parameter(torch.empty_like(self.expand.mT))  # (H, M)
         self.reset_parameters()
 
     @torch.no_grad()

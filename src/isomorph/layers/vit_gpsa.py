@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.grid import squarest_window, window_centres
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.mode import deviation
 
 
 class ViTGPSA(GPSA):
@@ -72,13 +72,7 @@ class ViTGPSA(GPSA):
     def deviation_from(self, attention: nn.Module) -> float:
         """Largest |difference| to `attention` on standard normal tokens, relative to its largest |output|."""
         H, W = self.grid_size
-        probe = torch.randn(
-            1, self.prefix_tokens + H * W, self.v.in_features, generator=torch.Generator().manual_seed(0)
-        )
-        probe = probe.to(self.v.weight)
-        with eval_mode(attention), eval_mode(self):  # dropout would differ from itself
-            expected, actual = attention(probe), self(probe)
-        return ((actual - expected).abs().max() / expected.abs().max()).item()
+        return deviation(self, attention, (1, self.prefix_tokens + H * W, self.v.in_features), self.v.weight)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"

@@ -3,9 +3,10 @@
 import math
 from typing import Any
 
-from timm.layers import Attention, to_2tuple
+from timm.layers import Attention
 
 from isomorph.errors import UserError
+from isomorph.models.vit_cfg import as_sizes, refuse_size
 
 OWN_ARGUMENTS = {
     "pos_embed": "use_pos_embed says whether there is one",
@@ -48,27 +49,3 @@ def refuse_arguments(local_up_to_layer: int, locality_strength: float, gate: flo
     for name, allowed in FIXED_ARGUMENTS.items():
         if kwargs.get(name, allowed) != allowed:
             raise UserError(f"{name}={kwargs[name]} is not available in a ConViT, only {allowed!r} is")
-
-
-def as_sizes(img_size: Any, patch_size: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both as (height, width). Raises: UserError when one is nothing of the kind."""
-    sizes = to_2tuple(img_size), to_2tuple(patch_size)
-    if any(len(size) != 2 or not all(isinstance(n, int) for n in size) for size in sizes):
-        raise UserError(f"img_size {img_size!r} and patch_size {patch_size!r} must be whole numbers or pairs of them")
-    return sizes
-
-
-def refuse_size(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
-    """Raises: UserError when an image is smaller than a patch, or no multiple of it and not to be padded."""
-    (height, width), (ph, pw) = size, patch
-    if min(ph, pw) < 1 or height < 1 or width < 1:
-        raise UserError(f"the {height} x {width} image or the {ph} x {pw} patch has no pixel")
-    if padded:
-        return
-    if height < ph or width < pw:
-        raise UserError(f"the {height} x {width} image is smaller than the {ph} x {pw} patch; give a larger one")
-    if height % ph or width % pw:
-        raise UserError(
-            f"the {height} x {width} image is no multiple of the {ph} x {pw} patch; "
-            "resize it, or create the model with dynamic_img_pad=True"
-        )

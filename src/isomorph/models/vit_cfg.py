@@ -1,10 +1,13 @@
-"""What isomorph's ViTs share: the images they expect, as timm's registry has it, and how timm builds them."""
+"""What isomorph's ViTs share: the images they expect, as timm has it and in size, and how timm builds them."""
 
 from collections.abc import Callable
 from typing import Any
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
+
+from isomorph.errors import UserError
 
 
 def vit_cfg(**weights: Any) -> dict[str, Any]:
@@ -31,3 +34,27 @@ def build_vit(
     kept = {name: value for name, value in arguments.items() if name != "out_indices"}
     features = dict(out_indices=arguments.get("out_indices", 3), feature_cls="getter")
     return build_model_with_cfg(kind, variant, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=features, **kept)
+
+
+def as_sizes(img_size: Any, patch_size: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Both as (height, width). Raises: UserError when one is nothing of the kind."""
+    sizes = to_2tuple(img_size), to_2tuple(patch_size)
+    if any(len(size) != 2 or not all(isinstance(n, int) for n in size) for size in sizes):
+        raise UserError(f"img_size {img_size!r} and patch_size {patch_size!r} must be whole numbers or pairs of them")
+    return sizes
+
+
+def refuse_size(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
+    """Raises: UserError when an image is smaller than a patch, or no multiple of it and not to be padded."""
+    (height, width), (ph, pw) = size, patch
+    if min(ph, pw) < 1 or height < 1 or width < 1:
+        raise UserError(f"the {height} x {width} image or the {ph} x {pw} patch has no pixel")
+    if padded:
+        return
+    if height < ph or width < pw:
+        raise UserError(f"the {height} x {width} image is smaller than the {ph} x {pw} patch; give a larger one")
+    if height % ph or width % pw:
+        raise UserError(
+            f"the {height} x {width} image is no multiple of the {ph} x {pw} patch; "
+            "resize it, or create the model with dynamic_img_pad=True"
+        )

@@ -9,11 +9,15 @@ from isomorph.surgery.fuse import Fuse, fuse, fusible
 from isomorph.surgery.pyramids import LinearToPyramid
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
+from isomorph.surgery.refined import AttentionToRefined
 from isomorph.surgery.rules import GATED_RULES, AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, Report, compare, verify
 
-RULES: dict[str, type[Rule]] = {**GATED_RULES, **{rule.__name__: rule for rule in (LinearToPyramid, Fuse, Unstride)}}
+RULES: dict[str, type[Rule]] = {
+    **GATED_RULES,
+    **{rule.__name__: rule for rule in (AttentionToRefined, LinearToPyramid, Fuse, Unstride)},
+}
 """Rules by name, as checkpoints and recipes store them."""
 
 
@@ -36,6 +40,7 @@ __all__ = [
     "RULES",
     "Anneal",
     "AttentionToGPSA",
+    "AttentionToRefined",
     "ConvToGPSA",
     "Edit",
     "Fuse",

@@ -1,16 +1,20 @@
 """Layers in a ViT see tokens, not the image: a hook on the patch embedding tells them the grid."""
 
+from dataclasses import replace
 from typing import Any
 
 from timm.layers import PatchDropout
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import ViTGPSA
+from isomorph.layers import SpatialAttention, ViTGPSA
+
+FOLLOWERS = (SpatialAttention, ViTGPSA)
+"""Layers whose tokens have places on the grid of the image."""
 
 
 class FollowGrid:
-    """Tells every ViTGPSA of a model the grid of each image that is embedded: a hook on the model's `patch_embed`."""
+    """Tells layers with places the grid of each image that is embedded: a hook on the model's `patch_embed`."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -20,15 +24,15 @@ class FollowGrid:
         height, width = image.shape[-2:]
         grid_size = patch_embed.dynamic_feat_size((height, width))
         for module in self.model.modules():
-            if isinstance(module, ViTGPSA):
+            if isinstance(module, FOLLOWERS):
                 module.grid_size = grid_size
 
 
 def follow_grid(model: Any) -> None:
-    """Hooks the patch embedding where a ViTGPSA of the model needs it, and unhooks it where none does any more."""
+    """Hooks the patch embedding where a layer of the model needs it, and unhooks it where none does any more."""
     hooks = model.patch_embed._forward_pre_hooks
     present = [key for key, hook in hooks.items() if isinstance(hook, FollowGrid)]
-    if not any(isinstance(module, ViTGPSA) for module in model.modules()):
+    if not any(isinstance(module, FOLLOWERS) for module in model.modules()):
         for key in present:
             del hooks[key]
             model.patch_embed._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -61,3 +65,29 @@ def embedding_model(model: nn.Module) -> Any:
             "the model drops patches in training (patch_drop_rate), which leaves no grid; create it without"
         )
     return found[0] if found else None
+
+
+def check_place(rule: Any) -> None:
+    """Makes `grid_size` a pair, as JSON and YAML have lists only. Raises: UserError for an impossible place."""
+    if rule.grid_size is not None:
+        object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
+        if len(rule.grid_size) != 2 or min(rule.grid_size) < 1:
+            raise UserError(f"grid_size {rule.grid_size} must be (height, width), both at least 1")
+    if rule.prefix_tokens is not None and rule.prefix_tokens < 0:
+        raise UserError(f"prefix_tokens {rule.prefix_tokens} must not be negative")
+
+
+def placed(rule: Any, model: nn.Module) -> Any:
+    """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
+    owner = None if None not in (rule.grid_size, rule.prefix_tokens) else embedding_model(model)
+    if owner is None:
+        return rule
+    known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
+    return replace(rule, **{name: value for name, value in known.items() if getattr(rule, name) is None})
+
+
+def attach_grid(rule: Any, model: nn.Module) -> None:
+    """Lets the grid of the rule's layers follow the images, unless the rule gives one; stops where none is left."""
+    owner = embedding_model(model) if rule.grid_size is None else None
+    if owner:
+        follow_grid(owner)

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, ViTGPSA
-from isomorph.surgery.follow import embedding_model, follow_grid
+from isomorph.surgery.follow import attach_grid, check_place, placed
 
 Dials = Mapping[str, tuple[float, float]]
 
@@ -110,6 +110,17 @@ class ConvToGPSA:
         return gpsa
 
 
+def unlike_attention(module: nn.Module) -> str | None:
+    """Why a module does not compute what timm's Attention does with its weights, or None."""
+    if not isinstance(module, Attention):
+        return f"{type(module).__name__} is not timm's Attention"
+    if type(module).forward is not Attention.forward:
+        return f"{type(module).__name__} does not compute what timm's Attention does"
+    if any(map(is_parametrized, module.modules())):
+        return "its weights are parametrized, which would be lost"
+    return None
+
+
 @dataclass(frozen=True)
 class AttentionToGPSA:
     """A ViT's attention becomes gated positional self-attention: queries, keys and output projection are kept.
@@ -135,41 +146,25 @@ class AttentionToGPSA:
 
     def __post_init__(self) -> None:
         dials(self.init, self.locality, self.gate, CONTENT_DIALS)
-        if self.grid_size is not None:
-            object.__setattr__(self, "grid_size", tuple(self.grid_size))  # JSON and YAML have lists only
-            if len(self.grid_size) != 2 or min(self.grid_size) < 1:
-                raise UserError(f"grid_size {self.grid_size} must be (height, width), both at least 1")
-        if self.prefix_tokens is not None and self.prefix_tokens < 0:
-            raise UserError(f"prefix_tokens {self.prefix_tokens} must not be negative")
+        check_place(self)
 
     def within(self, model: nn.Module) -> "AttentionToGPSA":
-        """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
-        owner = None if None not in (self.grid_size, self.prefix_tokens) else embedding_model(model)
-        if owner is None:
-            return self
-        known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
-        return replace(self, **{name: value for name, value in known.items() if getattr(self, name) is None})
+        return placed(self, model)
 
     def attach(self, model: nn.Module) -> None:
-        """Lets the grid of the new layers follow the images, unless the rule gives one; stops where none is left."""
-        owner = embedding_model(model) if self.grid_size is None else None
-        if owner:
-            follow_grid(owner)
+        attach_grid(self, model)
 
     def reason(self, module: nn.Module) -> str | None:
         """Why the module cannot be rebuilt, or None."""
-        if not isinstance(module, Attention):
-            return f"{type(module).__name__} is not timm's Attention"
-        if type(module).forward is not Attention.forward:
-            return f"{type(module).__name__} does not compute what timm's Attention does"
+        if reason := unlike_attention(module):
+            return reason
+        assert isinstance(module, Attention)
         if module.gate is not None or not isinstance(module.norm, nn.Identity):
             return "its output is gated or normalised before the projection"
         if module.attn_drop.p:
             return f"it drops {module.attn_drop.p} of its map, which is never formed here"
         if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
             return f"{module.qkv.in_features} channels become {module.attn_dim}, then {module.proj.out_features}"
-        if any(map(is_parametrized, module.modules())):
-            return "its weights are parametrized, which would be lost"
         if self.grid_size is None or self.prefix_tokens is None:
             return "the grid of its tokens is unknown; give AttentionToGPSA grid_size=(height, width) and prefix_tokens"
         return None

@@ -1,0 +1,124 @@
+"""A ViT whose blocks are told more than the tokens: they run one by one, with a state handed from each to the next."""
+
+from typing import Any
+
+from timm.models import checkpoint
+from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor
+
+from isomorph.errors import UserError
+from isomorph.models.vit_cfg import as_sizes, refuse_size
+
+
+class BlockwiseViT(VisionTransformer):
+    """timm's VisionTransformer for any image size at every call, with `run_block` between embedding and norm.
+
+    What goes from block to block beside the tokens is a state: the grid of the patches, until a family says otherwise.
+
+    Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
+    Raises: UserError for another size, or an attention mask.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "dynamic_img_size": True})
+
+    def place_patches(self, x: Tensor) -> Tensor:
+        """Patches with their positions, after the prefix tokens. Shape: x (B, H, W, C) -> (B, N, C)"""
+        return self._pos_embed(x)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        """What the first block reads, and the grid of the patches.
+
+        Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
+        """
+        if x.ndim != 4:
+            raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
+        refuse_size(tuple(x.shape[-2:]), self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
+        x = self.patch_embed(x)  # (B, H, W, C)
+        return self.norm_pre(self.patch_drop(self.place_patches(x))), (x.shape[1], x.shape[2])
+
+    def start(self, grid_size: tuple[int, int]) -> Any:
+        """What the first block is told."""
+        return grid_size
+
+    def run_block(self, i: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Block i: tokens, and what the next block is told. Shape: x (B, N, C) -> (B, N, C)"""
+        raise NotImplementedError
+
+    def call_block(self, i: int, *arguments: Any) -> Any:
+        """Calls block i, keeping only its arguments for the backward pass where gradient checkpointing is on."""
+        block = self.blocks[i]
+        return checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Shape: x (B, in_chans, height, width) -> (B, N, C)"""
+        x, grid_size = self.embed(x)
+        state = self.start(grid_size)
+        for i in range(len(self.blocks)):
+            x, state = self.run_block(i, x, state)
+        return self.norm(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        output_dict: bool = False,
+        attn_mask: None = None,
+    ) -> Any:
+        """The final tokens and those after chosen blocks, as timm's VisionTransformer gives them.
+
+        `return_prefix_tokens` pairs each with its prefix tokens, as many as there are by then.
+
+        Raises: UserError for a mask: every place of the image is real; ValueError for an unknown format.
+        """
+        if attn_mask is not None:
+            raise UserError(f"a {type(self).__name__} takes no attention mask: every place of the image is real")
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW' or 'NLC'")
+        take, last = feature_take_indices(len(self.blocks), indices)
+        x, (H, W) = self.embed(x)
+        state = self.start((H, W))
+        taken: list[Tensor] = []
+        prefixes: list[Tensor] = []
+        for i in range(last + 1 if stop_early else len(self.blocks)):
+            x, state = self.run_block(i, x, state)
+            if i in take:
+                y = self.norm(x) if norm else x
+                prefix, patches = y.split([y.shape[1] - H * W, H * W], dim=1)
+                if output_fmt == "NCHW":
+                    patches = patches.transpose(1, 2).unflatten(2, (H, W)).contiguous()  # (B, C, H, W)
+                taken.append(patches)
+                prefixes.append(prefix)
+        if output_dict:
+            found: dict[str, Any] = {"image_intermediates": taken}
+            found |= {"image_intermediates_prefix": prefixes} if return_prefix_tokens else {}
+            return found if intermediates_only else found | {"image_features": self.norm(x)}
+        pairs = list(zip(taken, prefixes, strict=True)) if return_prefix_tokens else taken
+        return pairs if intermediates_only else (self.norm(x), pairs)
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Resizes the position embedding (and the patch filters) for good; other sizes are resized at each call."""
+        if isinstance(img_size, int):
+            img_size = (img_size, img_size)
+        if isinstance(patch_size, int):
+            patch_size = (patch_size, patch_size)
+        embed = self.patch_embed
+        refuse_size(*as_sizes(img_size or embed.img_size, patch_size or embed.patch_size), padded=embed.dynamic_img_pad)
+        super().set_input_size(img_size, patch_size)
+        self.update_grid()
+
+    def update_grid(self) -> None:
+        """Blocks tell timm's feature extraction their patch size."""
+        for info in self.feature_info:
+            info["reduction"] = self.patch_embed.feat_ratio()

@@ -1,0 +1,116 @@
+"""The rule that refines attention: a ViT's maps are expanded, convolved and reduced before they weigh the values."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from timm.layers import Attention
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
+from isomorph.layers.refined_attention import carry_parts, shape_arguments
+from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
+from isomorph.surgery.follow import attach_grid, check_place, placed
+from isomorph.surgery.rules import unlike_attention
+
+Span = Literal["map", "spatial", "row+column"]
+
+
+def refuse_form(ratio: int | None, kernel: int, reduce: bool, span: str, init: str) -> None:
+    """Raises: UserError for a refinement that the layers do not have."""
+    if ratio is not None and (not isinstance(ratio, int) or ratio < 1):
+        raise UserError(f"ratio {ratio} must be a whole number, at least 1 (1: talking heads), or none: no expansion")
+    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
+        raise UserError(f"kernel {kernel} must be odd, at least 1 (1: no convolution)")
+    if span not in ("map", "spatial", "row+column"):
+        raise UserError(f"span {span!r} is unknown; choose 'map', 'spatial' or 'row+column'")
+    if init not in ("same-function", "paper"):
+        raise UserError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
+    if ratio is None and (span != "map" or not reduce):
+        raise UserError(f"span={span!r}, reduce={reduce} belong to an expansion; give a ratio, 1 for talking heads")
+    if span != "map" and not reduce:
+        raise UserError("without reduction there is span='map' only")
+
+
+@dataclass(frozen=True)
+class AttentionToRefined:
+    """A ViT's attention becomes refined attention (Refiner): same weights, and a refiner between softmax and values.
+
+    Takes timm's Attention as it comes (any heads and head width, norms, gate, dropout). `ratio` maps for every head,
+    each convolved by a `kernel` x `kernel` kernel, then reduced to one a head; `ratio=None` convolves each head's map
+    alone, without ever forming it; `ratio=1, kernel=1` is talking heads. `reduce=False` keeps all maps. `span`: the
+    kernel runs over the map, over the image (spatial), or is a row and a column. `recompute` trades time for memory.
+
+    `init="same-function"` changes nothing at birth; `"paper"` draws the refiner, for training from scratch.
+    `to_attention()` is the way back while the layer still is plain attention. `grid_size` and `prefix_tokens` are for
+    span="spatial" and read off the model where they are None.
+    """
+
+    ratio: int | None = 3
+    kernel: int = 3
+    init: Literal["same-function", "paper"] = "same-function"
+    reduce: bool = True
+    span: Span = "map"
+    recompute: bool = False
+    grid_size: tuple[int, int] | None = None
+    prefix_tokens: int | None = None
+
+    atol: ClassVar[float] = 1e-4
+    kind: ClassVar[type[nn.Module]] = Attention
+
+    def __post_init__(self) -> None:
+        refuse_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
+        check_place(self)
+
+    def within(self, model: nn.Module) -> "AttentionToRefined":
+        return placed(self, model) if self.span == "spatial" else self
+
+    def attach(self, model: nn.Module) -> None:
+        if self.span == "spatial":
+            attach_grid(self, model)
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Why the module cannot be rebuilt, or None."""
+        if reason := unlike_attention(module):
+            return reason
+        assert isinstance(module, Attention)
+        if not self.reduce and (module.gate is not None or not isinstance(module.norm, nn.Identity)):
+            return "its output is gated or normalised, which reduce=False would have to widen"
+        if self.span == "spatial" and None in (self.grid_size, self.prefix_tokens):
+            return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"
+        return None
+
+    def accepts(self, module: nn.Module) -> bool:
+        return self.reason(module) is None
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> RefinedAttention:
+        """Raises: UserError with the reason when the module is not accepted."""
+        if reason := self.reason(module):
+            raise UserError(f"AttentionToRefined cannot rebuild it: {reason}")
+        assert isinstance(module, Attention)
+        refined = self.layer(**shape_arguments(module))
+        proj = refined.proj
+        carry_parts(module, refined)
+        if isinstance(refined, ExpandedAttention):
+            refined.proj = proj
+            refined.expand_projection(module.proj)
+        return refined
+
+    def layer(self, **arguments: Any) -> RefinedAttention:
+        """A new layer of this form; arguments are timm's Attention's."""
+        heads = arguments["num_heads"]
+        kind = {name: arguments.get(name) for name in ("device", "dtype")}
+        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
+        arguments = dict(recompute=self.recompute, **arguments)
+        if self.ratio is None:
+            return LocalAttention(refine=MapConvolution(heads, **form), **arguments)
+        form["ratio"] = self.ratio
+        if not self.reduce:
+            return ExpandedAttention(refine=Expansion(heads, **form), **arguments)
+        if self.span == "spatial":
+            place: dict[str, Any] = dict(grid_size=self.grid_size or (14, 14), prefix_tokens=self.prefix_tokens or 0)
+            return SpatialAttention(refine=SpatialRefiner(heads, **form), **place, **arguments)
+        form["local"] = CrossKernel if self.span == "row+column" else SquareKernel
+        return RefinedAttention(refine=Refiner(heads, **form), **arguments)
