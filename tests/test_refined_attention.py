@@ -117,7 +117,6 @@ def test_masks_that_are_no_padding_are_refused():
         (lambda: MapConvolution(4, kernel_size=4), "no middle"),
         (lambda: ExpandedAttention(12, 4, gated=True), "no gate"),
         (lambda: SpatialAttention(12, 4, (2, 2))(torch.randn(1, 5, 12)), "do not fill"),
-        (lambda: ExpandedAttention(12, 4).attend(torch.randn(1, 5, 12)), "not shared"),
     ],
 )
 def test_refusals(make, said):
@@ -149,7 +148,7 @@ def test_shared_maps():
     """The next block weighs its own values with the map handed over; gradients reach the first block's queries."""
     layer, reuse = build("expanded, convolved, reduced"), ReusedAttention(DIM, HEADS).double()
     x, z = torch.randn(2, 2, 9, DIM, dtype=torch.float64)
-    y, maps = layer.attend(x)
+    y, maps = layer(x, hand_out=True)
     torch.testing.assert_close(y, layer(x))
     v = reuse.v(z).chunk(HEADS, -1)
     expected = reuse.proj(torch.cat([maps[:, h] @ v[h] for h in range(HEADS)], -1))

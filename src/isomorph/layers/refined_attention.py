@@ -108,18 +108,21 @@ class RefinedAttention(Attention):
             return checkpoint(function, *arguments, use_reentrant=False)
         return function(*arguments)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        mixed = self.run(self.weigh, *self.heads(x), padding_mask(x, attn_mask, is_causal))
-        return self.finish(mixed, x)
-
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output, and its map for other layers to use. Shape: (B, N, C) -> (B, N, C), (B, H, N, N)"""
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
+    ) -> Any:
+        """Shape: (B, N, C) -> (B, N, C); with `hand_out` the map too, for other blocks to use, (B, H, N, N)"""
+        real = padding_mask(x, attn_mask, is_causal)
         q, k, v = self.heads(x)
-        maps = self.run(self.maps, q, k, None)
+        if not hand_out:
+            return self.finish(self.run(self.weigh, q, k, v, real), x)
+        maps = self.run(self.maps, q, k, real)
         return self.finish(maps @ v, x), maps
 
-    def attention(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """The map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
+    def attention(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
+    ) -> Tensor:
+        """The map that `forward` applies, handed out or not. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.heads(x)
         return self.maps(q, k, padding_mask(x, attn_mask, is_causal))
 
@@ -184,14 +187,12 @@ class ExpandedAttention(RefinedAttention):
         plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
 
     def expand_projection(self, proj: nn.Linear) -> None:
-        """Takes over a plain projection: the maps of a head share its part."""
-        weight = proj.weight.unflatten(1, (self.num_heads, 1, -1)) / self.refine.ratio
-        self.proj.weight.copy_(weight.expand(-1, -1, self.refine.ratio, -1).flatten(1))
+        """Takes over a plain projection: the maps of a head share its part, unequally lest they learn alike."""
+        weight = proj.weight.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, self.refine.ratio, -1)
+        lean = torch.randn_like(weight) * proj.weight.std()
+        self.proj.weight.copy_((weight / self.refine.ratio + lean - lean.mean(2, keepdim=True)).flatten(1))
         if proj.bias is not None:
             self.proj.bias.copy_(proj.bias)
-
-    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        raise ValueError("maps without reduction are not shared: they are more than the next block has heads")
 
 
 class SpatialAttention(RefinedAttention):

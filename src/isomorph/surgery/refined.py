@@ -17,17 +17,17 @@ from isomorph.surgery.rules import unlike_attention
 Span = Literal["map", "spatial", "row+column"]
 
 
-def refuse_form(ratio: int | None, kernel: int, reduce: bool, span: str, init: str) -> None:
+def refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
     """Raises: UserError for a refinement that the layers do not have."""
-    if ratio is not None and (not isinstance(ratio, int) or ratio < 1):
-        raise UserError(f"ratio {ratio} must be a whole number, at least 1 (1: talking heads), or none: no expansion")
+    if not isinstance(ratio, int) or ratio < 0:
+        raise UserError(f"ratio {ratio} must be a whole number (1: talking heads, 0: no expansion)")
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
         raise UserError(f"kernel {kernel} must be odd, at least 1 (1: no convolution)")
     if span not in ("map", "spatial", "row+column"):
         raise UserError(f"span {span!r} is unknown; choose 'map', 'spatial' or 'row+column'")
     if init not in ("same-function", "paper"):
         raise UserError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
-    if ratio is None and (span != "map" or not reduce):
+    if ratio == 0 and (span != "map" or not reduce):
         raise UserError(f"span={span!r}, reduce={reduce} belong to an expansion; give a ratio, 1 for talking heads")
     if span != "map" and not reduce:
         raise UserError("without reduction there is span='map' only")
@@ -38,7 +38,7 @@ class AttentionToRefined:
     """A ViT's attention becomes refined attention (Refiner): same weights, and a refiner between softmax and values.
 
     Takes timm's Attention as it comes (any heads and head width, norms, gate, dropout). `ratio` maps for every head,
-    each convolved by a `kernel` x `kernel` kernel, then reduced to one a head; `ratio=None` convolves each head's map
+    each convolved by a `kernel` x `kernel` kernel, then reduced to one a head; `ratio=0` convolves each head's map
     alone, without ever forming it; `ratio=1, kernel=1` is talking heads. `reduce=False` keeps all maps. `span`: the
     kernel runs over the map, over the image (spatial), or is a row and a column. `recompute` trades time for memory.
 
@@ -47,7 +47,7 @@ class AttentionToRefined:
     span="spatial" and read off the model where they are None.
     """
 
-    ratio: int | None = 3
+    ratio: int = 3
     kernel: int = 3
     init: Literal["same-function", "paper"] = "same-function"
     reduce: bool = True
@@ -104,7 +104,7 @@ class AttentionToRefined:
         kind = {name: arguments.get(name) for name in ("device", "dtype")}
         form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
         arguments = dict(recompute=self.recompute, **arguments)
-        if self.ratio is None:
+        if self.ratio == 0:
             return LocalAttention(refine=MapConvolution(heads, **form), **arguments)
         form["ratio"] = self.ratio
         if not self.reduce:

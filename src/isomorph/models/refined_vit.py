@@ -1,0 +1,192 @@
+"""Refined-ViT (Refiner): a ViT whose attention maps are refined, and may be reused by the blocks that follow.
+
+timm's VisionTransformer with refined attention, and in S, M and L a convolutional patch embedding, a narrower MLP and
+every second block weighing its values with the maps of the block before. The released networks compute another
+function: `refined_vit_released.py`.
+"""
+
+from typing import Any
+
+from timm.layers import Attention
+from timm.models import generate_default_cfgs, register_model, vision_transformer
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.layers import RefinedAttention, ReusedAttention
+from isomorph.layers.refiner import MapConvolution
+from isomorph.models.conv_embed import ConvPatchEmbed
+from isomorph.models.dense_head import DenseHeadViT
+from isomorph.models.vit_cfg import build_vit, vit_cfg
+from isomorph.surgery import AttentionToRefined
+from isomorph.surgery.follow import follow_grid
+
+
+class RefinedBlock(Block):
+    """A ViT block with another attention; no maps leave or enter it.
+
+    Shape: x (B, N, C), maps of an earlier block or None -> (B, N, C), maps for the next
+    """
+
+    def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.attn = attention
+
+    def mix(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.attn(x), None
+
+    def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        y, maps = self.mix(self.norm1(x), maps)
+        x = x + self.drop_path1(self.ls1(y))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
+
+
+class GivingBlock(RefinedBlock):
+    """A block that hands its refined maps on."""
+
+    def mix(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
+        return self.attn(x, hand_out=True)
+
+
+class ReusingBlock(RefinedBlock):
+    """A block with values of its own, weighed by the maps of an earlier block (Refiner B.4)."""
+
+    def mix(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return self.attn(x, maps), maps
+
+
+class RefinedViT(DenseHeadViT):
+    """Vision transformer with refined attention, a full timm citizen of any image size.
+
+    `ratio`, `kernel`, `reduce`, `span`, `init` and `recompute` are AttentionToRefined's (both 0: plain
+    attention); `share`: how many following blocks reuse the maps of each refining one; `conv_embed`: patches of a
+    convolved image; `dense_head`: every token is classified too. Other arguments are VisionTransformer's.
+
+    Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
+    Source: Refiner Fig. 3, Table 10
+    Raises: UserError for a form that the layers do not have.
+    """
+
+    def __init__(
+        self,
+        ratio: int = 3,
+        kernel: int = 3,
+        reduce: bool = True,
+        span: str = "map",
+        init: str = "same-function",
+        share: int = 0,
+        recompute: bool = False,
+        conv_embed: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if not isinstance(share, int) or share < 0:
+            raise UserError(f"share {share} must be a number of blocks, 0: none")
+        if share and not reduce:
+            raise UserError("maps without reduction are not shared: they are more than the next block has heads")
+        plain = ratio == kernel == 0
+        prefix = int(kwargs.get("class_token", True)) + kwargs.get("reg_tokens", 0)
+        form: Any = (ratio, 1 if plain else kernel, init, reduce, span, recompute, None, prefix)
+        rule = AttentionToRefined(*form)
+
+        def block(depth: int, **given: Any) -> RefinedBlock:
+            if depth % (share + 1):
+                return ReusingBlock(reused_attention(given), **given)
+            attention = first_attention(rule, plain, share > 0, given)
+            return (GivingBlock if share else RefinedBlock)(attention, **given)
+
+        embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
+        super().__init__(**{**kwargs, **embed, "block_fn": block})
+        self.share = share
+        if span == "spatial":
+            follow_grid(self)
+
+    def start(self, grid_size: tuple[int, int]) -> None:
+        """No maps yet."""
+
+    def run_block(self, i: int, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Block i: tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
+        return self.call_block(i, x, maps)
+
+
+def attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a block that are its attention's."""
+    names = ("dim", "num_heads", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer")
+    return {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
+
+
+def first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
+    """Attention of a block that has maps of its own, in the form that is the fastest for what it has to give."""
+    arguments = attention_arguments(given)
+    if plain and not giving:
+        return Attention(**arguments)
+    if rule.ratio == 0 and giving:  # the map is wanted, so it is convolved as it stands
+        form: dict[str, Any] = dict(init=rule.init, device=given["device"], dtype=given["dtype"])
+        refine = nn.Identity() if plain else MapConvolution(given["num_heads"], rule.kernel, **form)
+        return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
+    return rule.layer(**arguments)
+
+
+def reused_attention(given: dict[str, Any]) -> ReusedAttention:
+    """Attention of a block that has values only."""
+    kind = dict(device=given["device"], dtype=given["dtype"])
+    drop: dict[str, Any] = dict(bias=given["qkv_bias"], proj_drop=given["proj_drop"])
+    return ReusedAttention(given["dim"], given["num_heads"], **drop, **kind)
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> dict[str, Tensor]:
+    """A Refined-ViT's checkpoint, its position embedding resized; a plain ViT's, with refiners that change nothing.
+
+    Raises: UserError for a plain checkpoint and a model that reuses maps: its queries and keys would be lost.
+    """
+    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(state_dict, model)
+    refining = {name: m for name, m in model.named_modules() if isinstance(m, RefinedAttention)}
+    plain = not any(".attn.refine." in name for name in state) and "blocks.0.attn.qkv.weight" in state
+    if not refining or not plain:
+        return state
+    if model.share:
+        raise UserError("a plain ViT's checkpoint fits a model whose blocks all have their own maps; give share=0")
+    if any(layer.refine.init != "same-function" for layer in refining.values()):
+        return state
+    own = model.state_dict()
+    return state | {name: own[name] for name in own if ".attn.refine." in name}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "refined_vit_b": dict(depth=12, embed_dim=768, num_heads=12),
+    "refined_vit_s": dict(depth=16, embed_dim=384, num_heads=12, mlp_ratio=3, conv_embed=True, share=1),
+    "refined_vit_m": dict(depth=32, embed_dim=420, num_heads=12, mlp_ratio=3, conv_embed=True, share=1),
+    "refined_vit_l": dict(depth=32, embed_dim=512, num_heads=16, mlp_ratio=3, conv_embed=True, share=1),
+}
+"""Refiner Table 10. The published sizes of S, M and L come out with the released embedding and MLP, and shared maps."""
+
+
+default_cfgs = generate_default_cfgs({name: vit_cfg() for name in VARIANTS})  # no public weights exist
+
+
+def create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:
+    """Builds a variant through timm."""
+    return build_vit(RefinedViT, variant, pretrained, checkpoint_filter_fn, VARIANTS[variant] | kwargs)
+
+
+@register_model
+def refined_vit_b(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
+    """Refined-ViT-Base: 86M parameters, 81.2 top-1 by the standard recipe (Refiner Tables 10, 11)."""
+    return create_refined_vit("refined_vit_b", pretrained, **kwargs)
+
+
+@register_model
+def refined_vit_s(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
+    """Refined-ViT-S: 25M parameters, 83.6 top-1 (Refiner Tables 7, 10)."""
+    return create_refined_vit("refined_vit_s", pretrained, **kwargs)
+
+
+@register_model
+def refined_vit_m(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
+    """Refined-ViT-M: 55M parameters, 84.6 top-1 (Refiner Tables 7, 10)."""
+    return create_refined_vit("refined_vit_m", pretrained, **kwargs)
+
+
+@register_model
+def refined_vit_l(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
+    """Refined-ViT-L: 81M parameters, 84.9 top-1 (Refiner Tables 7, 10)."""
+    return create_refined_vit("refined_vit_l", pretrained, **kwargs)
