@@ -9,7 +9,13 @@ from isomorph.errors import UserError
 from isomorph.recipes import cifar, convit, refiner, tcnn, tdrl
 from isomorph.training.recipe import Recipe, check, override, read_file
 
-RECIPES: dict[str, dict[str, Any]] = {**tcnn.RECIPES, **convit.RECIPES, **tdrl.RECIPES, **refiner.RECIPES, **cifar.RECIPES}
+RECIPES: dict[str, dict[str, Any]] = {
+    **tcnn.RECIPES,
+    **convit.RECIPES,
+    **tdrl.RECIPES,
+    **refiner.RECIPES,
+    **cifar.RECIPES,
+}
 """Recipes by name, as plain values."""
 
 

@@ -1,4 +1,4 @@
-"""Refiner: placeholder head replaced below."""
+"""Refiner."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "expansion": dict(kernel=1),
     "both": {},
 }
-"""Arguments of a Refined-ViT: neither, distributed local attention alone, expansion alone, both (Refiner section 4.2)."""
+"""Arguments of a Refined-ViT: neither, local attention alone, expansion alone, both (Refiner section 4.2)."""
 
 
 def cifar_study(form: str, **more: Any) -> dict[str, Any]:

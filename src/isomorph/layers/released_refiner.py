@@ -1,0 +1,106 @@
+"""The refiner as its authors released it: another function than the paper's, with norms and clipped ReLUs on the maps.
+
+Blocks come in pairs. The first is plain attention; its maps, with those of the pair before added, go on unrefined. The
+second has values only, and weighs them with those maps refined. Names are those of the authors' checkpoints. Letters
+as in `refiner.py`, hd head width.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+
+class Residual(nn.Sequential):
+    """x + f(x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+class ReleasedDLA(nn.Module):
+    """Expands, convolves and reduces maps with BatchNorm after each and ReLU6 between, and adds the maps themselves.
+
+    A + BN(R ReLU6(BN(D * ReLU6(BN(E A))))). Shape: maps (B, H, N, N) -> (B, H, N, N)
+    Source: Refiner code
+    """
+
+    def __init__(self, num_heads: int, ratio: int = 3, kernel_size: int = 3, **kind: Any) -> None:
+        super().__init__()
+        maps = ratio * num_heads
+        local: dict[str, Any] = dict(padding=kernel_size // 2, groups=maps)
+        self.conv_exp = nn.Conv2d(num_heads, maps, 1, bias=False, **kind)
+        self.bn1 = nn.BatchNorm2d(maps, **kind)
+        self.depth_sep_conv = nn.Conv2d(maps, maps, kernel_size, bias=False, **local, **kind)
+        self.bn2 = nn.BatchNorm2d(maps, **kind)
+        self.conv_pro = nn.Conv2d(maps, num_heads, 1, bias=False, **kind)
+        self.bn3 = nn.BatchNorm2d(num_heads, **kind)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        y = F.relu6(self.bn1(self.conv_exp(maps)))  # (B, M, N, N)
+        y = F.relu6(self.bn2(self.depth_sep_conv(y)))
+        return maps + self.bn3(self.conv_pro(y))
+
+    def fuse(self) -> Residual:
+        """The same function in eval mode, the norms within the convolutions."""
+        expand = fuse_conv_bn_eval(self.conv_exp, self.bn1)
+        local = fuse_conv_bn_eval(self.depth_sep_conv, self.bn2)
+        return Residual(expand, nn.ReLU6(), local, nn.ReLU6(), fuse_conv_bn_eval(self.conv_pro, self.bn3)).eval()
+
+
+class ReleasedAttention(Attention):
+    """The first of a pair: plain attention, with the maps of the pair before added to its own.
+
+    y = proj((softmax(q k^T / sqrt(hd)) + maps / sqrt(hd)) v); arguments are timm's Attention's.
+
+    Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, N, C) and the map that was applied
+    Source: Refiner code
+    """
+
+    def attention(self, x: Tensor, maps: Tensor | None = None) -> Tensor:
+        """The map that `forward` applies. Shape: -> (B, H, N, N)"""
+        q, k, _ = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.apply_maps(q, k, maps)
+
+    def apply_maps(self, q: Tensor, k: Tensor, maps: Tensor | None) -> Tensor:
+        """Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
+        own = torch.softmax((q * self.scale) @ k.mT, dim=-1)
+        return self.attn_drop(own if maps is None else own + maps * self.scale)
+
+    def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        maps = self.apply_maps(q, k, maps)
+        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2))), maps
+
+
+class ReleasedReuse(nn.Module):
+    """The second of a pair: values only, weighed by the refined maps of the first, which go on as they came.
+
+    y = proj(BN(DLA(maps)) / sqrt(hd) v), v = qkv(x)
+
+    Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C), maps
+    Source: Refiner code
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, ratio: int = 3, proj_drop: float = 0.0, **kind: Any
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
+        self.DLA = ReleasedDLA(num_heads, ratio, **kind)
+        self.adapt_bn = nn.BatchNorm2d(num_heads, **kind)
+        self.qkv = nn.Linear(dim, dim, bias=qkv_bias, **kind)
+        self.proj = nn.Linear(dim, dim, **kind)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def attention(self, x: Tensor, maps: Tensor) -> Tensor:
+        """The map that `forward` applies. Shape: -> (B, H, N, N)"""
+        return self.adapt_bn(self.DLA(maps)) * self.scale
+
+    def forward(self, x: Tensor, maps: Tensor) -> tuple[Tensor, Tensor]:
+        v = self.qkv(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
+        y = self.attention(x, maps) @ v  # (B, H, N, hd)
+        return self.proj_drop(self.proj(y.transpose(1, 2).flatten(2))), maps
