@@ -24,6 +24,9 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
         raise UserError(f"CKA compares (samples, features) of the same samples, not {tuple(x.shape)}, {tuple(y.shape)}")
     x, y = (t.double() - t.double().mean(0) for t in (x, y))
+    if len(x) < max(x.shape[1], y.shape[1]):  # fewer samples than features: the same number from their Gram matrices
+        inner = (x @ x.T * (y @ y.T)).sum()
+        return inner / ((x @ x.T).norm() * (y @ y.T).norm())
     return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -15,7 +15,7 @@ from isomorph.data import eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluate, measure_cost
 from isomorph.recipes import as_assignments, load_recipe
-from isomorph.report import metric_rows, show
+from isomorph.report import curve_rows, metric_rows, show
 from isomorph.training.build import evaluation_data, open_model
 from isomorph.training.recipe import document_fields
 from isomorph.training.runtime import open_runtime
@@ -49,6 +49,8 @@ def evaluate_(
     workers: int = 0,
     size: tuple[int, int] | None = None,
     classes: int | None = None,
+    rfc: tuple[float, ...] = (),
+    rfc_fill: Literal["zero", "black"] = "zero",
     device: Device = "auto",
     cost: bool = True,
     json_: Json = False,
@@ -71,6 +73,11 @@ def evaluate_(
         Height and width of the input; by default the model's own.
     classes
         Only the first so many classes of the data, as data.classes in training.
+    rfc
+        Ratio of receptive-field calibration, e.g. 1.13: the image smaller by so much, padded to the input. Several
+        ratios (--rfc 1 --rfc 1.06 --rfc 1.13) print the curve.
+    rfc_fill
+        zero pads what the model reads (the mean colour), black pads the picture.
     cost
         Measure MACs and throughput too.
     """
@@ -79,14 +86,20 @@ def evaluate_(
     net = open_model(model, weights)
     source, config = evaluation_data(net, data, root, size, classes)
     net.to(open_runtime(device).device)
-    loader = eval_loader(source, config, batch_size, workers)
     bar, quiet = Console(stderr=True), not sys.stderr.isatty()
-    metrics = evaluate(net, track(loader, "evaluating", len(loader), console=bar, transient=True, disable=quiet))
-    metrics |= measure_cost(net, config["input_size"]) if cost else {}
+    rows: list[dict[str, Any]] = []
+    for ratio in rfc or [None]:
+        loader = eval_loader(source, config, batch_size, workers, ratio, rfc_fill)
+        title = f"evaluating at rfc {ratio:g}" if ratio else "evaluating"
+        metrics = evaluate(net, track(loader, title, len(loader), console=bar, transient=True, disable=quiet))
+        rows.append({"model": model} | ({"rfc": ratio, "rfc_fill": rfc_fill} if ratio else {}) | metrics)
+    found = measure_cost(net, config["input_size"]) if cost else {}
     if json_:
-        print(json.dumps({"model": model, **metrics}))
+        print(json.dumps(rows[0] | found if len(rows) == 1 else {"model": model, "curve": rows, **found}))
+    elif len(rows) == 1:
+        show(metric_rows(model, metrics | found))
     else:
-        show(metric_rows(model, metrics))
+        show(curve_rows(model, rows, "rfc"))
 
 
 @app.command(

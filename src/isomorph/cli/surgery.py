@@ -23,20 +23,25 @@ def recast(
     *,
     where: list[str],
     out: Path,
-    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid"] = "ConvToGPSA",
+    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA",
     init: Literal["exact", "same-function", "paper"] | None = None,
     locality: float | None = None,
     gate: float | None = None,
     layout: str | None = None,
     rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None,
     rescale_by: float | None = None,
+    ratio: int | None = None,
+    kernel: int | None = None,
+    reduce: bool | None = None,
+    span: Literal["map", "spatial", "row+column"] | None = None,
+    recompute: bool | None = None,
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
     size: tuple[int, int] | None = None,
     json_: Json = False,
 ) -> None:
-    """Recast modules of a model as gated positional self-attention or as pyramids, verify, and save it.
+    """Recast modules of a model as gated or refined attention or as pyramids, verify, and save it.
 
     Parameters
     ----------
@@ -48,10 +53,10 @@ def recast(
         The new checkpoint (.safetensors).
     rule
         ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT, LinearToPyramid for linear
-        layers and convolutions.
+        layers and convolutions, AttentionToRefined for the attention of a ViT.
     init
-        exact keeps the function, verified (for pyramids its name is same-function); paper starts as the paper does, to
-        be trained.
+        exact keeps the function, verified (of pyramids and refined attention: same-function); paper starts as the paper
+        does, to be trained.
     locality
         Overrides the init's locality (attention).
     gate
@@ -62,6 +67,16 @@ def recast(
         What tames the sum of a pyramid's branches (pyramids).
     rescale_by
         N of the division by sqrt(N), by default the number of branches (pyramids).
+    ratio
+        Maps for every head: 1 is talking heads, 0 no expansion (refined attention).
+    kernel
+        Size of the kernel on the maps, odd; 1 is none (refined attention).
+    reduce
+        Reduce the maps to one for every head again (refined attention).
+    span
+        Where the kernel runs: over the map, over the image, or as a row and a column (refined attention).
+    recompute
+        Compute the maps again in the backward pass instead of keeping them (refined attention).
     unstride
         Glob of stages to keep at their input's resolution first; this changes the function.
     pretrained
@@ -76,9 +91,10 @@ def recast(
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    made = build_rule(
-        rule, init=init, locality=locality, gate=gate, layout=layout, rectify=rectify, rescale_by=rescale_by
-    )
+    dials = dict(init=init, locality=locality, gate=gate)
+    pyramids = dict(layout=layout, rectify=rectify, rescale_by=rescale_by)
+    refined = dict(ratio=ratio, kernel=kernel, reduce=reduce, span=span, recompute=recompute)
+    made = build_rule(rule, **dials, **pyramids, **refined)
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
     if not report.passed and init != "paper" and (locality, gate) == (None, None):

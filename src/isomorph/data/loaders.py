@@ -1,8 +1,9 @@
 """From a source to batches, through timm's transforms and loader."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from PIL import Image, ImageOps
@@ -11,16 +12,49 @@ from torch.utils.data import DataLoader, Sampler
 from torchvision import transforms
 
 from isomorph.data.sources import Source
+from isomorph.errors import UserError
 
 SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")
 NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
 
 
-def eval_loader(source: Source, config: Mapping[str, Any], batch_size: int = 100, workers: int = 0) -> DataLoader[Any]:
-    """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, ...)."""
+def eval_loader(
+    source: Source,
+    config: Mapping[str, Any],
+    batch_size: int = 100,
+    workers: int = 0,
+    rfc: float | None = None,
+    rfc_fill: Literal["zero", "black"] = "zero",
+) -> DataLoader[Any]:
+    """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, ...).
+
+    `rfc` is the ratio of receptive-field calibration and takes the place of the crop: the image's shorter side is made
+    1 / rfc of the input's, the middle is cut out, and where the image ends it is padded. `zero` pads what the model
+    reads (the mean colour); `black` pads the picture, as timm does for a crop_pct above 1. Below 1 it is a plain crop.
+
+    Source: Refiner section 4.4
+    Raises: UserError for a ratio that is not positive and finite, or another filling.
+    """
     kept = {key: config[key] for key in EVAL_KEYS if key in config}
-    return create_loader(copy.copy(source), batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
+    if rfc is not None:
+        refuse_calibration(rfc, rfc_fill, config["input_size"][-2:])
+        kept |= dict(crop_pct=rfc, crop_mode="center")
+    source = copy.copy(source)
+    loader = create_loader(source, batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
+    if rfc is not None and rfc_fill == "zero":
+        steps = list(source.transform.transforms)  # type: ignore[union-attr]
+        crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
+        source.transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
+    return loader
+
+
+def refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
+    """Raises: UserError for a ratio or a filling of receptive-field calibration that makes no image."""
+    if not 0 < rfc < math.inf or min(size) / rfc < 1:
+        raise UserError(f"rfc {rfc:g} makes no image; give a ratio like 1.13, or below 1 to crop")
+    if fill not in ("zero", "black"):
+        raise UserError(f"rfc_fill {fill!r} is unknown; choose 'zero' or 'black'")
 
 
 def train_loader(

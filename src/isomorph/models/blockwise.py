@@ -1,5 +1,6 @@
 """A ViT whose blocks are told more than the tokens: they run one by one, with a state handed from each to the next."""
 
+from collections.abc import Callable
 from typing import Any
 
 from timm.models import checkpoint
@@ -27,8 +28,8 @@ class BlockwiseViT(VisionTransformer):
         """Patches with their positions, after the prefix tokens. Shape: x (B, H, W, C) -> (B, N, C)"""
         return self._pos_embed(x)
 
-    def embed(self, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-        """What the first block reads, and the grid of the patches.
+    def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
+        """What the first block reads, and the grid of the patches, which may be rearranged before they are placed.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
         """
@@ -36,6 +37,7 @@ class BlockwiseViT(VisionTransformer):
             raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
         refuse_size(tuple(x.shape[-2:]), self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)  # (B, H, W, C)
+        x = rearrange(x) if rearrange else x
         return self.norm_pre(self.patch_drop(self.place_patches(x))), (x.shape[1], x.shape[2])
 
     def start(self, grid_size: tuple[int, int]) -> Any:
@@ -51,9 +53,9 @@ class BlockwiseViT(VisionTransformer):
         block = self.blocks[i]
         return checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Shape: x (B, in_chans, height, width) -> (B, N, C)"""
-        x, grid_size = self.embed(x)
+        x, grid_size = self.embed(x, rearrange)
         state = self.start(grid_size)
         for i in range(len(self.blocks)):
             x, state = self.run_block(i, x, state)

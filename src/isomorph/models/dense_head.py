@@ -1,10 +1,12 @@
-"""A second head that classifies every token, for token labelling and MixToken (Jiang et al. 2021, LV-ViT)."""
+"""A second head that classifies every patch, for token labelling and MixToken (Jiang et al. 2021, LV-ViT)."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 
 
@@ -23,19 +25,41 @@ class Box(NamedTuple):
         return inside
 
 
+def swap(box: Box, patches: Tensor) -> Tensor:
+    """Inside the box, every image has the patches of its partner, the batch in reverse. Shape: (B, H, W, C)"""
+    inside = box.mask((patches.shape[1], patches.shape[2]), patches.device)
+    return torch.where(inside[..., None], patches.flip(0), patches)
+
+
 class DenseHeadViT(BlockwiseViT):
     """A ViT that, with `dense_head`, classifies every patch too: logits = class token's + .5 max over patches'.
 
+    Shape: x (B, in_chans, height, width) -> (B, num_classes); with `tokens` (B, num_classes), (B, H W, num_classes)
     Source: Refiner code, after LV-ViT
+    Raises: UserError for patches' logits of a model without their head.
     """
 
     def __init__(self, dense_head: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.aux_head = nn.Linear(self.embed_dim, self.num_classes) if dense_head and self.num_classes else None
         self.dense_head = dense_head
-        if self.aux_head is not None:
-            nn.init.trunc_normal_(self.aux_head.weight, std=0.02)
-            nn.init.zeros_(self.aux_head.bias)
+        self.aux_head = self.build_aux_head(self.num_classes)
+
+    def build_aux_head(self, num_classes: int) -> nn.Linear | None:
+        if not self.dense_head or not num_classes:
+            return None
+        head = nn.Linear(self.embed_dim, num_classes).to(self.patch_embed.proj.weight)
+        nn.init.trunc_normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+        return head
+
+    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None) -> Any:
+        """Logits; with `tokens` those of the pooled tokens and of every patch, the box's mixed (MixToken)."""
+        features = self.forward_features(x, box and partial(swap, box))
+        if not tokens:
+            return self.forward_head(features)
+        if self.aux_head is None:
+            raise UserError("the model has no head for its patches; create it with dense_head=True")
+        return super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Shape: x (B, N, C) -> (B, num_classes), or (B, C) before the head"""
@@ -44,32 +68,6 @@ class DenseHeadViT(BlockwiseViT):
             return logits
         return logits + 0.5 * self.aux_head(x[:, self.num_prefix_tokens :]).amax(1)
 
-    def forward_tokens(self, x: Tensor, box: Box | None = None) -> tuple[Tensor, Tensor]:
-        """Logits of the class token and of every patch; inside the box each image has the patches of another.
-
-        The patches of the batch in reverse order: MixToken.
-
-        Shape: x (B, in_chans, height, width) -> (B, num_classes), (B, H W, num_classes)
-        """
-        self.box = box
-        try:
-            features = self.forward_features(x)
-        finally:
-            self.box = None
-        assert self.aux_head is not None
-        return super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
-
-    box: Box | None = None
-
-    def place_patches(self, x: Tensor) -> Tensor:
-        """Shape: x (B, H, W, C) -> (B, N, C)"""
-        if self.box is not None:
-            inside = self.box.mask((x.shape[1], x.shape[2]), x.device)
-            x = torch.where(inside[..., None], x.flip(0), x)
-        return super().place_patches(x)
-
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         super().reset_classifier(num_classes, global_pool)
-        self.aux_head = None
-        if self.dense_head and num_classes:
-            self.aux_head = nn.Linear(self.embed_dim, num_classes).to(self.cls_token)
+        self.aux_head = self.build_aux_head(num_classes)

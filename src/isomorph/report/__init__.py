@@ -2,6 +2,6 @@
 
 from isomorph.report.figures import curves_figure, dials_figure, maps_figure
 from isomorph.report.page import Section, write_page
-from isomorph.report.terminal import metric_rows, show
+from isomorph.report.terminal import curve_rows, metric_rows, show
 
-__all__ = ["Section", "curves_figure", "dials_figure", "maps_figure", "metric_rows", "show", "write_page"]
+__all__ = ["Section", "curve_rows", "curves_figure", "dials_figure", "maps_figure", "metric_rows", "show", "write_page"]

@@ -25,6 +25,17 @@ def metric_rows(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     return [["", title], *rows]
 
 
+def curve_rows(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
+    """Head and a row for each point of a sweep along `key`; the best top-1 is marked."""
+    labels = [name for name in ("top1", "top5", "nll", "ece") if name in points[0]]
+    best = max(points, key=lambda point: point["top1"])
+    rows = [
+        [f"{point[key]:g}" + " *" * (point is best), *(UNITS[name][1](point[name]) for name in labels)]
+        for point in points
+    ]
+    return [[f"{title}: {key}", *(UNITS[name][0] for name in labels)], *rows]
+
+
 def show(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")

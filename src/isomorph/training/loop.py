@@ -24,7 +24,7 @@ from isomorph.evaluation import evaluate
 from isomorph.surgery import gpsa_layers
 from isomorph.training.build import build_loaders, build_model, data_config, open_model, open_sources
 from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
-from isomorph.training.objectives import build_mixup, classification, distillation, refuse_teacher
+from isomorph.training.objectives import build_mixup, classification, distillation, refuse_teacher, token_labelling
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
@@ -111,6 +111,8 @@ def open_run(recipe: Recipe) -> Run:
 
 def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
     """What the run minimises."""
+    if recipe.token_labels:
+        return token_labelling(model, recipe.token_labels, recipe.augment, device)
     if recipe.distill is None:
         return classification(model, recipe.augment, device)
     teacher = open_model(recipe.distill.teacher, recipe.distill.weights)

@@ -41,10 +41,11 @@ class RecastPart(Part):
 
     where: Globs
     """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?."""
-    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid"] = "ConvToGPSA"
-    """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids."""
+    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA"
+    """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids;
+    a ViT's attention becomes refined attention."""
     init: Literal["exact", "same-function", "paper"] | None = None
-    """exact keeps the function (for pyramids its name is same-function); paper is the paper's start."""
+    """exact keeps the function (of pyramids and refined attention: same-function); paper is the paper's start."""
     locality: Positive | None = None
     """Overrides the init's locality (attention with places)."""
     gate: float | None = None
@@ -53,9 +54,18 @@ class RecastPart(Part):
     """P-W2S, R-D2W1S, naive-W8 and the like (pyramids)."""
     rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None
     """What tames the sum of the branches; paper: batchnorm on queries and keys, rescale elsewhere (pyramids)."""
-
     rescale_by: Positive | None = None
     """N of the division by sqrt(N), by default the number of branches (pyramids)."""
+    ratio: Annotated[int, Field(ge=0)] | None = None
+    """Maps for every head; 1 is talking heads, 0 no expansion (refined attention)."""
+    kernel: Count | None = None
+    """Size of the kernel on the maps, odd; 1 is none (refined attention)."""
+    reduce: bool | None = None
+    """Whether the maps are reduced to one for every head again (refined attention)."""
+    span: Literal["map", "spatial", "row+column"] | None = None
+    """Where the kernel runs (refined attention)."""
+    recompute: bool | None = None
+    """Compute the maps again in the backward pass instead of keeping them (refined attention)."""
 
     @model_validator(mode="after")
     def coherent(self) -> "RecastPart":
@@ -210,6 +220,17 @@ class AnnealPart(Part):
 
     def schedule(self, steps_per_epoch: int) -> Anneal:
         return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
+
+
+class TokenLabelPart(Part):
+    """Labels for every patch too, of models with a dense head: each patch has the label of the image it comes from."""
+
+    weight: NotNegative = 0.5
+    """Of the patches' loss beside that of the image, which has 1."""
+    mix: bool = True
+    """MixToken: a box of every image's patches comes from another image, and so do their labels."""
+    beta: Positive = 1.0
+    """The share of the image that stays is drawn from Beta(beta, beta)."""
 
 
 class DistillPart(Part):

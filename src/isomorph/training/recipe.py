@@ -25,6 +25,7 @@ from isomorph.training.parts import (
     OptimPart,
     Part,
     Rate,
+    TokenLabelPart,
 )
 
 
@@ -39,6 +40,7 @@ class Recipe(Part):
     optim: OptimPart = OptimPart()
     anneal: AnnealPart | None = None
     distill: DistillPart | None = None
+    token_labels: TokenLabelPart | None = None
     epochs: Count = 50
     """Passes over the training data."""
     evaluate_every: Count = 1
@@ -76,6 +78,8 @@ class Recipe(Part):
             raise ValueError("augment.scale must give the smaller share first")
         if self.anneal and self.anneal.epochs > self.epochs:
             raise ValueError(f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}")
+        if self.token_labels and self.distill:
+            raise ValueError("token_labels and distill are two objectives; give one")
         return self
 
     @property
