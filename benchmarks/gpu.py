@@ -9,6 +9,7 @@ import torch
 
 import convit
 import gpsa
+import refiner
 import tdrl
 from interleave import show, write
 
@@ -20,7 +21,7 @@ def main():
     device, found = torch.device("cuda"), {}
     for precision in ("float32", "bfloat16"):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
-            for title, table in (gpsa.TABLES | convit.TABLES | tdrl.TABLES).items():
+            for title, table in (gpsa.TABLES | convit.TABLES | tdrl.TABLES | refiner.TABLES).items():
                 sizes = dict(batches=(32, 128)) if table in tdrl.TABLES.values() else {}
                 found[f"{title} ({precision})"] = table(device, rounds=5, **sizes)
                 show(f"{title} ({precision})", found[f"{title} ({precision})"])

@@ -1,6 +1,7 @@
 """Layers as one would write them first.
 
 GPSA2d: padded tokens, every map dense, positions recomputed for every image. Pyramids: every branch on every token.
+Refiners: three convolutions of the map.
 """
 
 import copy
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isomorph.layers import GPSA2d, JointPyramid, PyramidLinear
+from isomorph.layers import GPSA2d, JointPyramid, LocalAttention, PyramidLinear, RefinedAttention
+from isomorph.layers.refiner import Refiner
 
 
 class NaiveGPSA2d(nn.Module):
@@ -68,3 +70,25 @@ def run_branches(pyramids, x):
         total = sum(reduce(lambda y, layer: layer(y), chain, tokens) for chain in pyramid.chains) * pyramid.factor
         outputs.append(total if pyramid.norm is None else pyramid.norm(total))
     return torch.cat(outputs, -1).view(*x.shape[:-1], -1)
+
+
+def three_convolutions(model):
+    """A copy of the model in which maps are expanded, convolved and reduced one after the other: Refiner as written.
+
+    Local attention alone becomes a convolution of the map too.
+    """
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, LocalAttention):
+            module.__class__ = RefinedAttention
+        if isinstance(module, Refiner):
+            module.forward = partial(refine_in_turn, module)
+    return model
+
+
+def refine_in_turn(refiner, maps):
+    """Shape: maps (B, H, N, N) -> (B, H, N, N)"""
+    taps = refiner.local()
+    y = F.conv2d(maps, refiner.expand[:, :, None, None])
+    y = F.conv2d(y, taps[:, None], padding=taps.shape[-1] // 2, groups=len(taps))
+    return F.conv2d(y, refiner.reduce[:, :, None, None])

@@ -171,3 +171,61 @@ def test_centres_are_where_the_heads_look():
     cnn = timm.create_model("t_cifar_resnet20")
     for model, name in ((cnn, "layer3.0.conv1"), (torch.nn.Sequential(iso.GPSA(36, 9, (4, 5))), "0")):
         assert iso.centres(model)[name].tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+
+
+class TestEvolution:
+    def test_f_k_is_the_formula(self):
+        model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, embed_dim=24, num_heads=3).eval()
+        batches = [torch.randn(6, 3, 32, 32) for _ in range(3)]
+        found = iso.feature_evolution(model, batches)
+        assert list(found) == ["blocks.0", "blocks.1", "blocks.2"]
+        expected = 0
+        for batch in batches:
+            x = model.patch_drop(model._pos_embed(model.patch_embed(batch)))
+            outs = []
+            for block in model.blocks:
+                x = block(x)
+                outs.append(x.flatten(1))
+            expected += iso.linear_cka(outs[1], outs[2]) / iso.linear_cka(outs[0], outs[2]) / 3
+        assert found["blocks.1"] == pytest.approx(expected.item(), rel=1e-5)
+        assert found["blocks.0"] == pytest.approx(1.0)
+
+    def test_cnns_and_blocks_with_maps(self):
+        batch = torch.randn(4, 3, 32, 32)
+        cnn = timm.create_model("cifar_resnet20")
+        assert list(iso.feature_evolution(cnn, [batch], "layer?")) == ["layer1", "layer2", "layer3"]
+        refined = timm.create_model("refined_vit_s", img_size=32, depth=4, embed_dim=24, num_heads=3)
+        assert list(iso.feature_evolution(refined, [batch])) == [f"blocks.{i}" for i in range(4)]
+
+    def test_cka_by_either_route(self):
+        """More features than samples, or fewer: the same number."""
+        x, y = torch.randn(5, 9, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+        a, b = (t - t.mean(0) for t in (x, y))
+        expected = (b.T @ a).norm() ** 2 / ((a.T @ a).norm() * (b.T @ b).norm())
+        torch.testing.assert_close(iso.linear_cka(x, y), expected)
+        torch.testing.assert_close(iso.linear_cka(y, x), expected)
+        wide = torch.randn(50, 4, dtype=torch.float64)
+        torch.testing.assert_close(iso.linear_cka(wide, wide), torch.tensor(1.0, dtype=torch.float64))
+
+    def test_maps_of_blocks_and_heads(self):
+        model, x = timm.create_model("deit_tiny_patch16_224", depth=3), torch.randn(2, 3, 224, 224)
+        a, b, _ = iso.attention_maps(model, x).values()
+        cosine = torch.nn.functional.cosine_similarity
+        torch.testing.assert_close(iso.map_similarity(model, x)[0, 1], cosine(a, b, dim=-1).mean())
+        found = iso.head_similarity(model, x)["blocks.0.attn"]
+        torch.testing.assert_close(found[0, 2], cosine(a[:, 0], a[:, 2], dim=-1).mean())
+        torch.testing.assert_close(found.diagonal(), torch.ones(3))
+        wide = iso.recast(model, iso.AttentionToRefined(reduce=False), "blocks.1.attn")
+        assert iso.map_similarity(wide, x).isnan().sum() == 4
+
+    @pytest.mark.parametrize(
+        ("batches", "where", "said"),
+        [
+            ([], None, "no batch was given"),
+            ([torch.randn(1, 3, 32, 32)], None, "batches of several"),
+            ([torch.randn(2, 3, 32, 32)], "layer1", "features of 1 layers"),
+        ],
+    )
+    def test_what_does_not_evolve_is_refused(self, batches, where, said):
+        with pytest.raises(iso.UserError, match=said):
+            iso.feature_evolution(timm.create_model("cifar_resnet20"), batches, where)

@@ -51,6 +51,27 @@ def test_recast_verify_evaluate(tmp_path, weights):
     assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")
 
 
+def test_refine_and_calibrate(tmp_path):
+    out = tmp_path / "refined.safetensors"
+    vit = ["vit_tiny_patch16_224", "--no-pretrained", "--rule", "AttentionToRefined", "--where", "blocks.[01].attn"]
+    run = isomorph("recast", *vit, "--ratio", 2, "--no-reduce", "--out", out)
+    assert run.returncode == 0, run.stderr
+    assert "AttentionToRefined(ratio=2" in run.stdout
+    assert "reduce=False" in run.stdout
+    assert "equal within 0.0001" in run.stdout
+    assert "kernel 4 must be odd" in refused("recast", *vit, "--kernel", 4, "--out", out)
+    small = tmp_path / "small.safetensors"
+    iso.save(timm.create_model("cifar_resnet20"), small)
+    ratios = ["--rfc", 1, "--rfc", 1.2, "--no-cost"]
+    run = isomorph("evaluate", small, "--data", "digits", *ratios, "--rfc-fill", "black", "--json")
+    curve = json.loads(run.stdout)["curve"]
+    assert [point["rfc"] for point in curve] == [1, 1.2]
+    assert {point["rfc_fill"] for point in curve} == {"black"}
+    run = isomorph("evaluate", small, "--data", "digits", *ratios)
+    assert [line.split()[0] for line in run.stdout.splitlines()[1:3]] == ["1", "1.2"] or "*" in run.stdout
+    assert "makes no image" in refused("evaluate", small, "--data", "digits", "--rfc", 0)
+
+
 def test_train_with_flags_in_every_form(tmp_path):
     flags = [
         "--epochs",

@@ -277,3 +277,59 @@ def test_policies_survive_their_strongest_posterize(policy):
         for level in (0, 5, 10):
             op.magnitude, op.magnitude_std, op.prob = level, 0, 1.0
             assert op(source.image(0)).size == (8, 8)
+
+
+class TestReceptiveFieldCalibration:
+    """Refiner section 4.4: the image smaller than the input, and padded."""
+
+    config = dict(input_size=(3, 24, 24), mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.3), interpolation="bilinear")
+
+    def batch(self, size, **calibration):
+        source = Source([Image.new("RGB", size, (200, 100, 50))], [0], ["a"])
+        return next(iter(eval_loader(source, self.config, 1, **calibration)))[0][0]
+
+    def test_zero_and_black(self):
+        zero, black = (self.batch((40, 40), rfc=1.5, rfc_fill=fill) for fill in ("zero", "black"))
+        inner = slice(4, 20)  # 24 / 1.5 = 16 pixels in the middle
+        torch.testing.assert_close(zero[:, inner, inner], black[:, inner, inner])
+        rim = torch.ones(24, 24, dtype=torch.bool)
+        rim[inner, inner] = False
+        assert not zero[:, rim].any()
+        mean, std = (torch.tensor(self.config[name]) for name in ("mean", "std"))
+        torch.testing.assert_close(black[:, rim], (-mean / std)[:, None].expand(-1, int(rim.sum())))
+
+    def test_the_longer_side_keeps_what_fits(self):
+        zero = self.batch((60, 40), rfc=1.5)  # 24 x 16 after the resize: nothing to pad in width
+        assert zero[:, 4:20].abs().min() > 0.01
+        assert not zero[:, :4].any()
+        assert not zero[:, 20:].any()
+
+    def test_one_and_below_is_a_plain_crop(self):
+        for rfc in (1.0, 0.8):
+            torch.testing.assert_close(
+                self.batch((40, 50), rfc=rfc),
+                next(
+                    iter(
+                        eval_loader(
+                            Source([Image.new("RGB", (40, 50), (200, 100, 50))], [0], ["a"]),
+                            dict(self.config, crop_pct=rfc, crop_mode="center"),
+                            1,
+                        )
+                    )
+                )[0][0],
+            )
+
+    def test_rectangles(self):
+        config = dict(self.config, input_size=(3, 24, 32))
+        source = Source([Image.new("RGB", (40, 40), (200, 100, 50))], [0], ["a"])
+        zero = next(iter(eval_loader(source, config, 1, rfc=2.0)))[0][0]
+        assert zero.shape == (3, 24, 32)
+        assert not zero[:, 0].any()
+        assert zero[:, 12, 16].all()
+
+    @pytest.mark.parametrize("given", [dict(rfc=0.0), dict(rfc=-1.0), dict(rfc=float("nan")), dict(rfc=99.0)])
+    def test_ratios_that_make_no_image(self, given):
+        with pytest.raises(iso.UserError, match="makes no image"):
+            self.batch((40, 40), **given)
+        with pytest.raises(iso.UserError, match="'white' is unknown"):
+            self.batch((40, 40), rfc=1.1, rfc_fill="white")

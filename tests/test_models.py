@@ -20,6 +20,13 @@ PARAMETERS = {
     "convit_ti_plus": 9_972_912 - 40,
     "convit_s_plus": 48_979_882 - 90,
     "convit_b_plus": 153_134_856 - 160,
+    "refined_vit_b": 86_581_912,
+    "refined_vit_s": 25_015_976,
+    "refined_vit_m": 55_013_420,
+    "refined_vit_l": 80_616_712,
+    "refined_vit_s_released": 25_408_656,
+    "refined_vit_m_released": 55_450_932,
+    "refined_vit_l_released": 81_150_192,
     # base + layers * (3 C^2 + 9 heads * (2 centre + locality + gate))
     "t_cifar_resnet20": 269_722 + 3 * 32**2 + 36 + 5 * (3 * 64**2 + 36),
     "t_cifar_resnet56": 853_018 + 3 * 32**2 + 36 + 17 * (3 * 64**2 + 36),
@@ -44,8 +51,9 @@ PAPER_MILLIONS = {  # T-CNN Table 2
     "t_resnetrs270": 133,
     "t_resnetrs350": 167,
 }
-SMALL = ["cifar_resnet20", "convit_ti", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", "tdrl_vit_ti"]
-ODD_SIZES = {name: dict(dynamic_img_pad=True) for name in ("convit_ti", "tdrl_vit_ti")}
+VITS = ["convit_ti", "refined_vit_s", "refined_vit_s_released", "tdrl_vit_ti"]
+SMALL = ["cifar_resnet20", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", *VITS]
+ODD_SIZES = {name: dict(dynamic_img_pad=True) for name in VITS}
 
 
 def size_of(name):

@@ -17,7 +17,7 @@ from isomorph.layers import RefinedAttention, ReusedAttention
 from isomorph.layers.refiner import MapConvolution
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT
-from isomorph.models.vit_cfg import build_vit, vit_cfg
+from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import AttentionToRefined
 from isomorph.surgery.follow import follow_grid
 
@@ -138,7 +138,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> di
 
     Raises: UserError for a plain checkpoint and a model that reuses maps: its queries and keys would be lost.
     """
-    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(state_dict, model)
+    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
     refining = {name: m for name, m in model.named_modules() if isinstance(m, RefinedAttention)}
     plain = not any(".attn.refine." in name for name in state) and "blocks.0.attn.qkv.weight" in state
     if not refining or not plain:

@@ -16,7 +16,7 @@ from isomorph.errors import UserError
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT
-from isomorph.models.vit_cfg import build_vit, vit_cfg
+from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 
 HALVED = 0.5
 """What a residual branch reads of the tokens, and what its output is divided by."""
@@ -88,9 +88,7 @@ class ReleasedRefinedViT(DenseHeadViT):
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
     """The authors' checkpoints, wrapped or not, and our own, their position embedding resized to the model's grid."""
-    tensors: dict[str, Any] = state_dict.get("state_dict", state_dict.get("model", state_dict))
-    state = {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
-    return vision_transformer.checkpoint_filter_fn(state, model)
+    return vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
 
 
 VARIANTS: dict[str, tuple[dict[str, int], float]] = {

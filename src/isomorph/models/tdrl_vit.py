@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
-from isomorph.models.vit_cfg import build_vit, vit_cfg
+from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
 WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
@@ -59,8 +59,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
-    tensors: Any = state_dict.get("model", state_dict)
-    state_dict = {name: tensor for name, tensor in tensors.items() if not name.startswith(PRETRAINING)}
+    state_dict = {n: tensor for n, tensor in unwrapped(state_dict).items() if not n.startswith(PRETRAINING)}
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in model.named_modules():

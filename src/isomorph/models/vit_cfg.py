@@ -27,6 +27,12 @@ def vit_cfg(**weights: Any) -> dict[str, Any]:
     }
 
 
+def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The tensors of a checkpoint, out of a trainer's wrapping and DataParallel's prefix."""
+    tensors = state_dict.get("state_dict", state_dict.get("model", state_dict))
+    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
+
+
 def build_vit(
     kind: type, variant: str, pretrained: bool, filter_fn: Callable[..., Any], arguments: dict[str, Any]
 ) -> Any:

@@ -1,0 +1,317 @@
+"""Refined-ViT, as in the paper and as released: sizes, functions, checkpoints, shared maps, patches with labels."""
+
+import copy
+import re
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention
+from torch import nn
+
+import isomorph as iso
+from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.models.dense_head import Box
+from isomorph.models.refined_vit import checkpoint_filter_fn
+from isomorph.recipes import refiner
+from isomorph.training.build import build_model
+from isomorph.training.loop import open_run, train_epoch
+from isomorph.training.objectives import TokenLabelTask, draw_box
+from isomorph.training.parts import TokenLabelPart
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
+MILLIONS = {"b": 86, "s": 25, "m": 55, "l": 81}
+RELEASED = {"s": (25_408_656, 25_023_656), "m": (55_450_932, 55_029_932), "l": (81_150_192, 80_637_192)}
+
+
+def count(name, **arguments):
+    with torch.device("meta"):
+        return sum(p.numel() for p in timm.create_model(name, **arguments).parameters())
+
+
+def perturbed(name, **arguments):
+    model = timm.create_model(name, **{**SMALL, **arguments})
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+@pytest.mark.parametrize("letter", MILLIONS)
+def test_sizes_of_the_paper(letter):
+    assert count(f"refined_vit_{letter}") / 1e6 == pytest.approx(MILLIONS[letter], rel=0.02)
+
+
+@pytest.mark.parametrize("letter", RELEASED)
+def test_sizes_as_released(letter):
+    name = f"refined_vit_{letter}_released"
+    assert (count(name), count(name, dense_head=False)) == RELEASED[letter]
+
+
+@pytest.mark.parametrize(
+    ("form", "first", "second"),
+    [
+        (dict(share=0), RefinedAttention, RefinedAttention),
+        (dict(), RefinedAttention, ReusedAttention),
+        (dict(share=0, ratio=0), LocalAttention, LocalAttention),
+        (dict(share=1, ratio=0), RefinedAttention, ReusedAttention),
+        (dict(share=0, ratio=0, kernel=0), Attention, Attention),
+        (dict(share=1, ratio=0, kernel=0), RefinedAttention, ReusedAttention),
+        (dict(share=0, reduce=False), ExpandedAttention, ExpandedAttention),
+        (dict(share=0, span="spatial"), SpatialAttention, SpatialAttention),
+        (dict(share=1, span="spatial", class_token=False, global_pool="avg"), SpatialAttention, ReusedAttention),
+        (dict(share=1, recompute=True, span="row+column"), RefinedAttention, ReusedAttention),
+    ],
+)
+def test_forms(form, first, second):
+    model = perturbed("refined_vit_s", **form)
+    assert [type(block.attn) for block in model.blocks[:2]] == [first, second]
+    x = torch.randn(2, 3, 24, 40)
+    y = model(x)
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for n, p in model.named_parameters() if "attn" in n)
+    maps = iso.attention_maps(model, x)
+    assert len(maps) == 4
+    torch.testing.assert_close(copy.deepcopy(model)(x), y)
+
+
+def test_forms_agree_where_they_are_the_same_function():
+    """Local attention without its map, and with: sharing blocks form it."""
+    x, local = torch.randn(2, 3, 32, 32), perturbed("refined_vit_b", ratio=0, depth=1)
+    explicit = perturbed("refined_vit_b", ratio=0, depth=1, share=1)
+    explicit.load_state_dict(local.state_dict())
+    assert [type(model.blocks[0].attn) for model in (local, explicit)] == [LocalAttention, RefinedAttention]
+    torch.testing.assert_close(explicit(x), local(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [1, 2, 3])
+def test_maps_are_shared(share):
+    model, x = perturbed("refined_vit_b", share=share, depth=5), torch.randn(1, 3, 32, 32)
+    maps = list(iso.attention_maps(model, x).values())
+    for i, found in enumerate(maps):
+        assert torch.equal(found, maps[i - i % (share + 1)])
+        assert torch.equal(found, maps[i - 1]) == (i > 0 and i % (share + 1) > 0)
+    found = iso.map_similarity(model, x)
+    torch.testing.assert_close(found[0, 1], torch.tensor(1.0))
+
+
+def test_a_plain_checkpoint_becomes_the_same_function(tmp_path):
+    shape = {**SMALL, "patch_size": 4}
+    plain = timm.create_model("vit_base_patch16_224", **shape).eval()
+    torch.save(plain.state_dict(), tmp_path / "plain.pth")
+    refined = timm.create_model("refined_vit_b", **shape)
+    iso.load_weights(refined, tmp_path / "plain.pth")
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(refined.eval()(x), plain(x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(iso.UserError, match="share=0"):
+        checkpoint_filter_fn(plain.state_dict(), timm.create_model("refined_vit_b", share=1, **shape))
+    with pytest.raises(iso.UserError):  # drawn refiners are not what the checkpoint computes
+        iso.load_weights(timm.create_model("refined_vit_b", init="paper", **shape), tmp_path / "plain.pth")
+
+
+@pytest.mark.parametrize("name", ["refined_vit_s", "refined_vit_s_released"])
+def test_positions_follow_the_size(name, tmp_path):
+    """Fine-tuning at another size starts from the resized embedding; the same at a call, at creation and in place."""
+    model, x = perturbed(name), torch.randn(1, 3, 64, 48)
+    torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "small.pth")
+    larger = timm.create_model(name, **{**SMALL, "img_size": (64, 48)})
+    iso.load_weights(larger, tmp_path / "small.pth")
+    torch.testing.assert_close(larger.eval()(x), model(x))
+    model.set_input_size((64, 48))
+    torch.testing.assert_close(larger(x), model(x))
+    with pytest.raises(iso.UserError, match="the patches of a convolved image stay"):
+        model.set_input_size(patch_size=4)
+    with pytest.raises(iso.UserError, match="no multiple of the 8 x 8 patch"):
+        model(torch.randn(1, 3, 33, 32))
+    with pytest.raises(iso.UserError, match="even"):
+        timm.create_model(name, patch_size=7, img_size=28)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (dict(share=-1), "share -1"),
+        (dict(share=1, reduce=False), "not shared"),
+        (dict(ratio=3, kernel=0), "kernel 0 must be odd"),
+        (dict(span="image"), "span 'image' is unknown"),
+    ],
+)
+def test_impossible_networks_are_refused(arguments, said):
+    with pytest.raises(iso.UserError, match=said):
+        timm.create_model("refined_vit_s", **{**SMALL, **arguments})
+    with pytest.raises(iso.UserError, match="no qk_norm"):
+        timm.create_model("refined_vit_s_released", qk_norm=True, **SMALL)
+
+
+def norm_maps(x, state, name):
+    mean, var = state[f"{name}.running_mean"], state[f"{name}.running_var"]
+    return F.batch_norm(x, mean, var, state[f"{name}.weight"], state[f"{name}.bias"])
+
+
+def released(state, x, heads, depth, patch):
+    """The released network from its checkpoint alone, with plain functions: what METHODS.md says it computes."""
+    y = x
+    for i, (stride, padding) in enumerate(((2, 3), (1, 1), (1, 1)), start=1):
+        y = F.conv2d(y, state[f"patch_embed.conv{i}.weight"], stride=stride, padding=padding)
+        y = F.relu(norm_maps(y, state, f"patch_embed.bn{i}"))
+    y = F.conv2d(y, state["patch_embed.proj.weight"], state["patch_embed.proj.bias"], stride=patch // 2)
+    y = y.flatten(2).transpose(1, 2)
+    y = torch.cat([state["cls_token"].expand(len(y), -1, -1), y], 1) + state["pos_embed"]
+    previous, C = None, y.shape[-1]
+    scale = (C // heads) ** -0.5
+
+    def layer_norm(t, name):
+        return F.layer_norm(t, (C,), state[f"{name}.weight"], state[f"{name}.bias"], 1e-6)
+
+    def linear(t, name):
+        return F.linear(t, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def by_head(t):
+        return t.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    for i in range(depth):
+        name = f"blocks.{i}"
+        t = layer_norm(y * 0.5, f"{name}.norm1")
+        if i % 2 == 0:
+            q, k, v = (by_head(part) for part in linear(t, f"{name}.attn.qkv").chunk(3, -1))
+            maps = torch.softmax(q @ k.mT * scale, -1)
+            previous = maps if previous is None else maps + previous * scale
+            weights = previous
+        else:
+            v, dla = by_head(linear(t, f"{name}.attn.qkv")), f"{name}.attn.DLA"
+            z = F.relu6(norm_maps(F.conv2d(previous, state[f"{dla}.conv_exp.weight"]), state, f"{dla}.bn1"))
+            z = F.conv2d(z, state[f"{dla}.depth_sep_conv.weight"], padding=1, groups=z.shape[1])
+            z = F.relu6(norm_maps(z, state, f"{dla}.bn2"))
+            z = previous + norm_maps(F.conv2d(z, state[f"{dla}.conv_pro.weight"]), state, f"{dla}.bn3")
+            weights = norm_maps(z, state, f"{name}.attn.adapt_bn") * scale
+        y = y + linear((weights @ v).transpose(1, 2).flatten(2), f"{name}.attn.proj") / 0.5
+        t = F.gelu(linear(layer_norm(y * 0.5, f"{name}.norm2"), f"{name}.mlp.fc1"))
+        y = y + state[f"{name}.mlp.scale_channel"] * linear(t, f"{name}.mlp.fc2") / 0.5
+    y = layer_norm(y, "norm")
+    return linear(y[:, 0], "head") + 0.5 * linear(y[:, 1:], "aux_head").amax(1)
+
+
+def test_the_released_function():
+    model, x = perturbed("refined_vit_s_released").double(), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    torch.testing.assert_close(model(x), released(model.state_dict(), x, 3, 4, 8), rtol=0, atol=1e-12)
+    fused = iso.fuse(model)
+    assert not [n for n, m in fused.named_modules() if isinstance(m, nn.BatchNorm2d) and "DLA" in n]
+    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-10)
+
+
+def test_the_released_layout():
+    """Exactly the keys of the authors' checkpoints."""
+    with torch.device("meta"):
+        keys = set(timm.create_model("refined_vit_s_released").state_dict())
+    norm = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    expected = {"cls_token", "pos_embed"}
+    for name in ("norm", "head", "aux_head", "patch_embed.proj"):
+        expected |= {f"{name}.weight", f"{name}.bias"}
+    for i in (1, 2, 3):
+        expected |= {f"patch_embed.conv{i}.weight", *(f"patch_embed.bn{i}.{part}" for part in norm)}
+    for i in range(16):
+        for name in ("norm1", "norm2", "attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"):
+            expected |= {f"blocks.{i}.{name}.weight", f"blocks.{i}.{name}.bias"}
+        expected.add(f"blocks.{i}.mlp.scale_channel")
+        if i % 2:
+            expected |= {f"blocks.{i}.attn.DLA.{n}.weight" for n in ("conv_exp", "depth_sep_conv", "conv_pro")}
+            norms = ["DLA.bn1", "DLA.bn2", "DLA.bn3", "adapt_bn"]
+            expected |= {f"blocks.{i}.attn.{name}.{part}" for name in norms for part in norm}
+    assert keys == expected
+
+
+def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):
+    state = timm.create_model("refined_vit_s_released", **SMALL).state_dict()
+    state.pop("aux_head.weight")
+    torch.save(state, tmp_path / "damaged.pth")
+    with pytest.raises(iso.UserError, match=re.escape("aux_head.weight")):
+        iso.load_weights(timm.create_model("refined_vit_s_released", **SMALL), tmp_path / "damaged.pth")
+
+
+class TestTokenLabels:
+    def model(self, **more):
+        return perturbed("refined_vit_s", dense_head=True, **more)
+
+    def test_the_head_of_the_patches_counts(self):
+        model, x = self.model(), torch.randn(2, 3, 32, 32)
+        logits, tokens = model(x, tokens=True)
+        assert tokens.shape == (2, 16, 5)
+        torch.testing.assert_close(model(x), logits + 0.5 * tokens.amax(1))
+        model.reset_classifier(3)
+        assert model(x, tokens=True)[1].shape == (2, 16, 3)
+        with pytest.raises(iso.UserError, match="dense_head=True"):
+            perturbed("refined_vit_s")(x, tokens=True)
+
+    def test_a_box_swaps_patches_between_images(self):
+        """An image made of two in pixels is the image mixed in tokens, where patches do not overlap."""
+        model = self.model(conv_embed=False)
+        x, box = torch.randn(2, 3, 32, 32), Box(1, 3, 0, 2)
+        pixels = x.clone()
+        pixels[:, :, 8:24, 0:16] = x.flip(0)[:, :, 8:24, 0:16]
+        for a, b in zip(model(x, tokens=True, box=box), model(pixels, tokens=True), strict=True):
+            torch.testing.assert_close(a, b)
+
+    def test_the_loss_is_the_formula(self, monkeypatch):
+        model, x, labels = self.model(), torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
+        box = Box(0, 2, 1, 4)
+        monkeypatch.setattr("isomorph.training.objectives.draw_box", lambda *_: box)
+        task = TokenLabelTask(model, TokenLabelPart(weight=0.7), 0.1, torch.device("cpu"))
+        found = task(x, labels)
+        logits, tokens = model(x, tokens=True, box=box)
+        image = patches = 0
+        for b in range(4):
+            own, other = int(labels[b]), int(labels[3 - b])
+            loss = lambda logit, label: F.cross_entropy(logit[None], torch.tensor([label]), label_smoothing=0.1)  # noqa: E731
+            image += ((16 - 6) * loss(logits[b], own) + 6 * loss(logits[b], other)) / 16
+            for n in range(16):
+                inside = box.top <= n // 4 < box.bottom and box.left <= n % 4 < box.right
+                patches += loss(tokens[b, n], other if inside else own) / 16
+        torch.testing.assert_close(found["loss"], image / 4 + 0.7 * patches / 4)
+
+    def test_boxes(self):
+        areas = []
+        for _ in range(300):
+            box = draw_box((7, 14), 1.0)
+            assert 0 <= box.top <= box.bottom <= 7
+            assert 0 <= box.left <= box.right <= 14
+            areas.append(int(box.mask((7, 14)).sum()))
+        assert min(areas) < 5
+        assert max(areas) > 49
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("name", ["refined_vit_s_released", "refined_vit_s", "refiner_vit_16b_dla"])
+    def test_recipes_run_two_steps(self, name, tmp_path):
+        small = ["data.source=digits", "data.size=[32,32]", "data.batch_size=20", "data.workers=0"]
+        brief = ["data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}", "model.kwargs.depth=4"]
+        run = open_run(iso.load_recipe(name, [*small, *brief]))
+        assert len(run.train) == 2
+        assert isinstance(run.task, TokenLabelTask) == (name == "refined_vit_s_released")
+        assert train_epoch(run, 0, lambda: None) > 0
+
+    def test_a_model_without_the_head_is_refused_before_the_run(self, tmp_path):
+        changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
+        with pytest.raises(iso.UserError, match="needs a model that classifies its patches"):
+            open_run(iso.load_recipe("cifar_refined_plain", changes))
+        with pytest.raises(iso.UserError, match="two objectives"):
+            iso.load_recipe("cifar_refined_plain", ["token_labels.weight=0.5", "distill.teacher=resnet18"])
+
+
+@pytest.mark.parametrize("name", refiner.RECIPES)
+def test_every_recipe_is_built(name):
+    recipe = iso.load_recipe(name)
+    with torch.device("meta"):
+        model = build_model(recipe.model, 1000, recipe.drop_path)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    published = {"refiner_vit_12b": 86, "refiner_vit_16b": 24, "refiner_vit_24b": 36, "refiner_vit_32b": 48}
+    published |= {f"refiner_ratio_{r}": 25 for r in (1, 2, 3, 4, 6)}
+    wanted = published.get(name.removesuffix("_dla"))
+    assert wanted is None or millions == pytest.approx(wanted, rel=0.03)
+    assert recipe.expected or "fig" in recipe.source.lower() or "Table 8" in recipe.source or "cifar" in name
+
+
+def test_both_rates_are_named():
+    for name in ("refined_vit_s", "refined_vit_l", "refined_vit_s_standard"):
+        paper, slower = iso.load_recipe(name), iso.load_recipe(f"{name}_released_lr")
+        assert paper.optim.lr == pytest.approx(10 * slower.optim.lr)
