@@ -9,7 +9,14 @@ from timm.layers import Attention, LayerNorm
 from torch import nn
 
 import references
-from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.layers import (
+    ExpandedAttention,
+    LocalAttention,
+    RefinedAttention,
+    ReusedAttention,
+    SpatialAttention,
+    refined_attention,
+)
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 
 HEADS, DIM = 4, 12
@@ -56,6 +63,23 @@ def test_equals_the_paper(name, init, recompute):
     layer, x = build(name, init, recompute=recompute), torch.randn(3, 9, DIM, dtype=torch.float64)
     same(outcome(layer, layer, x), outcome(layer, lambda t: references.refined_attention(layer, t), x))
     torch.testing.assert_close(layer.attention(x), references.refined_maps(layer, x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["expanded, convolved, reduced", "without reduction", "local"])
+def test_image_by_image_is_the_same(name, monkeypatch):
+    """Large maps are formed some images at a time, masks with them, kept or recomputed, handed out or not."""
+    layer, x = build(name), torch.randn(5, 9, DIM, dtype=torch.float64)
+    real = torch.arange(9) < torch.tensor([9, 6, 4, 9, 1])[:, None]
+    expected = [outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x) for mask in (None, real)]
+    monkeypatch.setattr(refined_attention, "CACHED_BYTES", 2 * HEADS * 81 * 8)
+    assert refined_attention.images_at_once(layer.heads(x)[0]) == 2
+    for layer.recompute in (False, True):
+        for mask, wanted in zip((None, real), expected, strict=True):
+            same(outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x), wanted)
+        if name.startswith("expanded"):
+            y, maps = layer(x, hand_out=True)
+            torch.testing.assert_close(y, layer(x))
+            torch.testing.assert_close(maps, layer.attention(x))
 
 
 @pytest.mark.parametrize("name", FORMS)
