@@ -74,6 +74,7 @@ def test_dropout_norms_and_frozen_weights_are_kept():
     assert new.refine.expand.requires_grad
     half = iso.recast(vit().bfloat16(), iso.AttentionToRefined(), "blocks.0.attn")
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert type(iso.revert(half).blocks[0].attn) is Attention
 
 
 def test_it_stands_beside_the_other_forms():
@@ -116,6 +117,16 @@ def test_targets_that_cannot_be_refined_are_refused():
     iso.verify(alone, iso.recast(alone, placed, "0"), torch.randn(2, 7, 12))
     gated = nn.Sequential(Attention(12, 3, gated=True))
     iso.verify(gated, iso.recast(gated, iso.AttentionToRefined(), "0"), torch.randn(2, 7, 12))
+    bare = nn.Sequential(Attention(12, 3, proj_bias=False))
+    for rule in (iso.AttentionToRefined(reduce=False), iso.AttentionToRefined()):
+        iso.verify(bare, iso.recast(bare, rule, "0"), torch.randn(2, 7, 12))
+    pyramids = iso.recast(alone, iso.LinearToPyramid(), "0.qkv")
+    with pytest.raises(iso.UserError, match="JointPyramid and Linear, not linear layers"):
+        iso.recast(pyramids, iso.AttentionToRefined(), "0")
+    both = iso.recast(iso.recast(alone, iso.AttentionToRefined(), "0"), iso.LinearToPyramid(), "0.qkv")
+    with pytest.raises(iso.UserError, match="fuse the model first"):
+        iso.revert(both)
+    iso.verify(alone, iso.revert(iso.fuse(both.eval())), torch.randn(2, 7, 12))
     with pytest.raises(iso.UserError, match="gated or normalised"):
         iso.recast(gated, iso.AttentionToRefined(reduce=False), "0")
     with pytest.raises(iso.UserError, match="AttentionToRefined rebuilds Attention"):

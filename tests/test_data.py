@@ -305,19 +305,15 @@ class TestReceptiveFieldCalibration:
         assert not zero[:, 20:].any()
 
     def test_one_and_below_is_a_plain_crop(self):
+        picture = Image.linear_gradient("L").resize((40, 50)).convert("RGB")
+
+        def batch(config, **calibration):
+            return next(iter(eval_loader(Source([picture], [0], ["a"]), config, 1, **calibration)))[0]
+
         for rfc in (1.0, 0.8):
-            torch.testing.assert_close(
-                self.batch((40, 50), rfc=rfc),
-                next(
-                    iter(
-                        eval_loader(
-                            Source([Image.new("RGB", (40, 50), (200, 100, 50))], [0], ["a"]),
-                            dict(self.config, crop_pct=rfc, crop_mode="center"),
-                            1,
-                        )
-                    )
-                )[0][0],
-            )
+            cropped = batch(dict(self.config, crop_pct=rfc, crop_mode="center"))
+            torch.testing.assert_close(batch(self.config, rfc=rfc), cropped)
+        assert not torch.allclose(batch(self.config, rfc=0.8), batch(self.config, rfc=1.0), atol=0.1)
 
     def test_rectangles(self):
         config = dict(self.config, input_size=(3, 24, 32))

@@ -18,6 +18,7 @@ from isomorph.layers import (
     refined_attention,
 )
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
+from isomorph.layers.released_refiner import ReleasedDLA
 
 HEADS, DIM = 4, 12
 FORMS = {
@@ -140,6 +141,8 @@ def test_masks_that_are_no_padding_are_refused():
         (lambda: Refiner(4, ratio=1.5), "whole number"),
         (lambda: MapConvolution(4, kernel_size=4), "no middle"),
         (lambda: ExpandedAttention(12, 4, gated=True), "no gate"),
+        (lambda: ExpandedAttention(12, 4)(torch.randn(1, 5, 12), hand_out=True), "not handed out"),
+        (lambda: RefinedAttention(12, 4, refine=Refiner(3)), "for 3 heads, the attention has 4"),
         (lambda: SpatialAttention(12, 4, (2, 2))(torch.randn(1, 5, 12)), "do not fill"),
     ],
 )
@@ -196,8 +199,15 @@ def kept_mib(layer, x):
     return sum(size for key, size in kept.items() if key not in own) / 2**20
 
 
+def test_norms_of_maps_see_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(refined_attention, "CACHED_BYTES", 1)
+    layer = RefinedAttention(DIM, HEADS, refine=ReleasedDLA(HEADS))
+    layer(torch.randn(5, 9, DIM))
+    assert layer.refine.bn1.num_batches_tracked == 1
+
+
 def test_memory_of_base_width_at_224():
-    """Recomputed maps: no more kept than twice plain attention's; local attention keeps no map either way."""
+    """Recomputed maps: at most 1.5 times what plain attention keeps; local attention keeps no map either way."""
     x = torch.randn(2, 197, 768, requires_grad=True)
     plain = kept_mib(Attention(768, 12, qkv_bias=True), x)
     assert kept_mib(RefinedAttention(768, 12, recompute=True), x) <= 1.5 * plain
@@ -225,6 +235,14 @@ class TestEverywhere:
         same(outcome(layer, compiled, x), outcome(layer, layer, x), atol=1e-5, rtol=1e-5)
         exported = torch.export.export(layer.eval(), (x,)).module()
         torch.testing.assert_close(exported(x), layer(x), atol=1e-5, rtol=1e-5)
+
+    def test_exports_for_any_batch(self, name):
+        for recompute in (False, True):
+            layer = build(name, recompute=recompute).float().eval()
+            sizes = ({0: torch.export.Dim("B")},)
+            exported = torch.export.export(layer, (torch.randn(3, 9, DIM),), dynamic_shapes=sizes).module()
+            x = torch.randn(5, 9, DIM)
+            torch.testing.assert_close(exported(x), layer(x), atol=1e-5, rtol=1e-5)
 
     def test_copies_pickles_and_meta(self, name):
         layer, x = build(name), torch.randn(1, 9, DIM, dtype=torch.float64)

@@ -65,7 +65,7 @@ def test_sizes_as_released(letter):
         (dict(share=1, recompute=True, span="row+column"), RefinedAttention, ReusedAttention),
     ],
 )
-def test_forms(form, first, second):
+def test_forms(form, first, second, tmp_path):
     model = perturbed("refined_vit_s", **form)
     assert [type(block.attn) for block in model.blocks[:2]] == [first, second]
     x = torch.randn(2, 3, 24, 40)
@@ -75,6 +75,10 @@ def test_forms(form, first, second):
     maps = iso.attention_maps(model, x)
     assert len(maps) == 4
     torch.testing.assert_close(copy.deepcopy(model)(x), y)
+    torch.save(model.state_dict(), tmp_path / "own.pth")
+    again = timm.create_model("refined_vit_s", **SMALL, **form).eval()
+    iso.load_weights(again, tmp_path / "own.pth")
+    torch.testing.assert_close(again(x), y)
 
 
 def test_forms_agree_where_they_are_the_same_function():
@@ -136,6 +140,10 @@ def test_positions_follow_the_size(name, tmp_path):
         (dict(share=1, reduce=False), "not shared"),
         (dict(ratio=3, kernel=0), "kernel 0 must be odd"),
         (dict(span="image"), "span 'image' is unknown"),
+        (dict(num_heads=5), "num_heads 5 does not divide embed_dim 24"),
+        (dict(patch_drop_rate=0.5), "patch_drop_rate leaves a grid with holes"),
+        (dict(share=1, scale_attn_norm=True), "give share=0"),
+        (dict(attn_layer="diff"), "attn_layer is no argument"),
     ],
 )
 def test_impossible_networks_are_refused(arguments, said):
@@ -220,6 +228,24 @@ def test_the_released_layout():
             norms = ["DLA.bn1", "DLA.bn2", "DLA.bn3", "adapt_bn"]
             expected |= {f"blocks.{i}.attn.{name}.{part}" for name in norms for part in norm}
     assert keys == expected
+
+
+@pytest.mark.parametrize("name", ["refined_vit_s", "refined_vit_s_released"])
+def test_other_classes_and_channels_start_from_a_checkpoint(name, tmp_path):
+    """timm's pretrained path and isomorph's: all but the heads, and filters summed for one channel."""
+    given = timm.create_model(name, **SMALL | dict(num_classes=1000), dense_head=True)
+    torch.save(given.state_dict(), tmp_path / "given.pth")
+    overlay = dict(file=str(tmp_path / "given.pth"))
+    shape = {key: value for key, value in SMALL.items() if key != "num_classes"}
+    made = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, in_chans=1, num_classes=7, **shape)
+    torch.testing.assert_close(made.blocks[1].mlp.fc1.weight, given.blocks[1].mlp.fc1.weight)
+    torch.testing.assert_close(made.patch_embed.conv1.weight, given.patch_embed.conv1.weight.sum(1, keepdim=True))
+    other = timm.create_model(name, **SMALL, dense_head=True)
+    iso.load_weights(other, tmp_path / "given.pth", fresh_head=True)
+    torch.testing.assert_close(other.norm.weight, given.norm.weight)
+    if name.endswith("released"):
+        bare = timm.create_model(name, **SMALL | dict(num_classes=1000), dense_head=False)
+        iso.load_weights(bare, tmp_path / "given.pth")
 
 
 def test_a_damaged_or_foreign_checkpoint_is_refused(tmp_path):

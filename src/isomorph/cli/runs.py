@@ -86,10 +86,10 @@ def evaluate_(
     net = open_model(model, weights)
     source, config = evaluation_data(net, data, root, size, classes)
     net.to(open_runtime(device).device)
+    loaders = {ratio: eval_loader(source, config, batch_size, workers, ratio, rfc_fill) for ratio in rfc or [None]}
     bar, quiet = Console(stderr=True), not sys.stderr.isatty()
     rows: list[dict[str, Any]] = []
-    for ratio in rfc or [None]:
-        loader = eval_loader(source, config, batch_size, workers, ratio, rfc_fill)
+    for ratio, loader in loaders.items():
         title = f"evaluating at rfc {ratio:g}" if ratio else "evaluating"
         metrics = evaluate(net, track(loader, title, len(loader), console=bar, transient=True, disable=quiet))
         rows.append({"model": model} | ({"rfc": ratio, "rfc_fill": rfc_fill} if ratio else {}) | metrics)
@@ -100,6 +100,7 @@ def evaluate_(
         show(metric_rows(model, metrics | found))
     else:
         show(curve_rows(model, rows, "rfc"))
+        show(metric_rows(model, found))
 
 
 @app.command(

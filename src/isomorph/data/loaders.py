@@ -51,8 +51,8 @@ def eval_loader(
 
 def refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
     """Raises: UserError for a ratio or a filling of receptive-field calibration that makes no image."""
-    if not 0 < rfc < math.inf or min(size) / rfc < 1:
-        raise UserError(f"rfc {rfc:g} makes no image; give a ratio like 1.13, or below 1 to crop")
+    if not 0.05 <= rfc < math.inf or min(size) / rfc < 1:
+        raise UserError(f"rfc {rfc:g} makes no image; give a ratio like 1.13, or one from .05 to 1 to crop")
     if fill not in ("zero", "black"):
         raise UserError(f"rfc_fill {fill!r} is unknown; choose 'zero' or 'black'")
 

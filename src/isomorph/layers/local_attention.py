@@ -58,11 +58,15 @@ def gather(wide: Tensor, width: int) -> Tensor:
 def attend_wide(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
     """softmax(scale q k^T) values, without its map, for values of any width.
 
-    Torch's kernel for the CPU wants one width for all, so there queries and keys get zeros: as many products, and still
-    no map.
+    Torch's kernel for the CPU wants one width for all, those for GPUs want multiples of 8, or else they form the map;
+    zeros make them so.
 
     Shape: q, k (B, H, N, hd), values (B, H, N, D) -> (B, H, N, D)
     """
+    width = values.shape[-1]
     if q.device.type == "cpu":
-        q, k = (F.pad(t, (0, values.shape[-1] - t.shape[-1])) for t in (q, k))
-    return F.scaled_dot_product_attention(q, k, values, attn_mask=mask, dropout_p=drop, scale=scale)
+        q, k = (F.pad(t, (0, width - t.shape[-1])) for t in (q, k))
+    elif q.shape[-1] % 8 or width % 8:
+        q, k, values = (F.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, values))
+    mixed = F.scaled_dot_product_attention(q, k, values, attn_mask=mask, dropout_p=drop, scale=scale)
+    return mixed[..., :width]

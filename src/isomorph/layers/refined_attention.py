@@ -54,9 +54,16 @@ CACHED_BYTES = 2 * 2**20
 def images_at_once(q: Tensor) -> int:
     """How many images' maps are formed together. Shape: q (B, H, N, hd)"""
     B, H, N, _ = q.shape
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
+    if q.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return B
     return max(1, CACHED_BYTES // (H * N * N * q.element_size()))
+
+
+def refuse_heads(refine: nn.Module, num_heads: int) -> None:
+    """Raises: ValueError for a refiner of another number of heads."""
+    known = getattr(refine, "num_heads", num_heads)
+    if known != num_heads:
+        raise ValueError(f"the refiner is for {known} heads, the attention has {num_heads}; give both the same")
 
 
 def carry_parts(source: Attention, target: Attention) -> None:
@@ -69,7 +76,8 @@ def shape_arguments(attention: Attention) -> dict[str, Any]:
     """Arguments that make an attention layer of the same widths."""
     kind = dict(device=attention.qkv.weight.device, dtype=attention.qkv.weight.dtype)
     sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features)
-    return sizes | dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim) | kind
+    sizes |= dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
+    return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
 class RefinedAttention(Attention):
@@ -78,11 +86,12 @@ class RefinedAttention(Attention):
     y = proj(refine(softmax(q k^T / sqrt(hd))) v)
 
     `refine` is any module from maps to as many maps (default: `Refiner`); other arguments are timm's Attention's. With
-    `recompute` the maps are not kept for the backward pass but computed again, from queries and keys.
+    `recompute` the maps are not kept for the backward pass but computed again, from queries and keys; what is handed
+    out is kept.
 
     Shape: x (B, N, C) -> (B, N, C); attn_mask (B, N) or (B, 1, 1, N), True for real tokens
     Source: Refiner Fig. 3
-    Raises: ValueError for a mask that is no padding mask.
+    Raises: ValueError for a refiner of other heads, or a mask that is no padding mask.
     """
 
     default_refiner: ClassVar[Callable[..., nn.Module]] = Refiner
@@ -93,6 +102,8 @@ class RefinedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         self.refine = self.default_refiner(num_heads, **placement(kwargs)) if refine is None else refine
         self.recompute = recompute
+        self.whole = any(True for _ in self.refine.buffers())  # norms of maps look at the whole batch
+        refuse_heads(self.refine, num_heads)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values. Shape: x (B, N, C) -> three of (B, H, N, hd)"""
@@ -123,7 +134,7 @@ class RefinedAttention(Attention):
         q = tensors[0]
         assert q is not None
         number = images_at_once(q)
-        if number >= len(q):
+        if number >= q.shape[0] or self.whole:
             return call(*tensors)
         parts = [t.split(number) if t is not None else repeat(None) for t in tensors]
         return torch.cat([call(*part) for part in zip(*parts, strict=False)])
@@ -153,6 +164,9 @@ class RefinedAttention(Attention):
         Raises: ValueError naming the measured deviation (largest |difference| on standard normal tokens, relative to
         the largest output) when it is above `atol`: the maps are refined.
         """
+        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
+            raise ValueError("its projections are no linear layers any more; fuse the model first")
+        atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)
         plain = Attention(**shape_arguments(self))
         carry_parts(self, plain)
         self.reduce_projection(plain)
@@ -201,6 +215,14 @@ class ExpandedAttention(RefinedAttention):
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         maps = self.maps(q, k, real).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
+
+    def forward(
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
+    ) -> Any:
+        """Shape: x (B, N, C) -> (B, N, C). Raises: ValueError when the maps are to be handed out."""
+        if hand_out:
+            raise ValueError("maps without reduction are more than other blocks have heads: they are not handed out")
+        return super().forward(x, attn_mask, is_causal)
 
     def reduce_projection(self, plain: Attention) -> None:
         weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
@@ -257,15 +279,25 @@ class SpatialAttention(RefinedAttention):
 class ReusedAttention(nn.Module):
     """Attention with the maps of an earlier block: values and projection only.
 
-    y = proj(maps v). Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
+    y = proj(maps v)
+
+    Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
     Source: Refiner B.4, Table 13
     """
 
-    def __init__(self, dim: int, num_heads: int = 8, bias: bool = True, proj_drop: float = 0.0, **kind: Any) -> None:
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int = 8,
+        qkv_bias: bool = True,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        **kind: Any,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.v = nn.Linear(dim, dim, bias=bias, **kind)
-        self.proj = nn.Linear(dim, dim, **kind)
+        self.v = nn.Linear(dim, dim, bias=qkv_bias, **kind)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **kind)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: Tensor, maps: Tensor) -> Tensor:

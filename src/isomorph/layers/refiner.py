@@ -152,7 +152,7 @@ class Refiner(Expansion):
 
     def __init__(self, num_heads: int, ratio: int = 3, *args: Any, **kwargs: Any) -> None:
         super().__init__(num_heads, ratio, *args, **kwargs)
-        self.reduce = nn.Parameter(torch.empty_like(self.expand.mT))  # (H, M)
+        self.reduce = nn.Parameter(self.expand.detach().new_empty(num_heads, ratio * num_heads))  # (H, M)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -189,7 +189,9 @@ class SpatialRefiner(Refiner):
     def forward(self, maps: Tensor, grid_size: tuple[int, int] = (1, 1), prefix_tokens: int = 0) -> Tensor:
         kernel, k = self.kernel(), self.local.kernel_size
         pictures = maps[..., prefix_tokens:].transpose(1, 2).flatten(0, 1).unflatten(-1, grid_size)  # (B N, H, h, w)
-        placed = F.conv2d(pictures, kernel, padding=k // 2).flatten(2).unflatten(0, (len(maps), -1))  # (B, N, H, h w)
+        placed = (
+            F.conv2d(pictures, kernel, padding=k // 2).flatten(2).unflatten(0, (maps.shape[0], -1))
+        )  # (B, N, H, h w)
         middle = kernel[..., k // 2, k // 2]  # (H, H)
         free = torch.einsum("oi,biqk->boqk", middle, maps[..., :prefix_tokens])  # (B, H, N, prefix)
         return torch.cat([free.to(placed.dtype), placed.transpose(1, 2)], dim=-1)

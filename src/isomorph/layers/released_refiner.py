@@ -15,7 +15,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 
 class Residual(nn.Sequential):
-    """x + f(x)."""
+    """What it is given, and layers of it. x + f(x). Shape: as f's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
@@ -62,17 +62,16 @@ class ReleasedAttention(Attention):
 
     def attention(self, x: Tensor, maps: Tensor | None = None) -> Tensor:
         """The map that `forward` applies. Shape: -> (B, H, N, N)"""
-        q, k, _ = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return self.apply_maps(q, k, maps)
+        return self.maps_and_values(x, maps)[0]
 
-    def apply_maps(self, q: Tensor, k: Tensor, maps: Tensor | None) -> Tensor:
-        """Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
+    def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         own = torch.softmax((q * self.scale) @ k.mT, dim=-1)
-        return self.attn_drop(own if maps is None else own + maps * self.scale)
+        return self.attn_drop(own if maps is None else own + maps * self.scale), v
 
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        maps = self.apply_maps(q, k, maps)
+        maps, v = self.maps_and_values(x, maps)
         return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2))), maps
 
 
@@ -86,14 +85,21 @@ class ReleasedReuse(nn.Module):
     """
 
     def __init__(
-        self, dim: int, num_heads: int = 8, qkv_bias: bool = False, ratio: int = 3, proj_drop: float = 0.0, **kind: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        ratio: int = 3,
+        qkv_bias: bool = False,
+        proj_bias: bool = True,
+        proj_drop: float = 0.0,
+        **kind: Any,
     ) -> None:
         super().__init__()
         self.num_heads, self.scale = num_heads, (dim // num_heads) ** -0.5
         self.DLA = ReleasedDLA(num_heads, ratio, **kind)
         self.adapt_bn = nn.BatchNorm2d(num_heads, **kind)
         self.qkv = nn.Linear(dim, dim, bias=qkv_bias, **kind)
-        self.proj = nn.Linear(dim, dim, **kind)
+        self.proj = nn.Linear(dim, dim, bias=proj_bias, **kind)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def attention(self, x: Tensor, maps: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.models.vit_cfg import as_sizes, refuse_size
+from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size
 
 
 class BlockwiseViT(VisionTransformer):
@@ -18,10 +18,13 @@ class BlockwiseViT(VisionTransformer):
     What goes from block to block beside the tokens is a state: the grid of the patches, until a family says otherwise.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
-    Raises: UserError for another size, or an attention mask.
+    Raises: UserError for another size, an attention mask, heads that do not divide the channels, or dropped patches.
     """
 
     def __init__(self, **kwargs: Any) -> None:
+        refuse_heads(kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768))
+        if kwargs.get("patch_drop_rate"):
+            raise UserError("patch_drop_rate leaves a grid with holes, which a state from block to block cannot have")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
 
     def place_patches(self, x: Tensor) -> Tensor:
@@ -38,7 +41,7 @@ class BlockwiseViT(VisionTransformer):
         refuse_size(tuple(x.shape[-2:]), self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)  # (B, H, W, C)
         x = rearrange(x) if rearrange else x
-        return self.norm_pre(self.patch_drop(self.place_patches(x))), (x.shape[1], x.shape[2])
+        return self.norm_pre(self.place_patches(x)), (x.shape[1], x.shape[2])
 
     def start(self, grid_size: tuple[int, int]) -> Any:
         """What the first block is told."""

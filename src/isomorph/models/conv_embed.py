@@ -8,6 +8,7 @@ from timm.layers import PatchEmbed, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.refined_attention import placement
 
 
 class ConvPatchEmbed(PatchEmbed):
@@ -16,7 +17,7 @@ class ConvPatchEmbed(PatchEmbed):
     conv 7x7 / 2 -> conv 3x3 -> conv 3x3 -> (p/2 x p/2) / (p/2) conv; arguments are timm's PatchEmbed's, and `widths` of
     the three. Keys are those of the authors' checkpoints.
 
-    Shape: x (B, in_chans, height, width) -> as timm's PatchEmbed
+    Shape: x (B, in_chans, height, width) -> (B, H, W, C)
     Source: Refiner code; 3 convolutions in Refiner Table 11, "More convs for patch embedding"
     Raises: UserError for an odd patch size, or another one later: the filters stand on the map.
     """
@@ -34,7 +35,7 @@ class ConvPatchEmbed(PatchEmbed):
         if any(size % 2 for size in patch):
             raise UserError(f"patch_size {patch_size} must be even: the first convolution halves the image")
         super().__init__(img_size, patch, in_chans, embed_dim, **kwargs)
-        kind: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
+        kind = placement(kwargs)
         first, second, third = widths
         self.conv1 = nn.Conv2d(in_chans, first, 7, stride=2, padding=3, bias=False, **kind)
         self.bn1 = nn.BatchNorm2d(first, **kind)

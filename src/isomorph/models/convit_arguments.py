@@ -6,7 +6,7 @@ from typing import Any
 from timm.layers import Attention
 
 from isomorph.errors import UserError
-from isomorph.models.vit_cfg import as_sizes, refuse_size
+from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size
 
 OWN_ARGUMENTS = {
     "pos_embed": "use_pos_embed says whether there is one",
@@ -31,8 +31,7 @@ def refuse_arguments(local_up_to_layer: int, locality_strength: float, gate: flo
     for name, instead in OWN_ARGUMENTS.items():
         if name in kwargs:
             raise UserError(f"{name} is no argument of a ConViT; {instead}")
-    if heads < 1 or dim % heads:
-        raise UserError(f"num_heads {heads} does not divide embed_dim {dim}")
+    refuse_heads(heads, dim)
     if not isinstance(local_up_to_layer, int) or not 0 <= local_up_to_layer <= depth:
         raise UserError(f"local_up_to_layer {local_up_to_layer} is not between 0 and the {depth} blocks there are")
     if local_up_to_layer and round(heads**0.5) ** 2 != heads:

@@ -83,6 +83,10 @@ class RefinedViT(DenseHeadViT):
             raise UserError(f"share {share} must be a number of blocks, 0: none")
         if share and not reduce:
             raise UserError("maps without reduction are not shared: they are more than the next block has heads")
+        if share and kwargs.get("scale_attn_norm"):
+            raise UserError("a block that reuses maps has no norm of its output; give share=0 with scale_attn_norm")
+        if kwargs.get("attn_layer", Attention) is not Attention:
+            raise UserError("attn_layer is no argument of a Refined-ViT: ratio, kernel, reduce and span choose it")
         plain = ratio == kernel == 0
         prefix = int(kwargs.get("class_token", True)) + kwargs.get("reg_tokens", 0)
         form: Any = (ratio, 1 if plain else kernel, init, reduce, span, recompute, None, prefix)
@@ -96,7 +100,7 @@ class RefinedViT(DenseHeadViT):
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
-        self.share = share
+        self.share, self.init = share, init
         if span == "spatial":
             follow_grid(self)
 
@@ -129,8 +133,8 @@ def first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: 
 def reused_attention(given: dict[str, Any]) -> ReusedAttention:
     """Attention of a block that has values only."""
     kind = dict(device=given["device"], dtype=given["dtype"])
-    drop: dict[str, Any] = dict(bias=given["qkv_bias"], proj_drop=given["proj_drop"])
-    return ReusedAttention(given["dim"], given["num_heads"], **drop, **kind)
+    arguments: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
+    return ReusedAttention(given["dim"], given["num_heads"], **arguments, **kind)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> dict[str, Tensor]:
@@ -139,16 +143,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> di
     Raises: UserError for a plain checkpoint and a model that reuses maps: its queries and keys would be lost.
     """
     state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
-    refining = {name: m for name, m in model.named_modules() if isinstance(m, RefinedAttention)}
-    plain = not any(".attn.refine." in name for name in state) and "blocks.0.attn.qkv.weight" in state
-    if not refining or not plain:
+    refiners = {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
+    if any(name in state for name in refiners) or "blocks.1.attn.qkv.weight" not in state:
         return state
     if model.share:
         raise UserError("a plain ViT's checkpoint fits a model whose blocks all have their own maps; give share=0")
-    if any(layer.refine.init != "same-function" for layer in refining.values()):
-        return state
-    own = model.state_dict()
-    return state | {name: own[name] for name in own if ".attn.refine." in name}
+    return state | refiners if model.init == "same-function" else state
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -160,7 +160,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Refiner Table 10. The published sizes of S, M and L come out with the released embedding and MLP, and shared maps."""
 
 
-default_cfgs = generate_default_cfgs({name: vit_cfg() for name in VARIANTS})  # no public weights exist
+FIRST = {"refined_vit_b": "patch_embed.proj"}
+HEADS = ("head", "aux_head")
+default_cfgs = generate_default_cfgs(
+    {name: vit_cfg(first_conv=FIRST.get(name, "patch_embed.conv1"), classifier=HEADS) for name in VARIANTS}
+)  # no public weights exist
 
 
 def create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:

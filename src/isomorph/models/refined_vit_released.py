@@ -13,6 +13,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.refined_attention import placement
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT
@@ -27,15 +28,20 @@ class ScaledMlp(Mlp):
 
     def __init__(self, in_features: int, **kwargs: Any) -> None:
         super().__init__(in_features, **kwargs)
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.scale_channel = nn.Parameter(torch.full((in_features,), 1e-5, **kind))
+        self.scale_channel = nn.Parameter(torch.full((in_features,), 1e-5, **placement(kwargs)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale_channel * super().forward(x)
 
 
 class ReleasedBlock(Block):
-    """x + 2 attention(norm(x / 2)), then x + 2 mlp(norm(x / 2)). Shape: (B, N, C), maps -> (B, N, C), maps"""
+    """A ViT block whose branches read half the tokens and are added doubled.
+
+    x + 2 attention(norm(x / 2)), then x + 2 mlp(norm(x / 2))
+
+    Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, N, C), (B, H, N, N)
+    Source: Refiner code
+    """
 
     def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
         super().__init__(**{**kwargs, "mlp_layer": ScaledMlp})
@@ -65,7 +71,7 @@ class ReleasedRefinedViT(DenseHeadViT):
 
         def block(depth: int, **given: Any) -> ReleasedBlock:
             kind = dict(device=given["device"], dtype=given["dtype"])
-            shared = dict(qkv_bias=given["qkv_bias"], proj_drop=given["proj_drop"])
+            shared: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
             if depth % 2:
                 attention: nn.Module = ReleasedReuse(given["dim"], given["num_heads"], ratio=ratio, **shared, **kind)
             else:
@@ -88,7 +94,8 @@ class ReleasedRefinedViT(DenseHeadViT):
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
     """The authors' checkpoints, wrapped or not, and our own, their position embedding resized to the model's grid."""
-    return vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
+    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
+    return state if model.dense_head else {name: t for name, t in state.items() if not name.startswith("aux_head.")}
 
 
 VARIANTS: dict[str, tuple[dict[str, int], float]] = {
@@ -98,11 +105,11 @@ VARIANTS: dict[str, tuple[dict[str, int], float]] = {
 }
 """Shape, and the share of the image that is evaluated (above 1: receptive-field calibration)."""
 
-HALVES = (0.5, 0.5, 0.5)
+SHARED = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=("head", "aux_head"))
 
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg() | dict(mean=HALVES, std=HALVES, crop_pct=crop) for name, (_, crop) in VARIANTS.items()}
+    {name: vit_cfg(crop_pct=crop, **SHARED) for name, (_, crop) in VARIANTS.items()}
 )  # the authors' weights are files to be given: no hub has them
 
 

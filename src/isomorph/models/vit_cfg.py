@@ -10,10 +10,9 @@ from timm.models import build_model_with_cfg
 from isomorph.errors import UserError
 
 
-def vit_cfg(**weights: Any) -> dict[str, Any]:
-    """The pretrained entry of a ViT for ImageNet at 224 and any other size, with where its weights are."""
+def vit_cfg(**more: Any) -> dict[str, Any]:
+    """The pretrained entry of a ViT for ImageNet at 224 and any other size, but for what is given."""
     return {
-        **weights,
         "num_classes": 1000,
         "input_size": (3, 224, 224),
         "pool_size": None,
@@ -24,7 +23,14 @@ def vit_cfg(**weights: Any) -> dict[str, Any]:
         "fixed_input_size": False,
         "first_conv": "patch_embed.proj",
         "classifier": "head",
+        **more,
     }
+
+
+def refuse_heads(num_heads: int, embed_dim: int) -> None:
+    """Raises: UserError for heads that do not divide the channels."""
+    if num_heads < 1 or embed_dim % num_heads:
+        raise UserError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}")
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,9 @@ Table 8 has two settings. Standard (ablations): 300 epochs of batch 256, mixup .
 of it, and recipes named `*_released_lr` take that. `refined_vit_*_released` train the released networks as released:
 its rate, patches labelled and mixed (without NFNet's label maps). Smoothing is timm's default; the paper lists none.
 
-The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. Ablations on 16 blocks
-of 384 are of `refined_vit_s`; plain networks keep their own queries and keys (`share` 0), or lose 5 points.
+The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. It does not say
+how refiners start either; here they change nothing at first (`--model.kwargs.init paper` draws them). Ablations on 16
+blocks of 384 are of `refined_vit_s`; plain networks keep their own queries and keys (`share` 0), or lose 5 points.
 """
 
 from typing import Any

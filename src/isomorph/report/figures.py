@@ -87,6 +87,31 @@ def maps_figure(
         return as_svg(figure)
 
 
+def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
+    """Whole attention maps, one network a row, one block a column: queries down, keys across (Refiner Fig. 5).
+
+    Red is attention, blue negative attention, each map on a scale of its own, given above it.
+
+    Shape: rows {network: {block: (N, N)}}
+    """
+    columns = max(len(maps) for maps in rows.values())
+    with plt.style.context(STYLE):
+        size = (1.35 * columns + 0.6, 1.55 * len(rows))
+        figure, axes = plt.subplots(len(rows), columns, figsize=size, squeeze=False)
+        for line, (network, maps) in zip(axes, rows.items(), strict=True):
+            for cell in line:
+                cell.set_xticks([])
+                cell.set_yticks([])
+            line[0].set_ylabel(network)
+            for cell, (block, matrix) in zip(line, maps.items(), strict=False):
+                values = matrix.float().cpu().numpy()
+                top = float(np.quantile(np.abs(values), 0.995))
+                cell.imshow(values, cmap="RdBu_r", interpolation="nearest", vmin=-top, vmax=top)
+                cell.set_title(f"{block}, ±{top:.2g}", fontsize=7, pad=2)
+        figure.subplots_adjust(wspace=0.08, hspace=0.22)
+        return as_svg(figure)
+
+
 def curves_figure(curves: Mapping[str, Sequence[float]], label: str) -> str:
     """One line per run over epochs."""
     with plt.style.context(STYLE):

@@ -9,7 +9,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.refined_attention import carry_parts, shape_arguments
+from isomorph.layers.refined_attention import carry_parts, placement, shape_arguments
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.follow import attach_grid, check_place, placed
 from isomorph.surgery.rules import unlike_attention
@@ -101,8 +101,7 @@ class AttentionToRefined:
     def layer(self, **arguments: Any) -> RefinedAttention:
         """A new layer of this form; arguments are timm's Attention's."""
         heads = arguments["num_heads"]
-        kind = {name: arguments.get(name) for name in ("device", "dtype")}
-        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
+        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **placement(arguments))
         arguments = dict(recompute=self.recompute, **arguments)
         if self.ratio == 0:
             return LocalAttention(refine=MapConvolution(heads, **form), **arguments)

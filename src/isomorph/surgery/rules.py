@@ -116,6 +116,9 @@ def unlike_attention(module: nn.Module) -> str | None:
         return f"{type(module).__name__} is not timm's Attention"
     if type(module).forward is not Attention.forward:
         return f"{type(module).__name__} does not compute what timm's Attention does"
+    if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
+        kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
+        return f"its projections are {kinds}, not linear layers; recast the attention first, or fuse it"
     if any(map(is_parametrized, module.modules())):
         return "its weights are parametrized, which would be lost"
     return None
