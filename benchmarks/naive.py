@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isomorph.layers import GPSA2d, JointPyramid, LocalAttention, PyramidLinear, RefinedAttention
+from isomorph.layers import GPSA2d, JointPyramid, PyramidLinear, RefinedAttention
 from isomorph.layers.refiner import Refiner
 
 
@@ -72,15 +72,15 @@ def run_branches(pyramids, x):
     return torch.cat(outputs, -1).view(*x.shape[:-1], -1)
 
 
-def three_convolutions(model):
+def three_convolutions(model, by_image=False):
     """A copy of the model in which maps are expanded, convolved and reduced one after the other: Refiner as written.
 
-    Local attention alone becomes a convolution of the map too.
+    Of all images at once, as one would write it, or some at a time as our layer does it.
     """
     model = copy.deepcopy(model)
     for module in model.modules():
-        if isinstance(module, LocalAttention):
-            module.__class__ = RefinedAttention
+        if isinstance(module, RefinedAttention):
+            module.whole = not by_image
         if isinstance(module, Refiner):
             module.forward = partial(refine_in_turn, module)
     return model

@@ -31,12 +31,13 @@ def layers(N):
     return {
         "plain": Attention(**SHAPE),
         "three convolutions": three_convolutions(ours),
+        "three, by image": three_convolutions(ours, by_image=True),
         "one convolution": ours,
         "one, recomputed": RefinedAttention(recompute=True, **SHAPE),
         "without reduction": ExpandedAttention(**SHAPE),
         "spatial": spatial,
         "released": RefinedAttention(refine=ReleasedDLA(12), **SHAPE),
-        "local, map convolved": RefinedAttention(refine=MapConvolution(12), **SHAPE),
+        "local, map convolved": three_convolutions(RefinedAttention(refine=MapConvolution(12), **SHAPE)),
         "local, no map": local,
     }
 

@@ -193,7 +193,10 @@ class TestEvolution:
     def test_cnns_and_blocks_with_maps(self):
         batch = torch.randn(4, 3, 32, 32)
         cnn = timm.create_model("cifar_resnet20")
-        assert list(iso.feature_evolution(cnn, [batch], "layer?")) == ["layer1", "layer2", "layer3"]
+        found = iso.feature_evolution(cnn, [batch], "layer?")
+        assert list(found) == ["layer1", "layer2", "layer3"]
+        assert iso.feature_evolution(cnn, [(batch, torch.zeros(4))], "layer?") == found
+        assert iso.feature_evolution(cnn, batch, "layer?") == found
         refined = timm.create_model("refined_vit_s", img_size=32, depth=4, embed_dim=24, num_heads=3)
         assert list(iso.feature_evolution(refined, [batch])) == [f"blocks.{i}" for i in range(4)]
 

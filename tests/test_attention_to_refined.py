@@ -96,10 +96,12 @@ def test_it_stands_beside_the_other_forms():
     [
         (dict(ratio=-1), "ratio -1 must be a whole number"),
         (dict(ratio=1.5), "ratio 1.5"),
+        (dict(ratio=True), "ratio True"),
+        (dict(reduce="no"), "reduce 'no' must be true or false"),
         (dict(kernel=2), "kernel 2 must be odd"),
         (dict(span="image"), "span 'image' is unknown"),
         (dict(init="exact"), "init 'exact' is unknown"),
-        (dict(ratio=0, reduce=False), "belong to an expansion"),
+        (dict(ratio=0, reduce=False), "reduce=False belongs to an expansion"),
         (dict(span="spatial", reduce=False), "span='map' only"),
     ],
 )

@@ -140,6 +140,7 @@ def test_masks_that_are_no_padding_are_refused():
         (lambda: Refiner(4, ratio=0), "whole number"),
         (lambda: Refiner(4, ratio=1.5), "whole number"),
         (lambda: MapConvolution(4, kernel_size=4), "no middle"),
+        (lambda: Refiner(4, init="exact"), "init 'exact' is unknown"),
         (lambda: ExpandedAttention(12, 4, gated=True), "no gate"),
         (lambda: ExpandedAttention(12, 4)(torch.randn(1, 5, 12), hand_out=True), "not handed out"),
         (lambda: RefinedAttention(12, 4, refine=Refiner(3)), "for 3 heads, the attention has 4"),

@@ -149,8 +149,15 @@ def test_positions_follow_the_size(name, tmp_path):
 def test_impossible_networks_are_refused(arguments, said):
     with pytest.raises(iso.UserError, match=said):
         timm.create_model("refined_vit_s", **{**SMALL, **arguments})
-    with pytest.raises(iso.UserError, match="no qk_norm"):
-        timm.create_model("refined_vit_s_released", qk_norm=True, **SMALL)
+    for bad, words in ((dict(qk_norm=True), "no qk_norm"), (dict(ratio=0), "ratio 0"), (dict(kernel=3), "no kernel")):
+        with pytest.raises(iso.UserError, match=words):
+            timm.create_model("refined_vit_s_released", **bad, **SMALL)
+
+
+def test_a_refined_vit_does_not_revert():
+    """Its blocks hand maps on; a plain one is created."""
+    with pytest.raises(iso.UserError, match="belongs to a Refined-ViT"):
+        iso.revert(timm.create_model("refined_vit_s", **SMALL))
 
 
 def norm_maps(x, state, name):

@@ -36,6 +36,7 @@ from isomorph.layers import (
     PyramidConv2d,
     PyramidLinear,
     RefinedAttention,
+    Refiner,
     ViTGPSA,
 )
 from isomorph.recipes import load_recipe
@@ -77,6 +78,7 @@ __all__ = [
     "PyramidLinear",
     "Recipe",
     "RefinedAttention",
+    "Refiner",
     "Report",
     "Rule",
     "UserError",

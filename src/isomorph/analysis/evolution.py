@@ -51,7 +51,7 @@ def features(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module]) -> d
     return {name: seen[name] for name in layers if name in seen}
 
 
-def feature_evolution(model: nn.Module, batches: Iterable[Tensor], where: Where | None = None) -> dict[str, float]:
+def feature_evolution(model: nn.Module, batches: Iterable[Any], where: Where | None = None) -> dict[str, float]:
     """How fast features become the final ones: F_k = CKA(f_k, f_out) / CKA(f_in, f_out), mean over batches.
 
     f_k is what layer k gives, f_in the first layer's, f_out the last one's; 1 at the first. A network that evolves fast
@@ -60,13 +60,14 @@ def feature_evolution(model: nn.Module, batches: Iterable[Tensor], where: Where 
 
     Layers are those that timm's `feature_info` names (the blocks of a ViT, the stages of a CNN), or `where`.
 
-    Shape: batches of (B, C, H, W) -> {name: F_k}, in order
+    Shape: batches of (B, C, H, W), a loader's with labels too -> {name: F_k}, in order
     Source: Refiner eq. 2
     Raises: UserError when there is no batch, a batch of one image, or fewer than two layers.
     """
     layers, count = feature_layers(model, where), 0
     sums: dict[str, float] = {}
-    for batch in batches:
+    for given in [batches] if isinstance(batches, Tensor) else batches:
+        batch = given[0] if isinstance(given, tuple | list) else given  # a loader gives labels too
         if len(batch) < 2:
             raise UserError("CKA compares images with each other; give batches of several, 32 as the paper does")
         found = list(features(model, batch, layers).items())

@@ -74,8 +74,8 @@ def evaluate_(
     classes
         Only the first so many classes of the data, as data.classes in training.
     rfc
-        Ratio of receptive-field calibration, e.g. 1.13: the image smaller by so much, padded to the input. Several
-        ratios (--rfc 1 --rfc 1.06 --rfc 1.13) print the curve.
+        Ratio of receptive-field calibration, e.g. 1.13, in place of the model's own crop: the image smaller by so much,
+        padded to the input (below 1: cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13) print the curve.
     rfc_fill
         zero pads what the model reads (the mean colour), black pads the picture.
     cost
@@ -97,7 +97,8 @@ def evaluate_(
     if json_:
         print(json.dumps(rows[0] | found if len(rows) == 1 else {"model": model, "curve": rows, **found}))
     elif len(rows) == 1:
-        show(metric_rows(model, metrics | found))
+        title = f"{model}, rfc {rfc[0]:g} ({rfc_fill})" if rfc else model
+        show(metric_rows(title, metrics | found))
     else:
         show(curve_rows(model, rows, "rfc"))
         show(metric_rows(model, found))

@@ -1,10 +1,13 @@
 """Commands that change a model or compare two: recast, verify, fuse."""
 
 import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from cyclopts import Parameter, Token
 from timm.data import resolve_data_config
 
 import isomorph as iso
@@ -16,6 +19,60 @@ from isomorph.surgery import build_rule, compare, edits_since, fusible
 from isomorph.training.build import default_data, open_model, open_run, standard_normal
 
 
+def option(text: str, **more: Any) -> Parameter:
+    """What the help says about an option."""
+    return Parameter(help=text, **more)
+
+
+def whole_number(_: type, tokens: Sequence[Token]) -> int:
+    """A whole number as it was typed. Raises: UserError for a fraction, which would be rounded."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class RuleFields:
+    """Fields of the rules, as options; those of other rules than the one chosen are refused."""
+
+    init: Annotated[
+        Literal["exact", "same-function", "paper"] | None,
+        option(
+            "exact keeps the function, verified (of pyramids and refined attention: same-function); paper starts as "
+            "the paper does, to be trained."
+        ),
+    ] = None
+    locality: Annotated[float | None, option("Overrides the init's locality (gated attention).")] = None
+    gate: Annotated[float | None, option("Overrides the init's gate (gated attention).")] = None
+    layout: Annotated[str | None, option("P-W2S, R-D2W1S, naive-W8 and the like (pyramids).")] = None
+    rectify: Annotated[
+        Literal["paper", "batchnorm", "rescale", "none"] | None,
+        option("What tames the sum of a pyramid's branches (pyramids)."),
+    ] = None
+    rescale_by: Annotated[
+        float | None, option("N of the division by sqrt(N), by default the number of branches (pyramids).")
+    ] = None
+    ratio: Annotated[
+        int | None,
+        option("Maps for every head: 1 is talking heads, 0 no expansion (refined attention).", converter=whole_number),
+    ] = None
+    kernel: Annotated[
+        int | None,
+        option("Size of the kernel on the maps, odd; 1 is none (refined attention).", converter=whole_number),
+    ] = None
+    reduce: Annotated[bool | None, option("Reduce the maps to one for every head again (refined attention).")] = None
+    span: Annotated[
+        Literal["map", "spatial", "row+column"] | None,
+        option("Where the kernel runs: over the map, over the image, or as a row and a column (refined attention)."),
+    ] = None
+    recompute: Annotated[
+        bool | None,
+        option("Compute the maps again in the backward pass instead of keeping them (refined attention)."),
+    ] = None
+
+
 @app.command
 def recast(
     model: str,
@@ -24,17 +81,7 @@ def recast(
     where: list[str],
     out: Path,
     rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA",
-    init: Literal["exact", "same-function", "paper"] | None = None,
-    locality: float | None = None,
-    gate: float | None = None,
-    layout: str | None = None,
-    rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None,
-    rescale_by: float | None = None,
-    ratio: int | None = None,
-    kernel: int | None = None,
-    reduce: bool | None = None,
-    span: Literal["map", "spatial", "row+column"] | None = None,
-    recompute: bool | None = None,
+    fields: RuleFields = RuleFields(),
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
@@ -54,29 +101,6 @@ def recast(
     rule
         ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT, LinearToPyramid for linear
         layers and convolutions, AttentionToRefined for the attention of a ViT.
-    init
-        exact keeps the function, verified (of pyramids and refined attention: same-function); paper starts as the paper
-        does, to be trained.
-    locality
-        Overrides the init's locality (attention).
-    gate
-        Overrides the init's gate (attention).
-    layout
-        P-W2S, R-D2W1S, naive-W8 and the like (pyramids).
-    rectify
-        What tames the sum of a pyramid's branches (pyramids).
-    rescale_by
-        N of the division by sqrt(N), by default the number of branches (pyramids).
-    ratio
-        Maps for every head: 1 is talking heads, 0 no expansion (refined attention).
-    kernel
-        Size of the kernel on the maps, odd; 1 is none (refined attention).
-    reduce
-        Reduce the maps to one for every head again (refined attention).
-    span
-        Where the kernel runs: over the map, over the image, or as a row and a column (refined attention).
-    recompute
-        Compute the maps again in the backward pass instead of keeping them (refined attention).
     unstride
         Glob of stages to keep at their input's resolution first; this changes the function.
     pretrained
@@ -91,13 +115,10 @@ def recast(
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    dials = dict(init=init, locality=locality, gate=gate)
-    pyramids = dict(layout=layout, rectify=rectify, rescale_by=rescale_by)
-    refined = dict(ratio=ratio, kernel=kernel, reduce=reduce, span=span, recompute=recompute)
-    made = build_rule(rule, **dials, **pyramids, **refined)
+    made = build_rule(rule, **asdict(fields))
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
-    if not report.passed and init != "paper" and (locality, gate) == (None, None):
+    if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]

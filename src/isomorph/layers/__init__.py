@@ -6,18 +6,24 @@ from isomorph.layers.local_attention import LocalAttention
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
 from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.vit_gpsa import ViTGPSA
 
 __all__ = [
     "GPSA",
+    "CrossKernel",
     "ExpandedAttention",
+    "Expansion",
     "GPSA2d",
     "JointPyramid",
     "LocalAttention",
+    "MapConvolution",
     "PyramidConv2d",
     "PyramidLinear",
     "RefinedAttention",
+    "Refiner",
     "ReusedAttention",
     "SpatialAttention",
+    "SpatialRefiner",
     "ViTGPSA",
 ]

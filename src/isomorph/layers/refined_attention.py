@@ -102,6 +102,7 @@ class RefinedAttention(Attention):
         super().__init__(dim, num_heads, **kwargs)
         self.refine = self.default_refiner(num_heads, **placement(kwargs)) if refine is None else refine
         self.recompute = recompute
+        self.reverts = True
         self.whole = any(True for _ in self.refine.buffers())  # norms of maps look at the whole batch
         refuse_heads(self.refine, num_heads)
 
@@ -164,6 +165,8 @@ class RefinedAttention(Attention):
         Raises: ValueError naming the measured deviation (largest |difference| on standard normal tokens, relative to
         the largest output) when it is above `atol`: the maps are refined.
         """
+        if not self.reverts:
+            raise ValueError("it belongs to a Refined-ViT, not to a recast; a plain one has ratio=0, kernel=0, share=0")
         if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
             raise ValueError("its projections are no linear layers any more; fuse the model first")
         atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)

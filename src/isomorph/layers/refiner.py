@@ -33,11 +33,13 @@ class SquareKernel(nn.Module):
     """One k x k kernel for each map: along queries and keys. Shape: -> (M, k, k)
 
     Source: Refiner section 3.3
-    Raises: ValueError for a kernel without a middle.
+    Raises: ValueError for a kernel without a middle, or an unknown start.
     """
 
     def __init__(self, maps: int, kernel_size: int = 3, init: Init = "same-function", **kind: Any) -> None:
         super().__init__()
+        if init not in ("same-function", "paper"):
+            raise ValueError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel size {kernel_size} has no middle; give an odd one (1: no convolution)")
         self.kernel_size, self.init = kernel_size, init

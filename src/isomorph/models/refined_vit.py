@@ -101,6 +101,9 @@ class RefinedViT(DenseHeadViT):
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
         self.share, self.init = share, init
+        for layer in self.modules():
+            if isinstance(layer, RefinedAttention):
+                layer.reverts = False
         if span == "spatial":
             follow_grid(self)
 

@@ -23,6 +23,10 @@ HALVED = 0.5
 """What a residual branch reads of the tokens, and what its output is divided by."""
 
 
+PAPER_ONLY = ("qk_norm", "scale_attn_norm", "init_values", "kernel", "reduce", "span", "share", "recompute", "init")
+"""Arguments of `refined_vit_*` that the released function has no place for."""
+
+
 class ScaledMlp(Mlp):
     """timm's Mlp with a scale on every channel of its output. Shape: x (B, N, C) -> (B, N, C)"""
 
@@ -65,9 +69,11 @@ class ReleasedRefinedViT(DenseHeadViT):
     """
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
-        for name in ("qk_norm", "scale_attn_norm", "init_values"):
+        for name in PAPER_ONLY:
             if kwargs.get(name):
                 raise UserError(f"the released Refined-ViT has no {name}; the paper's (refined_vit_*) has")
+        if not isinstance(ratio, int) or ratio < 1:
+            raise UserError(f"ratio {ratio!r} must be a whole number, at least 1")
 
         def block(depth: int, **given: Any) -> ReleasedBlock:
             kind = dict(device=given["device"], dtype=given["dtype"])

@@ -85,7 +85,7 @@ def ablations() -> dict[str, dict[str, Any]]:
     for heads, plain, refined in ((8, "79.9", "82.5"), (12, "80.0", "82.6"), (16, "80.0", "82.8")):
         found[f"refiner_heads_{heads}"] = standard(dict(num_heads=heads), "Table 12", refined)
         found[f"refiner_plain_heads_{heads}"] = standard(PLAIN | dict(num_heads=heads), "Table 12, ViT-Small", plain)
-    shared = (("82", "83.0"), ("77", "83.0"), ("70", "82.8"), ("no, diverges:", "82.6"))
+    shared = (("82", "83.0"), ("77", "83.0"), ("70", "82.8"), ("NaN (diverges) for", "82.6"))
     for share, (plain, refined) in enumerate(shared):
         found[f"refiner_share_{share}"] = standard(SIX | dict(share=share), "Table 13", refined)
         found[f"refiner_plain_share_{share}"] = standard(PLAIN | dict(share=share), "Table 13, SA", plain)

@@ -19,8 +19,10 @@ Span = Literal["map", "spatial", "row+column"]
 
 def refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
     """Raises: UserError for a refinement that the layers do not have."""
-    if not isinstance(ratio, int) or ratio < 0:
+    if type(ratio) is not int or ratio < 0:
         raise UserError(f"ratio {ratio} must be a whole number (1: talking heads, 0: no expansion)")
+    if not isinstance(reduce, bool):
+        raise UserError(f"reduce {reduce!r} must be true or false")
     if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
         raise UserError(f"kernel {kernel} must be odd, at least 1 (1: no convolution)")
     if span not in ("map", "spatial", "row+column"):
@@ -28,7 +30,8 @@ def refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
     if init not in ("same-function", "paper"):
         raise UserError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
     if ratio == 0 and (span != "map" or not reduce):
-        raise UserError(f"span={span!r}, reduce={reduce} belong to an expansion; give a ratio, 1 for talking heads")
+        given = f"span={span!r}" if span != "map" else "reduce=False"
+        raise UserError(f"{given} belongs to an expansion; give a ratio, 1 for talking heads")
     if span != "map" and not reduce:
         raise UserError("without reduction there is span='map' only")
 
