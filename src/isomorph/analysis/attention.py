@@ -1,6 +1,6 @@
 """What the attention layers look at, by layer name: ours, and timm's plain attention."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import ismethod
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from isomorph.analysis.places import image_grid, places
 from isomorph.errors import UserError
@@ -53,6 +54,17 @@ def attention_map(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 @torch.no_grad()
+def run_hooked(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
+    """Runs the model in eval mode, and takes the hooks off it again."""
+    try:
+        with eval_mode(model):
+            model(batch)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
 def visit(
     model: nn.Module, batch: Tensor, look: Callable[..., Tensor], layers: Mapping[str, nn.Module] | None = None
 ) -> dict[str, Tensor]:
@@ -70,12 +82,7 @@ def visit(
 
     layers = attention_layers(model) if layers is None else layers
     handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
-    try:
-        with eval_mode(model):
-            model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_hooked(model, batch, handles)
     return seen
 
 

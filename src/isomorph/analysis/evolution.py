@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isomorph.analysis.attention import attention_map, attention_maps, visit
+from isomorph.analysis.attention import attention_map, attention_maps, run_hooked, visit
 from isomorph.analysis.similarity import linear_cka
 from isomorph.errors import UserError
-from isomorph.layers.mode import eval_mode
 from isomorph.surgery.recast import Where, matches
 
 
@@ -41,13 +40,7 @@ def features(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module]) -> d
 
         return hook
 
-    handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
-    try:
-        with eval_mode(model):
-            model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
+    run_hooked(model, batch, [layer.register_forward_hook(keep(name)) for name, layer in layers.items()])
     return {name: seen[name] for name in layers if name in seen}
 
 
