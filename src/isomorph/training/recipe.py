@@ -181,5 +181,6 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
             lines.append(document_fields(group, f"{prefix}{name}."))
         else:
             default = "" if field.is_required() else f" [{field.default}]"
-            lines.append(f"* `{prefix}{name}` {field.description or ''}{default}")
+            text = (field.description or "").replace("*", r"\*")  # globs are no emphasis: the help is Markdown
+            lines.append(f"* `{prefix}{name}` {text}{default}")
     return "\n".join(lines)
