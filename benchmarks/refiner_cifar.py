@@ -7,15 +7,15 @@ Needs ISOMORPH_DATA with cifar10. Each run resumes by itself; a second call only
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 
 import torch
 
 import isomorph as iso
-from interleave import show, spread, write
+from interleave import show, write
 from isomorph.data import eval_loader, open_source
-from isomorph.report.figures import Line, Panel, matrices_figure, panels_figure
+from isomorph.report.figures import Panel, matrices_figure, panels_figure
+from study import final_rows, mean_line
 
 KINDS = {
     "plain": ("plain", []),
@@ -44,18 +44,6 @@ def open_runs(out, seeds):
             iso.train(iso.load_recipe(f"cifar_refined_{form}", fields))
             runs[kind, seed] = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     return runs
-
-
-def table(runs):
-    """One row a kind: after the last epoch."""
-    rows = []
-    for kind, title in TITLES.items():
-        logs = [log for (k, _), log in runs.items() if k == kind]
-        row = {"network": title, "epochs": logs[0][-1]["epoch"], "seeds": len(logs)}
-        for label, key in (("top-1", "top1"), ("NLL", "nll"), ("training loss", "loss")):
-            row[label] = spread([log[-1][key] for log in logs])
-        rows.append(row)
-    return rows
 
 
 def batches(model):
@@ -87,11 +75,7 @@ def off_diagonal(matrix):
 
 def panel(title, label, curves, first=1):
     """One line a kind, mean and range over seeds."""
-    lines = {}
-    for kind, found in curves.items():
-        columns = list(zip(*found, strict=True))
-        means, lows, highs = [statistics.mean(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns]
-        lines[TITLES[kind]] = Line(list(range(first, first + len(columns))), means, lows, highs)
+    lines = {TITLES[kind]: mean_line(found, first) for kind, found in curves.items()}
     return Panel(title, "block", label, lines)
 
 
@@ -102,7 +86,7 @@ def main():
     parser.add_argument("--figures", type=Path, default=Path("docs/methods"))
     options = parser.parse_args()
     runs = open_runs(options.out, options.seeds)
-    rows = table(runs)
+    rows = final_rows(runs, TITLES)
     show("mean (half the range over seeds)", rows)
     evolution, between, within, maps = looks(options.out, options.seeds)
     panels = [

@@ -7,15 +7,15 @@ Needs ISOMORPH_DATA with cifar10. Each run resumes by itself; a second call only
 
 import argparse
 import json
-import statistics
 from pathlib import Path
 
 import torch
 
 import isomorph as iso
-from interleave import show, spread, write
+from interleave import show, write
 from isomorph.data import eval_loader, open_source
 from isomorph.report.figures import Line, Panel, panels_figure
+from study import final_rows, mean_line, of_kind
 
 KINDS = {
     "plain": ("cifar_tdrl_plain", []),
@@ -37,29 +37,9 @@ def open_runs(out, seeds):
     return runs
 
 
-def of_kind(runs, kind):
-    return [log for (k, _), log in runs.items() if k == kind]
-
-
-def table(runs):
-    """One row a kind: after the last epoch."""
-    rows = []
-    for kind, title in TITLES.items():
-        logs = of_kind(runs, kind)
-        row = {"network": title, "epochs": logs[0][-1]["epoch"], "seeds": len(logs)}
-        for label, key in (("top-1", "top1"), ("NLL", "nll"), ("training loss", "loss")):
-            row[label] = spread([log[-1][key] for log in logs])
-        rows.append(row)
-    return rows
-
-
 def loss_panel(runs):
     """Training loss along the epochs, mean and range over seeds."""
-    lines = {}
-    for kind, title in TITLES.items():
-        columns = list(zip(*[[row["loss"] for row in log] for log in of_kind(runs, kind)], strict=True))
-        means, lows, highs = [statistics.mean(c) for c in columns], [min(c) for c in columns], [max(c) for c in columns]
-        lines[title] = Line(list(range(1, len(columns) + 1)), means, lows, highs)
+    lines = {t: mean_line([[row["loss"] for row in log] for log in of_kind(runs, k)]) for k, t in TITLES.items()}
     return Panel("training loss", "epoch", "nats", lines)
 
 
@@ -82,7 +62,7 @@ def main():
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_cifar.svg"))
     options = parser.parse_args()
     runs = open_runs(options.out, options.seeds)
-    rows = table(runs)
+    rows = final_rows(runs, TITLES)
     show("mean (half the range over seeds)", rows)
     model = iso.load(options.out / "pyramid_slow_0/model.safetensors")
     config = dict(input_size=(3, 32, 32), mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])

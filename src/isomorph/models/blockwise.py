@@ -15,7 +15,8 @@ from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size
 class BlockwiseViT(VisionTransformer):
     """timm's VisionTransformer for any image size at every call, with `run_block` between embedding and norm.
 
-    What goes from block to block beside the tokens is a state: the grid of the patches, until a family says otherwise.
+    What goes from block to block beside the tokens is a state, which each block is called with and gives: maps of
+    attention, none at first. A family may start from another, and call its blocks otherwise.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Raises: UserError for another size, an attention mask, heads that do not divide the channels, or dropped patches.
@@ -44,12 +45,12 @@ class BlockwiseViT(VisionTransformer):
         return self.norm_pre(self.place_patches(x)), (x.shape[1], x.shape[2])
 
     def start(self, grid_size: tuple[int, int]) -> Any:
-        """What the first block is told."""
-        return grid_size
+        """What the first block is told: nothing."""
+        return None
 
     def run_block(self, i: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Block i: tokens, and what the next block is told. Shape: x (B, N, C) -> (B, N, C)"""
-        raise NotImplementedError
+        return self.call_block(i, x, state)
 
     def call_block(self, i: int, *arguments: Any) -> Any:
         """Calls block i, keeping only its arguments for the backward pass where gradient checkpointing is on."""

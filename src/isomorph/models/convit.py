@@ -107,6 +107,10 @@ class ConViT(BlockwiseViT):
             x = x + resample_abs_pos_embed(self.pos_embed, [H, W], self.patch_embed.grid_size, num_prefix_tokens=0)
         return self.pos_drop(x)
 
+    def start(self, grid_size: tuple[int, int]) -> tuple[int, int]:
+        """Every block is told the grid."""
+        return grid_size
+
     def run_block(self, i: int, x: Tensor, grid_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
         """Block i; before the first plain one the class token joins. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:

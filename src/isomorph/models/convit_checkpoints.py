@@ -7,6 +7,7 @@ from timm.models import vision_transformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.models.vit_cfg import unwrapped
 
 PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
 """Our names of GPSA parameters, and the public ones; `pos_proj.bias`, constant along the softmax, has no effect."""
@@ -20,7 +21,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
 
     Raises: UserError when the checkpoint is of another family, or its grid cannot be known.
     """
-    state_dict = state_dict.get("model", state_dict)
+    state_dict = unwrapped(state_dict)
     if "patch_embed.proj.weight" not in state_dict:
         raise UserError("the checkpoint is not of a ConViT: it has no patch_embed.proj.weight")
     state = {}

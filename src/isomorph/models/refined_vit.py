@@ -107,13 +107,6 @@ class RefinedViT(DenseHeadViT):
         if span == "spatial":
             follow_grid(self)
 
-    def start(self, grid_size: tuple[int, int]) -> None:
-        """No maps yet."""
-
-    def run_block(self, i: int, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Block i: tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
-        return self.call_block(i, x, maps)
-
 
 def attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a block that are its attention's."""

@@ -90,13 +90,6 @@ class ReleasedRefinedViT(DenseHeadViT):
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
-    def start(self, grid_size: tuple[int, int]) -> None:
-        """No maps yet."""
-
-    def run_block(self, i: int, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Block i: tokens and the maps for the next block. Shape: x (B, N, C) -> (B, N, C)"""
-        return self.call_block(i, x, maps)
-
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
     """The authors' checkpoints, wrapped or not, and our own, their position embedding resized to the model's grid."""
