@@ -15,7 +15,7 @@ from isomorph.layers import (
     RefinedAttention,
     ReusedAttention,
     SpatialAttention,
-    refined_attention,
+    headed_attention,
 )
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.released_refiner import ReleasedDLA
@@ -72,8 +72,8 @@ def test_image_by_image_is_the_same(name, monkeypatch):
     layer, x = build(name), torch.randn(5, 9, DIM, dtype=torch.float64)
     real = torch.arange(9) < torch.tensor([9, 6, 4, 9, 1])[:, None]
     expected = [outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x) for mask in (None, real)]
-    monkeypatch.setattr(refined_attention, "CACHED_BYTES", 2 * HEADS * 81 * 8)
-    assert refined_attention.images_at_once(layer.heads(x)[0]) == 2
+    monkeypatch.setattr(headed_attention, "CACHED_BYTES", 2 * HEADS * 81 * 8)
+    assert headed_attention.images_at_once(layer.heads(x)[0]) == 2
     for layer.recompute in (False, True):
         for mask, wanted in zip((None, real), expected, strict=True):
             same(outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x), wanted)
@@ -201,7 +201,7 @@ def kept_mib(layer, x):
 
 
 def test_norms_of_maps_see_the_whole_batch(monkeypatch):
-    monkeypatch.setattr(refined_attention, "CACHED_BYTES", 1)
+    monkeypatch.setattr(headed_attention, "CACHED_BYTES", 1)
     layer = RefinedAttention(DIM, HEADS, refine=ReleasedDLA(HEADS))
     layer(torch.randn(5, 9, DIM))
     assert layer.refine.bn1.num_batches_tracked == 1

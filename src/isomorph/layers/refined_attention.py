@@ -10,7 +10,6 @@ the convolution, before or after it, so real tokens compute what they would with
 import copy
 from collections.abc import Callable
 from functools import partial
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +17,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from isomorph.layers.headed_attention import HeadedAttention, by_images, images_at_once
 from isomorph.layers.mode import deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 
@@ -47,18 +47,6 @@ PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_d
 """What timm's Attention consists of."""
 
 
-CACHED_BYTES = 2 * 2**20
-"""Maps that exist at the same time on a CPU: what stays in its cache, and in its allocator, is read twice as fast."""
-
-
-def images_at_once(q: Tensor) -> int:
-    """How many images' maps are formed together. Shape: q (B, H, N, hd)"""
-    B, H, N, _ = q.shape
-    if q.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return B
-    return max(1, CACHED_BYTES // (H * N * N * q.element_size()))
-
-
 def refuse_heads(refine: nn.Module, num_heads: int) -> None:
     """Raises: ValueError for a refiner of another number of heads."""
     known = getattr(refine, "num_heads", num_heads)
@@ -80,7 +68,7 @@ def shape_arguments(attention: Attention) -> dict[str, Any]:
     return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
-class RefinedAttention(Attention):
+class RefinedAttention(HeadedAttention):
     """Attention whose maps are refined: diverse, with local patterns, and free to be negative.
 
     y = proj(refine(softmax(q k^T / sqrt(hd))) v)
@@ -106,11 +94,6 @@ class RefinedAttention(Attention):
         self.whole = any(True for _ in self.refine.buffers())  # norms of maps look at the whole batch
         refuse_heads(self.refine, num_heads)
 
-    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values. Shape: x (B, N, C) -> three of (B, H, N, hd)"""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.q_norm(q), self.k_norm(k), v
-
     def maps(self, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
         """The refined map. Shape: q, k (B, H, N, hd), real (B, 1, N) or None -> (B, H, N, N)"""
         logits = (q * self.scale) @ k.mT  # (B, H, N, N)
@@ -134,11 +117,7 @@ class RefinedAttention(Attention):
         call = partial(checkpoint, function, use_reentrant=False) if kept else function
         q = tensors[0]
         assert q is not None
-        number = images_at_once(q)
-        if number >= q.shape[0] or self.whole:
-            return call(*tensors)
-        parts = [t.split(number) if t is not None else repeat(None) for t in tensors]
-        return torch.cat([call(*part) for part in zip(*parts, strict=False)])
+        return by_images(call, q.shape[0] if self.whole else images_at_once(q), *tensors)
 
     def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
@@ -186,13 +165,6 @@ class RefinedAttention(Attention):
     def probe_tokens(self) -> int:
         """Number of tokens to try the layer on."""
         return 64
-
-    def finish(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """From heads to channels, as timm's Attention. Shape: mixed (B, H, N, hd), x (B, N, C) -> (B, N, C)"""
-        y = self.norm(mixed.transpose(1, 2).flatten(2))  # (B, N, H hd)
-        if self.gate is not None:
-            y = y * self.gate(x).sigmoid()
-        return self.proj_drop(self.proj(y))
 
 
 class ExpandedAttention(RefinedAttention):

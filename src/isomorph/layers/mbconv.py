@@ -1,0 +1,178 @@
+"""The convolutional half of CoAtNet: pre-activation inverted bottlenecks with squeeze and excitation, and the stem."""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
+from torch import Tensor, nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+Norm = Callable[[int], nn.Module]
+
+
+class MaxPool(nn.Module):
+    """Maximum of every 2 x 2 places, at the rim of those there are: as many places as a stride of 2 leaves.
+
+    Shape: x (B, C, H, W) -> (B, C, ceil(H / 2), ceil(W / 2))
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x, 2, ceil_mode=True)
+
+
+def pool(stride: int) -> nn.Module:
+    """Halves a map, or leaves it."""
+    return MaxPool() if stride == 2 else nn.Identity()
+
+
+def shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
+    """Proj(Pool(x)), as much of it as the shapes need. Shape: (B, dim, H, W) -> (B, dim_out, H / stride, W / stride)
+
+    Source: CoAtNet eq. 4 and 5
+    """
+    return pool(stride) if dim == dim_out else nn.Sequential(pool(stride), nn.Conv2d(dim, dim_out, 1))
+
+
+class InvertedBottleneck(nn.Module):
+    """Widen, look around, weigh the channels, narrow; a subclass says in which norm.
+
+    y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
+
+    It is `expand_ratio` times `dim_out` wide, its squeeze and excitation `se_ratio` times. `stride_on`: "expand" halves
+    in the first 1x1 convolution (the paper's choice), "depthwise" in the 3x3 (Table 9: slower, better in small models).
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is the one that gives the published sizes
+    """
+
+    norm_layer: ClassVar[Norm]
+    norm_act_layer: ClassVar[Norm]
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int | None = None,
+        stride: int = 1,
+        expand_ratio: float = 4.0,
+        se_ratio: float = 0.25,
+        stride_on: str = "expand",
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if stride_on not in ("expand", "depthwise"):
+            raise ValueError(f"stride_on {stride_on!r} is unknown; choose 'expand' or 'depthwise'")
+        dim_out = dim_out or dim
+        width = int(expand_ratio * dim_out)
+        first, second = (stride, 1) if stride_on == "expand" else (1, stride)
+        self.norm = self.norm_layer(dim)
+        self.expand = nn.Conv2d(dim, width, 1, first, bias=False)
+        self.norm1 = self.norm_act_layer(width)
+        self.depthwise = nn.Conv2d(width, width, 3, second, 1, groups=width, bias=False)
+        self.norm2 = self.norm_act_layer(width)
+        self.se = SqueezeExcite(width, rd_channels=max(1, int(se_ratio * dim_out)), act_layer=nn.GELU)
+        self.project = nn.Conv2d(width, dim_out, 1)
+        self.drop_path = DropPath(drop_path)
+        self.shortcut = shortcut(dim, dim_out, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(self.expand(self.norm(x)))  # (B, width, H, W)
+        y = self.norm2(self.depthwise(y))
+        return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
+
+
+class FusedMBConv(InvertedBottleneck):
+    """The block without norms, for inference: what `MBConv.fuse` gives.
+
+    Formula, shapes and source are InvertedBottleneck's.
+    """
+
+    norm_layer = nn.Identity
+    norm_act_layer = staticmethod(lambda width: nn.GELU())
+
+
+class MBConv(InvertedBottleneck):
+    """The block with BatchNorm, which folds into the convolutions.
+
+    Formula, shapes and source are InvertedBottleneck's.
+    """
+
+    norm_layer = nn.BatchNorm2d
+    norm_act_layer = staticmethod(partial(BatchNormAct2d, act_layer=nn.GELU))
+
+    @torch.no_grad()
+    def fuse(self) -> FusedMBConv:
+        """The block in eval mode, its norms folded in float64: three passes over maps fewer."""
+        twin = copy.deepcopy(self).double().eval()
+        fused = FusedMBConv(self.expand.in_channels, self.project.out_channels)
+        fused.expand = fuse_conv_bn_eval(fold_before(twin.norm, twin.expand), twin.norm1)
+        fused.depthwise = fuse_conv_bn_eval(twin.depthwise, twin.norm2)
+        for name in ("se", "project", "drop_path", "shortcut"):
+            setattr(fused, name, getattr(twin, name))
+        return fused.to(self.expand.weight.dtype).eval()
+
+
+class LayerNormMBConv(InvertedBottleneck):
+    """The block with LayerNorm over the channels of every place (CoAtNet Table 8).
+
+    Formula, shapes and source are InvertedBottleneck's.
+    """
+
+    norm_layer = LayerNorm2d
+    norm_act_layer = staticmethod(partial(LayerNormAct2d, act_layer=nn.GELU))
+
+
+def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
+    """A 1x1 convolution that reads what the norm before it reads: W (s x + t) = (W s) x + W t."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
+    shift = norm.bias - norm.running_mean * scale
+    folded = copy.deepcopy(conv)
+    bias = (conv.weight.flatten(1) @ shift) + (0 if conv.bias is None else conv.bias)
+    folded.weight, folded.bias = nn.Parameter(conv.weight * scale[:, None, None]), nn.Parameter(bias)
+    return folded
+
+
+class Stem(nn.Module):
+    """Two 3x3 convolutions, the first strided: what an image becomes before the first stage.
+
+    y = conv2(norm(conv1(x)))        (the norm, which a subclass chooses, ends in GELU)
+
+    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet Table 3, S0
+    """
+
+    norm_act_layer: ClassVar[Norm]
+
+    def __init__(self, in_chans: int, dim: int, stride: int = 2) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_chans, dim, 3, stride, 1, bias=False)
+        self.norm = self.norm_act_layer(dim)
+        self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.norm(self.conv1(x)))
+
+
+class BatchNormStem(Stem):
+    """The stem with BatchNorm, which folds."""
+
+    norm_act_layer = MBConv.norm_act_layer
+
+    @torch.no_grad()
+    def fuse(self) -> nn.Sequential:
+        """The stem in eval mode, its norm folded in float64."""
+        twin = copy.deepcopy(self).double().eval()
+        conv1 = fuse_conv_bn_eval(twin.conv1, twin.norm)
+        parts = OrderedDict(conv1=conv1, act=nn.GELU(), conv2=twin.conv2)
+        return nn.Sequential(parts).to(self.conv1.weight.dtype).eval()
+
+
+class LayerNormStem(Stem):
+    """The stem with LayerNorm over the channels of every place."""
+
+    norm_act_layer = LayerNormMBConv.norm_act_layer

@@ -1,0 +1,205 @@
+"""Relative attention (CoAtNet): global attention to which one learnt scalar per head and offset is added.
+
+Before the softmax (the paper's choice) or after it (eq. 3, the other half), the table w acts as a global depthwise
+convolution with one kernel for all channels of a head. Maps are images here, (B, H, W, C): the grid is their shape,
+so any rectangle goes in at any call, and the table is resized to it.
+
+Letters: B batch, H W grid, N = H W, C channels, nh heads, hd head width.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import trunc_normal_
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+from isomorph.layers.grid import axis_offsets
+from isomorph.layers.headed_attention import HeadedAttention, by_images, images_at_once, in_eager_mode
+
+FLEX_TOKENS = 512
+"""From so many tokens on, compiled GPU code reads the table itself (FlexAttention) instead of an N x N bias."""
+
+
+def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """The table for another grid, by bilinear interpolation, in float32 at least; offset 0 stays in the middle.
+
+    Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, 2 H' - 1, 2 W' - 1)
+    Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
+    """
+    size = [2 * n - 1 for n in grid_size]
+    if list(table.shape[1:]) == size:
+        return table
+    exact = table.to(torch.promote_types(table.dtype, torch.float32))
+    return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
+
+
+def spread(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
+    """The entry P[i - i', j - j'] of every query (i, j) and key (i', j').
+
+    Shape: table (nh, 2 H - 1, 2 W - 1) -> (nh, N, N)
+    """
+    H, W = grid_size
+    rows, columns = (n - 1 - axis_offsets(n, n, device=table.device, dtype=torch.long) for n in grid_size)
+    places = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
+    return table.flatten(1).index_select(1, places.flatten()).view(-1, H * W, H * W)
+
+
+def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(hd) + bias) v.
+
+    On a CPU the map is formed, some images at a time: torch's kernel there takes twice as long with a bias.
+
+    Shape: bias (nh, N, N), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
+    """
+    if q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=drop)
+
+    def weigh(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        maps = ((q * q.shape[-1] ** -0.5) @ k.mT + bias).softmax(-1)  # (B, nh, N, N)
+        return (F.dropout(maps, drop) if drop else maps) @ v
+
+    return by_images(weigh, images_at_once(q), q, k, v)
+
+
+def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The same from the table, no N x N bias being formed: FlexAttention, fast where it is compiled for a GPU.
+
+    Shape: table (nh, 2 H - 1, 2 W - 1), q, k, v (B, nh, N, hd) -> (B, nh, N, hd)
+    """
+    H, W = grid_size
+
+    def place(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return score + table[head, query // W - key // W + H - 1, query % W - key % W + W - 1]
+
+    return flex_attention(q, k, v, score_mod=place)  # type: ignore[return-value]
+
+
+class KeptBias(NamedTuple):
+    """A bias, and all that it was made from."""
+
+    key: tuple[Any, ...]
+    table: Tensor
+    bias: Tensor
+
+
+def version_of(table: Tensor) -> tuple[int, int]:
+    """Changes with the storage, and with every write that autograd can see."""
+    return table.data_ptr(), 0 if table.is_inference() else table._version
+
+
+class RelativeAttention(HeadedAttention):
+    """Global attention of the places of a map that weighs content and offset together.
+
+    y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
+
+    `relative_bias` holds P, one table a head, made for `grid_size`; other maps are welcome at any call, the table is
+    resized. In eval mode without gradients the N x N bias is kept between calls, until the table changes (by whatever
+    hand on a CPU, by any write that autograd sees elsewhere), or the size, dtype or device of what comes; training frees
+    it. Other arguments are timm's Attention's.
+
+    Shape: x (B, H, W, C) -> (B, H, W, C)
+    Source: CoAtNet eq. 3 (pre), A.1; differs: the table's birth, N(0, .02), is not in the paper
+    """
+
+    def __init__(self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), **kwargs: Any) -> None:
+        super().__init__(dim, num_heads, **kwargs)
+        H, W = grid_size
+        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
+        self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **kind))
+        self.kept: KeptBias | None = None
+        self.reset_bias()
+
+    def reset_bias(self) -> None:
+        trunc_normal_(self.relative_bias, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        """Decay would pull every offset to the same."""
+        return {"relative_bias"}
+
+    @property
+    def grid_size(self) -> tuple[int, int]:
+        """The grid that the table is made for."""
+        _, rows, columns = self.relative_bias.shape
+        return (rows + 1) // 2, (columns + 1) // 2
+
+    @torch.no_grad()
+    def set_grid_size(self, grid_size: tuple[int, int]) -> None:
+        """Makes the table one for another grid, for good."""
+        table = resize_table(self.relative_bias, grid_size)
+        self.relative_bias = nn.Parameter(table.clone(), self.relative_bias.requires_grad)
+
+    def table(self, grid_size: tuple[int, int]) -> Tensor:
+        """P for a grid. Shape: -> (nh, 2 H - 1, 2 W - 1)"""
+        return resize_table(self.relative_bias, grid_size)
+
+    def bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """P for every pair of places, kept where it may be. Shape: -> (nh, N, N)"""
+        own = self.relative_bias
+        if self.training or not in_eager_mode() or (torch.is_grad_enabled() and own.requires_grad):
+            return spread(self.table(grid_size), grid_size).to(dtype)
+        on_cpu = own.device.type == "cpu"  # where a look at the whole table costs next to nothing
+        key = (grid_size, dtype, own.dtype, own.device, None if on_cpu else version_of(own))
+        kept = self.kept
+        if kept is None or kept.key != key or (on_cpu and not torch.equal(kept.table, own)):
+            fresh = spread(self.table(grid_size), grid_size).to(dtype)
+            kept = self.kept = KeptBias(key, own.detach().clone(), fresh.detach())
+        return kept.bias
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        """Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
+        drop = self.attn_drop.p if self.training else 0.0
+        if q.is_cuda and torch.compiler.is_compiling() and q.shape[2] >= FLEX_TOKENS and not drop:
+            return attend_flex(self.table(grid_size), grid_size, q, k, v)
+        return attend(self.bias(grid_size, q.dtype), drop, q, k, v)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        grid_size = (x.shape[1], x.shape[2])
+        tokens = x.flatten(1, 2)  # (B, N, C)
+        mixed = self.weigh(*self.heads(tokens), grid_size)
+        return self.finish(mixed, tokens).unflatten(1, grid_size)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """The map that `forward` applies. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
+        q, k, _ = self.heads(x.flatten(1, 2))
+        return ((q * self.scale) @ k.mT + self.bias((x.shape[1], x.shape[2]), q.dtype)).softmax(-1)
+
+    def train(self, mode: bool = True) -> "RelativeAttention":
+        self.kept = None
+        return super().train(mode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles without what can be computed."""
+        return self.__dict__ | {"kept": None}
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, grid_size={self.grid_size}"
+
+
+class PostRelativeAttention(RelativeAttention):
+    """Relative attention with the offsets weighed after the softmax: attention plus a global convolution.
+
+    y = proj((softmax(q k^T / sqrt(hd)) + P[i - i', j - j']) v)
+
+    Shape: x (B, H, W, C) -> (B, H, W, C)
+    Source: CoAtNet eq. 3 (post), which the paper does not use; differs: as RelativeAttention
+    """
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
+        drop = self.attn_drop.p if self.training else 0.0
+        content = F.scaled_dot_product_attention(q, k, v, dropout_p=drop)
+        return content + convolve(self.bias(grid_size, q.dtype), v)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """The map that `forward` applies; its rows do not sum to 1. Shape: x (B, H, W, C) -> (B, nh, N, N)"""
+        q, k, _ = self.heads(x.flatten(1, 2))
+        return ((q * self.scale) @ k.mT).softmax(-1) + self.bias((x.shape[1], x.shape[2]), q.dtype)
+
+
+def convolve(bias: Tensor, v: Tensor) -> Tensor:
+    """sum_j w_(i - j) v_j for all images in one product a head. Shape: (nh, N, N), (B, nh, N, hd) -> (B, nh, N, hd)"""
+    B, nh, N, hd = v.shape
+    side_by_side = v.permute(1, 2, 0, 3).reshape(nh, N, B * hd)
+    return torch.bmm(bias, side_by_side).view(nh, N, B, hd).permute(2, 0, 1, 3)

@@ -1,0 +1,293 @@
+"""CoAtNet: a stem, stages of MBConv, then stages of Transformer blocks with relative attention; sizes 0 to 7."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_rates, to_2tuple
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
+from isomorph.layers.decay import undecayed
+from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
+from isomorph.layers.relative_attention import resize_table
+from isomorph.models.coatnet_blocks import PatchStem, PlaceblindBlock, PostTransformerBlock, TransformerBlock
+from isomorph.models.coatnet_layout import Group, count_levels, parse_layout
+from isomorph.models.vit_cfg import unwrapped, vit_cfg
+
+NORMS: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
+    "batch": (BatchNormStem, MBConv),
+    "layer": (LayerNormStem, LayerNormMBConv),
+}
+"""Stem and convolutional block in each norm (Table 8)."""
+RELATIVE: dict[str, type[TransformerBlock]] = {
+    "pre": TransformerBlock,
+    "post": PostTransformerBlock,
+    "none": PlaceblindBlock,
+}
+"""Transformer block with each kind of relative attention (eq. 3, Table 6)."""
+
+
+def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:
+    """Raises: UserError for a value that is none of those known."""
+    if value not in known:
+        raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
+
+
+def start(module: nn.Module) -> None:
+    """Convolutions at EfficientNet's scale (normal, by fan out), linear layers at Xavier's; the paper does not say."""
+    if isinstance(module, nn.Conv2d):
+        fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
+        nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
+    elif isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+    if isinstance(module, nn.Conv2d | nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+class CoAtNet(nn.Module):
+    """Convolution, then attention, for images of any size; a full timm citizen with features of every resolution.
+
+    `layout`: see coatnet_layout; `depths` and `widths`, one for each of its letters, the stem's first. `head_dim`:
+    channels of an attention head. `norm`: "batch" or "layer", of stem and convolutional blocks. `stride_on`:
+    InvertedBottleneck's. `relative`: "pre" or "post" the softmax, or "none". `stem_stride` is that of the stem S,
+    `patch_size` of P. `head_hidden_size`: a layer and a tanh before the classifier, as timm's CoAtNets have. Relative
+    attention is made for `img_size` and resized for other images at every call.
+
+    Shape: x (B, in_chans, height, width) -> (B, num_classes)
+    Source: CoAtNet Fig. 4, Tables 3, 11, 12
+    Raises: UserError for a form that does not exist, or heads that do not divide a width.
+    """
+
+    def __init__(
+        self,
+        layout: str = "C-C-T-T",
+        depths: Sequence[int] = (2, 2, 3, 5, 2),
+        widths: Sequence[int] = (64, 96, 192, 384, 768),
+        head_dim: int = 32,
+        norm: str = "batch",
+        stride_on: str = "expand",
+        relative: str = "pre",
+        stem_stride: int = 2,
+        patch_size: int = 16,
+        head_hidden_size: int | None = None,
+        img_size: int | tuple[int, int] = 224,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        refuse_unknown("norm", norm, NORMS)
+        refuse_unknown("relative", relative, RELATIVE)
+        refuse_unknown("stride_on", stride_on, ("expand", "depthwise"))
+        (first, *rest), *others = parse_layout(layout, depths, widths)
+        for group in (*rest, *(group for groups in others for group in groups)):
+            if group.kind == "T" and group.width % head_dim:
+                raise UserError(f"head_dim {head_dim} does not divide the width {group.width}")
+        self.img_size, self.num_classes, self.grad_checkpointing = to_2tuple(img_size), num_classes, False
+        stem, convolution = NORMS[norm]
+        patches = first.kind == "P"
+        self.stem_stride = patch_size if patches else stem_stride
+        self.stem: nn.Module = (PatchStem if patches else stem)(in_chans, first.width, self.stem_stride)
+        make = dict(C=partial(convolution, stride_on=stride_on), T=partial(RELATIVE[relative], head_dim=head_dim))
+        self.build_stages([rest, *others], first.width, make, drop_path_rate)
+        self.num_features = self.embed_dim = widths[-1]
+        self.head = NormMlpClassifierHead(
+            self.num_features, num_classes, head_hidden_size, global_pool, drop_rate, norm_layer=LayerNorm2d
+        )
+        self.head_hidden_size = self.head.num_features
+        self.apply(start)
+
+    def build_stages(
+        self, stages: list[list[Group]], dim: int, make: dict[str, Callable[..., nn.Module]], drop_path: float
+    ) -> None:
+        """The blocks of every resolution, and what timm's feature extraction wants to know of them."""
+        rates = iter(calculate_drop_path_rates(drop_path, sum(group.depth for groups in stages for group in groups)))
+        self.stages, self.feature_info = nn.ModuleList(), []
+        reduction = self.stem_stride
+        for i, groups in enumerate(stages):
+            blocks = []
+            for group in groups:
+                for stride in [2 if group.halves else 1] + [1] * (group.depth - 1):
+                    reduction *= stride
+                    grid = dict(grid_size=self.grid_at(reduction)) if group.kind == "T" else {}
+                    blocks.append(make[group.kind](dim, group.width, stride, drop_path=next(rates), **grid))
+                    dim = group.width
+            self.stages.append(nn.Sequential(*blocks))
+            self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=f"stages.{i}"))
+
+    def grid_at(self, reduction: int) -> tuple[int, int]:
+        """Size of the map at a reduction, for the image size the network is made for."""
+        height, width = self.img_size
+        return -(-height // reduction), -(-width // reduction)
+
+    def set_input_size(self, img_size: int | tuple[int, int]) -> None:
+        """Resizes the tables of relative attention for good; other sizes are resized at each call."""
+        self.img_size = to_2tuple(img_size)
+        for stage, info in zip(self.stages, self.feature_info, strict=True):
+            for module in stage.modules():
+                if isinstance(module, RelativeAttention):
+                    module.set_grid_size(self.grid_at(info["reduction"]))
+
+    def run_stage(self, i: int, x: Tensor) -> Tensor:
+        """All blocks of a resolution, keeping only what enters each where gradient checkpointing is on."""
+        if self.grad_checkpointing and self.training:
+            return checkpoint_seq(self.stages[i], x)
+        return self.stages[i](x)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Shape: x (B, in_chans, height, width) -> (B, C, H, W)"""
+        x = self.stem(x)
+        for i in range(len(self.stages)):
+            x = self.run_stage(i, x)
+        return x
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Shape: x (B, C, H, W) -> (B, num_classes)"""
+        return self.head(x, pre_logits=pre_logits)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | list[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """The last features and those of each resolution, the stem's first, as timm's models give them."""
+        if output_fmt != "NCHW":
+            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW'")
+        take, last = feature_take_indices(len(self.stages), indices)
+        x, taken = self.stem(x), []
+        for i in range(last + 1 if stop_early else len(self.stages)):
+            x = self.run_stage(i, x)
+            taken += [x] if i in take else []
+        return taken if intermediates_only else (x, taken)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
+        take, last = feature_take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        if prune_norm or prune_head or last + 1 < len(self.feature_info):
+            self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
+            self.head.reset(0, "", reset_other=True)
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        return self.head.fc
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new, untrained classifier; 0 classes give the pooled features."""
+        self.num_classes = num_classes
+        place = next(self.stem.parameters())
+        self.head.reset(num_classes, global_pool, device=place.device, dtype=place.dtype)
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.grad_checkpointing = enable
+
+    def no_weight_decay(self) -> set[str]:
+        """The tables of relative attention."""
+        return undecayed(self)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Parameter groups for layer decay: the stem, then stages or blocks, then the head."""
+        blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
+        return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[str, Tensor]:
+    """A CoAtNet's checkpoint, its tables resized to the model's image size (CoAtNet A.1)."""
+    state = unwrapped(state_dict)
+    for name, module in model.named_modules():
+        table = state.get(f"{name}.relative_bias")
+        if isinstance(module, RelativeAttention) and table is not None:
+            state[f"{name}.relative_bias"] = resize_table(table, module.grid_size)
+    return state
+
+
+MIXED = dict(layout="C-C-CT-T", head_dim=128)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "coatnet_0": dict(depths=(2, 2, 3, 5, 2), widths=(64, 96, 192, 384, 768)),
+    "coatnet_1": dict(depths=(2, 2, 6, 14, 2), widths=(64, 96, 192, 384, 768)),
+    "coatnet_2": dict(depths=(2, 2, 6, 14, 2), widths=(128, 128, 256, 512, 1024)),
+    "coatnet_3": dict(depths=(2, 2, 6, 14, 2), widths=(192, 192, 384, 768, 1536)),
+    "coatnet_4": dict(depths=(2, 2, 12, 28, 2), widths=(192, 192, 384, 768, 1536)),
+    "coatnet_5": dict(depths=(2, 2, 12, 28, 2), widths=(192, 256, 512, 1280, 2048), head_dim=64),
+    "coatnet_6": dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 192, 384, 768, 1536, 3072), **MIXED),
+    "coatnet_7": dict(depths=(2, 2, 4, 8, 42, 2), widths=(192, 256, 512, 1024, 2048, 3072), **MIXED),
+}
+"""CoAtNet Tables 3, 11 and 12; differs: Table 12 has 2048 where CoAtNet-6 has 3072 (docs/decisions/007)."""
+
+default_cfgs = generate_default_cfgs(
+    {name: vit_cfg(first_conv="stem.conv1", classifier="head.fc", pool_size=(7, 7)) for name in VARIANTS}
+)  # no public weights exist
+
+
+def create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
+    """Builds a variant through timm, with features of every resolution."""
+    arguments = VARIANTS[variant] | kwargs
+    levels = tuple(range(count_levels(arguments.get("layout", "C-C-T-T"))))
+    features = dict(out_indices=arguments.pop("out_indices", levels), feature_cls="getter")
+    return build_model_with_cfg(
+        CoAtNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features, **arguments
+    )
+
+
+@register_model
+def coatnet_0(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-0: 25M parameters, 81.6 top-1 (CoAtNet Table 4)."""
+    return create_coatnet("coatnet_0", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_1(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-1: 42M parameters, 83.3 top-1 (CoAtNet Table 4)."""
+    return create_coatnet("coatnet_1", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_2(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-2: 75M parameters, 84.1 top-1 (CoAtNet Table 4)."""
+    return create_coatnet("coatnet_2", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_3(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-3: 168M parameters, 84.5 top-1 (CoAtNet Table 4)."""
+    return create_coatnet("coatnet_3", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_4(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-4: 275M parameters, 88.56 top-1 at 512 after ImageNet-21K (CoAtNet Table 4)."""
+    return create_coatnet("coatnet_4", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_5(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-5: 688M parameters, 89.77 top-1 at 512 after JFT-300M (CoAtNet Table 5)."""
+    return create_coatnet("coatnet_5", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_6(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-6: 1.47B parameters, 90.45 top-1 at 512 after JFT-3B (CoAtNet Table 5)."""
+    return create_coatnet("coatnet_6", pretrained, **kwargs)
+
+
+@register_model
+def coatnet_7(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
+    """CoAtNet-7: 2.44B parameters, 90.88 top-1 at 512 after JFT-3B (CoAtNet Table 5)."""
+    return create_coatnet("coatnet_7", pretrained, **kwargs)

@@ -1,0 +1,101 @@
+"""The attention half of CoAtNet: Transformer blocks on maps, with relative attention or without; and ViT_REL's stem."""
+
+from functools import partial
+
+import torch.nn.functional as F
+from timm.layers import Attention, DropPath, Mlp
+from torch import Tensor, nn
+
+from isomorph.layers import PostRelativeAttention, RelativeAttention
+from isomorph.layers.mbconv import pool, shortcut
+
+LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
+def as_channels_last(x: Tensor) -> Tensor:
+    """Shape: (B, C, H, W) -> (B, H, W, C)"""
+    return x.permute(0, 2, 3, 1)
+
+
+def as_channels_first(x: Tensor) -> Tensor:
+    """Shape: (B, H, W, C) -> (B, C, H, W)"""
+    return x.permute(0, 3, 1, 2)
+
+
+class TransformerBlock(nn.Module):
+    """Attention of the places of a map, then an MLP, both pre-activated; the first block of a stage halves the map.
+
+    x = Proj(Pool(x)) + attn(Pool(norm1(x))),    x = x + mlp(norm2(x))
+
+    `grid_size` is that of the map it gives, at the image size the network is made for.
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 4
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dim_out: int,
+        stride: int = 1,
+        head_dim: int = 32,
+        grid_size: tuple[int, int] = (14, 14),
+        drop_path: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.shortcut = shortcut(dim, dim_out, stride)
+        self.norm1 = LayerNorm(dim)
+        self.pool = pool(stride)
+        self.attn = self.attention(dim, dim_out, head_dim, grid_size)
+        self.norm2 = LayerNorm(dim_out)
+        self.mlp = Mlp(dim_out, 4 * dim_out)
+        self.drop_path = DropPath(drop_path)
+
+    def attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
+        """Queries, keys and values are as wide as what comes out."""
+        form = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
+        return self.relative(dim, dim_out // head_dim, grid_size, **form)
+
+    relative: type[RelativeAttention] = RelativeAttention
+
+    def mix(self, x: Tensor) -> Tensor:
+        """Shape: x (B, H, W, dim) -> (B, H, W, dim_out)"""
+        return self.attn(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = as_channels_last(self.pool(as_channels_first(self.norm1(as_channels_last(x)))))  # (B, H', W', dim)
+        x = as_channels_last(self.shortcut(x)) + self.drop_path(self.mix(y))  # (B, H', W', dim_out)
+        return as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
+
+
+class PostTransformerBlock(TransformerBlock):
+    """The block with offsets weighed after the softmax (eq. 3, post)."""
+
+    relative = PostRelativeAttention
+
+
+class PlaceblindBlock(TransformerBlock):
+    """The block with plain attention, which does not know where things are (Table 6, without relative attention)."""
+
+    def attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
+        return Attention(dim, dim_out // head_dim, attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
+
+    def mix(self, x: Tensor) -> Tensor:
+        return self.attn(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+
+
+class PatchStem(nn.Module):
+    """An image as patches: the aggressive stem of a ViT.
+
+    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / size), ceil(W / size)), the rim filled up with zeros
+    Source: CoAtNet section 2.2, ViT stem
+    """
+
+    def __init__(self, in_chans: int, dim: int, size: int = 16) -> None:
+        super().__init__()
+        self.size = size
+        self.proj = nn.Conv2d(in_chans, dim, size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        return self.proj(F.pad(x, (0, -width % self.size, 0, -height % self.size)))
