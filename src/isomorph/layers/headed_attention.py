@@ -1,37 +1,18 @@
 """timm's Attention in steps, for attention that does something else between heads and output."""
 
-from collections.abc import Callable
-from itertools import repeat
-
-import torch
 from timm.layers import Attention
 from torch import Tensor
+
+from isomorph.layers.by_images import images_within
 
 CACHED_BYTES = 2 * 2**20
 """Maps that exist at the same time on a CPU: what stays in its cache, and in its allocator, is read twice as fast."""
 
 
-def in_eager_mode() -> bool:
-    """Whether this call is what it seems to be, not a compiler, exporter or tracer that looks at it once for ever."""
-    return not torch.compiler.is_compiling() and not torch.jit.is_tracing()
-
-
 def images_at_once(q: Tensor) -> int:
     """How many images' maps are formed together. Shape: q (B, H, N, hd)"""
-    B, H, N, _ = q.shape
-    if q.device.type != "cpu" or not in_eager_mode():
-        return B
-    return max(1, CACHED_BYTES // (H * N * N * q.element_size()))
-
-
-def by_images(function: Callable[..., Tensor], number: int, *tensors: Tensor | None) -> Tensor:
-    """The function of a batch, `number` images at a time."""
-    first = tensors[0]
-    assert first is not None
-    if number >= first.shape[0]:
-        return function(*tensors)
-    parts = [t.split(number) if t is not None else repeat(None) for t in tensors]
-    return torch.cat([function(*part) for part in zip(*parts, strict=False)])
+    _, H, N, _ = q.shape
+    return images_within(CACHED_BYTES, H * N * N, q)
 
 
 class HeadedAttention(Attention):

@@ -1,10 +1,9 @@
 """The convolutional half of CoAtNet: pre-activation inverted bottlenecks with squeeze and excitation, and the stem."""
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable
+import math
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +11,20 @@ from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, S
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-Norm = Callable[[int], nn.Module]
+from isomorph.layers.by_images import by_images, images_within
+
+CACHED_BYTES = 8 * 2**20
+"""The widest map of all images that a fused block takes at a time on a CPU: more than this is fetched page by page."""
+
+
+class OverwritingGELU(nn.Module):
+    """What folding leaves of a norm and its activation: GELU in the memory of a map that nobody else reads."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.aten.gelu_(x)
 
 
 class MaxPool(nn.Module):
@@ -50,8 +62,8 @@ class InvertedBottleneck(nn.Module):
     Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is the one that gives the published sizes
     """
 
-    norm_layer: ClassVar[Norm]
-    norm_act_layer: ClassVar[Norm]
+    norm_layer: ClassVar[Any]
+    norm_act_layer: ClassVar[Any]
 
     def __init__(
         self,
@@ -86,13 +98,17 @@ class InvertedBottleneck(nn.Module):
 
 
 class FusedMBConv(InvertedBottleneck):
-    """The block without norms, for inference: what `MBConv.fuse` gives.
+    """The block without norms, for inference: what `MBConv.fuse` gives. On a CPU it takes some images at a time.
 
     Formula, shapes and source are InvertedBottleneck's.
     """
 
     norm_layer = nn.Identity
-    norm_act_layer = staticmethod(lambda width: nn.GELU())
+    norm_act_layer = OverwritingGELU
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.expand.out_channels * math.prod(x.shape[-2:]) // math.prod(self.expand.stride)
+        return by_images(super().forward, images_within(CACHED_BYTES, wide, x), x)
 
 
 class MBConv(InvertedBottleneck):
@@ -107,7 +123,7 @@ class MBConv(InvertedBottleneck):
     @torch.no_grad()
     def fuse(self) -> FusedMBConv:
         """The block in eval mode, its norms folded in float64: three passes over maps fewer."""
-        twin = copy.deepcopy(self).double().eval()
+        twin: Any = copy.deepcopy(self).double().eval()
         fused = FusedMBConv(self.expand.in_channels, self.project.out_channels)
         fused.expand = fuse_conv_bn_eval(fold_before(twin.norm, twin.expand), twin.norm1)
         fused.depthwise = fuse_conv_bn_eval(twin.depthwise, twin.norm2)
@@ -126,9 +142,8 @@ class LayerNormMBConv(InvertedBottleneck):
     norm_act_layer = staticmethod(partial(LayerNormAct2d, act_layer=nn.GELU))
 
 
-def fold_before(norm: nn.BatchNorm2d, conv: nn.Conv2d) -> nn.Conv2d:
+def fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
     """A 1x1 convolution that reads what the norm before it reads: W (s x + t) = (W s) x + W t."""
-    assert norm.running_mean is not None and norm.running_var is not None
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
     shift = norm.bias - norm.running_mean * scale
     folded = copy.deepcopy(conv)
@@ -146,7 +161,7 @@ class Stem(nn.Module):
     Source: CoAtNet Table 3, S0
     """
 
-    norm_act_layer: ClassVar[Norm]
+    norm_act_layer: ClassVar[Any]
 
     def __init__(self, in_chans: int, dim: int, stride: int = 2) -> None:
         super().__init__()
@@ -158,18 +173,28 @@ class Stem(nn.Module):
         return self.conv2(self.norm(self.conv1(x)))
 
 
+class FusedStem(Stem):
+    """The stem without its norm, for inference. On a CPU it takes some images at a time."""
+
+    norm_act_layer = OverwritingGELU
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.conv1.out_channels * math.prod(x.shape[-2:]) // math.prod(self.conv1.stride)
+        return by_images(super().forward, images_within(CACHED_BYTES, wide, x), x)
+
+
 class BatchNormStem(Stem):
     """The stem with BatchNorm, which folds."""
 
     norm_act_layer = MBConv.norm_act_layer
 
     @torch.no_grad()
-    def fuse(self) -> nn.Sequential:
+    def fuse(self) -> FusedStem:
         """The stem in eval mode, its norm folded in float64."""
-        twin = copy.deepcopy(self).double().eval()
-        conv1 = fuse_conv_bn_eval(twin.conv1, twin.norm)
-        parts = OrderedDict(conv1=conv1, act=nn.GELU(), conv2=twin.conv2)
-        return nn.Sequential(parts).to(self.conv1.weight.dtype).eval()
+        twin: Any = copy.deepcopy(self).double().eval()
+        fused = FusedStem(self.conv1.in_channels, self.conv2.out_channels)
+        fused.conv1, fused.conv2 = fuse_conv_bn_eval(twin.conv1, twin.norm), twin.conv2
+        return fused.to(self.conv1.weight.dtype).eval()
 
 
 class LayerNormStem(Stem):

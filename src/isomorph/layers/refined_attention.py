@@ -17,7 +17,8 @@ from timm.layers import Attention
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isomorph.layers.headed_attention import HeadedAttention, by_images, images_at_once
+from isomorph.layers.by_images import by_images
+from isomorph.layers.headed_attention import HeadedAttention, images_at_once
 from isomorph.layers.mode import deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 

@@ -7,7 +7,6 @@ so any rectangle goes in at any call, and the table is resized to it.
 Letters: B batch, H W grid, N = H W, C channels, nh heads, hd head width.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +15,9 @@ from timm.layers import trunc_normal_
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from isomorph.layers.by_images import by_images, in_eager_mode
 from isomorph.layers.grid import axis_offsets
-from isomorph.layers.headed_attention import HeadedAttention, by_images, images_at_once, in_eager_mode
+from isomorph.layers.headed_attention import HeadedAttention, images_at_once
 
 FLEX_TOKENS = 512
 """From so many tokens on, compiled GPU code reads the table itself (FlexAttention) instead of an N x N bias."""
@@ -74,7 +74,7 @@ def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor,
     def place(score: Tensor, b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return score + table[head, query // W - key // W + H - 1, query % W - key % W + W - 1]
 
-    return flex_attention(q, k, v, score_mod=place)  # type: ignore[return-value]
+    return flex_attention(q, k, v, score_mod=place)
 
 
 class KeptBias(NamedTuple):
@@ -95,10 +95,10 @@ class RelativeAttention(HeadedAttention):
 
     y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
 
-    `relative_bias` holds P, one table a head, made for `grid_size`; other maps are welcome at any call, the table is
-    resized. In eval mode without gradients the N x N bias is kept between calls, until the table changes (by whatever
-    hand on a CPU, by any write that autograd sees elsewhere), or the size, dtype or device of what comes; training frees
-    it. Other arguments are timm's Attention's.
+    `relative_bias` holds P, one table a head, made for `grid_size`; other maps are welcome at any call, and the table is
+    resized. In eval mode without gradients the N x N bias is kept between calls until the table changes (by any hand on
+    a CPU, by a write that autograd sees elsewhere), or the size, dtype or device of what comes; `train()` and `eval()`
+    free it. Other arguments are timm's Attention's.
 
     Shape: x (B, H, W, C) -> (B, H, W, C)
     Source: CoAtNet eq. 3 (pre), A.1; differs: the table's birth, N(0, .02), is not in the paper
@@ -155,7 +155,7 @@ class RelativeAttention(HeadedAttention):
             return attend_flex(self.table(grid_size), grid_size, q, k, v)
         return attend(self.bias(grid_size, q.dtype), drop, q, k, v)
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
         mixed = self.weigh(*self.heads(tokens), grid_size)

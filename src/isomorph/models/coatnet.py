@@ -95,7 +95,9 @@ class CoAtNet(nn.Module):
         patches = first.kind == "P"
         self.stem_stride = patch_size if patches else stem_stride
         self.stem: nn.Module = (PatchStem if patches else stem)(in_chans, first.width, self.stem_stride)
-        make = dict(C=partial(convolution, stride_on=stride_on), T=partial(RELATIVE[relative], head_dim=head_dim))
+        make: dict[str, Callable[..., nn.Module]] = dict(
+            C=partial(convolution, stride_on=stride_on), T=partial(RELATIVE[relative], head_dim=head_dim)
+        )
         self.build_stages([rest, *others], first.width, make, drop_path_rate)
         self.num_features = self.embed_dim = widths[-1]
         self.head = NormMlpClassifierHead(
@@ -109,7 +111,8 @@ class CoAtNet(nn.Module):
     ) -> None:
         """The blocks of every resolution, and what timm's feature extraction wants to know of them."""
         rates = iter(calculate_drop_path_rates(drop_path, sum(group.depth for groups in stages for group in groups)))
-        self.stages, self.feature_info = nn.ModuleList(), []
+        self.stages = nn.ModuleList()
+        self.feature_info: list[dict[str, Any]] = []
         reduction = self.stem_stride
         for i, groups in enumerate(stages):
             blocks = []

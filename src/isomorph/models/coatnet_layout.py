@@ -1,6 +1,6 @@
 """The vertical layout of a CoAtNet, as the paper writes it.
 
-`C-C-T-T` has four stages after the stem, each of half the resolution of the one before. Letters without a hyphen between
+`C-C-T-T` has four stages after the stem, each of half the resolution of the one before. Letters with no hyphen between
 them share a resolution: `C-C-CT-T` is CoAtNet-6's mixed third stage. The stem is `S`, in front of every layout that
 names none; `PT`, patches and then Transformer blocks, is ViT_REL.
 """
