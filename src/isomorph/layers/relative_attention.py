@@ -95,7 +95,7 @@ class RelativeAttention(HeadedAttention):
 
     y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
 
-    `relative_bias` holds P, one table a head, made for `grid_size`; other maps are welcome at any call, and the table is
+    `relative_bias` holds P, one table a head, made for `grid_size`; other maps are welcome at any call: the table is
     resized. In eval mode without gradients the N x N bias is kept between calls until the table changes (by any hand on
     a CPU, by a write that autograd sees elsewhere), or the size, dtype or device of what comes; `train()` and `eval()`
     free it. Other arguments are timm's Attention's.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_rates, to_2tuple
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -144,9 +145,13 @@ class CoAtNet(nn.Module):
             return checkpoint_seq(self.stages[i], x)
         return self.stages[i](x)
 
+    def embed(self, x: Tensor) -> Tensor:
+        """The stem's map, laid out with channels last, as all that follow it. Shape: -> (B, C, H, W)"""
+        return self.stem(x.contiguous(memory_format=torch.channels_last))
+
     def forward_features(self, x: Tensor) -> Tensor:
         """Shape: x (B, in_chans, height, width) -> (B, C, H, W)"""
-        x = self.stem(x)
+        x = self.embed(x)
         for i in range(len(self.stages)):
             x = self.run_stage(i, x)
         return x
@@ -171,7 +176,7 @@ class CoAtNet(nn.Module):
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW'")
         take, last = feature_take_indices(len(self.stages), indices)
-        x, taken = self.stem(x), []
+        x, taken = self.embed(x), []
         for i in range(last + 1 if stop_early else len(self.stages)):
             x = self.run_stage(i, x)
             taken += [x] if i in take else []

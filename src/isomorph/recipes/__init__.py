@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from isomorph.errors import UserError
-from isomorph.recipes import cifar, convit, refiner, tcnn, tdrl
+from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl
 from isomorph.training.recipe import Recipe, check, override, read_file
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -14,6 +14,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     **convit.RECIPES,
     **tdrl.RECIPES,
     **refiner.RECIPES,
+    **coatnet.RECIPES,
     **cifar.RECIPES,
 }
 """Recipes by name, as plain values."""
