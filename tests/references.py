@@ -162,3 +162,70 @@ def refined_attention(layer, x, real=None):
     v = layer.qkv(x).chunk(3, dim=-1)[2].chunk(layer.num_heads, dim=-1)
     ratio = maps.shape[1] // layer.num_heads
     return layer.proj(torch.cat([m @ v[i // ratio] for i, m in enumerate(maps.unbind(1))], dim=-1))
+
+
+def relative_scores(layer, H, W):
+    """CoAtNet A.1, entry by entry: of query (i, j) and key (k, m) P[i - k + H - 1, j - m + W - 1]. -> (nh, N, N)"""
+    table = bilinear(layer.relative_bias, 2 * H - 1, 2 * W - 1)
+    cells = [(i, j) for i in range(H) for j in range(W)]
+    rows = [[table[:, i - k + H - 1, j - m + W - 1] for k, m in cells] for i, j in cells]
+    return torch.stack([torch.stack(row, dim=-1) for row in rows], dim=-2)
+
+
+def bilinear(table, height, width):
+    """Bilinear interpolation between the middles of cells, entry by entry. table (nh, h, w) -> (nh, height, width)"""
+
+    def neighbours(i, size, old):
+        at = min(max((i + 0.5) * old / size - 0.5, 0.0), old - 1.0)
+        low = int(at)
+        return low, min(low + 1, old - 1), at - low
+
+    out = []
+    for i in range(height):
+        a, b, s = neighbours(i, height, table.shape[1])
+        for j in range(width):
+            c, d, t = neighbours(j, width, table.shape[2])
+            top = (1 - t) * table[:, a, c] + t * table[:, a, d]
+            out.append((1 - s) * top + s * ((1 - t) * table[:, b, c] + t * table[:, b, d]))
+    return torch.stack(out, dim=-1).unflatten(-1, (height, width))
+
+
+def relative_attention(layer, x, post=False):
+    """CoAtNet eq. 3, head by head: w added before the softmax, or after it. x (B, H, W, C)"""
+    H, W = x.shape[1:3]
+    w, hd = relative_scores(layer, H, W), layer.head_dim
+    q, k, v = (t.split(hd, dim=-1) for t in layer.qkv(x.flatten(1, 2)).chunk(3, dim=-1))
+    heads = []
+    for h in range(layer.num_heads):
+        scores = q[h] @ k[h].transpose(1, 2) / hd**0.5
+        a = torch.softmax(scores, dim=-1) + w[h] if post else torch.softmax(scores + w[h], dim=-1)
+        heads.append(a @ v[h])
+    return layer.proj(torch.cat(heads, dim=-1)).unflatten(1, (H, W))
+
+
+def mbconv(block, x, stride, stride_on):
+    """CoAtNet eq. 5 from the block's tensors, in eval mode: every norm and every convolution on its own."""
+
+    def norm(layer, y):
+        stats = [t[:, None, None] for t in (layer.running_mean, layer.running_var, layer.weight, layer.bias)]
+        return (y - stats[0]) / torch.sqrt(stats[1] + layer.eps) * stats[2] + stats[3]
+
+    def gelu(y):
+        return y * 0.5 * (1 + torch.erf(y / 2**0.5))
+
+    first, second = (stride, 1) if stride_on == "expand" else (1, stride)
+    y = F.conv2d(norm(block.norm, x), block.expand.weight, stride=first)
+    y = gelu(norm(block.norm1, y))
+    y = F.conv2d(y, block.depthwise.weight, stride=second, padding=1, groups=y.shape[1])
+    y = gelu(norm(block.norm2, y))
+    se = block.se
+    squeezed = gelu(y.mean((2, 3)) @ se.fc1.weight.flatten(1).T + se.fc1.bias)
+    y = y * torch.sigmoid(squeezed @ se.fc2.weight.flatten(1).T + se.fc2.bias)[:, :, None, None]
+    y = F.conv2d(y, block.project.weight, block.project.bias)
+    if stride == 2:
+        H, W = x.shape[-2:]
+        cells = [[x[..., i : i + 2, j : j + 2].amax((2, 3)) for j in range(0, W, 2)] for i in range(0, H, 2)]
+        x = torch.stack([torch.stack(row, dim=-1) for row in cells], dim=-2)
+    if x.shape[1] != y.shape[1]:
+        x = F.conv2d(x, block.shortcut[1].weight, block.shortcut[1].bias)
+    return x + y

@@ -125,8 +125,8 @@ class MBConv(InvertedBottleneck):
         """The block in eval mode, its norms folded in float64: three passes over maps fewer."""
         twin: Any = copy.deepcopy(self).double().eval()
         fused = FusedMBConv(self.expand.in_channels, self.project.out_channels)
-        fused.expand = fuse_conv_bn_eval(fold_before(twin.norm, twin.expand), twin.norm1)
-        fused.depthwise = fuse_conv_bn_eval(twin.depthwise, twin.norm2)
+        fused.expand = fold_after(fold_before(twin.norm, twin.expand), twin.norm1)
+        fused.depthwise = fold_after(twin.depthwise, twin.norm2)
         for name in ("se", "project", "drop_path", "shortcut"):
             setattr(fused, name, getattr(twin, name))
         return fused.to(self.expand.weight.dtype).eval()
@@ -142,13 +142,22 @@ class LayerNormMBConv(InvertedBottleneck):
     norm_act_layer = staticmethod(partial(LayerNormAct2d, act_layer=nn.GELU))
 
 
+def fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
+    """A convolution that gives what the norm after it gives; as trainable as it was, its bias too."""
+    folded = fuse_conv_bn_eval(conv, norm)
+    folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
+    return folded
+
+
 def fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
     """A 1x1 convolution that reads what the norm before it reads: W (s x + t) = (W s) x + W t."""
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
     shift = norm.bias - norm.running_mean * scale
     folded = copy.deepcopy(conv)
     bias = (conv.weight.flatten(1) @ shift) + (0 if conv.bias is None else conv.bias)
-    folded.weight, folded.bias = nn.Parameter(conv.weight * scale[:, None, None]), nn.Parameter(bias)
+    learns = conv.weight.requires_grad
+    folded.weight = nn.Parameter(conv.weight * scale[:, None, None], learns)
+    folded.bias = nn.Parameter(bias, learns)
     return folded
 
 
@@ -193,7 +202,7 @@ class BatchNormStem(Stem):
         """The stem in eval mode, its norm folded in float64."""
         twin: Any = copy.deepcopy(self).double().eval()
         fused = FusedStem(self.conv1.in_channels, self.conv2.out_channels)
-        fused.conv1, fused.conv2 = fuse_conv_bn_eval(twin.conv1, twin.norm), twin.conv2
+        fused.conv1, fused.conv2 = fold_after(twin.conv1, twin.norm), twin.conv2
         return fused.to(self.conv1.weight.dtype).eval()
 
 

@@ -95,10 +95,10 @@ class RelativeAttention(HeadedAttention):
 
     y = proj(softmax(q k^T / sqrt(hd) + P[i - i', j - j']) v)
 
-    `relative_bias` holds P, one table a head, made for `grid_size`; other maps are welcome at any call: the table is
-    resized. In eval mode without gradients the N x N bias is kept between calls until the table changes (by any hand on
-    a CPU, by a write that autograd sees elsewhere), or the size, dtype or device of what comes; `train()` and `eval()`
-    free it. Other arguments are timm's Attention's.
+    `relative_bias` holds P, one table a head, made for `grid_size` and resized for other maps at any call. In eval mode
+    without gradients the N x N bias is kept between calls until the table changes (by any hand on a CPU, by a write
+    that autograd sees elsewhere), or the size, dtype or device of what comes; `train()` and `eval()` free it. Other
+    arguments are timm's Attention's.
 
     Shape: x (B, H, W, C) -> (B, H, W, C)
     Source: CoAtNet eq. 3 (pre), A.1; differs: the table's birth, N(0, .02), is not in the paper

@@ -1,0 +1,125 @@
+"""MBConv equals the paper's formula, folds its norms exactly, and halves any map alike on both branches."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import references
+from isomorph.layers import LayerNormMBConv, MBConv, mbconv
+from isomorph.layers.mbconv import BatchNormStem, FusedMBConv, LayerNormStem, MaxPool
+
+SHAPES = {"same": (8, 8, 1), "wider": (6, 8, 1), "halves": (6, 8, 2), "halves only": (8, 8, 2)}
+SIZES = [(6, 8), (7, 5), (1, 3)]
+
+
+def perturbed(module, dtype=torch.float64):
+    """Weights, norms and their statistics anywhere but where they are born."""
+    torch.manual_seed(0)
+    module = module.to(dtype)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for norm in module.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            norm.weight.data.add_(1)
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+    return module
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("stride_on", ["expand", "depthwise"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_paper_with_gradients(shape, stride_on, size):
+    dim, dim_out, stride = SHAPES[shape]
+    block = perturbed(MBConv(dim, dim_out, stride, stride_on=stride_on)).eval()
+    x = torch.randn(2, dim, *size, dtype=torch.float64, requires_grad=True)
+    expected, actual = references.mbconv(block, x, stride, stride_on), block(x)
+    assert actual.shape == (2, dim_out, -(-size[0] // stride), -(-size[1] // stride))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    leaves = [x, *block.parameters()]
+    wanted, found = (torch.autograd.grad(y.square().sum(), leaves) for y in (expected, actual))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("stride_on", ["expand", "depthwise"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fuses_exactly(shape, stride_on):
+    dim, dim_out, stride = SHAPES[shape]
+    block = perturbed(MBConv(dim, dim_out, stride, stride_on=stride_on)).eval()
+    before = copy.deepcopy(block.state_dict())
+    fused, x = block.fuse(), torch.randn(3, dim, 7, 5, dtype=torch.float64)
+    torch.testing.assert_close(fused(x), block(x), rtol=0, atol=1e-12)
+    assert not any(isinstance(m, torch.nn.modules.batchnorm._BatchNorm) for m in fused.modules())
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), block.state_dict().values(), strict=True))
+    single = perturbed(MBConv(dim, dim_out, stride, stride_on=stride_on), torch.float32).eval()
+    torch.testing.assert_close(single.fuse()(x.float()), single(x.float()), rtol=1e-4, atol=1e-4)
+
+
+def test_the_stem_fuses_exactly():
+    stem = perturbed(BatchNormStem(3, 8)).eval()
+    x = torch.randn(3, 3, 9, 6, dtype=torch.float64)
+    torch.testing.assert_close(stem.fuse()(x), stem(x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+def test_fused_blocks_take_some_images_at_a_time(images, monkeypatch):
+    """As many as fit, whatever is left over in a last part; their input is not written to."""
+    block = perturbed(MBConv(4, 4)).eval()
+    stem = perturbed(BatchNormStem(4, 8)).eval()
+    x = torch.randn(5, 4, 4, 4, dtype=torch.float64)
+    monkeypatch.setattr(mbconv, "CACHED_BYTES", images * 16 * 16 * 8)
+    seen = []
+    fused = block.fuse()
+    fused.expand.register_forward_hook(lambda module, args, out: seen.append(len(out)))
+    before = x.clone()
+    torch.testing.assert_close(fused(x), block(x))
+    torch.testing.assert_close(stem.fuse()(x), stem(x))
+    assert torch.equal(x, before)
+    assert seen == [images] * (5 // images) + [5 % images] * (5 % images > 0)
+
+
+def test_a_fused_block_can_still_learn():
+    fused = perturbed(MBConv(4, 4)).eval().fuse()
+    fused(torch.randn(2, 4, 4, 4, dtype=torch.float64)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in fused.parameters())
+
+
+def test_layer_norm_looks_at_one_image_and_has_nothing_to_fold():
+    block = perturbed(LayerNormMBConv(6, 8, 2))
+    x = torch.randn(3, 6, 5, 4, dtype=torch.float64)
+    torch.testing.assert_close(block(x)[:1], block(x[:1]))
+    assert not hasattr(block, "fuse")
+    assert not hasattr(LayerNormStem(3, 8), "fuse")
+    y = block.expand(F.layer_norm(x.movedim(1, -1), (6,), block.norm.weight, block.norm.bias, 1e-6).movedim(-1, 1))
+    torch.testing.assert_close(block.expand(block.norm(x)), y)
+
+
+def test_max_pool_fills_the_rim_with_what_is_there():
+    x = -torch.arange(1.0, 16.0).view(1, 1, 3, 5)
+    assert MaxPool()(x).tolist() == [[[[-1, -3, -5], [-11, -13, -15]]]]
+
+
+def test_widths():
+    """Expansion 4 and squeeze .25, both of the output's width (Table 3)."""
+    block = MBConv(64, 96, 2)
+    assert block.expand.out_channels == 4 * 96
+    assert block.se.fc1.out_channels == 24
+    assert isinstance(block.eval().fuse(), FusedMBConv)
+
+
+def test_unknown_stride_is_refused():
+    with pytest.raises(ValueError, match="choose 'expand' or 'depthwise'"):
+        MBConv(4, 4, stride_on="project")
+
+
+@pytest.mark.slow
+def test_compiles_and_exports():
+    block, x = perturbed(MBConv(4, 8, 2), torch.float32).eval(), torch.randn(3, 4, 6, 6)
+    for module in (block, block.fuse()):
+        expected = module(x)
+        torch.testing.assert_close(torch.compile(module, fullgraph=True)(x), expected, rtol=1e-4, atol=1e-4)
+        program = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("b", min=1, max=8)},))
+        torch.testing.assert_close(program.module()(x[:2]), expected[:2], rtol=1e-4, atol=1e-4)

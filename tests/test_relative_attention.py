@@ -1,0 +1,250 @@
+"""Relative attention equals the paper's formula written as loops, on any rectangle, its bias kept or not."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import references
+from isomorph.layers import PostRelativeAttention, RelativeAttention, relative_attention
+from isomorph.layers.relative_attention import attend, attend_flex, resize_table, spread
+
+GRIDS = [(4, 3), (1, 5), (6, 6), (3, 2)]
+"""As the table, one row, larger, smaller."""
+
+
+def build(kind=RelativeAttention, dtype=torch.float64, **kwargs):
+    torch.manual_seed(0)
+    layer = kind(12, 3, grid_size=(4, 3), qkv_bias=True, **kwargs).to(dtype)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
+@pytest.mark.parametrize("wider", [{}, dict(dim_out=18, attn_head_dim=6)])
+def test_equals_the_paper_with_gradients(kind, grid, wider):
+    layer, x = build(kind, **wider), torch.randn(2, *grid, 12, dtype=torch.float64, requires_grad=True)
+    expected = references.relative_attention(layer, x, post=kind is PostRelativeAttention)
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *layer.parameters()])
+    actual = layer(x)
+    found = torch.autograd.grad(actual.square().sum(), [x, *layer.parameters()])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():  # the kept bias
+        torch.testing.assert_close(layer.eval()(x), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
+def test_hands_out_its_map(kind):
+    layer, x = build(kind), torch.randn(2, 5, 4, 12, dtype=torch.float64)
+    maps = layer.attention(x)
+    v = layer.heads(x.flatten(1, 2))[2]
+    torch.testing.assert_close(layer.finish(maps @ v, x.flatten(1, 2)).unflatten(1, (5, 4)), layer(x))
+    if kind is RelativeAttention:
+        torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 20, dtype=torch.float64))
+
+
+def test_a_table_alone_is_a_convolution():
+    """Without content and softmax the layer shifts: a one at offset (1, -1) brings the place below, left of each."""
+    layer = build(PostRelativeAttention)
+    with torch.no_grad():
+        layer.relative_bias.zero_()
+        layer.relative_bias[:, 3 - 1, 2 + 1] = 1.0  # query - key = (-1, 1): the key lies one below, one to the left
+        values = torch.randn(1, 3, 12, 4, dtype=torch.float64)
+        moved = relative_attention.convolve(layer.bias((4, 3), torch.float64), values).unflatten(2, (4, 3))
+    grid = values.unflatten(2, (4, 3))
+    torch.testing.assert_close(moved[:, :, :-1, 1:], grid[:, :, 1:, :-1])
+    assert not moved[:, :, -1].any()
+    assert not moved[:, :, :, 0].any()
+
+
+class TestTable:
+    def test_resizing_keeps_the_middle_and_constants(self):
+        table = build().relative_bias.detach()
+        larger = resize_table(table, (9, 8))
+        assert larger.shape == (3, 17, 15)
+        torch.testing.assert_close(larger[:, 8, 7], table[:, 3, 2])
+        torch.testing.assert_close(resize_table(torch.full_like(table, 2.0), (2, 9)).unique(), table.new_tensor([2.0]))
+        assert resize_table(table, (4, 3)) is table
+
+    def test_set_grid_size_is_what_a_call_does(self):
+        layer, x = build().eval(), torch.randn(1, 7, 5, 12, dtype=torch.float64)
+        with torch.no_grad():
+            expected = layer(x)
+            layer.set_grid_size((7, 5))
+            assert layer.grid_size == (7, 5)
+            torch.testing.assert_close(layer(x), expected)
+
+    def test_half_precision_is_resized_in_float32(self):
+        table = build(dtype=torch.float32).relative_bias.detach()
+        half = resize_table(table.bfloat16(), (7, 7))
+        assert half.dtype == torch.bfloat16
+        torch.testing.assert_close(half, resize_table(table.bfloat16().float(), (7, 7)).bfloat16())
+
+
+class TestKeptBias:
+    def kept(self, layer, x):
+        with torch.no_grad():
+            layer(x)
+        return layer.kept.bias
+
+    def test_is_made_once(self):
+        layer, x = build().eval(), torch.randn(1, 4, 3, 12, dtype=torch.float64)
+        first = self.kept(layer, x)
+        assert self.kept(layer, x) is first
+        assert not first.requires_grad
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda layer: layer.relative_bias.data.add_(1),
+            lambda layer: layer.relative_bias.data.__setitem__((0, 0, 0), 5.0),
+            lambda layer: layer.load_state_dict({k: v + 1 for k, v in layer.state_dict().items()}),
+            lambda layer: setattr(layer, "relative_bias", torch.nn.Parameter(layer.relative_bias.detach() * 2)),
+            lambda layer: setattr(layer.relative_bias, "data", layer.relative_bias.data + 1),
+        ],
+        ids=["data", "entry", "load", "replaced", "swapped"],
+    )
+    def test_follows_every_change_of_the_table(self, change):
+        layer, x = build().eval(), torch.randn(2, 4, 3, 12, dtype=torch.float64)
+        self.kept(layer, x)
+        change(layer)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), references.relative_attention(layer, x))
+
+    def test_follows_size_and_dtype(self):
+        layer = build().eval()
+        for grid in ((4, 3), (3, 4), (4, 3)):
+            x = torch.randn(1, *grid, 12, dtype=torch.float64)
+            with torch.no_grad():
+                torch.testing.assert_close(layer(x), references.relative_attention(layer, x))
+        layer.float()
+        assert self.kept(layer, x.float()).dtype == torch.float32
+
+    def test_an_optimizer_step_between_evaluations(self):
+        layer, x = build().eval(), torch.randn(1, 4, 3, 12, dtype=torch.float64)
+        before = self.kept(layer, x).clone()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        layer(x).square().sum().backward()  # in eval mode with gradients: nothing kept is used
+        assert layer.relative_bias.grad.abs().sum() > 0
+        optimizer.step()
+        assert not torch.equal(self.kept(layer, x), before)
+        layer(x).sum().backward()
+        layer(x).sum().backward()
+
+    def test_training_frees_it_and_copies_lack_it(self):
+        layer, x = build().eval(), torch.randn(1, 4, 3, 12, dtype=torch.float64)
+        expected = layer(x)
+        self.kept(layer, x)
+        for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert twin.kept is None
+            torch.testing.assert_close(twin(x), expected)
+        assert set(layer.state_dict()) == set(build().state_dict())
+        assert layer.train().kept is None
+
+    def test_under_inference_mode_and_functional_call(self):
+        layer, x = build().eval(), torch.randn(1, 4, 3, 12, dtype=torch.float64)
+        with torch.inference_mode():
+            first = layer(x)
+        torch.testing.assert_close(layer(x), first)
+        doubled = {name: p.detach() * 2 for name, p in layer.named_parameters()}
+        with torch.no_grad():
+            actual = torch.func.functional_call(layer, doubled, x)
+        layer.load_state_dict(doubled)
+        torch.testing.assert_close(actual, references.relative_attention(layer, x))
+
+    def test_versions_tell_writes_where_the_table_is_not_looked_at(self):
+        """What a GPU goes by."""
+        table = build().relative_bias
+        seen = relative_attention.version_of(table)
+        assert relative_attention.version_of(table) == seen
+        with torch.no_grad():
+            table.add_(1)
+        assert relative_attention.version_of(table) != seen
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("grid", [(4, 3), (5, 7)])
+def test_flex_attention_is_the_same(grid):
+    """The form for compiled GPU code, run here as plain code."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, grid[0] * grid[1], 16).unbind(0)
+    table = torch.randn(2, 2 * grid[0] - 1, 2 * grid[1] - 1)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            attend_flex(table, grid, q, k, v), attend(spread(table, grid), 0.0, q, k, v), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_the_kernel_of_other_devices_is_the_same():
+    """`attend` forms the map on a CPU; elsewhere it is scaled_dot_product_attention."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 12, 16, dtype=torch.float64).unbind(0)
+    bias = torch.randn(2, 12, 12, dtype=torch.float64)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    torch.testing.assert_close(attend(bias, 0.0, q, k, v), expected)
+
+
+def test_dropout_drops_in_training_only():
+    layer, x = build(attn_drop=0.5), torch.randn(1, 4, 3, 12, dtype=torch.float64)
+    assert not torch.equal(layer(x), layer(x))
+    torch.testing.assert_close(layer.eval()(x), references.relative_attention(layer, x))
+
+
+def test_some_images_at_a_time(monkeypatch):
+    from isomorph.layers import headed_attention
+
+    layer, x = build(), torch.randn(5, 4, 3, 12, dtype=torch.float64)
+    expected = layer(x)
+    monkeypatch.setattr(headed_attention, "CACHED_BYTES", 2 * 3 * 144 * 8)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_options_of_timms_attention_are_kept():
+    layer = build(qk_norm=True, gated=True, scale_norm=True, norm_layer=torch.nn.LayerNorm)
+    layer.eval()
+    x = torch.randn(2, 4, 3, 12, dtype=torch.float64)
+    tokens = x.flatten(1, 2)
+    maps, v = layer.attention(x), layer.heads(tokens)[2]
+    torch.testing.assert_close(layer(x), layer.finish(maps @ v, tokens).unflatten(1, (4, 3)))
+
+
+class TestPlaces:
+    """Autocast, compilation, export, meta."""
+
+    def test_autocast(self):
+        layer, x = build(dtype=torch.float32).eval(), torch.randn(2, 4, 3, 12)
+        with torch.no_grad():
+            expected = layer(x)
+            with torch.autocast("cpu", torch.bfloat16):
+                actual = layer(x)
+        assert actual.dtype == torch.bfloat16
+        torch.testing.assert_close(actual.float(), expected, rtol=0.1, atol=0.1)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
+    def test_compiles_without_breaks(self, kind):
+        layer, x = build(kind, dtype=torch.float32), torch.randn(2, 5, 4, 12)
+        compiled = torch.compile(layer, fullgraph=True)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-4)
+        compiled(x).sum().backward()
+        assert layer.relative_bias.grad is not None
+
+    def test_exports_without_what_is_kept(self):
+        layer, x = build(dtype=torch.float32).eval(), torch.randn(2, 4, 3, 12)
+        with torch.no_grad():
+            expected = layer(x)
+            program = torch.export.export(layer, (x,), dynamic_shapes=({0: torch.export.Dim("b", min=1, max=8)},))
+        torch.testing.assert_close(program.module()(x), expected, rtol=1e-5, atol=1e-5)
+        assert program.module()(x[:1]).shape == (1, 4, 3, 12)
+
+    def test_meta(self):
+        with torch.device("meta"):
+            layer = RelativeAttention(12, 3, grid_size=(4, 3)).eval()
+            with torch.no_grad():
+                assert layer(torch.empty(2, 4, 3, 12)).shape == (2, 4, 3, 12)
