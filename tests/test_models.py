@@ -13,6 +13,14 @@ PARAMETERS = {
     "cifar_resnet32": 464_154,
     "cifar_resnet44": 658_586,
     "cifar_resnet56": 853_018,
+    "coatnet_0": 24_446_228,
+    "coatnet_1": 41_635_184,
+    "coatnet_2": 73_635_144,
+    "coatnet_3": 164_605_432,
+    "coatnet_4": 273_064_456,
+    "coatnet_5": 682_856_600,
+    "coatnet_6": 1_461_684_976,
+    "coatnet_7": 2_432_532_472,
     # the published counts less the dead biases of pos_proj: one a head in each of 10 layers
     "convit_ti": 5_710_512 - 40,
     "convit_s": 27_777_322 - 90,
@@ -52,7 +60,7 @@ PAPER_MILLIONS = {  # T-CNN Table 2
     "t_resnetrs350": 167,
 }
 VITS = ["convit_ti", "refined_vit_s", "refined_vit_s_released", "tdrl_vit_ti"]
-SMALL = ["cifar_resnet20", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", *VITS]
+SMALL = ["cifar_resnet20", "coatnet_0", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", *VITS]
 ODD_SIZES = {name: dict(dynamic_img_pad=True) for name in VITS}
 
 

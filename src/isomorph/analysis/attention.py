@@ -1,16 +1,15 @@
-"""What the attention layers look at, by layer name: ours, and timm's plain attention."""
+"""What the attention layers look at, by layer name: ours, timm's plain attention, and that of its CoAtNets, MaxViTs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import ismethod
 from typing import Any
 
 import torch
-from timm.layers import Attention
-from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isomorph.analysis.places import image_grid, places
+from isomorph.analysis.scores import SCORED, scores
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.layers.mode import eval_mode
@@ -25,32 +24,22 @@ def hands_out_map(layer: nn.Module) -> bool:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers whose map is known, by name: those with a method `attention`, and timm's Attention.
+    """Layers whose map is known, by name: those with a method `attention`, or with known scores.
 
     Raises: UserError when the model has none.
     """
     named = model.named_modules()
-    found = {name: m for name, m in named if isinstance(m, Attention) or hands_out_map(m)}
+    found = {name: m for name, m in named if isinstance(m, SCORED) or hands_out_map(m)}
     if not found:
         raise UserError("the model has no attention layer whose map is known; recast it first")
     return found
-
-
-def queries_keys(layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys of timm's Attention or of a GPSA. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
-    if not isinstance(layer, Attention):
-        return layer.queries_keys(x)
-    q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    return layer.q_norm(q), layer.k_norm(k)
 
 
 def attention_map(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The map that the layer's forward applies. Shape: -> (B, heads, queries, keys)"""
     if hands_out_map(layer):
         return layer.attention(x, *args, **kwargs)
-    q, k = queries_keys(layer, x)
-    scores = q @ k.transpose(-2, -1) * layer.scale
-    return torch.softmax(maybe_add_mask(scores, resolve_self_attn_mask(x.shape[1], scores, *args, **kwargs)), dim=-1)
+    return scores(layer, x, *args, **kwargs).map()
 
 
 @torch.no_grad()
@@ -110,10 +99,10 @@ def looks(model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.
 
 
 def nonlocality(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """How far each head looks: sum over keys of attention times distance, mean over queries and images, in patches.
+    """How far each head looks: sum over keys of attention times distance, mean over queries and images.
 
-    From the map that each layer really applies to what it really receives. Tokens without a place (class token,
-    registers) are no queries, and attention to them counts as distance 0.
+    From the map that each layer really applies to what it really receives, in steps of its grid (in patches, for a
+    ViT). Tokens without a place (class token, registers) are no queries, and attention to them counts as distance 0.
 
     Shape: batch (B, C, H, W) -> {name: (heads,)}
     Source: ConViT eq. 8; differs: the authors' code feeds the patch embedding to every layer

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
+from timm.models.maxxvit import Attention2d
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -54,6 +55,14 @@ def called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) ->
     return grid_size or next(iter(args), None)
 
 
+def map_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
+    """The grid of a layer that is called with a map. Shape: x (B, C, H, W) or (B, H, W, C)"""
+    if x.ndim != 4:
+        return None
+    height, width = x.shape[2:] if isinstance(layer, Attention2d) else x.shape[1:3]
+    return height, width
+
+
 def places(layer: Any, x: Tensor, *args: Any, grid: tuple[int, int] | None = None, **kwargs: Any) -> Places:
     """Places of a layer that is called with x and more; `grid` is that of the image's patches.
 
@@ -64,6 +73,9 @@ def places(layer: Any, x: Tensor, *args: Any, grid: tuple[int, int] | None = Non
         middle = layer.kernel_size // 2
         queries = layer.query_grid(*x.shape[-2:])
         return Places(queries, (size[0], size[1]), layer.padding, (middle, middle), layer.stride)
+    own = map_grid(layer, x)
+    if own:
+        return Places(own, own)
     grid = called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
     if grid is None:
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")

@@ -46,12 +46,12 @@ class TransformerBlock(nn.Module):
         self.shortcut = shortcut(dim, dim_out, stride)
         self.norm1 = LayerNorm(dim)
         self.pool = pool(stride)
-        self.attn = self.attention(dim, dim_out, head_dim, grid_size)
+        self.attn = self.build_attention(dim, dim_out, head_dim, grid_size)
         self.norm2 = LayerNorm(dim_out)
         self.mlp = Mlp(dim_out, 4 * dim_out)
         self.drop_path = DropPath(drop_path)
 
-    def attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
+    def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
         """Queries, keys and values are as wide as what comes out."""
         form = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
         return self.relative(dim, dim_out // head_dim, grid_size, **form)
@@ -77,7 +77,7 @@ class PostTransformerBlock(TransformerBlock):
 class PlaceblindBlock(TransformerBlock):
     """The block with plain attention, which does not know where things are (Table 6, without relative attention)."""
 
-    def attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
+    def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
         return Attention(dim, dim_out // head_dim, attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
 
     def mix(self, x: Tensor) -> Tensor:

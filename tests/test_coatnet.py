@@ -1,0 +1,326 @@
+"""The CoAtNets: published sizes, every layout of the paper, any image, tables that follow, and timm's own CoAtNets."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention
+
+import isomorph as iso
+from isomorph.evaluation import count_macs
+from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
+from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn
+from isomorph.models.coatnet_layout import count_levels, parse_layout
+
+MILLIONS = (25, 42, 75, 168, 275, 688, 1470, 2440)
+GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
+STRIDED_DEPTHWISE = {0: 4.6, 1: 8.8, 2: 16.6}  # Table 9
+TINY = dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 32), head_dim=8, num_classes=5, img_size=64)
+
+
+def tiny(seed=0, **kwargs):
+    torch.manual_seed(seed)
+    return CoAtNet(**(TINY | kwargs))
+
+
+def settled(model):
+    """Norms and tables anywhere but where they are born."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.3)
+            module.running_var.uniform_(0.5, 2)
+        if isinstance(module, RelativeAttention):
+            torch.nn.init.normal_(module.relative_bias)
+    return model.eval()
+
+
+def on_meta(name, **kwargs):
+    with torch.device("meta"):
+        return timm.create_model(name, **kwargs)
+
+
+class TestPublishedSizes:
+    @pytest.mark.parametrize("size", range(8))
+    def test_parameters(self, size):
+        count = sum(p.numel() for p in on_meta(f"coatnet_{size}").parameters())
+        assert count / 1e6 == pytest.approx(MILLIONS[size], rel=0.025)
+
+    @pytest.mark.parametrize("size", GMACS)
+    def test_macs(self, size):
+        assert count_macs(on_meta(f"coatnet_{size}"), (3, 224, 224)) / 1e9 == pytest.approx(GMACS[size], rel=0.025)
+
+    @pytest.mark.parametrize("size", STRIDED_DEPTHWISE)
+    def test_macs_with_a_strided_depthwise_convolution(self, size):
+        macs = count_macs(on_meta(f"coatnet_{size}", stride_on="depthwise"), (3, 224, 224)) / 1e9
+        assert macs == pytest.approx(STRIDED_DEPTHWISE[size], rel=0.025)
+
+    def test_the_six_as_printed_falls_short(self):
+        """Why coatnet_6 is 3072 wide at its end (docs/decisions/007)."""
+        printed = on_meta("coatnet_6", widths=(192, 192, 384, 768, 1536, 2048))
+        assert sum(p.numel() for p in printed.parameters()) / 1e6 < 0.92 * 1470
+
+    @pytest.mark.parametrize(("size", "heads"), [(0, 32), (5, 64), (6, 128), (7, 128)])
+    def test_head_sizes(self, size, heads):
+        layers = [m for m in on_meta(f"coatnet_{size}").modules() if isinstance(m, RelativeAttention)]
+        assert {layer.head_dim for layer in layers} == {heads}
+
+    def test_mixed_stages(self):
+        stage = on_meta("coatnet_7").stages[3]
+        kinds = [type(block).__name__ for block in stage]
+        assert kinds == ["MBConv"] * 8 + ["TransformerBlock"] * 42
+        assert stage[8].norm1.normalized_shape == (1024,)
+        assert stage[8].attn.proj.out_features == 2048
+
+    @pytest.mark.parametrize(
+        ("layout", "depths", "widths"),
+        [
+            ("C-C-C-C", (2, 1, 6, 7, 2), None),
+            ("C-C-C-T", (2, 2, 6, 5, 2), None),
+            ("C-T-T-T", (2, 2, 3, 1, 3), None),
+            ("PT", (1, 13), (384, 384)),
+        ],
+    )
+    def test_layouts_are_matched(self, layout, depths, widths):
+        """The recipes of Fig. 1: as large as CoAtNet-0 within 3%."""
+        model = on_meta("coatnet_0", layout=layout, depths=depths, **(dict(widths=widths) if widths else {}))
+        assert sum(p.numel() for p in model.parameters()) == pytest.approx(24_446_228, rel=0.03)
+
+
+@pytest.mark.parametrize("layout", ["C-C-C-C", "C-C-C-T", "C-C-T-T", "C-T-T-T", "T-T-T-T"])
+@pytest.mark.parametrize("size", [(64, 64), (45, 70)])
+def test_layouts_run_on_any_rectangle(layout, size):
+    model = tiny(layout=layout)
+    kinds = [type(stage[0]).__name__ for stage in list(model.stages)[1:]]
+    assert kinds == ["MBConv" if letter == "C" else "TransformerBlock" for letter in layout.split("-")]
+    y = model(torch.randn(2, 3, *size))
+    assert y.shape == (2, 5)
+    y.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        dict(norm="layer"),
+        dict(stride_on="depthwise"),
+        dict(relative="post"),
+        dict(relative="none"),
+        dict(head_hidden_size=12),
+        dict(head_dim=16),
+        dict(stem_stride=1, layout="SC-C-T-T"),
+        dict(layout="C-C-CT-T", depths=(2, 1, 1, 2, 2, 1), widths=(8, 8, 16, 16, 24, 32)),
+        dict(layout="PT", depths=(1, 2), widths=(32, 32), patch_size=8),
+    ],
+    ids=str,
+)
+def test_forms_learn(form):
+    model = tiny(drop_path_rate=0.1, drop_rate=0.1, **form)
+    model(torch.randn(2, 3, 40, 64)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+class TestLayout:
+    def test_paper_and_written_out(self):
+        assert parse_layout("C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5) == parse_layout(
+            "S-C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5
+        )
+        assert [count_levels(name) for name in ("C-C-T-T", "S-C-C-T-T", "SC-C-T-T", "C-C-CT-T", "PT")] == [
+            5,
+            5,
+            4,
+            5,
+            1,
+        ]
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            (dict(layout="C-C-X-T"), "not understood"),
+            (dict(layout="C--T-T"), "not understood"),
+            (dict(layout="S"), "not understood"),
+            (dict(layout="C-C-T"), "4 parts with its stem"),
+            (dict(depths=(2, 1, 0, 1, 1)), "above 0"),
+            (dict(depths=(3, 1, 1, 1, 1)), "the stem S has 2"),
+            (dict(widths=(8, 8, 16, 16, 20)), "head_dim 8 does not divide the width 20"),
+            (dict(norm="group"), "choose 'batch' or 'layer'"),
+            (dict(relative="both"), "choose 'pre' or 'post' or 'none'"),
+            (dict(stride_on="dw"), "choose 'expand' or 'depthwise'"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_built_is_said(self, wrong, message):
+        with pytest.raises(iso.UserError, match=message):
+            tiny(**wrong)
+
+
+class TestFeatures:
+    @pytest.mark.parametrize("size", [(224, 320), (384, 384), (65, 97)])
+    def test_five_levels_for_dense_tasks(self, size):
+        model = timm.create_model(
+            "coatnet_0", features_only=True, **{k: TINY[k] for k in ("depths", "widths", "head_dim")}
+        )
+        features = model(torch.randn(1, 3, *size))
+        assert [f.shape[1] for f in features] == [8, 8, 16, 16, 32] == model.feature_info.channels()
+        assert model.feature_info.reduction() == [2, 4, 8, 16, 32]
+        expected = [(-(-size[0] // r), -(-size[1] // r)) for r in (2, 4, 8, 16, 32)]
+        assert [tuple(f.shape[-2:]) for f in features] == expected
+
+    def test_they_are_those_of_forward(self):
+        model = settled(tiny())
+        x = torch.randn(2, 3, 64, 64)
+        last, taken = model.forward_intermediates(x)
+        assert len(taken) == 5
+        torch.testing.assert_close(model.forward_head(last), model(x))
+        early = model.forward_intermediates(x, indices=[0, 3], stop_early=True, intermediates_only=True)
+        for a, b in zip(early, (taken[0], taken[3]), strict=True):
+            torch.testing.assert_close(a, b)
+        with pytest.raises(ValueError, match="use 'NCHW'"):
+            model.forward_intermediates(x, output_fmt="NLC")
+
+    def test_pruned(self):
+        model = tiny()
+        assert model.prune_intermediate_layers([0, 2]) == [0, 2]
+        assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
+
+    @pytest.mark.slow
+    def test_coatnet_0_at_224_by_320_and_384(self):
+        """The real network, made for 224, seen by a larger image: as one made for it from the same checkpoint."""
+        model = settled(timm.create_model("coatnet_0", num_classes=10))
+        for size in ((224, 320), (384, 384)):
+            other = timm.create_model("coatnet_0", num_classes=10, img_size=size).eval()
+            other.load_state_dict(checkpoint_filter_fn(model.state_dict(), other))
+            x = torch.randn(1, 3, *size)
+            with torch.no_grad():
+                torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+class TestTables:
+    def test_checkpoints_are_resized_for_the_model(self, tmp_path):
+        model = settled(tiny())
+        other = tiny(seed=1, img_size=(96, 128))
+        path = tmp_path / "coatnet.pth"
+        torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, path)
+        with torch.no_grad():
+            other.load_state_dict(checkpoint_filter_fn(torch.load(path, weights_only=True), other))
+            x = torch.randn(2, 3, 96, 128)
+            torch.testing.assert_close(other.eval()(x), model(x))
+
+    def test_set_input_size(self):
+        model = settled(tiny())
+        x = torch.randn(2, 3, 96, 128)
+        with torch.no_grad():
+            expected = model(x)
+            model.set_input_size((96, 128))
+            torch.testing.assert_close(model(x), expected)
+        assert model.stages[3][0].attn.grid_size == (6, 8)
+        model.set_input_size(64)
+        assert model.stages[4][0].attn.grid_size == (2, 2)
+
+    def test_loading_through_isomorph(self, tmp_path):
+        model = settled(timm.create_model("coatnet_0", **TINY))
+        iso.save(model, tmp_path / "m.safetensors")
+        again = iso.load(tmp_path / "m.safetensors")
+        x = torch.randn(1, 3, 64, 64)
+        torch.testing.assert_close(again(x), model(x))
+        larger = timm.create_model("coatnet_0", **(TINY | dict(img_size=96)))
+        iso.load_weights(larger, tmp_path / "m.safetensors")
+        y = torch.randn(1, 3, 96, 96)
+        torch.testing.assert_close(larger.eval()(y), model(y), rtol=1e-4, atol=1e-5)
+
+    def test_decay_leaves_them(self):
+        model = tiny()
+        assert model.no_weight_decay() == {f"stages.{i}.0.attn.relative_bias" for i in (3, 4)}
+
+
+class TestFuse:
+    @pytest.mark.parametrize("form", [{}, dict(stride_on="depthwise"), dict(relative="post"), dict(layout="C-C-C-C")])
+    def test_same_function_without_batch_norm(self, form):
+        model = settled(tiny(**form))
+        fused = iso.fuse(model)
+        x = torch.randn(2, 3, 70, 45)
+        with torch.no_grad():
+            torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-4)
+        assert not any(isinstance(m, torch.nn.BatchNorm2d | MBConv) for m in fused.modules())
+        assert iso.verify(model, fused, x).fp64 < 1e-5
+        assert sum(isinstance(m, MBConv) for m in model.modules()) > 0
+
+    def test_layer_norm_has_nothing_to_fold(self):
+        model = settled(tiny(norm="layer"))
+        fused = iso.fuse(model)
+        assert sum(isinstance(m, LayerNormMBConv) for m in fused.modules()) == 2
+        x = torch.randn(1, 3, 64, 64)
+        torch.testing.assert_close(fused(x), model(x))
+
+    def test_a_fused_checkpoint_loads(self, tmp_path):
+        fused = iso.fuse(settled(timm.create_model("coatnet_0", **TINY)))
+        iso.save(fused, tmp_path / "fused.safetensors")
+        x = torch.randn(1, 3, 64, 64)
+        torch.testing.assert_close(iso.load(tmp_path / "fused.safetensors")(x), fused(x))
+
+
+class TestSurgery:
+    def test_without_relative_attention_a_coatnet_takes_the_rules_for_attention(self):
+        model = settled(tiny(relative="none"))
+        assert all(type(block.attn) is Attention for i in (3, 4) for block in model.stages[i])
+        refined = iso.recast(model, iso.AttentionToRefined(ratio=2), "stages.*.attn")
+        iso.verify(model, refined, torch.randn(2, 3, 64, 64))
+
+    def test_pyramids_fit_and_fuse(self):
+        model = settled(tiny())
+        wide = iso.recast(model, iso.LinearToPyramid(), "stages.*.mlp.fc?")
+        iso.verify(model, wide, torch.randn(2, 3, 64, 64))
+        x = torch.randn(1, 3, 64, 64)
+        torch.testing.assert_close(iso.fuse(wide.eval())(x), model(x), rtol=1e-4, atol=1e-4)
+
+    def test_its_stem_becomes_attention(self):
+        model = settled(tiny())
+        iso.verify(model, iso.recast(model, iso.ConvToGPSA(), "stem.conv?"), torch.randn(1, 3, 33, 40))
+
+    def test_relative_attention_is_not_taken_for_plain(self):
+        with pytest.raises(iso.UserError, match="RelativeAttention does not compute what timm's Attention does"):
+            iso.recast(tiny(), iso.AttentionToRefined(), "stages.*.attn")
+
+
+class TestAnalysis:
+    def test_maps_of_relative_attention(self):
+        model = settled(tiny())
+        maps = iso.attention_maps(model, torch.randn(2, 3, 64, 96))
+        assert {name: tuple(m.shape) for name, m in maps.items()} == {
+            "stages.3.0.attn": (2, 2, 24, 24),
+            "stages.4.0.attn": (2, 4, 6, 6),
+        }
+
+    def test_nonlocality_follows_the_table(self):
+        model = settled(tiny(img_size=128))
+        x = torch.randn(2, 3, 128, 128)
+        layer = model.stages[3][0].attn
+        with torch.no_grad():
+            layer.relative_bias.fill_(0)
+            layer.relative_bias[0, 7, 7] = 50.0  # the first head looks at itself
+        found = iso.nonlocality(model, x)["stages.3.0.attn"]
+        assert found[0] < 0.01 < found[1]
+
+    def test_logits_include_the_table(self):
+        model = settled(tiny())
+        x = torch.randn(2, 3, 64, 64)
+        before = iso.logit_stats(model, x)["stages.3.0.attn"]
+        with torch.no_grad():
+            model.stages[3][0].attn.relative_bias.add_(100)
+        after = iso.logit_stats(model, x)["stages.3.0.attn"]
+        torch.testing.assert_close(after.max_logit, before.max_logit + 100, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-3, atol=1e-3)
+
+
+def test_post_relative_attention_is_another_class():
+    assert type(tiny(relative="post").stages[3][0].attn) is PostRelativeAttention
+
+
+def test_gradient_checkpointing_and_copies():
+    model = tiny().train()
+    twin = copy.deepcopy(model)
+    twin.set_grad_checkpointing()
+    x = torch.randn(4, 3, 64, 64)
+    torch.testing.assert_close(twin(x), model(x))
+    twin(x).sum().backward()
+    assert all(p.grad is not None for p in twin.parameters())

@@ -1,0 +1,99 @@
+"""timm's own CoAtNets and MaxViTs in our evaluation, analysis and surgery, through timm."""
+
+import pytest
+import timm
+import torch
+
+import isomorph as iso
+from isomorph.evaluation import count_macs, evaluate
+
+RW, RMLP, PAPER, MAX = "coatnet_nano_rw_224", "coatnet_rmlp_nano_rw_224", "coatnet_0_224", "maxvit_rmlp_pico_rw_256"
+SMALL = dict(depths=(1, 1, 1, 1), embed_dim=(32, 32, 64, 64), stem_width=16, num_classes=5)
+"""Depths and widths of a network that tests have time for; heads, positions and norms stay as each has them."""
+
+
+def build(name, size=64, **more):
+    torch.manual_seed(0)
+    extra = dict(head_hidden_size=64) if name == PAPER else {}
+    model = timm.create_model(name, img_size=size, **SMALL, **extra, **more)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def unfused(model):
+    """timm's own slow path, in which the map exists."""
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = False
+    return model
+
+
+@pytest.mark.parametrize("name", [RW, RMLP, PAPER, MAX])
+def test_maps_are_those_that_timm_applies(name):
+    model, x = build(name), torch.randn(2, 3, 64, 64)
+    maps = iso.attention_maps(model, x)
+    seen = []
+    slow = unfused(model)
+    for layer in [m for m in slow.modules() if hasattr(m, "attn_drop")]:
+        layer.attn_drop.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    with torch.no_grad():
+        slow(x)
+    assert len(maps) == len(seen) >= 2
+    for name, found in zip(maps, seen, strict=True):
+        torch.testing.assert_close(maps[name], found, msg=name)
+        torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
+
+
+@pytest.mark.parametrize("name", [RW, RMLP, MAX])
+def test_measures_of_maps(name):
+    model, x = build(name), torch.randn(2, 3, 64, 64)
+    distances = iso.nonlocality(model, x)
+    stats = iso.logit_stats(model, x)
+    assert set(distances) == set(stats) == set(iso.attention_maps(model, x))
+    assert all((d >= 0).all() for d in distances.values())
+    assert all(((s.max_attention > 0) & (s.max_attention <= 1)).all() for s in stats.values())
+    similar = iso.head_similarity(model, x)
+    assert all(((m.diagonal() - 1).abs() < 1e-5).all() for m in similar.values())
+
+
+def test_where_a_place_looks_is_a_picture():
+    model = build(RW)
+    pictures = iso.looks(model, torch.randn(1, 3, 64, 64), place=(0.0, 0.0))
+    assert {tuple(p.shape[-2:]) for p in pictures.values()} == {(4, 4), (2, 2)}
+
+
+@pytest.mark.parametrize("name", [RW, RMLP])
+def test_surgery(name):
+    """What is a convolution or a linear map in them can be recast, exactly, and comes back."""
+    model, x = build(name), torch.randn(1, 3, 64, 64)
+    iso.verify(model, iso.recast(model, iso.ConvToGPSA(), "stem.conv?"), x)
+    wide = iso.recast(model, iso.LinearToPyramid(), "stages.*.mlp.fc?")
+    iso.verify(model, wide, x)
+    torch.testing.assert_close(iso.fuse(wide.eval())(x), model(x), rtol=1e-3, atol=1e-3)
+
+
+def test_attention_of_a_coatnet_is_not_taken_for_plain():
+    with pytest.raises(iso.UserError, match="rebuilds Attention, .* matches none .*Attention2d"):
+        iso.recast(build(RW), iso.AttentionToRefined(), "stages.*.attn")
+
+
+def test_evaluation_and_cost():
+    model = build(RW)
+    batches = [(torch.randn(4, 3, 64, 64), torch.arange(4)) for _ in range(2)]
+    assert evaluate(model, batches)["images"] == 8
+    assert count_macs(model, (3, 64, 64)) > 0
+
+
+@pytest.mark.slow
+def test_pretrained_names_are_known_to_the_command_line(tmp_path):
+    """Weights come from a file here, as `--weights` takes them; with a network timm fetches its own."""
+    from isomorph.training.build import open_model
+
+    model = timm.create_model("coatnet_nano_rw_224")
+    iso.save(model, tmp_path / "nano.safetensors")
+    again = open_model("coatnet_nano_rw_224.sw_in1k", weights=tmp_path / "nano.safetensors")
+    x = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model.eval()(x))
