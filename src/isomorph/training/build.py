@@ -60,8 +60,12 @@ def freeze(model: nn.Module, globs: Sequence[str]) -> nn.Module:
 
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
-    """Input size, mean, std and interpolation of the run: the model's own, the recipe's size where it gives one."""
-    given = {"input_size": (3, *recipe.data.size)} if recipe.data.size else {}
+    """Input size, mean, std, interpolation and test crop of the run: the model's own, but for what the recipe gives."""
+    given: dict[str, Any] = {"input_size": (3, *recipe.data.size)} if recipe.data.size else {}
+    if recipe.data.test_crop:
+        given |= (
+            {"crop_mode": "center"} if recipe.data.test_crop == "center" else {"crop_mode": "squash", "crop_pct": 1.0}
+        )
     return resolve_data_config(given, model=model, use_test_size=False)
 
 

@@ -114,10 +114,10 @@ def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> Traini
     if recipe.token_labels:
         return token_labelling(model, recipe.token_labels, recipe.augment, device)
     if recipe.distill is None:
-        return classification(model, recipe.augment, device)
+        return classification(model, recipe.augment, recipe.loss, device)
     teacher = open_model(recipe.distill.teacher, recipe.distill.weights)
     refuse_teacher(teacher, model)
-    return distillation(model, teacher, recipe.distill, recipe.augment, device)
+    return distillation(model, teacher, recipe.distill, recipe.augment, recipe.loss, device)
 
 
 def train(recipe: Recipe, show: bool = True) -> Result:

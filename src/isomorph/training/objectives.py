@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from timm.loss import SoftTargetCrossEntropy
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from timm.task import ClassificationTask, LogitDistillationTask, TrainingTask
 from torch import Tensor, nn
 
@@ -15,14 +15,16 @@ from isomorph.models.dense_head import Box
 from isomorph.training.parts import AugmentPart, DistillPart, TokenLabelPart
 
 
-def criterion(augment: AugmentPart) -> nn.Module:
-    """Cross-entropy: smoothed for plain labels, soft where images are mixed."""
+def criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
+    """Cross-entropy of softmax or sigmoids: smoothed for plain labels, soft where images are mixed."""
+    if loss == "sigmoid":
+        return BinaryCrossEntropy(augment.smoothing, sum_classes=True)
     return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
-def classification(model: nn.Module, augment: AugmentPart, device: torch.device) -> ClassificationTask:
+def classification(model: nn.Module, augment: AugmentPart, loss: str, device: torch.device) -> ClassificationTask:
     """Labels alone."""
-    return ClassificationTask(model, criterion=criterion(augment), device=device, verbose=False)
+    return ClassificationTask(model, criterion=criterion(augment, loss), device=device, verbose=False)
 
 
 class HardDistillationTask(LogitDistillationTask):
@@ -100,7 +102,7 @@ def token_labelling(
 
 
 def distillation(
-    model: nn.Module, teacher: nn.Module, part: DistillPart, augment: AugmentPart, device: torch.device
+    model: nn.Module, teacher: nn.Module, part: DistillPart, augment: AugmentPart, loss: str, device: torch.device
 ) -> TrainingTask:
     """Labels and a frozen teacher, in eval mode throughout, normalised as it is used to.
 
@@ -113,7 +115,7 @@ def distillation(
     return kind(
         model,
         teacher.requires_grad_(False).to(device),
-        criterion=criterion(augment),
+        criterion=criterion(augment, loss),
         task_loss_weight=1 - part.share,
         temperature=part.temperature,
         device=device,

@@ -90,10 +90,11 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
 
 
 def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int) -> Scheduler:
-    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine or constant."""
+    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine, a line or constant."""
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        sched=optim.schedule,
+        sched="poly" if optim.schedule == "linear" else optim.schedule,
+        decay_rate=1.0,  # the power of poly; the others have none
         num_epochs=epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr / 100,

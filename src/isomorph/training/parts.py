@@ -118,6 +118,8 @@ class DataPart(Part):
     """Train and test on the first so many classes only."""
     size: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     """Height and width of the input; by default the model's own."""
+    test_crop: Literal["center", "whole"] | None = None
+    """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Images per step (an even number when mixing)."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -191,12 +193,12 @@ class OptimPart(Part):
     """For optimisers that have one."""
     clip_grad: Positive | None = None
     """Largest norm of the whole gradient."""
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     warmup_epochs: NotNegative = 0.0
     """Linear warm-up; fractions are fine."""
     min_lr: NotNegative = 0.0
-    """Where the cosine ends."""
+    """Where the cosine or the line ends."""
 
     @field_validator("name")
     @classmethod

@@ -41,6 +41,8 @@ class Recipe(Part):
     anneal: AnnealPart | None = None
     distill: DistillPart | None = None
     token_labels: TokenLabelPart | None = None
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """Classes against each other, or each on its own, summed over classes (large label sets)."""
     epochs: Count = 50
     """Passes over the training data."""
     evaluate_every: Count = 1
@@ -80,6 +82,8 @@ class Recipe(Part):
             raise ValueError(f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}")
         if self.token_labels and self.distill:
             raise ValueError("token_labels and distill are two objectives; give one")
+        if self.token_labels and self.loss == "sigmoid":
+            raise ValueError("token_labels has a loss of its own; leave loss at softmax")
         return self
 
     @property
