@@ -13,7 +13,7 @@ help:
 	@echo "make demo   recast a CNN as attention, verify, fine-tune, report (under 3 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
-	@echo "make evidence  the studies of docs/methods/{tcnn,convit,tdrl}.md (about 45 minutes each)"
+	@echo "make evidence  the studies of docs/methods/{tcnn,convit,tdrl,refiner,coatnet}.md (about 45 minutes each)"
 
 $(VENV)/.core: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("isomorph needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; run make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -47,11 +47,15 @@ bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/gpsa.py
 	@$(BIN)/python benchmarks/convit.py
 	@$(BIN)/python benchmarks/tdrl.py
+	@$(BIN)/python benchmarks/refiner.py
+	@$(BIN)/python benchmarks/coatnet.py
 
 evidence: $(VENV)/.dev
 	@$(BIN)/python benchmarks/tcnn_cifar.py
 	@$(BIN)/python benchmarks/convit_cifar.py
 	@$(BIN)/python benchmarks/tdrl_cifar.py
+	@$(BIN)/python benchmarks/refiner_cifar.py
+	@$(BIN)/python benchmarks/coatnet_cifar.py
 
 docs: $(VENV)/.dev
 	@$(PIP) -e '.[docs]'

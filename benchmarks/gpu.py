@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+import coatnet
 import convit
 import gpsa
 import refiner
@@ -21,8 +22,9 @@ def main():
     device, found = torch.device("cuda"), {}
     for precision in ("float32", "bfloat16"):
         with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bfloat16"):
-            for title, table in (gpsa.TABLES | convit.TABLES | tdrl.TABLES | refiner.TABLES).items():
-                sizes = dict(batches=(32, 128)) if table in tdrl.TABLES.values() else {}
+            for title, table in (gpsa.TABLES | convit.TABLES | tdrl.TABLES | refiner.TABLES | coatnet.TABLES).items():
+                batched = table in (*tdrl.TABLES.values(), *coatnet.TABLES.values())
+                sizes = dict(batches=(32, 128)) if batched else {}
                 found[f"{title} ({precision})"] = table(device, rounds=5, **sizes)
                 show(f"{title} ({precision})", found[f"{title} ({precision})"])
     print(f"\nwrote {write('gpu', found)}")

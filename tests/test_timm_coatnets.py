@@ -97,3 +97,52 @@ def test_pretrained_names_are_known_to_the_command_line(tmp_path):
     x = torch.randn(1, 3, 224, 224)
     with torch.no_grad():
         torch.testing.assert_close(again(x), model.eval()(x))
+
+
+def from_timm(state):
+    """Tensors of timm's coatnet_N under our names; its queries, keys and values stand head by head."""
+    found = {}
+    for name, tensor in state.items():
+        name = name.replace("stem.norm1", "stem.norm").replace("conv1_1x1", "expand").replace("conv2_kxk", "depthwise")
+        name = name.replace("conv3_1x1", "project").replace("pre_norm", "norm").replace("norm1.norm", "norm1")
+        name = name.replace("shortcut.expand", "shortcut.1").replace(".blocks.", ".")
+        if name.startswith("stages."):
+            _, stage, rest = name.split(".", 2)
+            name = f"stages.{int(stage) + 1}.{rest}"
+        if "relative_position_bias_table" in name:
+            side = int(len(tensor) ** 0.5)
+            name, tensor = name.replace("rel_pos.relative_position_bias_table", "relative_bias"), tensor.T
+            tensor = tensor.unflatten(1, (side, side))
+        if ".attn." in name or ".mlp." in name:
+            tensor = tensor.flatten(1) if tensor.ndim == 4 else tensor
+        if ".qkv." in name:
+            tensor = tensor.unflatten(0, (-1, 3, 32)).transpose(0, 1).flatten(0, 2)
+        found[name] = tensor
+    return found
+
+
+@pytest.mark.parametrize("dw", [False, True])
+def test_configured_alike_timm_and_we_compute_the_same(dw):
+    """Max pooling of 2 x 2, GELU in the SE, a hidden layer in the head: the same function from the same tensors."""
+    alike = dict(conv_pool_type="max2", transformer_pool_type="max2", conv_attn_act_layer="gelu")
+    sizes = dict(depths=(1, 2, 2, 1), embed_dim=(32, 32, 64, 64), stem_width=16, head_hidden_size=64)
+    torch.manual_seed(0)
+    theirs = timm.create_model(
+        PAPER, img_size=64, num_classes=5, conv_stride_mode="dw" if dw else "1x1", **alike, **sizes
+    )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    ours = timm.create_model(
+        "coatnet_0",
+        img_size=64,
+        num_classes=5,
+        depths=(2, 1, 2, 2, 1),
+        widths=(16, 32, 32, 64, 64),
+        stride_on="depthwise" if dw else "expand",
+        head_hidden_size=64,
+    )
+    ours.load_state_dict(from_timm(theirs.state_dict()))
+    x = torch.randn(3, 3, 64, 64, dtype=torch.float64)
+    theirs, ours = theirs.double().eval(), ours.double().eval()
+    torch.testing.assert_close(ours(x), theirs(x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(ours.train()(x), theirs.train()(x), rtol=0, atol=1e-10)

@@ -58,7 +58,9 @@ def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=drop)
 
     def weigh(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        maps = ((q * q.shape[-1] ** -0.5) @ k.mT + bias).softmax(-1)  # (B, nh, N, N)
+        logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, N, N)
+        logits += bias  # in place: a map of its own for the sum would be fetched page by page
+        maps = logits.softmax(-1)
         return (F.dropout(maps, drop) if drop else maps) @ v
 
     return by_images(weigh, images_at_once(q), q, k, v)
