@@ -65,20 +65,30 @@ def test_the_stem_fuses_exactly():
 
 
 @pytest.mark.parametrize("images", [1, 2])
-def test_fused_blocks_take_some_images_at_a_time(images, monkeypatch):
-    """As many as fit, whatever is left over in a last part; their input is not written to."""
-    block = perturbed(MBConv(4, 4)).eval()
-    stem = perturbed(BatchNormStem(4, 8)).eval()
+@pytest.mark.parametrize("build", [MBConv, LayerNormMBConv, BatchNormStem, LayerNormStem])
+def test_some_images_at_a_time_in_evaluation(build, images, monkeypatch):
+    """As many as fit, whatever is left over in a last part; with gradients, in training or under a hook all at once."""
+    layer = perturbed(build(4, 8)).eval()
     x = torch.randn(5, 4, 4, 4, dtype=torch.float64)
-    monkeypatch.setattr(mbconv, "CACHED_BYTES", images * 16 * 16 * 8)
-    seen = []
-    fused = block.fuse()
-    fused.expand.register_forward_hook(lambda module, args, out: seen.append(len(out)))
-    before = x.clone()
-    torch.testing.assert_close(fused(x), block(x))
-    torch.testing.assert_close(stem.fuse()(x), stem(x))
-    assert torch.equal(x, before)
-    assert seen == [images] * (5 // images) + [5 % images] * (5 % images > 0)
+    expected, parts = layer(x), []
+    whole, stride = layer.block, 2 if hasattr(layer, "conv1") else 1
+    numbers = (8 if hasattr(layer, "conv1") else 32) * 16 // stride**2
+    monkeypatch.setattr(mbconv, "CACHED_BYTES", images * numbers * 8)
+    monkeypatch.setattr(layer, "block", lambda y: parts.append(len(y)) or whole(y))
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+        assert parts == [images] * (5 // images) + [5 % images] * (5 % images > 0)
+        layer.register_forward_hook(lambda module, args, out: parts.append("itself"))
+        layer(x)
+        assert parts[-2:] == [5 % images or images, "itself"]
+        hook = next(layer.children()).register_forward_hook(lambda module, args, out: None)
+        layer(x)
+        assert parts[-2:] == [5, "itself"]
+        hook.remove()
+        layer.train()(x)
+        assert parts[-2:] == [5, "itself"]
+    layer.eval()(x)
+    assert parts[-2:] == [5, "itself"]
 
 
 def test_a_fused_block_can_still_learn():

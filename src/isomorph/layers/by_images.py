@@ -4,7 +4,7 @@ from collections.abc import Callable
 from itertools import repeat
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def in_eager_mode() -> bool:
@@ -17,6 +17,11 @@ def images_within(limit: int, numbers: int, x: Tensor) -> int:
     if x.device.type != "cpu" or not in_eager_mode():
         return x.shape[0]
     return max(1, limit // (numbers * x.element_size()))
+
+
+def watched(module: nn.Module) -> bool:
+    """Whether a hook would see that the batch comes in parts."""
+    return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module)
 
 
 def by_images(function: Callable[..., Tensor], number: int, *tensors: Tensor | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -11,20 +12,26 @@ from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, S
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from isomorph.layers.by_images import by_images, images_within
+from isomorph.layers.by_images import by_images, images_within, watched
 
 CACHED_BYTES = 8 * 2**20
-"""The widest map of all images that a fused block takes at a time on a CPU: more than this is fetched page by page."""
+"""The widest map of the images that a block takes at a time in evaluation: more than this is fetched page by page."""
 
 
-class OverwritingGELU(nn.Module):
-    """What folding leaves of a norm and its activation: GELU in the memory of a map that nobody else reads."""
+def activation(width: int) -> nn.Module:
+    """What folding leaves of a norm with its activation."""
+    return nn.GELU()
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.aten.gelu_(x)
+def some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
+    """function(x) in parts where that is faster and nothing tells: in evaluation, on a CPU, with no hook inside.
+
+    `first` is the convolution whose map is the largest. Shape: x (B, C, H, W) -> (B, ...)
+    """
+    if module.training or torch.is_grad_enabled() or watched(module):
+        return function(x)
+    numbers = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
+    return by_images(function, images_within(CACHED_BYTES, numbers, x), x)
 
 
 class MaxPool(nn.Module):
@@ -92,23 +99,23 @@ class InvertedBottleneck(nn.Module):
         self.shortcut = shortcut(dim, dim_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
+        return some_at_a_time(self, self.block, self.expand, x)
+
+    def block(self, x: Tensor) -> Tensor:
+        """The formula. Shape: as `forward`"""
         y = self.norm1(self.expand(self.norm(x)))  # (B, width, H, W)
         y = self.norm2(self.depthwise(y))
         return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
 
 
 class FusedMBConv(InvertedBottleneck):
-    """The block without norms, for inference: what `MBConv.fuse` gives. On a CPU it takes some images at a time.
+    """The block without norms, for inference: what `MBConv.fuse` gives.
 
     Formula, shapes and source are InvertedBottleneck's.
     """
 
     norm_layer = nn.Identity
-    norm_act_layer = OverwritingGELU
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = self.expand.out_channels * math.prod(x.shape[-2:]) // math.prod(self.expand.stride)
-        return by_images(super().forward, images_within(CACHED_BYTES, wide, x), x)
+    norm_act_layer = staticmethod(activation)
 
 
 class MBConv(InvertedBottleneck):
@@ -179,17 +186,17 @@ class Stem(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        return some_at_a_time(self, self.block, self.conv1, x)
+
+    def block(self, x: Tensor) -> Tensor:
+        """The formula. Shape: as `forward`"""
         return self.conv2(self.norm(self.conv1(x)))
 
 
 class FusedStem(Stem):
-    """The stem without its norm, for inference. On a CPU it takes some images at a time."""
+    """The stem without its norm, for inference."""
 
-    norm_act_layer = OverwritingGELU
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = self.conv1.out_channels * math.prod(x.shape[-2:]) // math.prod(self.conv1.stride)
-        return by_images(super().forward, images_within(CACHED_BYTES, wide, x), x)
+    norm_act_layer = staticmethod(activation)
 
 
 class BatchNormStem(Stem):

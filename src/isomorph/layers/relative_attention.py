@@ -20,7 +20,7 @@ from isomorph.layers.grid import axis_offsets
 from isomorph.layers.headed_attention import HeadedAttention, images_at_once
 
 FLEX_TOKENS = 512
-"""From so many tokens on, compiled GPU code reads the table itself (FlexAttention) instead of an N x N bias."""
+"""From so many tokens on, compiled inference on a GPU reads the table itself (FlexAttention), not an N x N bias."""
 
 
 def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
@@ -153,7 +153,7 @@ class RelativeAttention(HeadedAttention):
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
-        if q.is_cuda and torch.compiler.is_compiling() and q.shape[2] >= FLEX_TOKENS and not drop:
+        if q.is_cuda and torch.compiler.is_compiling() and q.shape[2] >= FLEX_TOKENS and not torch.is_grad_enabled():
             return attend_flex(self.table(grid_size), grid_size, q, k, v)
         return attend(self.bias(grid_size, q.dtype), drop, q, k, v)
 
