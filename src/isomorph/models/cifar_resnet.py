@@ -5,15 +5,18 @@ those of the public CIFAR-10 weights (`conv1`, `bn1`, `layer{1,2,3}.{i}.{conv1,b
 """
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from timm.layers import DropPath, calculate_drop_path_rates, create_classifier
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+
+from isomorph.models.staged import StagedNet
 
 BLOCKS = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
 """Blocks in each stage."""
@@ -53,7 +56,7 @@ class CifarBlock(nn.Module):
         return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
 
 
-class CifarResNet(nn.Module):
+class CifarResNet(StagedNet):
     """Residual network for small images, a full timm citizen.
 
     Shape: x (B, in_chans, H, W) -> (B, num_classes)
@@ -71,7 +74,6 @@ class CifarResNet(nn.Module):
     ) -> None:
         super().__init__()
         self.num_classes, self.in_chans, self.drop_rate = num_classes, in_chans, drop_rate
-        self.grad_checkpointing = False
         self.num_features = self.head_hidden_size = 64
         self.conv1 = nn.Conv2d(in_chans, 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
@@ -94,46 +96,14 @@ class CifarResNet(nn.Module):
         """Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
         return self.act1(self.bn1(self.conv1(x)))
 
-    def run_stage(self, layer: nn.Sequential, x: Tensor) -> Tensor:
-        """One stage, with its activations recomputed in the backward pass when checkpointing is on."""
-        if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint_seq(layer, x)
-        return layer(x)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Shape: x (B, in_chans, H, W) -> (B, 64, ceil(H / 4), ceil(W / 4))"""
-        x = self.stem(x)
-        for layer in self.stages():
-            x = self.run_stage(layer, x)
-        return x
+    def levels(self) -> list[Callable[[Tensor], Tensor]]:
+        """The stem and the stages."""
+        return [self.stem, *(partial(self.run_stage, layer) for layer in self.stages())]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Shape: x (B, 64, H, W) -> (B, num_classes)"""
         x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
         return x if pre_logits else self.linear(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The last features and those after the stem and each stage (indices 0 to 3), as timm's models give them."""
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW'")
-        take, last = feature_take_indices(4, indices)
-        x = self.stem(x)
-        taken = [x] if 0 in take else []
-        for i, layer in enumerate(self.stages()[:last] if stop_early else self.stages(), start=1):
-            x = self.run_stage(layer, x)
-            taken += [x] if i in take else []
-        return taken if intermediates_only else (x, taken)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -157,9 +127,6 @@ class CifarResNet(nn.Module):
         self.global_pool, self.linear = create_classifier(
             64, num_classes, pool_type=pool, device=old.device, dtype=old.dtype
         )
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
         """Nothing beyond biases and norms."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_rates, to_2tuple
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
@@ -18,6 +18,7 @@ from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormS
 from isomorph.layers.relative_attention import resize_table
 from isomorph.models.coatnet_blocks import PatchStem, PlaceblindBlock, PostTransformerBlock, TransformerBlock
 from isomorph.models.coatnet_layout import Group, count_levels, parse_layout
+from isomorph.models.staged import StagedNet
 from isomorph.models.vit_cfg import unwrapped, vit_cfg
 
 NORMS: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
@@ -50,7 +51,7 @@ def start(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-class CoAtNet(nn.Module):
+class CoAtNet(StagedNet):
     """Convolution, then attention, for images of any size; a full timm citizen with features of every resolution.
 
     `layout`: see coatnet_layout; `depths` and `widths`, one for each of its letters, the stem's first. `head_dim`:
@@ -91,7 +92,7 @@ class CoAtNet(nn.Module):
         for group in (*rest, *(group for groups in others for group in groups)):
             if group.kind == "T" and group.width % head_dim:
                 raise UserError(f"head_dim {head_dim} does not divide the width {group.width}")
-        self.img_size, self.num_classes, self.grad_checkpointing = to_2tuple(img_size), num_classes, False
+        self.img_size, self.num_classes = to_2tuple(img_size), num_classes
         stem, convolution = NORMS[norm]
         patches = first.kind == "P"
         self.stem_stride = patch_size if patches else stem_stride
@@ -139,48 +140,17 @@ class CoAtNet(nn.Module):
                 if isinstance(module, RelativeAttention):
                     module.set_grid_size(self.grid_at(info["reduction"]))
 
-    def run_stage(self, i: int, x: Tensor) -> Tensor:
-        """All blocks of a resolution, keeping only what enters each where gradient checkpointing is on."""
-        if self.grad_checkpointing and self.training:
-            return checkpoint_seq(self.stages[i], x)
-        return self.stages[i](x)
-
     def embed(self, x: Tensor) -> Tensor:
-        """The stem's map, laid out with channels last, as all that follow it. Shape: -> (B, C, H, W)"""
-        return self.stem(x.contiguous(memory_format=torch.channels_last))
+        """The first level: the stem's map, laid out with channels last, as all that follow it."""
+        return self.run_stage(self.stages[0], self.stem(x.contiguous(memory_format=torch.channels_last)))
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Shape: x (B, in_chans, height, width) -> (B, C, H, W)"""
-        x = self.embed(x)
-        for i in range(len(self.stages)):
-            x = self.run_stage(i, x)
-        return x
+    def levels(self) -> list[Callable[[Tensor], Tensor]]:
+        """One for each resolution."""
+        return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages[1:])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Shape: x (B, C, H, W) -> (B, num_classes)"""
         return self.head(x, pre_logits=pre_logits)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
-
-    def forward_intermediates(
-        self,
-        x: Tensor,
-        indices: int | list[int] | None = None,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-    ) -> Any:
-        """The last features and those of each resolution, the stem's first, as timm's models give them."""
-        if output_fmt != "NCHW":
-            raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW'")
-        take, last = feature_take_indices(len(self.stages), indices)
-        x, taken = self.embed(x), []
-        for i in range(last + 1 if stop_early else len(self.stages)):
-            x = self.run_stage(i, x)
-            taken += [x] if i in take else []
-        return taken if intermediates_only else (x, taken)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
@@ -201,9 +171,6 @@ class CoAtNet(nn.Module):
         self.num_classes = num_classes
         place = next(self.stem.parameters())
         self.head.reset(num_classes, global_pool, device=place.device, dtype=place.dtype)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.grad_checkpointing = enable
 
     def no_weight_decay(self) -> set[str]:
         """The tables of relative attention."""
