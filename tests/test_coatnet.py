@@ -72,20 +72,6 @@ class TestPublishedSizes:
         assert stage[8].norm1.normalized_shape == (1024,)
         assert stage[8].attn.proj.out_features == 2048
 
-    @pytest.mark.parametrize(
-        ("layout", "depths", "widths"),
-        [
-            ("C-C-C-C", (2, 1, 6, 7, 2), None),
-            ("C-C-C-T", (2, 2, 6, 5, 2), None),
-            ("C-T-T-T", (2, 2, 3, 1, 3), None),
-            ("PT", (1, 13), (384, 384)),
-        ],
-    )
-    def test_layouts_are_matched(self, layout, depths, widths):
-        """The recipes of Fig. 1: as large as CoAtNet-0 within 3%."""
-        model = on_meta("coatnet_0", layout=layout, depths=depths, **(dict(widths=widths) if widths else {}))
-        assert sum(p.numel() for p in model.parameters()) == pytest.approx(24_446_228, rel=0.03)
-
 
 @pytest.mark.parametrize("layout", ["C-C-C-C", "C-C-C-T", "C-C-T-T", "C-T-T-T", "T-T-T-T"])
 @pytest.mark.parametrize("size", [(64, 64), (45, 70)])
@@ -146,6 +132,19 @@ class TestLayout:
             (dict(norm="group"), "choose 'batch' or 'layer'"),
             (dict(relative="both"), "choose 'pre' or 'post' or 'none'"),
             (dict(stride_on="dw"), "choose 'expand' or 'depthwise'"),
+            (dict(head_dim=0), "head_dim 0 must be a whole number above 0"),
+            (dict(head_dim=-8), "head_dim -8 must be"),
+            (dict(stem_stride=0), "stem_stride 0 must be"),
+            (dict(patch_size=0), "patch_size 0 must be"),
+            (dict(img_size=0), "img_size 0 must be"),
+            (dict(img_size=(64, -1)), "img_size .* must be"),
+            (dict(img_size="64"), "img_size '64' must be"),
+            (dict(widths=8), "widths 8 lists of numbers"),
+            (dict(depths=(2, True, 1, 1, 1)), "above 0"),
+            (dict(layout=4), "must be text"),
+            (dict(drop_path_rate=2), "from 0 to below 1"),
+            (dict(head_hidden_size=-3), "above 0"),
+            (dict(global_pool="mean"), "choose 'avg' or 'max'"),
         ],
         ids=str,
     )
@@ -182,6 +181,18 @@ class TestFeatures:
         model = tiny()
         assert model.prune_intermediate_layers([0, 2]) == [0, 2]
         assert model(torch.randn(1, 3, 64, 64)).shape == (1, 16, 8, 8)
+        assert (model.num_classes, model.num_features, model.head_hidden_size) == (0, 16, 16)
+        model.set_input_size(96)
+
+    def test_only_the_classifier_pruned(self):
+        """The norm stays unless it is asked for."""
+        model = tiny(head_hidden_size=12)
+        norm = model.head.norm
+        model.prune_intermediate_layers([4])
+        assert model.head.norm is norm
+        assert model.head_hidden_size == 12
+        model.prune_intermediate_layers([4], prune_norm=True)
+        assert isinstance(model.head.norm, torch.nn.Identity)
 
     @pytest.mark.slow
     def test_coatnet_0_at_224_by_320_and_384(self):
@@ -244,6 +255,26 @@ class TestFuse:
         assert not any(isinstance(m, torch.nn.BatchNorm2d | MBConv) for m in fused.modules())
         assert iso.verify(model, fused, x).fp64 < 1e-5
         assert sum(isinstance(m, MBConv) for m in model.modules()) > 0
+
+    @pytest.mark.parametrize(
+        "where", ["stages.*.expand", "stages.*.depthwise", "stages.*.project", "stages.1.0.se.fc?", "stem.conv?"]
+    )
+    def test_after_pyramids(self, where):
+        """What was recast inside a block is fused with it."""
+        model = settled(tiny())
+        wide = iso.recast(model, iso.LinearToPyramid(), where)
+        fused = iso.fuse(wide.eval())
+        x = torch.randn(2, 3, 64, 64)
+        torch.testing.assert_close(fused(x), model(x), rtol=1e-3, atol=1e-3)
+        assert not any(isinstance(m, torch.nn.BatchNorm2d) or "Pyramid" in type(m).__name__ for m in fused.modules())
+
+    def test_attention_inside_a_block_keeps_its_norms(self):
+        model = settled(tiny())
+        gated = iso.recast(model, iso.ConvToGPSA(init="paper"), ["stages.1.0.expand", "stem.conv1"])
+        fused = iso.fuse(gated.eval())
+        x = torch.randn(2, 3, 64, 64)
+        torch.testing.assert_close(fused(x), gated(x), rtol=1e-4, atol=1e-4)
+        assert sum(isinstance(m, MBConv) for m in fused.modules()) == 1
 
     def test_layer_norm_has_nothing_to_fold(self):
         model = settled(tiny(norm="layer"))
@@ -314,6 +345,18 @@ class TestAnalysis:
 
 def test_post_relative_attention_is_another_class():
     assert type(tiny(relative="post").stages[3][0].attn) is PostRelativeAttention
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (1, 3, 0, 64)])
+def test_what_is_no_batch_of_images_is_said(shape):
+    with pytest.raises(iso.UserError, match="images come as"):
+        tiny()(torch.zeros(shape))
+
+
+def test_layouts_that_are_no_text_are_refused_through_timm():
+    for wrong in (3, ["C", "T"]):
+        with pytest.raises(iso.UserError, match="must be text"):
+            timm.create_model("coatnet_0", layout=wrong)
 
 
 def test_gradient_checkpointing_and_copies():

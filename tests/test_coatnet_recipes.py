@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import isomorph as iso
+from isomorph.evaluation import count_macs, count_parameters
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 from isomorph.recipes import coatnet
 from isomorph.training.build import build_model, data_config
@@ -38,36 +39,99 @@ def test_is_built_as_the_table_says(name):
         assert bool(strided) == ("strided" in name or name.startswith("coatnet_3_jft"))
 
 
-def columns():
-    for name in coatnet.RECIPES:
-        if not name.startswith("cifar") and "layout" not in name:
-            yield name, iso.load_recipe(name)
+# peak rate, last rate, decay, warm-up, schedule, batch, epochs, loss, smoothing, mixup, EMA, test crop
+ONE = (1e-3, 1e-5, 0.05, 32, "cosine", 4096, 300, "softmax", 0.1, 0.8, None, "center")
+ONE_TUNED = (5e-5, 0.0, 1e-8, 0, "constant", 512, 30, "softmax", 0.1, 0.8, 0.9999, "whole")
+MANY = (1e-3, 1e-5, 0.01, 5, "linear", 4096, 90, "sigmoid", 0.0001, 0.0, None, "center")
+MANY_TUNED = (5e-5, 0.0, 1e-8, 0, "constant", 1024, 30, "softmax", 0.1, 0.0, 0.9999, "whole")
+JFT = (5e-4, 1e-5, 0.01, 0.273, "linear", 4096, 14, "sigmoid", 0.0001, 0.0, None, "center")
+JFT_TUNED = (5e-5, 0.0, 1e-8, 0, "constant", 512, 30, "softmax", 0.1, 0.0, 0.9999, "whole")
+TABLE_10 = {  # column, stochastic depth, RandAugment, top-1
+    "coatnet_0": (ONE, 0.2, 15, "81.6"),
+    "coatnet_1": (ONE, 0.3, 15, "83.3"),
+    "coatnet_2": (ONE, 0.5, 15, "84.1"),
+    "coatnet_3": (ONE, 0.7, 15, "84.5"),
+    "coatnet_0_384": (ONE_TUNED, 0.2, 15, "83.9"),
+    "coatnet_1_384": (ONE_TUNED, 0.3, 15, "85.1"),
+    "coatnet_2_384": (ONE_TUNED, 0.5, 15, "85.7"),
+    "coatnet_2_512": (ONE_TUNED, 0.5, 15, "85.9"),
+    "coatnet_3_384": (ONE_TUNED, 0.7, 20, "85.8"),
+    "coatnet_3_512": (ONE_TUNED, 0.7, 20, "86.0"),
+    "coatnet_2_in21k": (MANY, 0.3, None, ""),
+    "coatnet_3_in21k": (MANY, 0.5, None, "53.0"),
+    "coatnet_4_in21k": (MANY, 0.7, None, ""),
+    "coatnet_4_in21k_ra": (MANY, 0.7, 5, ""),
+    "coatnet_4_in21k_ra_150ep": ((*MANY[:6], 150, *MANY[7:]), 0.7, 5, ""),
+    "coatnet_2_in21k_384": (MANY_TUNED, 0.3, None, "87.1"),
+    "coatnet_2_in21k_512": (MANY_TUNED, 0.3, None, "87.3"),
+    "coatnet_3_in21k_384": (MANY_TUNED, 0.5, None, "87.6"),
+    "coatnet_3_in21k_512": (MANY_TUNED, 0.5, None, "87.9"),
+    "coatnet_4_in21k_384": (MANY_TUNED, 0.7, None, "87.9"),
+    "coatnet_4_in21k_512": (MANY_TUNED, 0.7, None, "88.1"),
+    "coatnet_4_in21k_ra_384": (MANY_TUNED, 0.7, 5, "88.3"),
+    "coatnet_4_in21k_ra_512": (MANY_TUNED, 0.7, 5, "88.4"),
+    "coatnet_4_in21k_ra_150ep_384": (MANY_TUNED, 0.7, 5, "88.4"),
+    "coatnet_4_in21k_ra_150ep_512": (MANY_TUNED, 0.7, 5, "88.56"),
+    "coatnet_3_jft": ((1e-3, *JFT[1:]), 0.0, 5, "needs"),
+    "coatnet_4_jft": (JFT, 0.1, 5, "needs"),
+    "coatnet_5_jft": (JFT, 0.0, 5, "needs"),
+    "coatnet_6_jft3b": ((*JFT[:3], 0.0273, *JFT[4:]), 0.0, 5, "needs"),
+    "coatnet_7_jft3b": ((*JFT[:3], 0.0273, *JFT[4:]), 0.0, 5, "needs"),
+    "coatnet_3_jft_384": (JFT_TUNED, 0.1, 5, "88.52"),
+    "coatnet_3_jft_512": (JFT_TUNED, 0.1, 5, "88.81"),
+    "coatnet_4_jft_512": (JFT_TUNED, 0.3, 5, "89.11"),
+    "coatnet_5_jft_512": (JFT_TUNED, 0.2, 5, "89.77"),
+    "coatnet_6_jft3b_512": (JFT_TUNED, 0.2, 5, "90.45"),
+    "coatnet_7_jft3b_512": (JFT_TUNED, 0.2, 5, "90.88"),
+    "coatnet_2_placeblind": (ONE, 0.5, 15, "83.8"),
+    "coatnet_2_v2": (ONE, 0.5, 15, "84.0"),
+    "coatnet_3_v1_in21k_384": (MANY_TUNED, 0.5, None, "87.4"),
+    "coatnet_2_strided_depthwise": (ONE, 0.5, 15, "84.1"),
+    "coatnet_layout_c_t_t_t_jft_224": (JFT_TUNED, 0.1, 5, "81.78"),
+    "coatnet_layout_c_c_t_t_jft_384": (JFT_TUNED, 0.1, 5, "84.23"),
+}
 
 
-def test_table_10():
-    for name, recipe in columns():
-        tuned = recipe.data.size != [224, 224]
-        assert recipe.optim.clip_grad == 1.0
-        assert recipe.ema == (0.9999 if tuned else None)
-        assert recipe.epochs == (30 if tuned else 150 if name.endswith("150ep") else 14 if "jft" in name else 90) or (
-            recipe.epochs == 300 and "in21k" not in name
-        )
-        assert recipe.loss == ("sigmoid" if not tuned and ("in21k" in name or "jft" in name) else "softmax")
-        assert recipe.data.batch_size == (4096 if not tuned else 1024 if "in21k" in name else 512)
-        assert recipe.data.test_crop == ("whole" if tuned else "center")
-        assert recipe.optim.schedule == ("constant" if tuned else "linear" if recipe.loss == "sigmoid" else "cosine")
-        assert (recipe.augment.mixup > 0) == (not ("in21k" in name or "jft" in name))
-        if "jft" in name:
-            assert "not public" in recipe.expected
+@pytest.mark.parametrize("name", TABLE_10)
+def test_table_10(name):
+    recipe, (column, drop_path, magnitude, top1) = iso.load_recipe(name), TABLE_10[name]
+    optim, augment = recipe.optim, recipe.augment
+    found = (optim.lr, optim.min_lr, optim.weight_decay, optim.warmup_epochs, optim.schedule, recipe.data.batch_size)
+    found += (recipe.epochs, recipe.loss, augment.smoothing, augment.mixup, recipe.ema, recipe.data.test_crop)
+    assert found == column
+    assert optim.clip_grad == 1.0
+    assert recipe.drop_path == drop_path
+    assert augment.auto_augment == (None if magnitude is None else f"rand-m{magnitude}-n2")
+    assert recipe.expected.partition(" ")[0] == top1
+    size = int(name.rpartition("_")[2]) if name.rpartition("_")[2] in ("224", "384", "512") else 224
+    assert recipe.data.size == [size, size]
+    assert recipe.model.kwargs.get("img_size", 224) == size
 
 
-def test_every_row_of_tables_4_and_5_is_there():
-    published = [recipe.expected.partition(" ")[0] for _, recipe in columns() if "Table" in recipe.source]
-    table_4 = ["81.6", "83.3", "84.1", "84.5", "83.9", "85.1", "85.7", "85.8", "85.9", "86.0"]
-    table_4 += ["87.1", "87.6", "87.9", "88.3", "88.4", "87.3", "87.9", "88.1", "88.4", "88.56"]
-    table_5 = ["88.52", "88.81", "89.11", "89.77", "90.45", "90.88"]
-    for top1 in {*table_4, *table_5}:
-        assert published.count(top1) >= [*table_4, *table_5].count(top1), top1
+def test_figure_1_is_bare():
+    for name in coatnet.LAYOUTS:
+        for recipe in (iso.load_recipe(f"coatnet_layout_{name}"), iso.load_recipe(f"coatnet_layout_{name}_jft")):
+            assert recipe.augment == AugmentPart(scale=(1.0, 1.0), hflip=0.0)
+            assert recipe.drop_path == recipe.optim.weight_decay == 0.0
+            assert recipe.epochs == (3 if recipe.name.endswith("jft") else 300)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "small", "size", "near", "far"),
+    [
+        (coatnet.LAYOUTS, {}, 224, 0.03, 0.2),
+        (coatnet.CIFAR_LAYOUTS, coatnet.SMALL | dict(num_classes=10), 32, 0.03, 0.12),
+    ],
+)
+def test_layouts_are_matched(layouts, small, size, near, far):
+    """In parameters, and less so in multiply-accumulates, to C-C-T-T."""
+    with torch.device("meta"):
+        models = {name: timm.create_model("coatnet_0", **(small | kwargs)) for name, kwargs in layouts.items()}
+    wanted = count_parameters(models["c_c_t_t"]), count_macs(models["c_c_t_t"], (3, size, size))
+    for name, model in models.items():
+        assert count_parameters(model) == pytest.approx(wanted[0], rel=near)
+        macs = count_macs(model, (3, size, size))
+        assert macs == pytest.approx(wanted[1], rel=far if name == "vit_rel" or size == 32 else 0.03)
 
 
 class TestLoss:

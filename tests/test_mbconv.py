@@ -85,10 +85,36 @@ def test_some_images_at_a_time_in_evaluation(build, images, monkeypatch):
         layer(x)
         assert parts[-2:] == [5, "itself"]
         hook.remove()
-        layer.train()(x)
-        assert parts[-2:] == [5, "itself"]
+        if isinstance(layer, MBConv | BatchNormStem):
+            layer.train()(x)
+            assert parts[-2:] == [5, "itself"]
     layer.eval()(x)
     assert parts[-2:] == [5, "itself"]
+
+
+@pytest.mark.parametrize("norm", ["mode", "statistics"])
+def test_norms_that_look_at_the_batch_see_all_of_it(norm, monkeypatch):
+    """A block in eval mode whose norm is in train mode (as test-time adaptation has it), or keeps no statistics."""
+    block = perturbed(MBConv(4, 4)).eval()
+    if norm == "mode":
+        block.norm1.train()
+    else:
+        block.norm1.track_running_stats, block.norm1.running_mean, block.norm1.running_var = False, None, None
+    twin, x = copy.deepcopy(block), torch.randn(5, 4, 4, 4, dtype=torch.float64)
+    monkeypatch.setattr(mbconv, "CACHED_BYTES", 1)
+    with torch.no_grad():
+        torch.testing.assert_close(block(x), twin.block(x))
+    assert all(torch.equal(a, b) for a, b in zip(block.buffers(), twin.buffers(), strict=True))
+
+
+def test_hooks_on_all_modules_see_the_batch(monkeypatch):
+    block, seen = perturbed(MBConv(4, 4)).eval(), []
+    monkeypatch.setattr(mbconv, "CACHED_BYTES", 1)
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(len(out)))
+    with torch.no_grad():
+        block(torch.randn(5, 4, 4, 4, dtype=torch.float64))
+    handle.remove()
+    assert set(seen) == {5}
 
 
 def test_a_fused_block_can_still_learn():
@@ -120,9 +146,10 @@ def test_widths():
     assert isinstance(block.eval().fuse(), FusedMBConv)
 
 
-def test_unknown_stride_is_refused():
-    with pytest.raises(ValueError, match="choose 'expand' or 'depthwise'"):
-        MBConv(4, 4, stride_on="project")
+@pytest.mark.parametrize("wrong", [dict(stride=3), dict(expand_ratio=0), dict(se_ratio=-1), dict(stride_on="project")])
+def test_what_cannot_be_built_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"must be 1 or 2, the ratios above 0|choose 'expand' or 'depthwise'"):
+        MBConv(4, 4, **wrong)
 
 
 @pytest.mark.slow

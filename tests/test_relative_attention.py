@@ -158,6 +158,37 @@ class TestKeptBias:
         layer.load_state_dict(doubled)
         torch.testing.assert_close(actual, references.relative_attention(layer, x))
 
+    @pytest.mark.parametrize("kind", [RelativeAttention, PostRelativeAttention])
+    def test_gradients_after_inference_mode(self, kind):
+        """What inference mode made is no tensor that autograd may keep."""
+        layer, x = build(kind).eval().requires_grad_(False), torch.randn(1, 4, 3, 12, dtype=torch.float64)
+        with torch.inference_mode():
+            first = layer(x)
+        x.requires_grad_()
+        y = layer(x)
+        torch.testing.assert_close(y, first.clone())
+        y.sum().backward()
+        assert x.grad.abs().sum() > 0
+
+    def test_transforms_of_functions_keep_nothing(self):
+        layer = build().eval().requires_grad_(False)
+        x = torch.randn(1, 4, 3, 12, dtype=torch.float64)
+        layer(x)
+        table = layer.relative_bias.detach()
+
+        def call(bias):
+            return torch.func.functional_call(layer, {"relative_bias": bias}, x)
+
+        tables = torch.stack([table, table + torch.randn_like(table)])
+        both = torch.func.vmap(call)(tables)
+        for found, one in zip(both, tables, strict=True):
+            torch.testing.assert_close(found, call(one))
+        direction = torch.randn_like(table)
+        _, slope = torch.func.jvp(call, (table,), (direction,))
+        step = 1e-6
+        torch.testing.assert_close(slope, (call(table + step * direction) - call(table)) / step, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(layer(x), references.relative_attention(layer, x))
+
     def test_versions_tell_writes_where_the_table_is_not_looked_at(self):
         """What a GPU goes by."""
         table = build().relative_bias
@@ -166,6 +197,18 @@ class TestKeptBias:
         with torch.no_grad():
             table.add_(1)
         assert relative_attention.version_of(table) != seen
+
+
+def test_flex_attention_is_for_large_maps_in_compiled_inference(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with torch.no_grad():
+        assert relative_attention.flexes(1024, 0.0)
+        assert not relative_attention.flexes(196, 0.0)
+        assert not relative_attention.flexes(1024, 0.1)
+    assert not relative_attention.flexes(1024, 0.0)  # gradients are wanted
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    with torch.no_grad():
+        assert not relative_attention.flexes(1024, 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -188,6 +231,20 @@ def test_the_kernel_of_other_devices_is_the_same():
     bias = torch.randn(2, 12, 12, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     torch.testing.assert_close(attend(bias, 0.0, q, k, v), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((12, 5), "5 heads do not divide 12"), ((12, 3, (0, 4)), "grid_size .* at least 1"), ((12, 0), "0 heads")],
+)
+def test_what_cannot_be_built_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        RelativeAttention(*arguments)
+
+
+def test_tokens_are_no_map():
+    with pytest.raises(ValueError, match="maps come as"):
+        build()(torch.zeros(1, 12, 12, dtype=torch.float64))
 
 
 def test_dropout_drops_in_training_only():

@@ -5,6 +5,7 @@ from itertools import repeat
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 
 def in_eager_mode() -> bool:
@@ -20,7 +21,9 @@ def images_within(limit: int, numbers: int, x: Tensor) -> int:
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether a hook would see that the batch comes in parts."""
+    """Whether a hook inside, or on all modules, would see that the batch comes in parts."""
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return True
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module)
 
 

@@ -12,7 +12,8 @@ from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, S
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from isomorph.layers.by_images import by_images, images_within, watched
+from isomorph.layers.affine_chain import uses_batch
+from isomorph.layers.by_images import by_images, images_within, in_eager_mode, watched
 
 CACHED_BYTES = 8 * 2**20
 """The widest map of the images that a block takes at a time in evaluation: more than this is fetched page by page."""
@@ -23,12 +24,17 @@ def activation(width: int) -> nn.Module:
     return nn.GELU()
 
 
+def sees_the_batch(module: nn.Module) -> bool:
+    """Whether a norm inside looks at the whole batch, or a hook would see it come in parts."""
+    return watched(module) or any(map(uses_batch, module.modules()))
+
+
 def some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
-    """function(x) in parts where that is faster and nothing tells: in evaluation, on a CPU, with no hook inside.
+    """function(x) in parts where that is faster and nothing tells: in evaluation on a CPU, with no hook inside.
 
     `first` is the convolution whose map is the largest. Shape: x (B, C, H, W) -> (B, ...)
     """
-    if module.training or torch.is_grad_enabled() or watched(module):
+    if x.device.type != "cpu" or torch.is_grad_enabled() or not in_eager_mode() or sees_the_batch(module):
         return function(x)
     numbers = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
     return by_images(function, images_within(CACHED_BYTES, numbers, x), x)
@@ -67,6 +73,7 @@ class InvertedBottleneck(nn.Module):
 
     Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
     Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is the one that gives the published sizes
+    Raises: ValueError for a stride but 1 and 2, a ratio that is not positive, or an unknown place of the stride.
     """
 
     norm_layer: ClassVar[Any]
@@ -85,6 +92,9 @@ class InvertedBottleneck(nn.Module):
         super().__init__()
         if stride_on not in ("expand", "depthwise"):
             raise ValueError(f"stride_on {stride_on!r} is unknown; choose 'expand' or 'depthwise'")
+        if stride not in (1, 2) or expand_ratio <= 0 or se_ratio <= 0:
+            given = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
+            raise ValueError(f"{given}: the stride must be 1 or 2, the ratios above 0")
         dim_out = dim_out or dim
         width = int(expand_ratio * dim_out)
         first, second = (stride, 1) if stride_on == "expand" else (1, stride)
@@ -128,15 +138,20 @@ class MBConv(InvertedBottleneck):
     norm_act_layer = staticmethod(partial(BatchNormAct2d, act_layer=nn.GELU))
 
     @torch.no_grad()
-    def fuse(self) -> FusedMBConv:
-        """The block in eval mode, its norms folded in float64: three passes over maps fewer."""
-        twin: Any = copy.deepcopy(self).double().eval()
-        fused = FusedMBConv(self.expand.in_channels, self.project.out_channels)
+    def fuse(self) -> InvertedBottleneck:
+        """The block in eval mode, its norms folded in float64: three passes over maps fewer.
+
+        What was recast inside is fused first; where it still is no convolution then, the norms stay.
+        """
+        twin: Any = fuse_inside(copy.deepcopy(self).double().eval())
+        if not folds(twin.expand, twin.depthwise):
+            return twin.to(self.norm.weight.dtype)
+        fused = FusedMBConv(1)  # every part is replaced
         fused.expand = fold_after(fold_before(twin.norm, twin.expand), twin.norm1)
         fused.depthwise = fold_after(twin.depthwise, twin.norm2)
         for name in ("se", "project", "drop_path", "shortcut"):
             setattr(fused, name, getattr(twin, name))
-        return fused.to(self.expand.weight.dtype).eval()
+        return fused.to(self.norm.weight.dtype).eval()
 
 
 class LayerNormMBConv(InvertedBottleneck):
@@ -147,6 +162,19 @@ class LayerNormMBConv(InvertedBottleneck):
 
     norm_layer = LayerNorm2d
     norm_act_layer = staticmethod(partial(LayerNormAct2d, act_layer=nn.GELU))
+
+
+def fuse_inside(module: nn.Module) -> nn.Module:
+    """Replaces whatever has a fused form inside a module in eval mode by it."""
+    for name, child in module.named_children():
+        fuse = getattr(child, "fuse", None)
+        setattr(module, name, fuse() if callable(fuse) else fuse_inside(child))
+    return module.eval()
+
+
+def folds(*layers: nn.Module) -> bool:
+    """Whether a norm beside these layers folds into them: they are convolutions, not attention in their place."""
+    return all(isinstance(layer, nn.Conv2d) for layer in layers)
 
 
 def fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
@@ -205,12 +233,14 @@ class BatchNormStem(Stem):
     norm_act_layer = MBConv.norm_act_layer
 
     @torch.no_grad()
-    def fuse(self) -> FusedStem:
-        """The stem in eval mode, its norm folded in float64."""
-        twin: Any = copy.deepcopy(self).double().eval()
-        fused = FusedStem(self.conv1.in_channels, self.conv2.out_channels)
+    def fuse(self) -> Stem:
+        """The stem in eval mode, its norm folded in float64, what was recast inside fused first."""
+        twin: Any = fuse_inside(copy.deepcopy(self).double().eval())
+        if not folds(twin.conv1):
+            return twin.to(self.norm.weight.dtype)
+        fused = FusedStem(1, 1)  # every part is replaced
         fused.conv1, fused.conv2 = fold_after(twin.conv1, twin.norm), twin.conv2
-        return fused.to(self.conv1.weight.dtype).eval()
+        return fused.to(self.norm.weight.dtype).eval()
 
 
 class LayerNormStem(Stem):

@@ -47,6 +47,11 @@ def spread(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     return table.flatten(1).index_select(1, places.flatten()).view(-1, H * W, H * W)
 
 
+def transformed(tensor: Tensor) -> bool:
+    """Whether it is a stand-in that torch.func (vmap, jvp and the like) computes with."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """softmax(q k^T / sqrt(hd) + bias) v.
 
@@ -59,11 +64,18 @@ def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor
 
     def weigh(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, N, N)
-        logits += bias  # in place: a map of its own for the sum would be fetched page by page
+        # in place where it may be: a map of its own for the sum would be fetched page by page
+        logits = logits + bias if transformed(bias) else logits.add_(bias)
         maps = logits.softmax(-1)
         return (F.dropout(maps, drop) if drop else maps) @ v
 
     return by_images(weigh, images_at_once(q), q, k, v)
+
+
+def flexes(tokens: int, drop: float) -> bool:
+    """Whether this call is compiled inference, not an export, of a map that is large enough for FlexAttention."""
+    compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return compiled and tokens >= FLEX_TOKENS and not drop and not torch.is_grad_enabled()
 
 
 def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -80,16 +92,28 @@ def attend_flex(table: Tensor, grid_size: tuple[int, int], q: Tensor, k: Tensor,
 
 
 class KeptBias(NamedTuple):
-    """A bias, and all that it was made from."""
+    """A bias, and all that it was made from: on a CPU a copy of the table, elsewhere the table itself."""
 
     key: tuple[Any, ...]
     table: Tensor
     bias: Tensor
 
+    def holds(self, key: tuple[Any, ...], table: Tensor) -> bool:
+        """Whether it is the bias still. On a CPU a look at the whole table costs next to nothing."""
+        same = torch.equal(self.table, table) if table.device.type == "cpu" else self.table is table
+        return self.key == key and same
+
 
 def version_of(table: Tensor) -> tuple[int, int]:
     """Changes with the storage, and with every write that autograd can see."""
     return table.data_ptr(), 0 if table.is_inference() else table._version
+
+
+def may_keep(table: Tensor) -> bool:
+    """Whether this call's bias is one for the next: no gradient, compiler or transform of functions looks on."""
+    if not in_eager_mode() or transformed(table):
+        return False
+    return not (torch.is_grad_enabled() and table.requires_grad)
 
 
 class RelativeAttention(HeadedAttention):
@@ -103,10 +127,15 @@ class RelativeAttention(HeadedAttention):
     arguments are timm's Attention's.
 
     Shape: x (B, H, W, C) -> (B, H, W, C)
-    Source: CoAtNet eq. 3 (pre), A.1; differs: the table's birth, N(0, .02), is not in the paper
+    Source: CoAtNet eq. 3 (pre), A.1; differs: the table's birth, N(0, .02), and no decay are not in the paper
+    Raises: ValueError for heads that do not divide the channels, a grid of no place, or tokens in place of a map.
     """
 
     def __init__(self, dim: int, num_heads: int = 8, grid_size: tuple[int, int] = (14, 14), **kwargs: Any) -> None:
+        if num_heads < 1 or (dim % num_heads and not kwargs.get("attn_head_dim")):
+            raise ValueError(f"{num_heads} heads do not divide {dim} channels; choose a divisor, or attn_head_dim")
+        if len(grid_size) != 2 or min(grid_size) < 1:
+            raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
         H, W = grid_size
         kind = {name: kwargs.get(name) for name in ("device", "dtype")}
@@ -132,6 +161,7 @@ class RelativeAttention(HeadedAttention):
         """Makes the table one for another grid, for good."""
         table = resize_table(self.relative_bias, grid_size)
         self.relative_bias = nn.Parameter(table.clone(), self.relative_bias.requires_grad)
+        self.kept = None
 
     def table(self, grid_size: tuple[int, int]) -> Tensor:
         """P for a grid. Shape: -> (nh, 2 H - 1, 2 W - 1)"""
@@ -140,24 +170,26 @@ class RelativeAttention(HeadedAttention):
     def bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """P for every pair of places, kept where it may be. Shape: -> (nh, N, N)"""
         own = self.relative_bias
-        if self.training or not in_eager_mode() or (torch.is_grad_enabled() and own.requires_grad):
+        if self.training or not may_keep(own):
             return spread(self.table(grid_size), grid_size).to(dtype)
-        on_cpu = own.device.type == "cpu"  # where a look at the whole table costs next to nothing
-        key = (grid_size, dtype, own.dtype, own.device, None if on_cpu else version_of(own))
-        kept = self.kept
-        if kept is None or kept.key != key or (on_cpu and not torch.equal(kept.table, own)):
-            fresh = spread(self.table(grid_size), grid_size).to(dtype)
-            kept = self.kept = KeptBias(key, own.detach().clone(), fresh.detach())
-        return kept.bias
+        on_cpu = own.device.type == "cpu"
+        version = None if on_cpu else version_of(own)
+        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version)
+        if self.kept is None or not self.kept.holds(key, own):
+            fresh = spread(self.table(grid_size), grid_size).to(dtype).detach()
+            self.kept = KeptBias(key, own.detach().clone() if on_cpu else own, fresh)
+        return self.kept.bias
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""
         drop = self.attn_drop.p if self.training else 0.0
-        if q.is_cuda and torch.compiler.is_compiling() and q.shape[2] >= FLEX_TOKENS and not torch.is_grad_enabled():
+        if q.is_cuda and flexes(q.shape[2], drop):
             return attend_flex(self.table(grid_size), grid_size, q, k, v)
         return attend(self.bias(grid_size, q.dtype), drop, q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ValueError(f"maps come as (B, H, W, C), not with shape {tuple(x.shape)}")
         grid_size = (x.shape[1], x.shape[2])
         tokens = x.flatten(1, 2)  # (B, N, C)
         mixed = self.weigh(*self.heads(tokens), grid_size)

@@ -40,6 +40,21 @@ def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:
         raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
 
 
+def refuse_numbers(**numbers: Any) -> None:
+    """Raises: UserError for one that is no whole number above 0."""
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise UserError(f"{name} {number!r} must be a whole number above 0")
+
+
+def image_size(img_size: Any) -> tuple[int, int]:
+    """As (height, width). Raises: UserError when it is no size."""
+    size = to_2tuple(img_size)
+    if len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+        raise UserError(f"img_size {img_size!r} must be a whole number above 0, or a pair of them")
+    return size[0], size[1]
+
+
 def start(module: nn.Module) -> None:
     """Convolutions at EfficientNet's scale (normal, by fan out), linear layers at Xavier's; the paper does not say."""
     if isinstance(module, nn.Conv2d):
@@ -88,11 +103,16 @@ class CoAtNet(StagedNet):
         refuse_unknown("norm", norm, NORMS)
         refuse_unknown("relative", relative, RELATIVE)
         refuse_unknown("stride_on", stride_on, ("expand", "depthwise"))
+        refuse_unknown("global_pool", global_pool, ("avg", "max", "avgmax", ""))
         (first, *rest), *others = parse_layout(layout, depths, widths)
+        refuse_numbers(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
+        if not 0 <= drop_path_rate < 1 or not 0 <= drop_rate < 1 or (head_hidden_size or 0) < 0:
+            given = f"drop_path_rate {drop_path_rate}, drop_rate {drop_rate}, head_hidden_size {head_hidden_size}"
+            raise UserError(f"{given}: rates are from 0 to below 1, a size is above 0")
         for group in (*rest, *(group for groups in others for group in groups)):
             if group.kind == "T" and group.width % head_dim:
                 raise UserError(f"head_dim {head_dim} does not divide the width {group.width}")
-        self.img_size, self.num_classes = to_2tuple(img_size), num_classes
+        self.img_size, self.num_classes = image_size(img_size), num_classes
         stem, convolution = NORMS[norm]
         patches = first.kind == "P"
         self.stem_stride = patch_size if patches else stem_stride
@@ -134,14 +154,19 @@ class CoAtNet(StagedNet):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resizes the tables of relative attention for good; other sizes are resized at each call."""
-        self.img_size = to_2tuple(img_size)
-        for stage, info in zip(self.stages, self.feature_info, strict=True):
+        self.img_size = image_size(img_size)
+        for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
             for module in stage.modules():
                 if isinstance(module, RelativeAttention):
                     module.set_grid_size(self.grid_at(info["reduction"]))
 
     def embed(self, x: Tensor) -> Tensor:
-        """The first level: the stem's map, laid out with channels last, as all that follow it."""
+        """The first level: the stem's map, laid out with channels last, as all that follow it.
+
+        Raises: UserError for what is no batch of images.
+        """
+        if x.ndim != 4 or min(x.shape[-2:]) < 1:
+            raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
         return self.run_stage(self.stages[0], self.stem(x.contiguous(memory_format=torch.channels_last)))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
@@ -155,12 +180,18 @@ class CoAtNet(StagedNet):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
+        """Drops the stages after the last one wanted and, if asked, pool and classifier, and the norm between them.
+
+        A head that was made for another width goes with the stages. Returns the indices kept.
+        """
         take, last = feature_take_indices(len(self.stages), indices)
+        pruned = last + 1 < len(self.stages)
         self.stages = self.stages[: last + 1]
-        if prune_norm or prune_head or last + 1 < len(self.feature_info):
-            self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
-            self.head.reset(0, "", reset_other=True)
+        if prune_norm or prune_head or pruned:
+            self.num_classes = 0
+            self.num_features = self.feature_info[last]["num_chs"]
+            self.head.reset(0, "", reset_other=prune_norm or pruned)
+            self.head_hidden_size = self.num_features if pruned else self.head.num_features
         return take
 
     def get_classifier(self) -> nn.Module:

@@ -25,6 +25,8 @@ class Group(NamedTuple):
 
 def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[Group]]:
     """Stages of groups, the stem at the head of the first. Raises: UserError for a layout that cannot be built."""
+    if not isinstance(layout, str) or not all(isinstance(given, Sequence) for given in (depths, widths)):
+        raise UserError(f"layout {layout!r} must be text, depths {depths!r} and widths {widths!r} lists of numbers")
     written = layout if layout[:1] in STEM_DEPTHS else f"S-{layout}"
     stages, letters = written.split("-"), written.replace("-", "")
     if not all(stages) or set(letters[1:]) - set("CT") or len(letters) < 2:
@@ -34,7 +36,7 @@ def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> l
             f"layout {layout!r} has {len(letters)} parts with its stem: give as many depths and widths, "
             f"not {len(depths)} and {len(widths)}"
         )
-    if not all(isinstance(n, int) and n > 0 for n in (*depths, *widths)):
+    if not all(type(n) is int and n > 0 for n in (*depths, *widths)):
         raise UserError(f"depths {list(depths)} and widths {list(widths)} must be whole numbers above 0")
     if depths[0] != STEM_DEPTHS[letters[0]]:
         raise UserError(f"depths {list(depths)}: the stem {letters[0]} has {STEM_DEPTHS[letters[0]]}, not {depths[0]}")
@@ -43,5 +45,7 @@ def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> l
 
 
 def count_levels(layout: str) -> int:
-    """Resolutions of a layout: features that it gives."""
+    """Resolutions of a layout: features that it gives. What is no layout is refused where it is parsed."""
+    if not isinstance(layout, str):
+        return 1
     return layout.count("-") + (1 if layout[:1] in STEM_DEPTHS else 2)

@@ -48,7 +48,7 @@ class StagedNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """The last map and those of chosen levels, as timm's models give them.
+        """The last map and those of chosen levels, as timm's models give them; there is no norm of maps to apply.
 
         Raises: ValueError for another format.
         """
