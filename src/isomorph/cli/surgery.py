@@ -224,8 +224,8 @@ def fuse(
     wide = open_run(checkpoint, average)
     if not fusible(wide):
         raise UserError(
-            f"{checkpoint} has nothing to fuse; fused forms exist of pyramids (LinearToPyramid, tdrl_vit_*), of norms in "
-            "convolutional blocks (coatnet_*) and on maps (refined_vit_*_released)"
+            f"{checkpoint} has nothing to fuse; fused forms exist of pyramids (LinearToPyramid, "
+            "tdrl_vit_*), of norms in convolutional blocks (coatnet_*) and of norms on maps (refined_vit_*_released)"
         )
     if recalibrate:
         source = open_source(data or default_data(wide), "train", root)

@@ -1,12 +1,12 @@
 """CoAtNet: a stem, stages of MBConv, then stages of Transformer blocks with relative attention; sizes 0 to 7."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_rates, to_2tuple
+from timm.layers import LayerNorm2d, NormMlpClassifierHead, calculate_drop_path_rates
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
@@ -17,7 +17,15 @@ from isomorph.layers.decay import undecayed
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
 from isomorph.models.coatnet_blocks import PatchStem, PlaceblindBlock, PostTransformerBlock, TransformerBlock
-from isomorph.models.coatnet_layout import Group, count_levels, parse_layout
+from isomorph.models.coatnet_layout import (
+    Group,
+    count_levels,
+    image_size,
+    parse_layout,
+    refuse_numbers,
+    refuse_rates,
+    refuse_unknown,
+)
 from isomorph.models.staged import StagedNet
 from isomorph.models.vit_cfg import unwrapped, vit_cfg
 
@@ -32,27 +40,6 @@ RELATIVE: dict[str, type[TransformerBlock]] = {
     "none": PlaceblindBlock,
 }
 """Transformer block with each kind of relative attention (eq. 3, Table 6)."""
-
-
-def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:
-    """Raises: UserError for a value that is none of those known."""
-    if value not in known:
-        raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, known))}")
-
-
-def refuse_numbers(**numbers: Any) -> None:
-    """Raises: UserError for one that is no whole number above 0."""
-    for name, number in numbers.items():
-        if type(number) is not int or number < 1:
-            raise UserError(f"{name} {number!r} must be a whole number above 0")
-
-
-def image_size(img_size: Any) -> tuple[int, int]:
-    """As (height, width). Raises: UserError when it is no size."""
-    size = to_2tuple(img_size)
-    if len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
-        raise UserError(f"img_size {img_size!r} must be a whole number above 0, or a pair of them")
-    return size[0], size[1]
 
 
 def start(module: nn.Module) -> None:
@@ -100,18 +87,11 @@ class CoAtNet(StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        refuse_unknown("norm", norm, NORMS)
-        refuse_unknown("relative", relative, RELATIVE)
-        refuse_unknown("stride_on", stride_on, ("expand", "depthwise"))
-        refuse_unknown("global_pool", global_pool, ("avg", "max", "avgmax", ""))
-        (first, *rest), *others = parse_layout(layout, depths, widths)
+        refuse_unknown(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool)
         refuse_numbers(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
-        if not 0 <= drop_path_rate < 1 or not 0 <= drop_rate < 1 or (head_hidden_size or 0) < 0:
-            given = f"drop_path_rate {drop_path_rate}, drop_rate {drop_rate}, head_hidden_size {head_hidden_size}"
-            raise UserError(f"{given}: rates are from 0 to below 1, a size is above 0")
-        for group in (*rest, *(group for groups in others for group in groups)):
-            if group.kind == "T" and group.width % head_dim:
-                raise UserError(f"head_dim {head_dim} does not divide the width {group.width}")
+        refuse_numbers(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
+        refuse_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        (first, *rest), *others = parse_layout(layout, depths, widths)
         self.img_size, self.num_classes = image_size(img_size), num_classes
         stem, convolution = NORMS[norm]
         patches = first.kind == "P"

@@ -6,10 +6,16 @@ import torch.nn.functional as F
 from timm.layers import Attention, DropPath, Mlp
 from torch import Tensor, nn
 
+from isomorph.errors import UserError
 from isomorph.layers import PostRelativeAttention, RelativeAttention
 from isomorph.layers.mbconv import pool, shortcut
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
+
+
+def refuse_heads(width: int, head_dim: int) -> None:
+    if width % head_dim:
+        raise UserError(f"head_dim {head_dim} does not divide the width {width}")
 
 
 def as_channels_last(x: Tensor) -> Tensor:
@@ -52,7 +58,8 @@ class TransformerBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
-        """Queries, keys and values are as wide as what comes out."""
+        """Queries, keys and values are as wide as what comes out. Raises: UserError for heads that do not divide it."""
+        refuse_heads(dim_out, head_dim)
         form = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
         return self.relative(dim, dim_out // head_dim, grid_size, **form)
 
@@ -78,6 +85,7 @@ class PlaceblindBlock(TransformerBlock):
     """The block with plain attention, which does not know where things are (Table 6, without relative attention)."""
 
     def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
+        refuse_heads(dim_out, head_dim)
         return Attention(dim, dim_out // head_dim, attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
 
     def mix(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The vertical layout of a CoAtNet, as the paper writes it.
+"""What a CoAtNet may be: its vertical layout, as the paper writes it, and its other choices.
 
 `C-C-T-T` has four stages after the stem, each of half the resolution of the one before. Letters with no hyphen between
 them share a resolution: `C-C-CT-T` is CoAtNet-6's mixed third stage. The stem is `S`, in front of every layout that
@@ -6,7 +6,9 @@ names none; `PT`, patches and then Transformer blocks, is ViT_REL.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from timm.layers import to_2tuple
 
 from isomorph.errors import UserError
 
@@ -49,3 +51,40 @@ def count_levels(layout: str) -> int:
     if not isinstance(layout, str):
         return 1
     return layout.count("-") + (1 if layout[:1] in STEM_DEPTHS else 2)
+
+
+CHOICES = {
+    "norm": ("batch", "layer"),
+    "relative": ("pre", "post", "none"),
+    "stride_on": ("expand", "depthwise"),
+    "global_pool": ("avg", "max", "avgmax", ""),
+}
+
+
+def refuse_unknown(**choices: Any) -> None:
+    """Raises: UserError for a choice that there is not."""
+    for name, value in choices.items():
+        if value not in CHOICES[name]:
+            raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, CHOICES[name]))}")
+
+
+def refuse_numbers(**numbers: Any) -> None:
+    """Raises: UserError for one that is no whole number above 0."""
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            raise UserError(f"{name} {number!r} must be a whole number above 0")
+
+
+def refuse_rates(**rates: float) -> None:
+    """Raises: UserError for one that is not from 0 to below 1."""
+    for name, rate in rates.items():
+        if not 0 <= rate < 1:
+            raise UserError(f"{name} {rate} must be from 0 to below 1")
+
+
+def image_size(img_size: Any) -> tuple[int, int]:
+    """As (height, width). Raises: UserError when it is no size."""
+    size = to_2tuple(img_size)
+    if len(size) != 2 or not all(type(n) is int and n > 0 for n in size):
+        raise UserError(f"img_size {img_size!r} must be a whole number above 0, or a pair of them")
+    return size[0], size[1]
