@@ -49,7 +49,7 @@ def spread(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 def transformed(tensor: Tensor) -> bool:
     """Whether it is a stand-in that torch.func (vmap, jvp and the like) computes with."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return in_eager_mode() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,9 +111,7 @@ def version_of(table: Tensor) -> tuple[int, int]:
 
 def may_keep(table: Tensor) -> bool:
     """Whether this call's bias is one for the next: no gradient, compiler or transform of functions looks on."""
-    if not in_eager_mode() or transformed(table):
-        return False
-    return not (torch.is_grad_enabled() and table.requires_grad)
+    return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
 
 
 class RelativeAttention(HeadedAttention):
