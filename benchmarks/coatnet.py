@@ -16,7 +16,6 @@ import torch.nn.functional as F
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, write
 from isomorph.evaluation import count_macs, count_parameters
-from isomorph.layers import RelativeAttention
 from isomorph.layers.relative_attention import attend, attend_flex, spread
 
 NEAREST = dict(conv_stride_mode="1x1", conv_pool_type="max2", transformer_pool_type="max2")
@@ -119,28 +118,33 @@ def stage_table(device, rounds, batches):
 
 
 def attention_table(device, rounds, batches):
-    """Relative attention itself, heads of 32: torch's kernel with a bias, ours, and where it can be compiled, Flex."""
+    """Relative attention itself, heads of 32: in inference and with gradients, against torch's kernel on its own."""
     rows = []
     flex = torch.compile(attend_flex) if device.type == "cuda" else None
     for side, heads in ((7, 24), (14, 12), (24, 12), (32, 12)):
         q, k, v = torch.randn(3, middle(batches), heads, side**2, 32, device=device).unbind(0)
-        layer = RelativeAttention(32 * heads, heads, grid_size=(side, side)).to(device)
-        with torch.no_grad():
-            bias = spread(layer.relative_bias, (side, side))
+        table = torch.randn(heads, 2 * side - 1, 2 * side - 1, device=device)
+        bias = spread(table, (side, side))
         calls = {
-            "torch's kernel": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, attn_mask=b),
-            "ours": lambda q=q, k=k, v=v, b=bias: attend(b, 0.0, q, k, v),
             "no bias": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
-            "making the bias": lambda layer=layer, s=side: spread(layer.relative_bias.detach(), (s, s)),
+            "ours": lambda q=q, k=k, v=v, b=bias: attend(b, 0.0, q, k, v),
+            "bias of three axes": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, attn_mask=b),
+            "making the bias": lambda t=table, s=side: spread(t, (s, s)),
         }
         if flex:
-            table = layer.relative_bias.detach()
             calls["flex"] = lambda q=q, k=k, v=v, t=table, s=side: flex(t, (s, s), q, k, v)
         with torch.no_grad():
             times = interleaved(calls, device, rounds)
+        q, k, v, bias = (t.clone().requires_grad_() for t in (q, k, v, bias))
+        steps = {
+            "torch's kernel, step": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, b[None]),
+            "ours, step": lambda q=q, k=k, v=v, b=bias: attend(b, 0.0, q, k, v),
+        }
+        go = torch.ones_like(q)
+        times |= interleaved({n: lambda f=f, go=go: f().backward(go) for n, f in steps.items()}, device, rounds)
         base = {"grid": f"{side} x {side}", "heads": heads, "batch": middle(batches)}
         rows.append(base | {f"{name}, ms": t for name, t in times.items()})
-        rows[-1]["ours, times as fast"] = times["torch's kernel"] / times["ours"]
+        rows[-1]["ours, step, times as fast"] = times["torch's kernel, step"] / times["ours, step"]
     return rows
 
 
