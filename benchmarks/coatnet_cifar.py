@@ -27,6 +27,8 @@ TITLES = {
     "vit_rel_placeblind": "ViT_REL without",
 }
 LAYOUTS = list(TITLES)[:5]
+FEWER = {"c_c_t_t_placeblind": 1, "vit_rel_placeblind": 1}
+"""Kinds with fewer seeds."""
 
 
 def open_runs(out, seeds):
@@ -34,6 +36,8 @@ def open_runs(out, seeds):
     runs = {}
     for seed in range(seeds):
         for kind in TITLES:
+            if seed >= FEWER.get(kind, seeds):
+                continue
             folder = out / f"{kind}_{seed}"
             iso.train(iso.load_recipe(f"cifar_coatnet_{kind}", [f"seed={seed}", f"out={folder}"]))
             runs[kind, seed] = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -50,14 +54,14 @@ def whole_rows(out, seeds):
     rows = []
     for kind, title in TITLES.items():
         tops, likelihoods = [], []
-        for seed in range(seeds):
+        for seed in range(min(seeds, FEWER.get(kind, seeds))):
             model = iso.load(out / f"{kind}_{seed}/model.safetensors")
             config = dict(input_size=(3, 32, 32), mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
             loader = iso.eval_loader(iso.open_source("cifar10", "test"), config, 250, rfc=1.0)
             found = iso.evaluate(model.eval(), loader)
             tops.append(found["top1"])
             likelihoods.append(found["nll"])
-        rows.append({"network": title, "seeds": seeds, "top-1": spread(tops), "NLL": spread(likelihoods)})
+        rows.append({"network": title, "seeds": len(tops), "top-1": spread(tops), "NLL": spread(likelihoods)})
     return rows
 
 
