@@ -102,8 +102,9 @@ class KeptBias(NamedTuple):
 
     def holds(self, key: tuple[Any, ...], table: Tensor) -> bool:
         """Whether it is the bias still. On a CPU a look at the whole table costs next to nothing."""
-        same = torch.equal(self.table, table) if table.device.type == "cpu" else self.table is table
-        return self.key == key and same
+        if self.key != key:
+            return False
+        return torch.equal(self.table, table) if table.device.type == "cpu" else self.table is table
 
 
 def version_of(table: Tensor) -> tuple[int, int]:
