@@ -551,3 +551,18 @@ class TestCheckpoint:
         with pytest.raises(iso.UserError, match="cannot read checkpoint"):
             iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "evil.pth")
         assert not (tmp_path / "owned").exists()
+
+
+def test_a_run_of_before_a_field_existed_goes_on(tmp_path):
+    """A recipe that was kept without it has its default; another value is another run."""
+    import json
+
+    from isomorph.training.loop import changes, identity, with_defaults
+
+    recipe = tiny(tmp_path)
+    kept = json.loads(identity(recipe))
+    del kept["loss"], kept["data"]["test_crop"]
+    assert not changes(with_defaults(kept), json.loads(identity(recipe)))
+    other = json.loads(identity(tiny(tmp_path, loss="sigmoid")))
+    assert changes(with_defaults(kept), other) == ["loss softmax there, sigmoid here"]
+    assert with_defaults({"gone": 1}) == {"gone": 1}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from timm.scheduler.scheduler import Scheduler
@@ -226,7 +227,7 @@ def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
     state = load_state(path)
     if not isinstance(state, dict) or not {"epoch", "metrics", "best", "recipe", "task", "optimizer"} <= state.keys():
         raise UserError(f"{path} is not the state of a run; give `out` another folder, or delete it")
-    changed = changes(state["recipe"], json.loads(identity(run.recipe)))
+    changed = changes(with_defaults(state["recipe"]), json.loads(identity(run.recipe)))
     if changed:
         raise UserError(f"{folder} holds another run ({'; '.join(changed)}); give `out` another folder, or delete it")
     run.task.load_checkpoint_state(state["task"]["state_dict"])
@@ -234,6 +235,14 @@ def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
         run.task.load_checkpoint_state(state["task"]["state_dict_ema"], ema=True)
     run.optimizer.load_state_dict(state["optimizer"])
     return state["epoch"], state["metrics"], state["best"]
+
+
+def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
+    try:
+        return json.loads(identity(Recipe.model_validate(recipe)))
+    except ValidationError:
+        return recipe
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
