@@ -1,5 +1,7 @@
 """timm's Attention in steps, for attention that does something else between heads and output."""
 
+from typing import Any
+
 from timm.layers import Attention
 from torch import Tensor
 
@@ -13,6 +15,11 @@ def images_at_once(q: Tensor) -> int:
     """How many images' maps are formed together. Shape: q (B, nh, N, hd)"""
     _, nh, N, _ = q.shape
     return images_within(CACHED_BYTES, nh * N * N, q)
+
+
+def placement(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Device and dtype among a layer's arguments, for its parts."""
+    return {name: arguments.get(name) for name in ("device", "dtype")}
 
 
 class HeadedAttention(Attention):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.layers.by_images import by_images
-from isomorph.layers.headed_attention import HeadedAttention, images_at_once
+from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
 from isomorph.layers.mode import deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 
@@ -37,11 +37,6 @@ def padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor
         kind = f"{attn_mask.dtype} mask of shape {tuple(attn_mask.shape)}"
         raise ValueError(f"a {kind} is no padding mask; give a boolean one of shape ({B}, {N}), True for real tokens")
     return attn_mask.view(B, 1, N)
-
-
-def placement(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Device and dtype among a layer's arguments, for its parts."""
-    return {name: arguments.get(name) for name in ("device", "dtype")}
 
 
 PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.by_images import by_images, in_eager_mode
 from isomorph.layers.grid import axis_offsets
-from isomorph.layers.headed_attention import HeadedAttention, images_at_once
+from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
 
 FLEX_TOKENS = 512
 """From so many tokens on, compiled inference on a GPU reads the table itself (FlexAttention), not an N x N bias."""
@@ -139,8 +139,7 @@ class RelativeAttention(HeadedAttention):
             raise ValueError(f"grid_size {grid_size} must be (height, width), both at least 1")
         super().__init__(dim, num_heads, **kwargs)
         H, W = grid_size
-        kind = {name: kwargs.get(name) for name in ("device", "dtype")}
-        self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **kind))
+        self.relative_bias = nn.Parameter(torch.empty(num_heads, 2 * H - 1, 2 * W - 1, **placement(kwargs)))
         self.kept: KeptBias | None = None
         self.reset_bias()
 

@@ -8,7 +8,7 @@ from timm.layers import PatchEmbed, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.refined_attention import placement
+from isomorph.layers.headed_attention import placement
 
 
 class ConvPatchEmbed(PatchEmbed):

@@ -13,7 +13,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.refined_attention import placement
+from isomorph.layers.headed_attention import placement
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT

@@ -9,7 +9,8 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.refined_attention import carry_parts, placement, shape_arguments
+from isomorph.layers.headed_attention import placement
+from isomorph.layers.refined_attention import carry_parts, shape_arguments
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.follow import attach_grid, check_place, placed
 from isomorph.surgery.rules import unlike_attention
