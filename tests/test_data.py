@@ -12,7 +12,10 @@ from timm.data import resolve_data_config
 import isomorph as iso
 from isomorph.data import (
     Corrupted,
+    Deals,
     Noisy,
+    Order,
+    Share,
     Source,
     class_fraction,
     eval_loader,
@@ -22,6 +25,11 @@ from isomorph.data import (
 )
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
+
+
+def deals(source, batch, seed=0):
+    """One epoch of full batches."""
+    return Deals(Order(len(source), batch, seed), 1)
 
 
 @pytest.fixture
@@ -137,7 +145,9 @@ def test_padded_crops_keep_the_whole_of_a_rectangle():
     ramp = Image.fromarray(np.tile(np.linspace(0, 255, 64).astype(np.uint8), (32, 1)))
     source = open_source("digits", "test").subset([0, 1])
     source.pictures = [ramp, ramp]
-    images, _ = next(iter(train_loader(source, {**CONFIG, "input_size": (3, 32, 64)}, 2, crop_padding=1)))
+    images, _ = next(
+        iter(train_loader(source, {**CONFIG, "input_size": (3, 32, 64)}, deals(source, 2), crop_padding=1))
+    )
     assert images.shape == (2, 3, 32, 64)
     middle = images[0, 0, 16, 4:-4]
     assert middle.min() < -0.8
@@ -184,12 +194,64 @@ def test_noise_has_the_given_strength():
 
 def test_training_batches_follow_the_seed_and_are_full():
     source = open_source("digits", "train").subset(range(70))
-    loader = train_loader(source, CONFIG, 32, crop_padding=2, hflip=0.5)
-    assert len(loader) == 2
-    torch.manual_seed(3)
-    first = [images for images, _ in loader]
-    torch.manual_seed(3)
-    assert all(torch.equal(a, b) for a, (b, _) in zip(first, loader, strict=True))
+    first, again, other = (
+        [images for images, _, _ in train_loader(source, CONFIG, deals(source, 32, seed), crop_padding=2, hflip=0.5)]
+        for seed in (3, 3, 4)
+    )
+    assert len(first) == 2
+    assert all(len(images) == 32 for images in first)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
+    """Processes, parts, workers and interruptions: the batch of a step is a function of seed and step."""
+    source = open_source("digits", "train").subset(range(50))
+    order = Order(len(source), 16, seed=3)
+    augmentation = dict(crop_padding=2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5)
+    whole = [images for images, _, _ in train_loader(source, CONFIG, Deals(order, 2), **augmentation)]
+    shares = [Share(range(part, part + 1), parts) for part in range(parts)]
+    loaders = [train_loader(source, CONFIG, Deals(order, 2, 2, share), workers, **augmentation) for share in shares]
+    for step, dealt in enumerate(zip(*loaders, strict=True), start=2):
+        together = torch.stack([images for images, _, _ in dealt], 1).flatten(0, 1)
+        assert torch.equal(together, whole[step])
+    assert step == len(whole) - 1 == 5
+
+
+def test_an_epoch_sees_every_image_once_and_epochs_differ():
+    order = Order(48, 16, seed=1)
+    epochs = [order.epoch(epoch)[0] for epoch in range(2)]
+    assert all(epoch.sort().values.tolist() == list(range(48)) for epoch in epochs)
+    assert not torch.equal(*epochs)
+    assert len(order.epoch(0)[1].unique()) == 48
+
+
+def test_shards_are_shuffled_within_a_window():
+    shards = [range(10), range(10, 25), range(25, 30), range(30, 41)]
+    order = Order(41, 1, shards=shards, window=2).epoch(0)[0].tolist()
+    assert sorted(order) == list(range(41))
+    of = [next(i for i, shard in enumerate(shards) if image in shard) for image in order]
+    first = set(of[: sum(len(shards[i]) for i in set(of[:2]))]) if len(set(of[:2])) == 2 else set(of[:12])
+    assert len(first) == 2
+    with pytest.raises(iso.UserError, match="needs data in shards"):
+        Order(41, 1, window=2)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_unreadable_images_are_replaced_counted_and_limited(folder, workers):
+    source = open_source("imagefolder", "train", folder)
+    broken = source.pictures[1]
+    broken.write_bytes(b"not an image")
+    config = {**CONFIG, "input_size": (3, 8, 8)}
+    loader = train_loader(source, config, deals(source, len(source)), workers, unreadable=1)
+    images, labels, problems = next(iter(loader))
+    assert len(images) == len(labels) == len(source)
+    assert len(problems) == 1
+    assert str(broken) in problems[0]
+    with pytest.raises(iso.UserError, match=broken.name):
+        list(train_loader(source, config, deals(source, len(source)), workers))
 
 
 def test_evaluation_follows_the_models_own_config(data_root):
@@ -223,19 +285,15 @@ def test_repeated_augmentation_shows_every_drawn_image_so_often():
     source = open_source("digits", "train").subset(range(64))
     marked = Source(source.pictures, list(range(64)), [str(i) for i in range(64)])
     config = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(marked, config, 32, repeats=3, scale=(0.2, 1.0))
-    torch.manual_seed(3)
+    loader = train_loader(marked, config, Deals(Order(64, 32, repeats=3), 2), scale=(0.2, 1.0))
     batches = list(loader)
-    labels = torch.cat([labels for _, labels in batches])
-    images = torch.cat([images for images, _ in batches])
-    assert len(loader) == len(batches) == 2
+    labels = torch.cat([labels for _, labels, _ in batches[:2]])
+    images = torch.cat([images for images, _, _ in batches])
+    assert len(loader) == len(batches) == 4
     assert labels.unique(return_counts=True)[1].tolist().count(3) == 21  # 64 = 21 * 3 + 1
     assert labels[0] == labels[1] == labels[2]
     assert not torch.equal(images[0], images[1])
-    torch.manual_seed(3)
-    again = torch.cat([labels for _, labels in loader])
-    assert torch.equal(labels, again)
-    assert not torch.equal(labels, torch.cat([labels for _, labels in loader]))
+    assert not torch.equal(labels, torch.cat([labels for _, labels, _ in batches[2:]]))
 
 
 def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
@@ -267,9 +325,8 @@ def test_policies_survive_their_strongest_posterize(policy):
     """timm posterizes to 0 bits at the top of its range; Pillow 13 raises there."""
     source = open_source("digits", "train").subset(range(4))
     config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    train_loader(source, config, 4, auto_augment=policy)
-    loader = train_loader(source, config, 4, auto_augment=policy)
-    parts = loader.dataset.transform.transforms
+    loader = train_loader(source, config, deals(source, 4), auto_augment=policy)
+    parts = loader.dataset.source.transform.transforms
     found = [op for p in parts for group in [getattr(p, "ops", []), *getattr(p, "policy", [])] for op in group]
     posterizing = [op for op in found if op.name.startswith("Posterize")]
     assert posterizing

@@ -16,9 +16,10 @@ from isomorph.models.dense_head import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
 from isomorph.training.build import build_model
-from isomorph.training.loop import open_run, train_epoch
+from isomorph.training.loop import train_epoch
 from isomorph.training.objectives import TokenLabelTask, draw_box
 from isomorph.training.parts import TokenLabelPart
+from isomorph.training.run import open_run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 MILLIONS = {"b": 86, "s": 25, "m": 55, "l": 81}
@@ -319,9 +320,9 @@ class TestTokenLabels:
         small = ["data.source=digits", "data.size=[32,32]", "data.batch_size=20", "data.workers=0"]
         brief = ["data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}", "model.kwargs.depth=4"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
-        assert len(run.train) == 2
+        assert run.order.steps == 2
         assert isinstance(run.task, TokenLabelTask) == (name == "refined_vit_s_released")
-        assert train_epoch(run, 0, lambda: None) > 0
+        assert train_epoch(run) > 0
 
     def test_a_model_without_the_head_is_refused_before_the_run(self, tmp_path):
         changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]

@@ -2,10 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import timm
@@ -15,13 +11,13 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.recipes import RECIPES, convit
-from isomorph.training import Diverged
 from isomorph.training.build import build_model
 from isomorph.training.checkpoint import describe_base, describe_edits
-from isomorph.training.loop import open_run, train_epoch
+from isomorph.training.loop import train_epoch
 from isomorph.training.optim import build_optimizer, build_scheduler, parameter_groups
 from isomorph.training.parts import OptimPart
 from isomorph.training.recipe import check
+from isomorph.training.run import open_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
@@ -83,8 +79,8 @@ class TestRecipe:
         small = ["model.pretrained=false", "data.source=digits", "data.size=[64,64]", "data.batch_size=20"]
         brief = ["data.workers=0", "data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
-        assert len(run.train) == 2
-        assert train_epoch(run, 0, lambda: None) > 0
+        assert run.order.steps == 2
+        assert train_epoch(run) > 0
 
     @pytest.mark.parametrize("name", convit.RECIPES)
     def test_every_convit_of_the_paper_is_built(self, name):
@@ -117,7 +113,7 @@ class TestRecipe:
         ]
         brief = ["epochs=1", "optim.warmup_epochs=0", "evaluate_every=1", "keep_every=null", "data.classes=null"]
         run = open_run(iso.load_recipe(name, [*small, *brief, f"out={tmp_path}"]))
-        assert train_epoch(run, 0, lambda: None) > 0
+        assert train_epoch(run) > 0
 
     def test_text_that_is_no_yaml_or_looks_like_a_number(self):
         assert iso.load_recipe("cifar_cnn", ["model.recast.where=*.conv2"]).model.recast.where == ["*.conv2"]
@@ -214,7 +210,16 @@ class TestRun:
     def test_leaves_what_it_says(self, tmp_path):
         result = iso.train(tiny(tmp_path / "run"), show=False)
         names = {path.name for path in (tmp_path / "run").iterdir()}
-        assert names == {"model.safetensors", "best.safetensors", "last.pt", "log.jsonl", "recipe.json"}
+        assert names == {
+            "model.safetensors",
+            "best.safetensors",
+            "recipe.json",
+            "environment.jsonl",
+            "log.jsonl",
+            "steps.jsonl",
+            "step-00000002",
+            "step-00000004",
+        }
         rows = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
         assert [row["epoch"] for row in rows] == [1, 2]
         assert rows[-1]["top1"] == result.metrics["top1"]
@@ -258,7 +263,7 @@ class TestRun:
         globs = ["blocks.0.attn.*", "patch_embed.*"]
         run = open_run(tiny(tmp_path, model=model | dict(freeze=globs)))
         before = {name: p.clone() for name, p in run.eval_model.named_parameters()}
-        train_epoch(run, 0, lambda: None)
+        train_epoch(run)
         moved = {name for name, p in run.eval_model.named_parameters() if not torch.equal(p, before[name])}
         assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
         assert {"blocks.0.mlp.fc1.weight", "blocks.1.attn.qkv.weight", "pos_embed"} <= moved
@@ -272,7 +277,7 @@ class TestRun:
     @pytest.mark.parametrize("kind", ["hard", "soft"])
     def test_distillation(self, kind, tmp_path):
         """The loss is DeiT's, the teacher is frozen and normalised as it was trained, and a run resumes without it."""
-        from isomorph.training.checkpoint import load_state
+        from isomorph.training.snapshot import newest, read_layout
 
         teacher = timm.create_model("cifar_resnet20")
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
@@ -299,7 +304,7 @@ class TestRun:
         torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
         assert student.training
         iso.train(recipe, show=False)
-        assert not any("teacher" in name for name in load_state(tmp_path / "run/last.pt")["task"]["state_dict"])
+        assert not any("teacher" in name for name in read_layout(newest(tmp_path / "run").path))
         assert iso.train(recipe, show=False).metrics["top1"] >= 0
         fixed = dict(teacher=str(tmp_path / "vit.safetensors"))
         iso.save(timm.create_model("deit_tiny_patch16_224", num_classes=10), fixed["teacher"])
@@ -317,93 +322,10 @@ class TestRun:
         x = torch.randn(1, 3, 16, 16)
         assert torch.equal(again(x), result.model(x))
 
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_resumed_equals_uninterrupted(self, workers, tmp_path, monkeypatch):
-        changes = dict(epochs=3, ema=0.9, data={**TINY["data"], "workers": workers})
-        whole, part = tiny(tmp_path / "whole", **changes), tiny(tmp_path / "part", **changes)
-        iso.train(whole, show=False)
-
-        class Stop(Exception):
-            pass
-
-        import isomorph.training.loop as loop
-
-        def stopping(run, epoch, advance):
-            if epoch == 1:
-                raise Stop
-            return train_epoch(run, epoch, advance)
-
-        monkeypatch.setattr(loop, "train_epoch", stopping)
-        with pytest.raises(Stop):
-            iso.train(part, show=False)
-        monkeypatch.undo()
-        iso.train(part, show=False)
-        a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
-        assert all(torch.equal(a[name], b[name]) for name in a)
-        assert len((tmp_path / "part/log.jsonl").read_text().splitlines()) == 3
-
-    @pytest.mark.slow
-    def test_a_killed_process_resumes(self, tmp_path):
-        """kill -9 in the middle of a real run, twice; the weights are those of the run that was left alone."""
-        code = (
-            "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
-            "iso.train(check(json.loads(sys.argv[1])), show=False)"
-        )
-        values = {**TINY, "epochs": 4}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-        def start(out):
-            return subprocess.Popen(
-                [sys.executable, "-c", code, json.dumps({**values, "out": str(out)})], env=environment
-            )
-
-        assert start(tmp_path / "whole").wait() == 0
-        for epochs in (1, 2):
-            process = start(tmp_path / "killed")
-            log = tmp_path / "killed/log.jsonl"
-            while not (log.exists() and len(log.read_text().splitlines()) >= epochs):
-                time.sleep(0.02)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-        assert start(tmp_path / "killed").wait() == 0
-        a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "killed/model.safetensors")
-        assert all(torch.equal(a[name], b[name]) for name in a)
-        assert not list((tmp_path / "killed").glob("*.partial"))
-
-    def test_a_last_step_that_breaks_the_weights_is_not_kept(self, tmp_path):
-        recipe = tiny(tmp_path, epochs=1, data={**TINY["data"], "batch_size": 64}, optim=dict(lr=1e30))
-        with pytest.raises(Diverged, match="the evaluation after it; there is no checkpoint yet"):
-            iso.train(recipe, show=False)
-        assert not (tmp_path / "last.pt").exists()
-        assert not (tmp_path / "best.safetensors").exists()
-
-    def test_a_foreign_state_is_said(self, tmp_path):
-        torch.save({"state_dict": {}}, tmp_path / "last.pt")
-        with pytest.raises(iso.UserError, match="not the state of a run"):
-            iso.train(tiny(tmp_path), show=False)
-
     def test_another_recipe_in_the_same_folder_is_refused(self, tmp_path):
         iso.train(tiny(tmp_path, epochs=1), show=False)
         with pytest.raises(iso.UserError, match=r"epochs 1 there, 2 here; seed 0 there, 1 here"):
             iso.train(tiny(tmp_path, epochs=2, seed=1), show=False)
-
-    def test_a_truncated_checkpoint_is_said(self, tmp_path):
-        iso.train(tiny(tmp_path, epochs=1), show=False)
-        last = tmp_path / "last.pt"
-        last.write_bytes(last.read_bytes()[:1000])
-        with pytest.raises(iso.UserError, match=r"cannot resume from .*last\.pt"):
-            iso.train(tiny(tmp_path, epochs=1), show=False)
-
-    def test_nan_stops_and_keeps_the_checkpoint(self, tmp_path):
-        recipe = tiny(tmp_path, epochs=1)
-        iso.train(recipe, show=False)
-        before = (tmp_path / "last.pt").read_bytes()
-        run = open_run(recipe)
-        with torch.no_grad():
-            run.task.trainable_module.conv1.weight.fill_(float("nan"))
-        with pytest.raises(Diverged, match=r"epoch 2, step 1; the checkpoint of epoch 1 is kept"):
-            train_epoch(run, 1, lambda: None)
-        assert (tmp_path / "last.pt").read_bytes() == before
 
     def test_problems_are_found_before_anything_is_written(self, tmp_path):
         for changes, message in (
@@ -551,18 +473,3 @@ class TestCheckpoint:
         with pytest.raises(iso.UserError, match="cannot read checkpoint"):
             iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "evil.pth")
         assert not (tmp_path / "owned").exists()
-
-
-def test_a_run_of_before_a_field_existed_goes_on(tmp_path):
-    """A recipe that was kept without it has its default; another value is another run."""
-    import json
-
-    from isomorph.training.loop import changes, identity, with_defaults
-
-    recipe = tiny(tmp_path)
-    kept = json.loads(identity(recipe))
-    del kept["loss"], kept["data"]["test_crop"]
-    assert not changes(with_defaults(kept), json.loads(identity(recipe)))
-    other = json.loads(identity(tiny(tmp_path, loss="sigmoid")))
-    assert changes(with_defaults(kept), other) == ["loss softmax there, sigmoid here"]
-    assert with_defaults({"gone": 1}) == {"gone": 1}

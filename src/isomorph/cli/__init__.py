@@ -9,6 +9,7 @@ from cyclopts import CycloptsError
 from isomorph.cli import listing, runs, surgery  # noqa: F401 (each adds its commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
+from isomorph.training import Stopped
 
 
 def one_line(error: Exception) -> str:
@@ -19,12 +20,15 @@ def one_line(error: Exception) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; a problem with the request is printed in a line and exits 2, an interruption exits 130.
+    """Runs a command; a problem with the request is printed in a line and exits 2, a signal exits 128 + its number.
 
     ISOMORPH_DEBUG=1 lets errors through with their traceback.
     """
     try:
         app(arguments)
+    except Stopped as stopped:
+        print(f"isomorph: {stopped}", file=sys.stderr)
+        sys.exit(128 + stopped.number)
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
         if os.environ.get("ISOMORPH_DEBUG"):
             raise

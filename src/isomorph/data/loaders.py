@@ -2,20 +2,26 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from PIL import Image, ImageOps
-from timm.data import create_loader
-from torch.utils.data import DataLoader, Sampler
+from timm.data import create_loader, create_transform
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
+from isomorph.data.order import Deals, Draw, seed_generators
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
 SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")
+Example = tuple[Tensor, int, list[str]]
+"""Image, label, and what could not be read on the way to it."""
+
 NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
 
 
@@ -60,48 +66,73 @@ def refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
 def train_loader(
     source: Source,
     config: Mapping[str, Any],
-    batch_size: int,
+    deals: Deals,
     workers: int = 0,
+    unreadable: int = 0,
     crop_padding: int = 0,
-    repeats: int = 1,
     **augmentation: Any,
 ) -> DataLoader[Any]:
-    """Shuffled full batches under timm's training transform; `augmentation` are its arguments (hflip, ...).
+    """What `deals` deals, one part of a batch after another, under timm's training transform: images, labels, problems.
 
-    `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
-    `repeats` > 1 shows each image of an epoch so many times in a row of batches, each time augmented anew, and a share
-    of the images an epoch (DeiT's repeated augmentation). Order and augmentation follow torch's global seed, for a
-    given number of workers: these start anew each epoch.
+    `augmentation` are the transform's arguments (hflip, ...). `crop_padding` > 0 crops from the image padded by so many
+    pixels (the CIFAR way) instead of resizing crops. Up to `unreadable` images are each replaced by the next one that
+    can be read, and said in `problems`. The loader runs to the end of the training, so that workers are ahead of the
+    model at the start of every epoch too.
+
+    Raises: UserError naming the image when more cannot be read.
     """
-    source, (height, width) = copy.copy(source), config["input_size"][-2:]
-    whole = width / height
+    (height, width) = config["input_size"][-2:]
     if crop_padding:
-        augmentation |= dict(scale=(1.0, 1.0), ratio=(whole, whole))
-    loader = create_loader(
-        source,
-        batch_size=min(batch_size, max(len(source) // 2 * 2, 1)),
-        is_training=True,
-        use_prefetcher=False,
-        num_workers=workers,
-        persistent_workers=False,
-        **{key: config[key] for key in SHARED_KEYS},
-        **{**NO_AUGMENTATION, **augmentation},
-    )
-    mend_posterize(source.transform)
+        augmentation |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
+    shared = {key: config[key] for key in SHARED_KEYS}
+    transform = create_transform(is_training=True, **shared, **{**NO_AUGMENTATION, **augmentation})
+    mend_posterize(transform)
     if crop_padding:
         crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
-        source.transform = transforms.Compose([*crop, source.transform])
-    if repeats == 1:
-        return loader
+        transform = transforms.Compose([*crop, transform])
+    source = copy.copy(source)
+    source.transform = transform
     return DataLoader(
-        source,
-        batch_size=loader.batch_size,
-        sampler=Repeated(len(source), repeats),
-        drop_last=True,
+        Drawn(source, unreadable),
+        batch_sampler=deals,
         num_workers=workers,
-        collate_fn=loader.collate_fn,
-        worker_init_fn=loader.worker_init_fn,
+        collate_fn=collate,
+        worker_init_fn=leave_signals_alone,
+        pin_memory=torch.cuda.is_available(),
     )
+
+
+class Drawn(Dataset[Example]):
+    """The images of a source by draw: image and seed; every augmentation follows its own seed."""
+
+    def __init__(self, source: Source, unreadable: int) -> None:
+        self.source, self.unreadable = source, unreadable
+
+    def __getitem__(self, draw: Draw) -> Example:
+        index, seed = draw
+        problems: list[str] = []
+        while True:
+            seed_generators(seed)
+            try:
+                image, label = self.source[index]
+                return image, int(label), problems
+            except UserError as error:
+                problems.append(str(error))
+                if len(problems) > self.unreadable:
+                    raise
+                index = (index + 1) % len(self.source)
+
+
+def collate(examples: Sequence[Example]) -> tuple[Tensor, Tensor, list[str]]:
+    """Shape: -> (B, C, H, W), (B,), and what could not be read"""
+    images, labels, problems = zip(*examples, strict=True)
+    return torch.stack(images), torch.tensor(labels), [problem for found in problems for problem in found]
+
+
+def leave_signals_alone(worker: int) -> None:
+    """A stop is for the main process, which lets its workers go when it has saved."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def mend_posterize(transform: Any) -> None:
@@ -118,20 +149,3 @@ def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     if bits < 1:
         return Image.new(image.mode, image.size)
     return ImageOps.posterize(image, min(bits, 8))
-
-
-class Repeated(Sampler[int]):
-    """A shuffled epoch of as many samples as there are images, in which each drawn image comes `repeats` times running.
-
-    As timm's RepeatAugSampler, which needs several processes; here all are one, and the order follows torch's seed.
-    """
-
-    def __init__(self, images: int, repeats: int) -> None:
-        self.images, self.repeats = images, repeats
-
-    def __len__(self) -> int:
-        return self.images
-
-    def __iter__(self) -> Iterator[int]:
-        drawn = torch.randperm(self.images)[: -(-self.images // self.repeats)]
-        return iter(drawn.repeat_interleave(self.repeats)[: self.images].tolist())

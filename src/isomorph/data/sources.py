@@ -32,6 +32,7 @@ class Source(Dataset[tuple[Any, int]]):
     def __init__(self, pictures: Sequence[Picture], labels: Sequence[int], classes: Sequence[str]) -> None:
         self.pictures, self.labels, self.classes = pictures, list(labels), tuple(classes)
         self.ids: Sequence[int] = range(len(self.labels))
+        self.shards: list[range] | None = None
         self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:

@@ -12,17 +12,30 @@ from timm.data import resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.data import Source, class_fraction, eval_loader, first_classes, open_source, train_loader
+from isomorph.data import (
+    Deals,
+    Order,
+    Share,
+    Source,
+    class_fraction,
+    eval_loader,
+    first_classes,
+    open_source,
+    train_loader,
+)
 from isomorph.errors import UserError
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
-from isomorph.training.checkpoint import load, load_state, load_weights, remember_base, remember_data
+from isomorph.training.checkpoint import load, load_weights, remember_base
 from isomorph.training.parts import ModelPart
 from isomorph.training.recipe import Recipe
+from isomorph.training.runtime import Runtime
+from isomorph.training.snapshot import newest, read_tensors
+from isomorph.training.state import AVERAGED, MODEL
 
 
-def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn.Module:
-    """Creates the base with its weights, then the surgery: unstride, recast.
+def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True) -> nn.Module:
+    """Creates the base with its weights, then (or, without `recast_now`, later) the surgery: unstride, recast.
 
     Raises: UserError when timm cannot create it, the weights do not fit, or the surgery matches nothing.
     """
@@ -32,6 +45,11 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn
     remember_base(model, arguments)
     if part.weights:
         load_weights(model, part.weights, fresh_head=True)
+    return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
+
+
+def operate(model: nn.Module, part: ModelPart) -> nn.Module:
+    """The surgery of a recipe: unstride, recast, freeze. Raises: UserError when it matches nothing."""
     if part.unstride:
         model = unstride(model, part.unstride)
     if part.recast:
@@ -39,15 +57,15 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0) -> nn
     return freeze(model, part.freeze)
 
 
-def freeze(model: nn.Module, globs: Sequence[str]) -> nn.Module:
-    """Leaves the parameters that the globs select out of training.
+def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Module:
+    """Leaves the parameters that the globs select out of training; with `later`, some may come with a recast yet.
 
     Raises: UserError for a glob that selects none, or when nothing is left to train.
     """
     parameters = dict(model.named_parameters())
     for glob in globs:
         found = [name for name in parameters if fnmatchcase(name, glob)]
-        if not found:
+        if not found and not later:
             close = get_close_matches(glob, parameters, n=3)
             raise UserError(
                 f"model.freeze {glob!r} matches no parameter" + f"; nearest: {', '.join(close)}" * bool(close)
@@ -69,19 +87,43 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     return resolve_data_config(given, model=model, use_test_size=False)
 
 
-def build_loaders(
-    recipe: Recipe, model: nn.Module, train: Source, test: Source
-) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Training and evaluation batches of a run."""
-    data, augment, config = recipe.data, recipe.augment, data_config(recipe, model)
-    remember_data(model, {**config, "source": data.source})
-    if data.fraction < 1:
-        train = class_fraction(train, data.fraction, recipe.seed if data.draw == "seeded" else None)
-    training = train_loader(
+def restrict(source: Source, recipe: Recipe) -> Source:
+    """The class fraction of the training data that the recipe asks for."""
+    data = recipe.data
+    if data.fraction == 1:
+        return source
+    return class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
+
+
+def plan(recipe: Recipe, train: Source, runtime: Runtime) -> tuple[Order, Share]:
+    """Order of the training images, and the share of every batch that is this process's.
+
+    Raises: UserError when the batch cannot be shared out, or the data has no full batch.
+    """
+    data, parts = recipe.data, recipe.scale.accumulate * runtime.world
+    if data.batch_size % parts or (recipe.augment.mixes and data.batch_size // parts % 2):
+        pairs = " of an even number each" if recipe.augment.mixes else ""
+        raise UserError(
+            f"data.batch_size {data.batch_size} cannot be dealt to {parts} parts{pairs} "
+            f"({runtime.world} processes, scale.accumulate {recipe.scale.accumulate})"
+        )
+    batch = min(data.batch_size, len(train) // (2 * parts) * 2 * parts)
+    if not batch:
+        raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
+    mine = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
+    order = Order(len(train), batch, recipe.seed, recipe.augment.repeats, train.shards, data.shuffle_shards)
+    return order, Share(mine, parts)
+
+
+def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Source, deals: Deals) -> DataLoader[Any]:
+    """Training images as they are dealt, augmented as the recipe says."""
+    augment = recipe.augment
+    return train_loader(
         train,
         config,
-        data.batch_size,
-        data.workers,
+        deals,
+        recipe.data.workers,
+        recipe.data.unreadable,
         crop_padding=augment.crop_padding,
         scale=augment.scale,
         ratio=(3 / 4, 4 / 3),
@@ -90,9 +132,15 @@ def build_loaders(
         color_jitter=augment.color_jitter,
         re_prob=augment.erasing,
         re_mode="pixel",
-        repeats=augment.repeats,
     )
-    return training, eval_loader(test, config, data.batch_size, data.workers)
+
+
+def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Source, runtime: Runtime) -> DataLoader[Any]:
+    """This process's share of the test images. Raises: UserError when there are fewer than processes."""
+    if len(test) < runtime.world:
+        raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
+    mine = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
+    return eval_loader(mine, config, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers)
 
 
 def open_sources(recipe: Recipe) -> tuple[Source, Source]:
@@ -121,7 +169,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
 
 
 def open_run(path: Path, averaged: bool = True) -> nn.Module:
-    """The model of a run as it is now: a checkpoint by isomorph, a run's folder or its last.pt, mid-run or complete.
+    """The model of a run as it is now: a checkpoint by isomorph, or a run's folder, mid-run or complete.
 
     `averaged`: the averaged weights, where the run has any.
 
@@ -129,22 +177,19 @@ def open_run(path: Path, averaged: bool = True) -> nn.Module:
     """
     if path.suffix == ".safetensors":
         return load(path)
-    folder = path if path.is_dir() else path.parent
-    if not (folder / "last.pt").is_file() or (folder != path and path.name != "last.pt"):
-        raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a last.pt")
-    if not (folder / "best.safetensors").is_file():
-        raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it go on")
-    model = load(folder / "best.safetensors")
+    found = newest(path) if path.is_dir() else None
+    if found is None:
+        raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
+    if not (path / "best.safetensors").is_file():
+        raise UserError(f"the run in {path} has not been evaluated yet, and cannot be rebuilt before; let it go on")
+    model = load(path / "best.safetensors")
+    tensors = read_tensors(found.path)
+    prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
+    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:
-        state = load_state(folder / "last.pt")
-    except UserError:
-        raise UserError(f"{folder / 'last.pt'} is damaged; best.safetensors beside it is whole") from None
-    parts = state.get("task") if isinstance(state, dict) else None
-    key = "state_dict_ema" if averaged and "state_dict_ema" in (parts or {}) else "state_dict"
-    try:
-        model.load_state_dict(parts[key])  # type: ignore[index]
-    except (RuntimeError, TypeError, KeyError):
-        raise UserError(f"{folder / 'last.pt'} is not the state of the run that wrote best.safetensors") from None
+        model.load_state_dict(state)
+    except RuntimeError:
+        raise UserError(f"{found.path} is not the state of the run that wrote best.safetensors") from None
     return model.eval()
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as serialize
 from timm.models._input import get_model_args
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models import create
@@ -160,12 +160,21 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
         raise UserError(f"{path} must end in .safetensors")
     if base is not None and not (isinstance(base, dict) and "name" in base):
         raise UserError(f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}")
+    write_model(describe_model(model, base), model.state_dict(), Path(path))
+
+
+def describe_model(model: nn.Module, base: dict[str, Any] | None = None) -> dict[str, str]:
+    """The header of a checkpoint: all that rebuilds the model. Raises: UserError when nothing does."""
     base, made = rebuilding_record(model) if base is None else (base, edits(model))
     refuse_unlike(model, base, made)
     parts = {"base": base, "edits": describe_edits(made), "data": describe_data(model)}
-    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-    write_atomically(Path(path), lambda file: file.write_bytes(serialize(tensors, metadata=header)))
+    return {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
+
+
+def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a checkpoint from its parts. Raises: UserError when it cannot be written."""
+    kept = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_atomically(path, lambda file: file.write_bytes(serialize(kept, metadata=header)))
 
 
 def load(path: str | Path) -> nn.Module:
@@ -279,16 +288,3 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
 
 def shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
     return name in state and getattr(state[name], "shape", None) != own[name].shape
-
-
-def save_state(state: dict[str, Any], path: Path) -> None:
-    """Writes the state of a run (tensors and plain values), atomically."""
-    write_atomically(path, lambda file: torch.save(state, file))
-
-
-def load_state(path: Path) -> dict[str, Any]:
-    """Reads the state of a run, without running code. Raises: UserError when it is damaged."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file raises many kinds
-        raise UserError(f"cannot resume from {path}: it is damaged; delete it to start the run again") from error

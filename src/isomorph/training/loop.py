@@ -1,44 +1,23 @@
-"""The one training loop: epochs of steps, an evaluation and a checkpoint after each, resumed from the last one."""
+"""The one training loop: steps, an evaluation after each epoch, snapshots in between, taken up after any end."""
 
-import json
-import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import ValidationError
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from timm.scheduler.scheduler import Scheduler
-from timm.task import TrainingTask
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
-from isomorph.analysis import logit_stats
-from isomorph.errors import UserError
-from isomorph.evaluation import evaluate
-from isomorph.surgery import gpsa_layers
-from isomorph.training.build import build_loaders, build_model, data_config, open_model, open_sources
-from isomorph.training.checkpoint import load_state, save, save_state, write_atomically
-from isomorph.training.objectives import build_mixup, classification, distillation, refuse_teacher, token_labelling
-from isomorph.training.optim import build_optimizer, build_scheduler
+from isomorph.training.journal import Journal
+from isomorph.training.late_recast import recast_run
+from isomorph.training.look import Look, diverged, finite, refuse_unreadable, save_snapshot
+from isomorph.training.optim import group_lines
 from isomorph.training.recipe import Recipe
-from isomorph.training.runtime import Runtime, open_runtime, seed_everything
+from isomorph.training.run import Run, open_run
+from isomorph.training.step import train_step
+from isomorph.training.watch import StopRequest, stop_requests
 
-CHECK_EVERY = 10
-"""Steps between two looks at the loss: each look waits for the device."""
-
-MONITORED = 32
-"""Images of a batch that the attention monitor looks at."""
-
-
-class Diverged(UserError):
-    """The loss is no longer finite; the last checkpoint is as it was."""
+LATE = 0.1
+"""Share of the time that may be spent waiting for images before the run says so."""
 
 
 @dataclass(frozen=True)
@@ -50,237 +29,111 @@ class Result:
     folder: Path
 
 
-@dataclass
-class Run:
-    """The moving parts of a run."""
-
-    recipe: Recipe
-    runtime: Runtime
-    task: TrainingTask
-    optimizer: Optimizer
-    scheduler: Scheduler
-    train: DataLoader[Any]
-    test: DataLoader[Any]
-
-    @property
-    def eval_model(self) -> nn.Module:
-        """What is evaluated and kept: the averaged weights where there are any."""
-        if self.task.has_ema():
-            return self.task.get_trainable_module(ema=True).module
-        return self.task.get_trainable_module()
-
-    def state(self, epoch: int, metrics: dict[str, float], best: float) -> dict[str, Any]:
-        """All that the rest of the run depends on, after `epoch` complete epochs."""
-        return {
-            "epoch": epoch,
-            "metrics": metrics,
-            "best": best,
-            "recipe": json.loads(identity(self.recipe)),
-            "task": {name: part for ema in (False, True) for name, part in self.task.get_checkpoint_state(ema).items()},
-            "optimizer": self.optimizer.state_dict(),
-        }
-
-
-def identity(recipe: Recipe) -> str:
-    """The recipe without what may change between a run and its resumption."""
-    free = {"out": True, "device": True, "source": True, "expected": True, "data": {"workers", "root"}}
-    return recipe.model_dump_json(exclude=free)  # type: ignore[arg-type]
-
-
-def open_run(recipe: Recipe) -> Run:
-    """Builds every part of a run from its recipe, before anything is written."""
-    runtime = open_runtime(recipe.device, recipe.amp == "bf16")
-    train, test = open_sources(recipe)
-    seed_everything(recipe.seed)
-    model = build_model(recipe.model, len(train.classes), recipe.drop_path).to(runtime.device)
-    training, testing = build_loaders(recipe, model, train, test)
-    if not len(training):
-        raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
-    if getattr(model, "num_classes", len(train.classes)) < len(train.classes):
-        raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
-    if recipe.anneal:
-        gpsa_layers(model)
-    if recipe.monitor_every:
-        logit_stats(model, torch.zeros(1, *data_config(recipe, model)["input_size"], device=runtime.device))
-    task = build_task(recipe, model, runtime.device)
-    if recipe.ema:
-        task.setup_ema(decay=recipe.ema)
-    optimizer = build_optimizer(model, recipe.optim)
-    scheduler = build_scheduler(optimizer, recipe.optim, recipe.epochs, len(training))
-    return Run(recipe, runtime, task, optimizer, scheduler, training, testing)
-
-
-def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
-    """What the run minimises."""
-    if recipe.token_labels:
-        return token_labelling(model, recipe.token_labels, recipe.augment, device)
-    if recipe.distill is None:
-        return classification(model, recipe.augment, recipe.loss, device)
-    teacher = open_model(recipe.distill.teacher, recipe.distill.weights)
-    refuse_teacher(teacher, model)
-    return distillation(model, teacher, recipe.distill, recipe.augment, recipe.loss, device)
-
-
 def train(recipe: Recipe, show: bool = True) -> Result:
-    """Trains as the recipe says, in its folder; resumes by itself from the last complete checkpoint there.
+    """Trains as the recipe says, in its folder; takes itself up from the newest whole snapshot there.
 
-    Leaves `model.safetensors` (for `iso.load`), `best.safetensors`, `last.pt` (to resume), `log.jsonl`, `recipe.json`.
+    Under torchrun, all processes train together. Leaves `model.safetensors` and `best.safetensors` (for `iso.load`),
+    the two newest snapshots (`step-*`), `log.jsonl` by epoch, `steps.jsonl`, `recipe.json`, `environment.jsonl`.
 
-    Raises: UserError when something is missing or does not fit, or the folder holds another run; Diverged when the
-    loss is not finite, with the last checkpoint kept.
+    Raises: UserError when something is missing or does not fit, the folder holds another run, or the disk is full;
+    Diverged when the loss is not finite or far too high; Stopped after SIGTERM or Ctrl-C, when all is saved.
     """
     run = open_run(recipe)
-    folder, console = recipe.folder, Console(quiet=not show)
-    first, metrics, best = resume(run, folder)
-    write_atomically(folder / "recipe.json", lambda file: file.write_text(recipe.model_dump_json(indent=2)))
-    for name in ("log.jsonl", "monitor.jsonl"):
-        trim_log(folder / name, first)
-    begin = f"resuming after epoch {first} of {recipe.epochs}" if first else f"{recipe.epochs} epochs"
-    images = len(run.train.dataset)  # type: ignore[arg-type]
-    console.print(
-        f"{recipe.name}: {begin}, {images:,} images, {len(run.train)} steps an epoch, on {run.runtime.device}"
+    journal = Journal(recipe, run.runtime, show)
+    journal.open(run.progress.closed, run.progress.step)
+    introduce(run, journal)
+    with stop_requests() as request:
+        while run.progress.closed < recipe.epochs:
+            run = recast_when_due(run, journal)
+            name, steps = f"epoch {run.progress.closed + 1}/{recipe.epochs}", run.order.steps
+            with journal.progress(name, run.progress.step % steps, steps) as advance:
+                loss = train_epoch(run, advance, journal, request)
+            close_epoch(run, loss, journal)
+    run.save(recipe.folder / "model.safetensors")
+    run.save_autoencoder()
+    return Result(run.result(), run.progress.metrics, recipe.folder)
+
+
+def introduce(run: Run, journal: Journal) -> None:
+    """Says what is about to run, how every parameter will move, and which snapshots could not be read."""
+    recipe, runtime, progress = run.recipe, run.runtime, run.progress
+    for said in run.damaged:
+        journal.say(f"{recipe.name}: {said}; going back to the one before it")
+    begin = f"resuming after step {progress.step:,} of " if progress.step else ""
+    shared = f", {runtime.world} processes" if runtime.world > 1 else ""
+    journal.say(
+        f"{recipe.name}: {begin}{recipe.epochs} epochs, {run.order.images:,} images, "
+        f"{run.order.steps:,} steps an epoch, on {runtime.device}{shared}"
     )
-    for epoch in range(first, recipe.epochs):
-        start = time.perf_counter()
-        seed_everything(recipe.seed, epoch + 1)
-        with progress(console, f"epoch {epoch + 1}/{recipe.epochs}", len(run.train)) as advance:
-            loss = train_epoch(run, epoch, advance)
-        due = (epoch + 1) % recipe.evaluate_every == 0 or epoch + 1 == recipe.epochs
-        found = {"loss": loss, **(evaluate(run.eval_model, run.test) if due else {})}
-        if not math.isfinite(found.get("nll", 0.0)):
-            raise diverged(recipe, epoch, "the evaluation after it")
-        metrics = found if due else metrics
-        if due and found["top1"] > best:
-            best = found["top1"]
-            save(run.eval_model, folder / "best.safetensors")
-        if recipe.keep_every and (epoch + 1) % recipe.keep_every == 0:
-            save(run.eval_model, folder / f"epoch-{epoch + 1}.safetensors")
-        save_state(run.state(epoch + 1, metrics, best), folder / "last.pt")
-        seconds = time.perf_counter() - start
-        rate = run.optimizer.param_groups[0]["lr"]
-        log(folder / "log.jsonl", {"epoch": epoch + 1, **found, "lr": rate, "seconds": seconds})
-        said = f"top1 {found['top1']:.2f}  " if due else ""
-        console.print(f"{recipe.name}: epoch {epoch + 1}/{recipe.epochs}  loss {loss:.4f}  {said}{seconds:.1f} s")
-    save(run.eval_model, folder / "model.safetensors")
-    return Result(run.eval_model.eval(), metrics, folder)
+    for line in group_lines(run.optimizer, recipe.optim):
+        journal.say(line)
 
 
-def diverged(recipe: Recipe, epoch: int, place: str) -> Diverged:
-    """The error that stops a run whose loss is not finite."""
-    kept = f"the checkpoint of epoch {epoch} is kept in {recipe.folder}" if epoch else "there is no checkpoint yet"
-    advice = "lower optim.lr or optim.gate_lr, or set optim.clip_grad"
-    return Diverged(f"the loss is not finite at epoch {epoch + 1}, {place}; {kept}; {advice}")
+def recast_when_due(run: Run, journal: Journal) -> Run:
+    """The run, recast where the recipe wants it recast after the epochs that are closed."""
+    if run.progress.recast or run.progress.closed < run.recipe.model.recast_epoch:
+        return run
+    run, said = recast_run(run)
+    journal.say(f"{run.recipe.name}: {said}")
+    for line in group_lines(run.optimizer, run.recipe.optim):
+        journal.say(line)
+    return run
 
 
-def train_epoch(run: Run, epoch: int, advance: Any) -> float:
-    """One pass over the training data; returns the mean loss. Raises: Diverged."""
-    recipe, steps = run.recipe, len(run.train)
-    anneal = recipe.anneal.schedule(steps) if recipe.anneal else None
-    mixup = build_mixup(recipe.augment, getattr(run.eval_model, "num_classes", 1000))
+def train_epoch(
+    run: Run, advance: Any = lambda: None, journal: Journal | None = None, stop: StopRequest | None = None
+) -> float:
+    """What is left of an epoch; returns the mean loss of the whole of it. Raises: Diverged, Stopped, UserError."""
+    steps, progress, start = run.order.steps, run.progress, time.perf_counter()
+    journal = journal or Journal(run.recipe, run.runtime, show=False)
+    look = Look(run, journal, stop or StopRequest())
     run.task.train()
-    total = torch.zeros((), device=run.runtime.device)
-    for i, (images, labels) in enumerate(run.train):
-        step = epoch * steps + i
-        if anneal:
-            anneal.apply(run.task.trainable_module, step)
-        images, labels = (
-            images.to(run.runtime.device, non_blocking=True),
-            labels.to(run.runtime.device, non_blocking=True),
-        )
-        if mixup:
-            images, labels = mixup(images, labels)
-        run.scheduler.step_update(step)
-        with run.runtime.autocast():
-            loss = run.task(images, labels)["loss"]
-        run.optimizer.zero_grad()
-        loss.backward()
-        if recipe.optim.clip_grad:
-            nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
-        run.optimizer.step()
-        run.task.update_ema(step)
-        if recipe.monitor_every and step % recipe.monitor_every == 0:
-            monitor(run, images, epoch, step)
-        total += loss.detach()
-        if (i % CHECK_EVERY == 0 or i == steps - 1) and not math.isfinite(total.item()):
-            raise diverged(recipe, epoch, f"step {i + 1}")
+    while progress.step < (progress.closed + 1) * steps:
+        waited, images = train_step(run)
+        progress.step += 1
+        refuse_unreadable(run)
+        look.after(waited, images)
         advance()
-    return total.item() / steps
+    progress.seconds += time.perf_counter() - start
+    warn_of_waiting(run, journal, look.waited / (time.perf_counter() - start))
+    return run.runtime.mean(run.total) / steps
 
 
-def monitor(run: Run, images: torch.Tensor, epoch: int, step: int) -> None:
-    """Appends what attention is like on a few images of the batch: by layer, the worst head's logit, mean entropy."""
-    found = logit_stats(run.task.get_trainable_module(), images[:MONITORED])
-    logits = {name: stats.max_logit.max().item() for name, stats in found.items()}
-    entropies = {name: stats.entropy.mean().item() for name, stats in found.items()}
-    row = {"epoch": epoch + 1, "step": step, "max_logit": logits, "entropy": entropies}
-    log(run.recipe.folder / "monitor.jsonl", row)
+def warn_of_waiting(run: Run, journal: Journal, share: float) -> None:
+    """A line where the model waits for images, at the first epoch that this process sees."""
+    if share > LATE and not run.warned:
+        run.warned = True
+        advice = f"raise data.workers (now {run.recipe.data.workers})"
+        journal.say(f"{run.recipe.name}: {share:.0%} of the time went to waiting for images; {advice}")
 
 
-def resume(run: Run, folder: Path) -> tuple[int, dict[str, float], float]:
-    """Loads the last complete checkpoint of the folder, if any: epochs done, their metrics, the best top1.
-
-    Raises: UserError when the folder holds a run of another recipe, or a damaged checkpoint.
-    """
-    path = folder / "last.pt"
-    if not path.is_file():
-        return 0, {}, -math.inf
-    state = load_state(path)
-    if not isinstance(state, dict) or not {"epoch", "metrics", "best", "recipe", "task", "optimizer"} <= state.keys():
-        raise UserError(f"{path} is not the state of a run; give `out` another folder, or delete it")
-    changed = changes(with_defaults(state["recipe"]), json.loads(identity(run.recipe)))
-    if changed:
-        raise UserError(f"{folder} holds another run ({'; '.join(changed)}); give `out` another folder, or delete it")
-    run.task.load_checkpoint_state(state["task"]["state_dict"])
-    if run.task.has_ema():
-        run.task.load_checkpoint_state(state["task"]["state_dict_ema"], ema=True)
-    run.optimizer.load_state_dict(state["optimizer"])
-    return state["epoch"], state["metrics"], state["best"]
-
-
-def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
-    try:
-        return json.loads(identity(Recipe.model_validate(recipe)))
-    except ValidationError:
-        return recipe
-
-
-def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The fields that differ, each with its value there and here."""
-    found = []
-    for name in sorted(old.keys() | new.keys()):
-        a, b = old.get(name), new.get(name)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found += changes(a, b, f"{prefix}{name}.")
-        elif a != b:
-            found.append(f"{prefix}{name} {a} there, {b} here")
-    return found
+def close_epoch(run: Run, loss: float, journal: Journal) -> None:
+    """Evaluates, keeps the best, writes the log, takes a snapshot. Raises: Diverged, UserError."""
+    recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
+    epoch, start = progress.closed + 1, time.perf_counter()
+    run.runtime.share_buffers(run.trained)
+    due = epoch % recipe.evaluate_every == 0 or epoch == recipe.epochs
+    found = {"loss": loss, **(run.measure() if due else {})}
+    if not finite(found):
+        raise diverged(run, "the loss is not finite", "the evaluation after it")
+    if due:
+        progress.metrics = found
+        if run.objective.score(found) > progress.best:
+            progress.best = run.objective.score(found)
+            run.save(folder / "best.safetensors")
+    if recipe.keep_every and epoch % recipe.keep_every == 0:
+        run.save(folder / f"epoch-{epoch}.safetensors")
+    seconds = progress.seconds + time.perf_counter() - start
+    extra = {"unreadable": len(progress.unreadable)} if progress.unreadable else {}
+    row = {"epoch": epoch, **found, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds, **extra}
+    journal.write("log.jsonl", row)
+    journal.curve("epoch", epoch, row)
+    progress.closed, progress.seconds = epoch, 0.0
+    run.total.zero_()
+    save_snapshot(run)
+    said = "".join(f"{name} {found[name]:{form}}  " for name, form in SAID.items() if name in found)
+    journal.say(f"{recipe.name}: epoch {epoch}/{recipe.epochs}  loss {loss:.4f}  {said}{seconds:.1f} s")
 
 
-def log(path: Path, row: dict[str, Any]) -> None:
-    """Appends one line of JSON and flushes it."""
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def trim_log(path: Path, epochs: int) -> None:
-    """Drops the lines of epochs that will be run again, and a line that a crash cut short."""
-    if not path.is_file():
-        return
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    kept = "".join(json.dumps(row) + "\n" for row in rows if row.get("epoch", 0) <= epochs)
-    write_atomically(path, lambda file: file.write_text(kept))
-
-
-@contextmanager
-def progress(console: Console, title: str, total: int) -> Iterator[Any]:
-    """A bar on a terminal, nothing elsewhere. Yields a function to call after each step."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
+SAID = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
+"""Measures that are said after each epoch."""

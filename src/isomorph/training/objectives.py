@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.dense_head import Box
-from isomorph.training.parts import AugmentPart, DistillPart, TokenLabelPart
+from isomorph.training.objective_parts import DistillPart, TokenLabelPart
+from isomorph.training.parts import AugmentPart
 
 
 def criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:

@@ -81,6 +81,17 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
     ]
 
 
+def group_lines(optimizer: Optimizer, optim: OptimPart) -> list[str]:
+    """The parameter groups as a table: tensors, parameters, peak learning rate and decay of each."""
+    rows = [("group", "tensors", "parameters", "peak lr", "decay")]
+    for group in optimizer.param_groups:
+        count = sum(parameter.numel() for parameter in group["params"])
+        rate, decay = optim.lr * group.get("lr_scale", 1.0), group.get("weight_decay", 0.0)
+        rows.append((group["name"], str(len(group["params"])), f"{count:,}", f"{rate:.3g}", f"{decay:g}"))
+    width = max(len(row[0]) for row in rows)
+    return [f"  {row[0]:<{width}}" + "".join(f"{cell:>13}" for cell in row[1:]) for row in rows]
+
+
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     """timm's optimiser of that name over `parameter_groups`."""
     groups = parameter_groups(model, optim)

@@ -93,6 +93,8 @@ class ModelPart(Part):
     unstride: str | None = None
     """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
+    recast_epoch: Annotated[int, Field(ge=0)] = 0
+    """Unstride and recast after so many epochs; the optimiser goes on with what it knows of the kept parameters."""
     freeze: Globs = []
     """Glob, or a list of globs, over parameters that stay as they are, e.g. blocks.*.attn.gate."""
 
@@ -121,9 +123,13 @@ class DataPart(Part):
     test_crop: Literal["center", "whole"] | None = None
     """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
     batch_size: Annotated[int, Field(ge=2)] = 128
-    """Images per step (an even number when mixing)."""
+    """Images per step, over all processes (an even number in each part when mixing)."""
     workers: Annotated[int, Field(ge=0)] = 0
-    """Processes that prepare images; 0 does it in the main one."""
+    """Processes that prepare images, for each one that trains; 0 does it there."""
+    unreadable: Annotated[int, Field(ge=0)] = 0
+    """Images that may be unreadable, each replaced by the next one, before the run stops."""
+    shuffle_shards: Count | None = None
+    """Shuffle images within so many shards at a time (tar, webdataset), to read a slow disk in long runs."""
 
     @field_validator("source")
     @classmethod
@@ -224,27 +230,16 @@ class AnnealPart(Part):
         return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
 
 
-class TokenLabelPart(Part):
-    """Labels for every patch too, of models with a dense head: each patch has the label of the image it comes from."""
+class ScalePart(Part):
+    """How the work is spread over processes (torchrun starts them) and memory. None of it changes what is computed."""
 
-    weight: NotNegative = 0.5
-    """Of the patches' loss beside that of the image, which has 1."""
-    mix: bool = True
-    """MixToken: a box of every image's patches comes from another image, and so do their labels."""
-    beta: Positive = 1.0
-    """The share of the image that stays is drawn from Beta(beta, beta)."""
-
-
-class DistillPart(Part):
-    """A teacher beside the labels, on the same images (DeiT's distillation without a token)."""
-
-    teacher: str
-    """A timm model with public weights, or a checkpoint written by isomorph."""
-    weights: File | None = None
-    """Weights of the teacher, where they are in a file of their own."""
-    kind: Literal["hard", "soft"] = "hard"
-    """hard: the teacher's best class is a second label; soft: its probabilities are."""
-    share: Share = 0.5
-    """Weight of the teacher's term; the labels have the rest."""
-    temperature: Positive = 1.0
-    """Of the soft probabilities."""
+    accumulate: Count = 1
+    """Parts that each process takes its share of a batch in, one after another, to save memory."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """ddp: every process holds the model; fsdp: each holds a shard of weights, averages and optimiser state."""
+    sync_batch_norm: bool = False
+    """BatchNorm statistics of all processes together (GPUs only), those of pyramids too."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """torch.compile the model."""

@@ -5,6 +5,7 @@ whole: all problems are reported at once, an unknown field with the closest know
 """
 
 import difflib
+import json
 import tomllib
 import typing
 from pathlib import Path
@@ -14,18 +15,21 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from isomorph.errors import UserError
+from isomorph.training.mask_part import MaskPart
+from isomorph.training.objective_parts import DistillPart, TokenLabelPart
 from isomorph.training.parts import (
     AnnealPart,
     AugmentPart,
     Count,
     DataPart,
-    DistillPart,
     File,
     ModelPart,
+    NotNegative,
     OptimPart,
     Part,
+    Positive,
     Rate,
-    TokenLabelPart,
+    ScalePart,
 )
 
 
@@ -38,9 +42,11 @@ class Recipe(Part):
     data: DataPart = DataPart()
     augment: AugmentPart = AugmentPart()
     optim: OptimPart = OptimPart()
+    scale: ScalePart = ScalePart()
     anneal: AnnealPart | None = None
     distill: DistillPart | None = None
     token_labels: TokenLabelPart | None = None
+    mask: MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Classes against each other, or each on its own, summed over classes (large label sets)."""
     epochs: Count = 50
@@ -51,6 +57,14 @@ class Recipe(Part):
     """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
     monitor_every: Count | None = None
     """Steps between two looks at the largest attention logit and the entropy of every block (monitor.jsonl)."""
+    log_every: Count = 50
+    """Steps between two lines of steps.jsonl: loss, rate, images a second, share of the time spent waiting for them."""
+    checkpoint_minutes: NotNegative = 10.0
+    """Minutes between two snapshots within an epoch; 0 takes one after every step. One follows every epoch anyway."""
+    tensorboard: bool = False
+    """Write the curves for TensorBoard too (the extra `track`)."""
+    divergence: Positive | None = 10.0
+    """Stop when the loss of ten steps is so many times that of the first ten (at least 1)."""
     drop_path: Rate = 0.0
     """Stochastic depth at the last block."""
     ema: Rate | None = None
@@ -76,12 +90,21 @@ class Recipe(Part):
             )
         if self.augment.mixes and self.data.batch_size % 2:
             raise ValueError(f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on")
+        if self.model.recast_epoch > self.epochs:
+            raise ValueError(f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}")
+        if self.model.recast_epoch and not (self.model.recast or self.model.unstride):
+            raise ValueError("model.recast_epoch needs a model.recast or model.unstride to make then")
+        if self.model.recast_epoch and self.scale.parallel == "fsdp":
+            raise ValueError("model.recast_epoch needs the whole model in every process: set scale.parallel ddp")
         if self.augment.scale[0] > self.augment.scale[1]:
             raise ValueError("augment.scale must give the smaller share first")
         if self.anneal and self.anneal.epochs > self.epochs:
             raise ValueError(f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}")
-        if self.token_labels and self.distill:
-            raise ValueError("token_labels and distill are two objectives; give one")
+        objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
+        if len(objectives) > 1:
+            raise ValueError(f"{' and '.join(objectives)} are {len(objectives)} objectives; give one")
+        if self.mask and self.augment.mixes:
+            raise ValueError("mask knows no labels to mix: leave augment.mixup and augment.cutmix at 0")
         if self.token_labels and self.loss == "sigmoid":
             raise ValueError("token_labels has a loss of its own; leave loss at softmax")
         return self
@@ -89,6 +112,46 @@ class Recipe(Part):
     @property
     def folder(self) -> Path:
         return self.out or Path("runs") / self.name
+
+
+FREE: dict[str, Any] = {
+    "out": True,
+    "device": True,
+    "source": True,
+    "expected": True,
+    "log_every": True,
+    "checkpoint_minutes": True,
+    "tensorboard": True,
+    "divergence": True,
+    "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
+    "data": {"workers", "root", "unreadable"},
+}
+"""Fields that may change between a run and its resumption."""
+
+
+def identity(recipe: Recipe) -> str:
+    """The recipe without what may change between a run and its resumption."""
+    return recipe.model_dump_json(exclude=FREE)
+
+
+def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
+    try:
+        return json.loads(identity(Recipe.model_validate(recipe)))
+    except ValidationError:
+        return recipe
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """The fields that differ, each with its value there and here."""
+    found = []
+    for name in sorted(old.keys() | new.keys()):
+        a, b = old.get(name), new.get(name)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += changes(a, b, f"{prefix}{name}.")
+        elif a != b:
+            found.append(f"{prefix}{name} {a} there, {b} here")
+    return found
 
 
 def check(values: dict[str, Any]) -> Recipe:

@@ -1,42 +1,91 @@
-"""Where a run computes, in which precision, from which seed."""
+"""Where a run computes: device, precision, and the processes that share the work."""
 
-import random
+import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from isomorph.data import mixed_seed, seed_generators
 from isomorph.errors import UserError
+
+ENVIRONMENT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+"""What torchrun says, and what one process alone is."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A device and the precision of the forward pass on it."""
+    """A device, the precision of the forward pass on it, and this process's place among those that torchrun started."""
 
     device: torch.device
     amp: bool
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks and writes for all."""
+        return self.rank == 0
 
     def autocast(self) -> AbstractContextManager[object]:
         """bfloat16 where it is safe, or nothing."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.amp else nullcontext()
 
+    def highest(self, *values: float) -> list[float]:
+        """The largest of every process's values, one by one: what all can agree on."""
+        if self.world == 1:
+            return list(values)
+        seen = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(seen, dist.ReduceOp.MAX)
+        return seen.tolist()
+
+    def mean(self, value: Tensor) -> float:
+        """The mean of every process's value."""
+        if self.world == 1:
+            return value.item()
+        seen = value.detach().double().clone()
+        dist.all_reduce(seen)
+        return seen.item() / self.world
+
+    def gathered(self, values: Any) -> list[Any]:
+        """Every process's values, by rank."""
+        if self.world == 1:
+            return [values]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, values)
+        return found
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Gives every process the first one's running statistics, which are those that count."""
+        if self.world > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
 
 def open_runtime(device: str, amp: bool = False) -> Runtime:
-    """The runtime for a device name; `auto` takes a GPU when there is one.
+    """The runtime for a device name; `auto` takes a GPU when there is one. Under torchrun, joins the other processes.
 
     Raises: UserError when the device is unknown or not there.
     """
+    rank, world, local = (int(os.environ.get(name, alone)) for name, alone in ENVIRONMENT.items())
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if name == "cuda" and world > 1:
+        name = f"cuda:{local}"
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}); try device=cpu") from None
-    return Runtime(torch.device(name), amp)
+    place = torch.device(name)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    return Runtime(place, amp, rank, world)
 
 
-def seed_everything(seed: int, epoch: int = 0) -> None:
-    """Seeds every generator from run and epoch alone: a resumed run draws what it would have drawn."""
-    torch.manual_seed(1_000_003 * seed + epoch)
-    np.random.seed((1_000_003 * seed + epoch) % 2**32)
-    random.seed(1_000_003 * seed + epoch)
+def seed_everything(seed: int, *place: int) -> None:
+    """Seeds every generator from a run's seed and a place in it: taken up there, it draws what it would have drawn."""
+    seed_generators(mixed_seed(seed, *place))

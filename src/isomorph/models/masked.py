@@ -1,0 +1,311 @@
+"""Masked pre-training: a ViT reads a few patches of an image, and a small decoder paints those that it did not see."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import PatchDropout, PatchEmbed
+from timm.models import checkpoint, checkpoint_seq, group_parameters
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.models.blockwise import BlockwiseViT
+from isomorph.models.vit_cfg import refuse_heads, refuse_size
+from isomorph.surgery.follow import FOLLOWERS
+
+UNREACHED = ("head", "head_dist", "attn_pool")
+"""What of a ViT comes after its tokens: masked pre-training does not reach it."""
+
+
+class Split(NamedTuple):
+    """Which patches an encoder sees: the same number of every image.
+
+    Shape: visible (B, V) their indices; restore (B, N) where each patch stands when the visible come first, then the
+    hidden; mask (B, N), 1 = hidden
+    """
+
+    visible: Tensor
+    restore: Tensor
+    mask: Tensor
+
+
+def split(noise: Tensor, ratio: float) -> Split:
+    """Shows the patches of the least noise, N (1 - ratio) of them rounded down. Shape: noise (B, N)
+
+    Source: MAE section 3: a uniform draw without replacement, as one shuffle
+    """
+    shuffled = noise.argsort(dim=1)  # (B, N)
+    restore = shuffled.argsort(dim=1)  # (B, N)
+    count = visible_count(noise.shape[1], ratio)
+    return Split(shuffled[:, :count], restore, (restore >= count).to(noise.dtype))
+
+
+def visible_count(patches: int, ratio: float) -> int:
+    """N (1 - ratio), rounded down. Raises: UserError when no patch would be left to see, or none to paint."""
+    count = math.floor(patches * (1 - ratio) + 1e-9)
+    if not 0 < count < patches:
+        raise UserError(
+            f"a mask ratio of {ratio:g} shows {max(count, 0)} of {patches} patches; "
+            f"give one that hides 1 to {patches - 1} of them, or smaller patches"
+        )
+    return count
+
+
+def take(tokens: Tensor, places: Tensor) -> Tensor:
+    """The tokens at those places. Shape: tokens (B, N, C), places (B, K) -> (B, K, C)"""
+    return tokens.gather(1, places[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
+
+
+def patches_of(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
+    """Images cut into patches, row by row; a patch's pixels row by row too, the channels of a pixel together.
+
+    Shape: (B, C, H ph, W pw) -> (B, H W, ph pw C)
+    """
+    cut = images.unflatten(3, (-1, patch_size[1])).unflatten(2, (-1, patch_size[0]))  # (B, C, H, ph, W, pw)
+    return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, H W, ph pw C)
+
+
+def images_of(patches: Tensor, patch_size: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
+    """The images that `patches_of` cut. Shape: (B, H W, ph pw C) -> (B, C, H ph, W pw)"""
+    cut = patches.unflatten(2, (*patch_size, -1)).unflatten(1, grid_size)  # (B, H, W, ph, pw, C)
+    return cut.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, C, H ph, W pw)
+
+
+def normalised(patches: Tensor) -> Tensor:
+    """Every patch less its mean, over its deviation. Source: MAE section 3; variance unbiased, eps 1e-6 as published"""
+    variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
+    return (patches - mean) / (variance + 1e-6).sqrt()
+
+
+def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
+    """Mean squared error on the hidden patches only. Shape: (B, N, P), (B, N, P), (B, N) -> ()"""
+    each = (prediction - target).square().mean(dim=-1)  # (B, N)
+    return (each * mask).sum() / mask.sum()
+
+
+def sine_cosine(grid_size: tuple[int, int], width: int) -> Tensor:
+    """Fixed positions: half of the channels tell the column, half the row, each as sines, then cosines.
+
+    sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
+
+    Shape: -> (H W, width)
+    Source: Vaswani et al. (2017) section 3.5 on two axes, columns first as published with MAE
+    Raises: UserError for a width that is no multiple of 4.
+    """
+    if width % 4:
+        raise UserError(f"sine-cosine positions need a width that is a multiple of 4, not {width}")
+    rates = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) * 4 / width)  # (K,)
+    places = (torch.arange(size, dtype=torch.float64) for size in grid_size)
+    row, column = (axis.flatten() for axis in torch.meshgrid(*places, indexing="ij"))  # (H W,) each
+    angles = [axis[:, None] * rates for axis in (column, row)]  # (H W, K) each
+    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()  # (H W, width)
+
+
+@torch.no_grad()
+def fix_positions(encoder: VisionTransformer) -> None:
+    """Gives a ViT sine-cosine positions that are not trained: zero for its prefix tokens, where these have any.
+
+    Source: as published with MAE; fine-tuning trains them again, in a model of its own
+    """
+    table = sine_cosine(encoder.patch_embed.grid_size, encoder.embed_dim)
+    encoder.pos_embed.zero_()[0, -len(table) :] = table.to(encoder.pos_embed)
+    encoder.pos_embed.requires_grad_(False)
+
+
+def refuse_encoder(encoder: nn.Module) -> None:
+    """Raises: UserError when a network cannot read a part of an image's patches, each of them alone."""
+    kind = type(encoder).__name__
+    if not isinstance(encoder, VisionTransformer):
+        raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
+    placed = {type(module).__name__ for module in encoder.modules() if isinstance(module, FOLLOWERS)}
+    if isinstance(encoder, BlockwiseViT) or placed:
+        raise UserError(
+            f"masked pre-training shows a {kind} patches without their grid, which {', '.join(placed) or 'it'} needs; "
+            "pre-train the plain ViT, then recast it"
+        )
+    if encoder.pos_embed is None:
+        raise UserError(f"this {kind} has no positions: it could not tell which patches it sees; give it pos_embed")
+    if isinstance(encoder.patch_drop, PatchDropout):
+        raise UserError("patch_drop_rate drops patches that the mask has chosen to show; leave it at 0")
+    stem, proj = encoder.patch_embed, getattr(encoder.patch_embed, "proj", None)
+    if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0):
+        raise UserError(f"the {type(stem).__name__} of this {kind} mixes patches: hidden ones would be seen")
+
+
+class MaskedAutoencoder(nn.Module):
+    """A ViT that reads the visible patches, and a decoder that paints the hidden ones from what it understood.
+
+    The encoder is adopted as it is, but for its positions: they become sine-cosine and fixed. Its head, which is not
+    reached, is frozen. `depth`, `width` and `heads` are the decoder's, `mask` is the share of hidden patches,
+    `normalise` paints patches less their mean and over their deviation. Tokens of an encoder that pools before its
+    last norm are normalised by that norm here. BatchNorm inside a patch embedding does see all patches.
+
+    Shape: images (B, C, h, w) -> prediction (B, N, ph pw C), mask (B, N), 1 = hidden; noise (B, N), by default drawn
+    from torch's global generator
+    Source: MAE (He et al., 2022) section 3
+    Raises: UserError for a network that is no plain ViT, sizes that do not fit, or images of another size.
+    """
+
+    decoder_pos_embed: Tensor
+
+    def __init__(
+        self,
+        encoder: VisionTransformer,
+        depth: int = 8,
+        width: int = 512,
+        heads: int = 16,
+        mask: float = 0.75,
+        normalise: bool = True,
+    ) -> None:
+        super().__init__()
+        refuse_encoder(encoder)
+        refuse_heads(heads, width)
+        visible_count(encoder.patch_embed.num_patches, mask)
+        self.encoder, self.ratio, self.normalise, self.heads = encoder, mask, normalise, heads
+        self.grad_checkpointing = False
+        fix_positions(encoder)
+        for name in UNREACHED:
+            if isinstance(module := getattr(encoder, name, None), nn.Module):
+                module.requires_grad_(False)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.decoder_embed = nn.Linear(encoder.embed_dim, width)
+        self.decoder_blocks = nn.ModuleList(Block(width, heads, qkv_bias=True) for _ in range(depth))
+        self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
+        self.decoder_pred = nn.Linear(width, math.prod(self.patch_size) * encoder.in_chans)
+        table = sine_cosine(encoder.patch_embed.grid_size, width)
+        self.register_buffer("decoder_pos_embed", table, persistent=False)
+        self.init_decoder()
+        like = next(encoder.parameters())
+        self.to(like.device, like.dtype)
+
+    def init_decoder(self) -> None:
+        """Linear layers as Xavier's uniform without bias, the mask token small. Source: MAE appendix A.1"""
+        nn.init.normal_(self.mask_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear) and not any(module is m for m in self.encoder.modules()):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        return self.encoder.patch_embed.patch_size
+
+    @property
+    def width(self) -> int:
+        return self.mask_token.shape[2]
+
+    @property
+    def pretrained_cfg(self) -> dict[str, Any]:
+        """What images it expects: as its encoder."""
+        return self.encoder.pretrained_cfg
+
+    def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
+        """The grid of patches of images of that height and width. Raises: UserError when it cannot read them."""
+        stem = self.encoder.patch_embed
+        refuse_size(size, self.patch_size, padded=False)
+        if stem.strict_img_size and size != tuple(stem.img_size):
+            own, given = ("x".join(map(str, s)) for s in (stem.img_size, size))
+            raise UserError(f"this encoder reads images of {own}, not {given}; create it with dynamic_img_size=True")
+        return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
+
+    def draw(self, images: Tensor) -> Tensor:
+        """Noise from torch's global generator. Shape: (B, C, h, w) -> (B, N)"""
+        return torch.rand(len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))), device=images.device)
+
+    def split(self, images: Tensor, noise: Tensor | None) -> Split:
+        """Which patches are seen."""
+        wanted = (len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))))
+        noise = self.draw(images) if noise is None else noise
+        if tuple(noise.shape) != wanted:
+            raise UserError(f"noise of shape {tuple(noise.shape)} for images and their patches {wanted}")
+        return split(noise, self.ratio)
+
+    def encode(self, images: Tensor, seen: Split) -> Tensor:
+        """What the encoder makes of the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
+        vit = self.encoder
+        tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
+        prefix, patches = tokens[:, : vit.num_prefix_tokens], tokens[:, vit.num_prefix_tokens :]
+        tokens = torch.cat([prefix, take(patches, seen.visible)], dim=1)  # (B, prefix + V, channels)
+        tokens = vit.norm_pre(tokens)
+        tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
+        return vit.fc_norm(vit.norm(tokens))  # one of the two is the identity
+
+    def decode(self, latent: Tensor, seen: Split, grid_size: tuple[int, int], blocks: int) -> Tensor:
+        """All patches in place, hidden ones as mask tokens, through the first blocks; without norm or prefix tokens.
+
+        Shape: (B, prefix + V, channels) -> (B, N, width)
+        """
+        x, prefix = self.decoder_embed(latent), self.encoder.num_prefix_tokens
+        (B, N), V = seen.restore.shape, seen.visible.shape[1]
+        hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
+        patches = take(torch.cat([x[:, prefix:], hidden], dim=1), seen.restore)  # (B, N, width)
+        x = torch.cat([x[:, :prefix], patches + self.positions(grid_size).to(x.dtype)], dim=1)  # (B, prefix + N, width)
+        for block in self.decoder_blocks[:blocks]:
+            x = checkpoint(block, x) if self.grad_checkpointing else block(x)
+        return x[:, prefix:]
+
+    def positions(self, grid_size: tuple[int, int]) -> Tensor:
+        """The decoder's positions on that grid. Shape: -> (H W, width)"""
+        if grid_size == tuple(self.encoder.patch_embed.grid_size):
+            return self.decoder_pos_embed
+        return sine_cosine(grid_size, self.width).to(self.decoder_pos_embed)
+
+    def decoder_features(self, images: Tensor, noise: Tensor | None = None, block: int | None = None) -> Tensor:
+        """Tokens of all patches, visible and hidden, as they leave that decoder block (1 is the first; None: the last).
+
+        Before the decoder's norm, the class token left out.
+
+        Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)
+        Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)
+        Raises: UserError for a block that the decoder does not have.
+        """
+        last = len(self.decoder_blocks)
+        if block is not None and not 1 <= block <= last:
+            raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
+        seen = self.split(images, noise)
+        grid_size = self.grid_of(tuple(images.shape[-2:]))
+        return self.decode(self.encode(images, seen), seen, grid_size, block or last)
+
+    def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        seen = self.split(images, noise)
+        grid_size = self.grid_of(tuple(images.shape[-2:]))
+        features = self.decode(self.encode(images, seen), seen, grid_size, len(self.decoder_blocks))
+        return self.decoder_pred(self.decoder_norm(features)), seen.mask
+
+    def target(self, images: Tensor) -> Tensor:
+        """What the prediction should be. Shape: (B, C, h, w) -> (B, N, ph pw C)"""
+        patches = patches_of(images, self.patch_size)
+        return normalised(patches) if self.normalise else patches
+
+    def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
+        """Mean squared error on the hidden patches."""
+        prediction, mask = self(images, noise)
+        return reconstruction_error(prediction, self.target(images), mask)
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Computes blocks again in the backward pass, of encoder and decoder, instead of keeping what they saw."""
+        self.encoder.set_grad_checkpointing(enable)
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+        """Layers in order: the encoder's, what leads into the decoder, its blocks, what comes out."""
+        layers = group_parameters(self.encoder, self.encoder.group_matcher(coarse=coarse), reverse=True)
+        first = max(layers.values()) + 1
+
+        def layer_of(name: str) -> int:
+            part, _, rest = name.partition(".")
+            if part == "encoder":
+                return layers[rest]
+            if part == "decoder_blocks":
+                return first + (1 if coarse else 1 + int(rest.split(".")[0]))
+            return first if part in ("mask_token", "decoder_embed") else first + 1 + len(self.decoder_blocks)
+
+        return layer_of

@@ -1,0 +1,120 @@
+"""What a run writes down as it goes: its recipe, the machine it is on, and its metrics, line by line."""
+
+import json
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from isomorph.errors import UserError
+from isomorph.training.checkpoint import write_atomically
+from isomorph.training.recipe import Recipe
+from isomorph.training.runtime import Runtime
+
+LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl")
+
+
+def environment(runtime: Runtime) -> dict[str, Any]:
+    """Where, when and with what a run was started."""
+    place = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else platform.processor()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "device": f"{runtime.device.type} {place}".strip(),
+        "processes": runtime.world,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        **versions,
+        "numpy": np.__version__,
+    }
+
+
+class Journal:
+    """The files of a run's folder that are read by people, and the terminal. Only the leading process writes.
+
+    Raises: UserError when TensorBoard is wanted and not installed.
+    """
+
+    def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
+        self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
+        self.console = Console(quiet=not (show and runtime.leads))
+        self.board = open_board(self.folder) if recipe.tensorboard and runtime.leads else None
+
+    def open(self, epoch: int, step: int) -> None:
+        """Writes recipe and environment, and drops what the logs say of steps that will be run again."""
+        if not self.runtime.leads:
+            return
+        text = self.recipe.model_dump_json(indent=2)
+        write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
+        self.write("environment.jsonl", environment(self.runtime))
+        for name in LOGS:
+            trim(self.folder / name, epoch, step)
+
+    def write(self, name: str, row: dict[str, Any]) -> None:
+        """Appends one line of JSON. Raises: UserError when the disk is full."""
+        if not self.runtime.leads:
+            return
+        try:
+            with (self.folder / name).open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder / name}: {error.strerror}; the snapshots are whole") from None
+
+    def curve(self, group: str, step: int, values: dict[str, Any]) -> None:
+        """A point on each curve in TensorBoard, where that is on."""
+        for name, value in values.items():
+            if self.board and isinstance(value, int | float):
+                self.board.add_scalar(f"{group}/{name}", value, step)
+
+    def say(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def progress(self, title: str, done: int, total: int) -> Iterator[Any]:
+        """A bar on a terminal, nothing elsewhere. Yields a function to call after each step."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        off = not self.console.is_terminal or self.console.quiet
+        with Progress(*columns, console=self.console, transient=True, disable=off) as bar:
+            task = bar.add_task(title, total=total, completed=done)
+            yield lambda: bar.advance(task)
+
+
+def open_board(folder: Path) -> Any:
+    """TensorBoard's writer. Raises: UserError when it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UserError("tensorboard needs a package; pip install 'isomorph[track]'") from None
+    return SummaryWriter(str(folder / "tensorboard"))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log, without a line that a crash cut short."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def trim(path: Path, epoch: int, step: int) -> None:
+    """Drops the rows of epochs after `epoch`, or, where they say a step, of steps after `step`."""
+    rows = rows_of(path)
+    kept = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", 0) <= epoch)]
+    if path.is_file():
+        write_atomically(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in kept)))

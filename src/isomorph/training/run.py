@@ -1,0 +1,293 @@
+"""A run and its moving parts: built from a recipe, taken up from a snapshot, and written as one."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.scheduler.scheduler import Scheduler
+from timm.task import TrainingTask
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from isomorph.analysis import logit_stats
+from isomorph.data import Deals, Order, Share, Source
+from isomorph.errors import UserError
+from isomorph.surgery import gpsa_layers
+from isomorph.training.autoencoders import write_autoencoder
+from isomorph.training.build import (
+    build_model,
+    build_test_loader,
+    build_train_loader,
+    data_config,
+    open_sources,
+    plan,
+    restrict,
+)
+from isomorph.training.checkpoint import describe_model, load, remember_data, write_model
+from isomorph.training.objective import Objective, build_objective
+from isomorph.training.optim import build_optimizer, build_scheduler
+from isomorph.training.recipe import Recipe, changes, identity, with_defaults
+from isomorph.training.runtime import Runtime, open_runtime, seed_everything
+from isomorph.training.snapshot import Found, newest, read_layout, read_tensors_into, write_snapshot
+from isomorph.training.spread import prepare_model, spread, whole
+from isomorph.training.state import (
+    AVERAGED,
+    MODEL,
+    OPTIMISER,
+    bare,
+    fill_optimizer,
+    model_tensors,
+    room_for,
+    split_optimizer,
+)
+from isomorph.training.watch import LossGuard
+
+TOTAL = "progress.loss"
+
+
+@dataclass
+class Progress:
+    """How far a run is: steps done, epochs closed (evaluated and logged), what is known of both."""
+
+    step: int = 0
+    closed: int = 0
+    recast: bool = True
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: float = -math.inf
+    unreadable: list[str] = field(default_factory=list)
+    first_loss: float | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Run:
+    """The moving parts of a run."""
+
+    recipe: Recipe
+    runtime: Runtime
+    objective: Objective
+    optimizer: Optimizer
+    scheduler: Scheduler
+    order: Order
+    share: Share
+    train: Source
+    config: dict[str, Any]
+    test: DataLoader[Any]
+    header: dict[str, str]
+    progress: Progress
+    guard: LossGuard
+    total: Tensor
+    damaged: tuple[str, ...] = ()
+    warned: bool = False
+    batches: Iterator[Any] | None = None
+
+    @property
+    def task(self) -> TrainingTask:
+        """What is minimised, and the modules it owns."""
+        return self.objective.task
+
+    @property
+    def trained(self) -> nn.Module:
+        """The module whose parameters move."""
+        return bare(self.task.get_trainable_module())
+
+    @property
+    def averaged(self) -> nn.Module | None:
+        """The averaged copy of it, where there is one."""
+        return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
+
+    @property
+    def eval_model(self) -> nn.Module:
+        """What is evaluated and kept: the averaged weights where there are any."""
+        return self.objective.result(self.averaged or self.trained)
+
+    def measure(self) -> dict[str, float]:
+        """What is evaluated and kept, measured on the test images by all processes together."""
+        if self.averaged is not None:
+            self.runtime.share_buffers(self.averaged)
+        return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
+
+    def note_unreadable(self, problems: list[str]) -> None:
+        """Remembers images that could not be read, each once."""
+        self.progress.unreadable += [said for said in dict.fromkeys(problems) if said not in self.progress.unreadable]
+
+    def share_unreadable(self) -> None:
+        """Makes every process know of all."""
+        found = self.runtime.gathered(self.progress.unreadable)
+        self.progress.unreadable = list(dict.fromkeys(said for each in found for said in each))
+
+    def loader(self) -> DataLoader[Any]:
+        """The training images that are left, from the next step on."""
+        deals = Deals(self.order, self.recipe.epochs, self.progress.step, self.share)
+        return build_train_loader(self.recipe, self.config, self.train, deals)
+
+    def next_part(self) -> Any:
+        """The next part of a batch: images, labels, problems."""
+        if self.batches is None:
+            self.batches = iter(self.loader())
+        return next(self.batches)
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """All that the rest of the run depends on: tensors by name, and plain values."""
+        kept, values = split_optimizer(self.trained, self.optimizer)
+        total = torch.full_like(self.total, self.runtime.mean(self.total))
+        tensors = model_tensors(self.trained, MODEL) | kept | {TOTAL: total}
+        if self.averaged is not None:
+            tensors |= model_tensors(self.averaged, AVERAGED)
+        return tensors, values
+
+    def snapshot(self) -> Path:
+        """Writes a snapshot. Raises: UserError when it cannot be written."""
+        tensors, values = self.tensors()
+        self.progress.first_loss = self.guard.first
+        state = {
+            "optimizer": values,
+            "recipe": json.loads(identity(self.recipe)),
+            "progress": vars(self.progress),
+            "parts": self.share.of,
+        }
+        return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
+
+    def save(self, path: Path) -> None:
+        """Writes what is evaluated and kept as a checkpoint; every process calls it."""
+        tensors = {name: whole(tensor) for name, tensor in self.eval_model.state_dict().items()}
+        if self.runtime.leads:
+            write_model(self.header, tensors, path)
+
+    def save_autoencoder(self) -> None:
+        """Writes all of a masked autoencoder, where that is what was trained; every process calls it."""
+        if self.objective.autoencoder:
+            model = self.objective.autoencoder(self.averaged or self.trained)
+            tensors = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+            if self.runtime.leads:
+                write_autoencoder(model, self.header, tensors, self.recipe.folder / "autoencoder.safetensors")
+
+    def result(self) -> nn.Module:
+        """What is evaluated and kept, whole, in eval mode."""
+        sharded = self.recipe.scale.parallel == "fsdp"
+        return load(self.recipe.folder / "model.safetensors") if sharded else self.eval_model.eval()
+
+
+def open_run(recipe: Recipe) -> Run:
+    """Builds every part of a run from its recipe, before anything is written, and takes it up where it was left.
+
+    Raises: UserError when something is missing or does not fit, or the folder holds another run.
+    """
+    runtime = open_runtime(recipe.device, recipe.amp == "bf16")
+    found = find_snapshot(recipe, runtime)
+    recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
+    train, test = open_sources(recipe)
+    train = restrict(train, recipe)
+    order, share = plan(recipe, train, runtime)
+    seed_everything(recipe.seed)
+    model = build_model(recipe.model, len(train.classes), recipe.drop_path, recast)
+    if getattr(model, "num_classes", len(train.classes)) < len(train.classes):
+        raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
+    config = data_config(recipe, model)
+    remember_data(model, {**config, "source": recipe.data.source})
+    testing = build_test_loader(recipe, config, test, runtime)
+    refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
+    objective, optimizer, scheduler, header = assemble(recipe, model, runtime, order.steps)
+    total = torch.zeros((), device=runtime.device)
+    run = Run(
+        recipe,
+        runtime,
+        objective,
+        optimizer,
+        scheduler,
+        order,
+        share,
+        train,
+        config,
+        testing,
+        header,
+        Progress(recast=recast),
+        LossGuard(recipe.divergence),
+        total,
+    )
+    if found:
+        restore(run, found)
+    return run
+
+
+def assemble(
+    recipe: Recipe, model: nn.Module, runtime: Runtime, steps: int
+) -> tuple[Objective, Optimizer, Scheduler, dict[str, str]]:
+    """Objective, optimiser, schedule around a model, spread over the processes; and the header of its checkpoints."""
+    header = describe_model(model)
+    objective = build_objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
+    if recipe.ema:
+        objective.task.setup_ema(decay=recipe.ema)
+    spread(objective.task, recipe.scale, runtime)
+    optimizer = build_optimizer(bare(objective.task.get_trainable_module()), recipe.optim)
+    return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header
+
+
+def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
+    """Raises: UserError when there is no gate to anneal, or no attention to watch."""
+    if recipe.anneal and recast:
+        gpsa_layers(model)
+    if recipe.monitor_every:
+        device = next(model.parameters()).device
+        logit_stats(model, torch.zeros(1, *config["input_size"], device=device))
+
+
+def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
+    """The newest whole snapshot of the recipe's folder, the same for every process.
+
+    Raises: UserError when the folder holds a run of another recipe, or nothing but damage.
+    """
+    found: Found | None = None
+    problem = ""
+    if runtime.leads:
+        try:
+            found = newest(recipe.folder)
+            if found:
+                refuse_other(recipe, found)
+            elif (recipe.folder / "last.pt").is_file():
+                raise UserError(f"{recipe.folder} holds a run of an older isomorph; give `out` another folder")
+        except UserError as error:
+            problem = str(error)
+    found, problem = runtime.gathered((found, problem))[0]
+    if problem:
+        raise UserError(problem)
+    return found
+
+
+def refuse_other(recipe: Recipe, found: Found) -> None:
+    """Raises: UserError when the snapshot is of another recipe."""
+    try:
+        kept = found.values["recipe"]
+        changed = changes(with_defaults(kept), json.loads(identity(recipe)))
+    except (KeyError, AttributeError):
+        raise UserError(f"{found.path} is not the state of a run; give `out` another folder, or delete it") from None
+    if changed:
+        where = found.path.parent
+        raise UserError(f"{where} holds another run ({'; '.join(changed)}); give `out` another folder, or delete it")
+
+
+def restore(run: Run, found: Found) -> None:
+    """Takes a run up where the snapshot was taken. Raises: UserError when the snapshot does not fit."""
+    tensors, _ = run.tensors()
+    layout = read_layout(found.path)
+    parameters = {name: parameter.detach() for name, parameter in run.trained.named_parameters()}
+    for name, (shape, dtype) in layout.items():
+        if name.startswith(OPTIMISER):
+            tensors[name] = room_for(name, shape, dtype, parameters)
+    differing = sorted(tensors.keys() ^ layout.keys()) + [
+        name for name in tensors.keys() & layout.keys() if tensors[name].shape != layout[name][0]
+    ]
+    if differing:
+        raise UserError(f"{found.path} does not fit the model: {', '.join(differing[:3])}; give `out` another folder")
+    read_tensors_into(found.path, tensors)
+    run.total.copy_(tensors[TOTAL])
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMISER)}
+    fill_optimizer(run.trained, run.optimizer, kept, found.values["optimizer"])
+    run.progress = Progress(**found.values["progress"])
+    run.guard.first = run.progress.first_loss
+    run.damaged = found.damaged

@@ -1,0 +1,221 @@
+"""Snapshots of a run: folders of safetensors shards and one JSON file, whole and checked, or not there at all.
+
+A snapshot is written beside the others under a name that no reader looks at, flushed, given the checksums of its files
+and renamed. Tensors may be sharded over processes: each writes its own part, and any number of processes can read
+them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from isomorph.errors import UserError
+from isomorph.training.runtime import Runtime
+
+STATE = "state.json"
+KEPT = 2
+"""Newest snapshots that stay."""
+
+
+class Damaged(UserError):
+    """A snapshot that is not what was written."""
+
+
+@contextmanager
+def one_process_is_meant() -> Iterator[None]:
+    """Silences torch's warning that a checkpoint is written or read without a process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def snapshot_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def snapshots(folder: Path) -> list[Path]:
+    """Complete snapshots, newest first."""
+    return sorted((path for path in folder.glob("step-*") if (path / STATE).is_file()), reverse=True)
+
+
+def write_snapshot(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], runtime: Runtime
+) -> Path:
+    """Writes a snapshot for a step and drops all older ones but the newest; every process calls it.
+
+    `tensors` are the same in every process, or shards (DTensor); `values` are plain.
+
+    Raises: UserError when it cannot be written (a full disk); the older snapshots are then as they were.
+    """
+    path, partial = snapshot_path(folder, step), folder / f".step-{step:08d}.partial"
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    state: dict[str, Any] = {"step": step, **values}
+
+    def write_mine() -> None:
+        if sharded or runtime.leads:
+            write_tensors(partial, tensors, alone=not sharded)
+
+    def note_checksums() -> None:
+        mine = sorted(partial.glob(f"shard-{runtime.rank + 1:05d}-*"))
+        state["files"] = {file.name: checksum(file) for file in mine}
+
+    def finish() -> None:
+        if runtime.leads:
+            write_state(partial / STATE, state)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
+            flush_folder(folder)
+
+    try:
+        together(lambda: make_empty(partial) if runtime.leads else None, runtime)
+        together(write_mine, runtime)
+        together(note_checksums, runtime)
+        state["files"] = {name: digest for files in runtime.gathered(state["files"]) for name, digest in files.items()}
+        together(finish, runtime)
+    except OSError as error:
+        if runtime.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"cannot write {path}: {error}; the snapshots before it are whole") from None
+    if runtime.leads:
+        drop_older(folder)
+    return path
+
+
+def together(step: Callable[[], None], runtime: Runtime) -> None:
+    """Takes a step in every process. Raises: OSError in all, with the first one's reason, when one fails."""
+    try:
+        step()
+        problem = ""
+    except (OSError, TypeError, SafetensorError, RuntimeError, CheckpointException) as error:
+        problem = reason(error)
+    if said := next((said for said in runtime.gathered(problem) if said), ""):
+        raise OSError(said)
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes what is no tensor, and flushes it to disk."""
+    with path.open("w") as file:
+        json.dump(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def drop_older(folder: Path) -> None:
+    """Leaves the newest snapshots, and nothing that a crash left half written."""
+    for path in [*snapshots(folder)[KEPT:], *folder.glob(".step-*.partial")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes a rename in the folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def reason(error: BaseException) -> str:
+    """One line, also out of the exception that wraps those of all processes."""
+    inner = next(iter(getattr(error, "failures", {}).values()), None)
+    first = inner[0] if isinstance(inner, tuple) else error
+    return " ".join(str(first).split()) or type(first).__name__
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
+    """Shards as they lie, each in its process's file; flushed to disk."""
+    kept = {name: standing_alone(tensor) for name, tensor in tensors.items()}
+    with one_process_is_meant():
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        dcp.save(kept, storage_writer=writer, no_dist=alone)
+
+
+def standing_alone(tensor: Tensor) -> Tensor:
+    """The tensor as safetensors takes it: contiguous, its memory shared with no other."""
+    return (
+        tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
+    )
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """What of a snapshot is no tensor, once all its files are as they were written.
+
+    Raises: Damaged otherwise.
+    """
+    try:
+        state = json.loads((path / STATE).read_text())
+        changed = [name for name, digest in state["files"].items() if checksum(path / name) != digest]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"the snapshot {path} is damaged ({reason(error)})") from None
+    if changed:
+        raise Damaged(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
+    return state
+
+
+def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Full shape and dtype of every tensor of a snapshot."""
+    layout = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {name: (about.size, about.properties.dtype) for name, about in layout.items()}  # type: ignore[union-attr]
+
+
+def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors, or each process's shards of them, from a snapshot."""
+    with one_process_is_meant():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a snapshot, whole."""
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in read_layout(path).items()}
+    read_tensors_into(path, tensors)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole snapshot, what it holds besides tensors, and what is said of newer ones that are damaged."""
+
+    path: Path
+    values: dict[str, Any]
+    damaged: tuple[str, ...] = ()
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest snapshot that is as it was written, or None where there is none at all.
+
+    Raises: Damaged when there are some, and none is whole.
+    """
+    damaged: list[str] = []
+    for path in snapshots(folder):
+        try:
+            return Found(path, read_values(path), tuple(damaged))
+        except Damaged as error:
+            damaged.append(str(error))
+    if damaged:
+        raise Damaged(f"{'; '.join(damaged)}; delete {folder} to start the run again")
+    return None

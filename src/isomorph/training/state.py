@@ -1,0 +1,67 @@
+"""The tensors of a run by name: weights, their averages, and what the optimiser keeps of every parameter.
+
+Names, not places in a list: what belongs to a parameter stays with it when groups change, when other parameters come
+and go (a recast), and when processes share it out differently.
+"""
+
+from typing import Any
+
+import torch
+from timm.utils import unwrap_model
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+MODEL, AVERAGED, OPTIMISER = "model.", "ema.", "optimizer."
+
+
+def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Parameters and buffers by prefixed name."""
+    return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What the optimiser keeps, by parameter name and key: tensors, and plain values (groups' own too)."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for parameter, kept in optimizer.state.items():
+        for key, value in kept.items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMISER}{names[parameter]}.{key}"] = value
+            else:
+                values.setdefault(names[parameter], {})[key] = value
+    groups = {group["name"]: plain_options(group) for group in optimizer.param_groups}
+    return tensors, {"state": values, "groups": groups}
+
+
+def plain_options(group: dict[str, Any]) -> dict[str, Any]:
+    """The numbers of a parameter group, which some optimisers adapt as they go."""
+    return {key: value for key, value in group.items() if isinstance(value, bool | int | float)}
+
+
+def fill_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+    """Gives the optimiser what it kept of each parameter; parameters that nothing is known of start fresh."""
+    state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
+    for name, tensor in tensors.items():
+        owner, _, key = name.removeprefix(OPTIMISER).rpartition(".")
+        state.setdefault(owner, {})[key] = tensor
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    order = [named[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    whole = optimizer.state_dict()
+    whole["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
+    for group in whole["param_groups"]:
+        group |= values["groups"].get(group["name"], {})
+    optimizer.load_state_dict(whole)
+
+
+def room_for(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]) -> Tensor:
+    """An empty tensor for one that the optimiser kept: laid out as its parameter is, where it has its shape."""
+    owner = parameters.get(name.removeprefix(OPTIMISER).rpartition(".")[0])
+    if owner is not None and owner.shape == shape:
+        return torch.zeros_like(owner, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The module itself, without what spreads it over processes or averages it."""
+    return unwrap_model(module)

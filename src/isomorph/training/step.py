@@ -1,0 +1,52 @@
+"""One step of the optimiser: the parts of a batch, forward and backward, and what follows them."""
+
+import time
+from contextlib import nullcontext
+
+from timm.data import Mixup
+from torch import Tensor, nn
+
+from isomorph.training.objectives import build_mixup
+from isomorph.training.run import Run
+from isomorph.training.runtime import seed_everything
+from isomorph.training.spread import gradients_stay
+
+
+def train_step(run: Run) -> tuple[float, Tensor]:
+    """One step over this process's parts of a batch; returns the seconds spent waiting, and the last part's images.
+
+    All that is drawn in it (mixing, dropout) follows from seed, step and part: whoever takes the part, and whenever.
+    """
+    recipe, step, parts = run.recipe, run.progress.step, run.share.mine
+    if recipe.anneal and run.progress.recast:
+        since = step - recipe.model.recast_epoch * run.order.steps
+        recipe.anneal.schedule(run.order.steps).apply(run.trained, since)
+    mixup = build_mixup(recipe.augment, getattr(run.eval_model, "num_classes", 1000))
+    run.scheduler.step_update(step)
+    run.optimizer.zero_grad()
+    waited = 0.0
+    for part in parts:
+        start = time.perf_counter()
+        images, labels, problems = run.next_part()
+        waited += time.perf_counter() - start
+        run.note_unreadable(problems)
+        seed_everything(recipe.seed, step, part)
+        with gradients_stay(run.task) if part != parts[-1] else nullcontext():
+            run.total += backward(run, images, labels, mixup)
+    if recipe.optim.clip_grad:
+        nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
+    run.optimizer.step()
+    run.task.update_ema(step)
+    return waited, images
+
+
+def backward(run: Run, images: Tensor, labels: Tensor, mixup: Mixup | None) -> Tensor:
+    """Adds the gradients of one part of a batch; returns its share of the step's loss."""
+    device = run.runtime.device
+    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    if mixup:
+        images, labels = mixup(images, labels)
+    with run.runtime.autocast():
+        loss = run.task(images, labels)["loss"] / len(run.share.mine)
+    loss.backward()
+    return loss.detach()

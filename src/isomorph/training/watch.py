@@ -1,0 +1,76 @@
+"""What can end a run before its time: a signal, or a loss that has left all bounds."""
+
+import math
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from isomorph.errors import UserError
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+FIRST = 10
+"""Steps that say what a loss is like at the start, and how many each later look takes together."""
+
+
+class Diverged(UserError):
+    """The loss is not finite, or far above where it started; the last snapshot is as it was."""
+
+
+class Stopped(UserError):
+    """A signal ended the run after a step; it has been saved and goes on when it is started again."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+class StopRequest:
+    """Whether someone has asked the run to stop: the number of the signal, or 0."""
+
+    number = 0
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Notes SIGTERM and the first Ctrl-C instead of dying of them; a second one works as ever."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.number = number
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in SIGNALS:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class LossGuard:
+    """Says when the mean loss of some steps is not finite, or more than `factor` times that of the first (at least 1).
+
+    `first` is that loss once it is known, and belongs into a snapshot.
+    """
+
+    def __init__(self, factor: float | None, first: float | None = None) -> None:
+        self.factor, self.first = factor, first
+
+    def problem(self, loss: float) -> str:
+        """What is wrong with the mean loss of the latest steps, or nothing."""
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        if self.first is None:
+            self.first = max(loss, 1.0)
+        if self.factor is not None and loss > self.factor * self.first:
+            return f"the loss is {loss:.3g}, {self.factor:g} times what it was at the start (divergence)"
+        return ""

@@ -1,0 +1,156 @@
+"""A recast in the middle of a run: what stays goes on, what is new starts fresh, and nothing else changes."""
+
+import copy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.surgery import RULES
+from isomorph.training.journal import Journal, rows_of
+from isomorph.training.loop import recast_when_due, train_epoch
+from isomorph.training.parts import RecastPart
+from isomorph.training.recipe import check
+from isomorph.training.run import open_run
+from isomorph.training.snapshot import newest, read_tensors
+from isomorph.training.state import split_optimizer
+
+WHERE = "layer3.2.conv2"
+
+
+def recipe(out, epoch, model=None, **more):
+    values = dict(
+        model=dict(name="cifar_resnet20", recast=dict(where=WHERE, locality=5, gate=6), recast_epoch=epoch)
+        | (model or {}),
+        data=dict(source="digits", fraction=0.1, size=[16, 16], batch_size=32),
+        augment=dict(crop_padding=2, hflip=0),
+        optim=dict(name="sgd", lr=0.05, warmup_epochs=1),
+        epochs=3,
+        ema=0.9,
+        log_every=1,
+        out=str(out),
+    )
+    return check(values | more)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A rule that rebuilds a convolution as itself."""
+
+    atol: ClassVar[float] = 0.0
+    kind: ClassVar[type] = nn.Conv2d
+
+    def accepts(self, module):
+        return True
+
+    def build(self, module):
+        return copy.deepcopy(module)
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw", "lion", "adafactor", "lamb"])
+def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkeypatch):
+    """Weights, averages, optimiser state and schedule: the same bits, whatever the optimiser keeps."""
+    monkeypatch.setitem(RULES, "Identity", Identity)
+    monkeypatch.setattr(RecastPart, "build_rule", lambda self: Identity())
+    moving = dict(name=optim, lr=0.01, warmup_epochs=1)
+    for name, epoch in (("never", 0), ("late", 1)):
+        iso.train(recipe(tmp_path / name, epoch, optim=moving), show=False)
+    plain, late = (read_tensors(newest(tmp_path / name).path) for name in ("never", "late"))
+    assert plain.keys() == late.keys()
+    assert all(torch.equal(plain[name], late[name]) for name in plain)
+    losses = [[row["loss"] for row in rows_of(tmp_path / name / "steps.jsonl")] for name in ("never", "late")]
+    assert losses[0] == losses[1]
+
+
+def run_to(run, epochs):
+    """The run, so many epochs on, without evaluations."""
+    while run.progress.closed < epochs:
+        train_epoch(run)
+        run.progress.closed += 1
+        run.total.zero_()
+    return run
+
+
+def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
+    run = run_to(open_run(recipe(tmp_path, 1)), 1)
+    weights = {name: p.detach().clone() for name, p in run.trained.named_parameters()}
+    averages = copy.deepcopy(run.averaged)
+    before, _ = split_optimizer(run.trained, run.optimizer)
+    x = torch.randn(2, 3, 16, 16)
+    mean = averages.eval()(x)
+    rate = run.optimizer.param_groups[0]["lr"]
+    run = recast_when_due(run, Journal(run.recipe, run.runtime, show=False))
+    after, _ = split_optimizer(run.trained, run.optimizer)
+    assert after == {name: tensor for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    kept = {name for name, _ in run.trained.named_parameters()} & weights.keys()
+    assert len(after) == len(kept) > 50
+    assert all(torch.equal(weights[name], dict(run.trained.named_parameters())[name]) for name in kept)
+    assert isinstance(run.trained.get_submodule(WHERE), iso.GPSA2d)
+    torch.testing.assert_close(run.averaged.eval()(x), mean, rtol=0, atol=2e-2)  # the averages' own function goes on
+    assert run.optimizer.param_groups[0]["lr"] == rate
+    assert [group["name"] for group in run.optimizer.param_groups] == ["decayed", "undecayed", "gates", "positions"]
+    train_epoch(run)
+    assert run.optimizer.param_groups[2]["lr"] == pytest.approx(2 * run.optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_interrupted_around_the_recast(epoch, tmp_path):
+    """Stopped before or after it, a run finds its way; the recast is made once."""
+    import isomorph.training.loop as loop
+
+    iso.train(recipe(tmp_path / "whole", 1), show=False)
+
+    def dying(run, *rest, close=loop.close_epoch):
+        close(run, *rest)
+        if run.progress.closed == epoch:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "close_epoch", dying)
+        with pytest.raises(KeyboardInterrupt):
+            iso.train(recipe(tmp_path / "part", 1), show=False)
+    iso.train(recipe(tmp_path / "part", 1), show=False)
+    a, b = (read_tensors(newest(tmp_path / name).path) for name in ("whole", "part"))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert iso.edits(iso.load(tmp_path / "part/model.safetensors"))[0].names == (WHERE,)
+
+
+def test_unstride_freeze_and_anneal_come_with_it(tmp_path):
+    model = dict(name="cifar_resnet20", unstride="layer3", recast_epoch=1, recast=dict(where=WHERE), freeze=["*.gate"])
+    values = recipe(tmp_path, 1, model, anneal=dict(epochs=1))
+    run = run_to(open_run(values), 1)
+    assert not any(name.endswith("gate") for name, _ in run.trained.named_parameters())
+    result = iso.train(values, show=False).model
+    layer = result.get_submodule(WHERE)
+    assert not layer.gate.requires_grad
+    assert layer.locality.max() < 1.5
+
+
+def test_at_the_last_epoch_it_is_never_made_and_the_model_is_the_cnn(tmp_path):
+    result = iso.train(recipe(tmp_path, 3), show=False)
+    assert not iso.edits(result.model)
+    assert isinstance(result.model.get_submodule(WHERE), nn.Conv2d)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        (dict(recast_epoch=4), {}, "recast_epoch 4 must be at most epochs 3"),
+        (dict(recast=None), {}, "recast_epoch needs a model.recast"),
+        ({}, dict(scale=dict(parallel="fsdp")), "set scale.parallel ddp"),
+    ],
+)
+def test_values_that_make_no_sense(model, more, message, tmp_path):
+    with pytest.raises(iso.UserError, match=message):
+        recipe(tmp_path, 1, model, **more)
+
+
+def test_a_target_that_is_not_there_is_said_before_the_first_step(tmp_path):
+    values = recipe(tmp_path / "run", 2, dict(recast=dict(where="layer9.*")))
+    with pytest.raises(iso.UserError, match="matches no module"):
+        iso.train(values, show=False)
+    assert not (tmp_path / "run").exists()

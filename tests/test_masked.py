@@ -1,0 +1,602 @@
+"""Masked pre-training: against a slow reference, blind to what is hidden, through files, taught by a frozen teacher."""
+
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file
+from timm.models import group_parameters
+from torch import nn
+
+import isomorph as iso
+from isomorph.data import eval_loader, open_source
+from isomorph.errors import UserError
+from isomorph.models.masked import MaskedAutoencoder, images_of, patches_of, sine_cosine, split
+from isomorph.surgery import edits
+from isomorph.training.autoencoders import load_autoencoder, save_autoencoder
+from isomorph.training.build import build_model
+from isomorph.training.checkpoint import read_header, remember_data
+from isomorph.training.mask_part import MaskPart
+from isomorph.training.masked import (
+    Aligned,
+    GenericDistillationTask,
+    MaskedTask,
+    build_masked,
+    evaluate_alignment,
+    evaluate_reconstruction,
+)
+from isomorph.training.optim import build_optimizer, parameter_groups
+from isomorph.training.parts import ModelPart, OptimPart
+
+CPU = torch.device("cpu")
+SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+WIDE = {**SMALL, "img_size": (16, 24), "patch_size": (4, 8)}
+PLAIN = "vit_tiny_patch16_224"
+ENCODERS = {
+    "timm": (PLAIN, SMALL),
+    "rectangular": (PLAIN, WIDE),
+    "pooled": (PLAIN, {**SMALL, "class_token": False, "global_pool": "avg"}),
+    "registers": (PLAIN, {**SMALL, "reg_tokens": 2, "no_embed_class": True, "pre_norm": True}),
+    "distilled": ("deit_tiny_distilled_patch16_224", SMALL),
+    "pyramids": ("tdrl_vit_ti", SMALL),
+    "rectangular pyramids": ("tdrl_vit_ti", WIDE),
+    "pyramid stem": ("tdrl_vit_ti", {**SMALL, "where": ("patch_embed.proj",)}),
+}
+
+
+def autoencoder(kind="timm", depth=2, width=16, heads=4, **arguments):
+    """A small one, none of its weights at a special value."""
+    name, sizes = ENCODERS[kind]
+    model = MaskedAutoencoder(timm.create_model(name, **sizes), depth, width, heads, **arguments)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("pos_embed"):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def images_for(model, count=3):
+    return torch.randn(count, 3, *model.encoder.patch_embed.img_size)
+
+
+def slow_positions(row, column, width):
+    """Column, then row; of each the sines, then the cosines."""
+    found = []
+    for place in (column, row):
+        for wave in (math.sin, math.cos):
+            found += [wave(place / 10000 ** (4 * k / width)) for k in range(width // 4)]
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def slow_loss(model, images, noise):
+    """MAE section 3, patch by patch: encode the visible ones, put mask tokens for the others, paint, compare.
+
+    In eval mode, where BatchNorm needs no batch.
+    """
+    vit, errors, hidden_count = model.encoder, [], 0
+    (ph, pw), (H, W) = vit.patch_embed.patch_size, vit.patch_embed.grid_size
+    prefix = vit.num_prefix_tokens
+    for image, draw in zip(images, noise, strict=True):
+        visible = sorted(range(H * W), key=lambda i: draw[i].item())[: math.floor(H * W * (1 - model.ratio))]
+        patches = [image[:, r * ph : (r + 1) * ph, c * pw : (c + 1) * pw] for r in range(H) for c in range(W)]
+        own = vit.pos_embed[0, -H * W :]
+        tokens = [vit.patch_embed.proj(patches[i][None]).flatten() + own[i] for i in sorted(visible)]
+        first = [
+            getattr(vit, n)[0] for n in ("cls_token", "dist_token", "reg_token") if getattr(vit, n, None) is not None
+        ]
+        first = torch.cat(first) if first else own.new_zeros(0, vit.embed_dim)
+        if not vit.no_embed_class:
+            first = first + vit.pos_embed[0, :prefix]
+        x = vit.norm_pre(torch.cat([first, torch.stack(tokens)])[None])
+        for block in vit.blocks:
+            x = block(x)
+        x = model.decoder_embed(vit.fc_norm(vit.norm(x)))[0]
+        understood = dict(zip(sorted(visible), x[prefix:], strict=True))
+        placed = [
+            understood.get(i, model.mask_token[0, 0]) + slow_positions(i // W, i % W, model.width) for i in range(H * W)
+        ]
+        x = torch.cat([x[:prefix], torch.stack(placed)])[None]
+        for block in model.decoder_blocks:
+            x = block(x)
+        painted = model.decoder_pred(model.decoder_norm(x))[0, prefix:]
+        for i in set(range(H * W)) - set(visible):
+            wanted = torch.stack([patches[i][:, r, c] for r in range(ph) for c in range(pw)]).flatten()
+            if model.normalise:
+                spread = ((wanted - wanted.mean()) ** 2).sum() / (len(wanted) - 1)
+                wanted = (wanted - wanted.mean()) / (spread + 1e-6) ** 0.5
+            errors.append(sum((a - b) ** 2 for a, b in zip(painted[i], wanted, strict=True)) / len(wanted))
+            hidden_count += 1
+    return sum(errors) / hidden_count
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_loss_and_gradients_are_the_papers(kind):
+    model = autoencoder(kind, normalise=kind != "registers").double().eval()
+    model.decoder_pos_embed = sine_cosine(model.encoder.patch_embed.grid_size, model.width).double()
+    images = images_for(model).double()
+    noise = model.draw(images)
+    losses, gradients = [], []
+    for loss in (model.loss(images, noise), slow_loss(model, images, noise)):
+        names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+        losses.append(loss)
+        gradients.append(dict(zip(names, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True)))
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-7)  # the table is kept in float32
+    assert None not in gradients[0].values(), "DDP wants a gradient for every parameter that is trained"
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["timm", "rectangular pyramids"])
+def test_every_trained_parameter_gets_a_gradient_in_training(kind):
+    model = autoencoder(kind).train()
+    model.loss(images_for(model)).backward()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {"encoder.pos_embed", "encoder.head.weight", "encoder.head.bias"}
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_positions_tell_column_and_row():
+    table = sine_cosine((3, 5), 16)
+    wanted = torch.stack([slow_positions(r, c, 16) for r in range(3) for c in range(5)]).float()
+    torch.testing.assert_close(table, wanted)
+    with pytest.raises(UserError, match="multiple of 4"):
+        sine_cosine((2, 2), 6)
+
+
+def test_patches_and_back():
+    images = torch.arange(2 * 3 * 8 * 12.0).view(2, 3, 8, 12)
+    patches = patches_of(images, (4, 6))
+    assert patches.shape == (2, 4, 72)
+    assert patches[1, 1, 3 * (2 * 6 + 5) + 1] == images[1, 1, 2, 6 + 5]
+    assert torch.equal(images_of(patches, (4, 6), (2, 2)), images)
+
+
+def test_the_mask_is_uniform_and_of_one_size():
+    seen = split(torch.rand(4000, 10), 0.75)
+    assert seen.visible.shape == (4000, 2)
+    assert (seen.mask.sum(1) == 8).all()
+    assert (seen.mask.mean(0) - 0.8).abs().max() < 0.03  # 4 deviations
+    shown = torch.zeros(4000, 10).scatter_(1, seen.visible, 1.0)
+    assert torch.equal(shown, 1 - seen.mask)
+    both = (shown.T @ shown / 4000).fill_diagonal_(1 / 45)
+    assert (both - 1 / 45).abs().max() < 0.012, "pairs too are equally likely: 2 / (10 * 9)"
+    assert torch.equal(split(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
+    assert split(torch.rand(1, 100), 0.9).visible.shape == (1, 10), "no rounding error"
+
+
+@pytest.mark.parametrize(("ratio", "patches"), [(0.0, 16), (0.99, 16), (1.0, 4), (-0.5, 4)])
+def test_a_mask_that_shows_or_hides_nothing(ratio, patches):
+    with pytest.raises(UserError, match="mask ratio"):
+        split(torch.rand(1, patches), ratio)
+
+
+@pytest.mark.parametrize("kind", ["timm", "rectangular pyramids"])
+def test_the_encoder_sees_nothing_of_hidden_patches(kind):
+    model = autoencoder(kind).train()
+    images = images_for(model)
+    noise = model.draw(images)
+    seen = model.split(images, noise)
+    size, grid = model.patch_size, model.encoder.patch_embed.grid_size
+    patches = patches_of(images, size)
+    for part, same in ((seen.mask, True), (1 - seen.mask, False)):
+        other = images_of(patches + part[:, :, None] * torch.randn_like(patches), size, grid)
+        found = [copy.deepcopy(model).encode(x, seen) for x in (images, other)]
+        assert torch.equal(*found) == same
+
+
+def test_noise_follows_the_global_generator():
+    model = autoencoder().eval()
+    images = images_for(model)
+    found = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(model(images)[1])
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_another_size_of_image():
+    model = autoencoder("pyramids").eval()
+    prediction, mask = model(torch.randn(2, 3, 8, 24))
+    assert prediction.shape == (2, 12, 48)
+    assert (mask.sum(1) == 9).all()
+    for wrong, words in ((torch.randn(1, 3, 18, 16), "multiple"), (torch.randn(1, 3, 2, 16), "smaller")):
+        with pytest.raises(UserError, match=words):
+            model(wrong)
+    with pytest.raises(UserError, match="dynamic_img_size"):
+        autoencoder("timm")(torch.randn(1, 3, 8, 24))
+    with pytest.raises(UserError, match="noise"):
+        model(torch.randn(2, 3, 16, 16), torch.rand(2, 5))
+
+
+def test_features_of_a_block():
+    model = autoencoder(depth=3).eval()
+    images = images_for(model)
+    noise = model.draw(images)
+    last = model.decoder_features(images, noise)
+    assert torch.equal(last, model.decoder_features(images, noise, block=3))
+    assert not torch.allclose(last, model.decoder_features(images, noise, block=2))
+    assert torch.equal(model.decoder_pred(model.decoder_norm(last)), model(images, noise)[0])
+    for block in (0, 4):
+        with pytest.raises(UserError, match="blocks 1 to 3"):
+            model.decoder_features(images, noise, block=block)
+
+
+REFUSED = {
+    "a CNN": (lambda: timm.create_model("resnet18"), "VisionTransformer"),
+    "ConViT": (lambda: timm.create_model("convit_ti"), "grid"),
+    "places": (lambda: iso.recast(timm.create_model(PLAIN, **SMALL), iso.AttentionToGPSA(), "blocks.0.attn"), "recast"),
+    "no positions": (lambda: timm.create_model(PLAIN, pos_embed="none", **SMALL), "positions"),
+    "dropped patches": (lambda: timm.create_model(PLAIN, patch_drop_rate=0.5, **SMALL), "patch_drop_rate"),
+    "hybrid": (lambda: timm.create_model("vit_tiny_r_s16_p8_224"), "mixes"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_networks_that_cannot_be_pre_trained(kind):
+    make, words = REFUSED[kind]
+    with pytest.raises(UserError, match=words):
+        MaskedAutoencoder(make(), 1, 16, 4)
+
+
+def test_sizes_that_do_not_fit():
+    for sizes, words in (((1, 18, 3), "multiple of 4"), ((1, 16, 3), "divide")):
+        with pytest.raises(UserError, match=words):
+            MaskedAutoencoder(timm.create_model(PLAIN, **SMALL), *sizes)
+    with pytest.raises(UserError, match="mask ratio"):
+        MaskedAutoencoder(timm.create_model(PLAIN, **SMALL), 1, 16, 4, mask=0.99)
+
+
+def test_what_the_optimiser_is_told():
+    model = autoencoder("pyramids")
+    layers = group_parameters(model, model.group_matcher(), reverse=True)
+    order = ["encoder.cls_token", "encoder.blocks.0.norm1.weight", "encoder.blocks.1.norm1.weight", "mask_token"]
+    order += ["decoder_blocks.0.norm1.weight", "decoder_blocks.1.norm1.weight", "decoder_pred.weight"]
+    assert sorted(order, key=layers.get) == order
+    assert len({layers[name] for name in order}) == len(order)
+    assert layers["decoder_embed.weight"] == layers["mask_token"]
+    assert layers["decoder_norm.weight"] == layers["decoder_pred.weight"]
+    groups = parameter_groups(model, OptimPart(layer_decay=0.9))
+    names = {id(p): name for name, p in model.named_parameters()}
+    undecayed = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
+    assert {"mask_token", "encoder.cls_token"} <= undecayed
+    assert "decoder_embed.weight" not in undecayed
+    aligned = Aligned(model, 8)
+    outer = group_parameters(aligned, aligned.group_matcher(), reverse=True)
+    assert all(outer[f"student.{name}"] == layer for name, layer in layers.items())
+    assert outer["align.weight"] > max(layers.values())
+    assert "student.mask_token" in aligned.no_weight_decay()
+
+
+@pytest.mark.parametrize("kind", ["timm", "pyramids"])
+def test_checkpointing_drop_path_autocast_and_copies(kind):
+    name, sizes = ENCODERS[kind]
+    model = MaskedAutoencoder(timm.create_model(name, drop_path_rate=0.5, pos_drop_rate=0.2, **sizes), 2, 16, 4)
+    images = images_for(model)
+    noise = model.draw(images)
+    a, b = model.train()(images, noise)[0], model(images, noise)[0]
+    assert not torch.equal(a, b), "drop path and dropout are on"
+    model.eval()
+    plain = torch.autograd.grad(model.loss(images, noise), model.decoder_embed.weight)[0]
+    twin = copy.deepcopy(model)
+    twin.set_grad_checkpointing()
+    torch.testing.assert_close(torch.autograd.grad(twin.loss(images, noise), twin.decoder_embed.weight)[0], plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model.loss(images, noise)
+    torch.testing.assert_close(loss.float(), model.loss(images, noise), rtol=0.02, atol=0.02)
+    loss.backward()
+    with torch.device("meta"):
+        meta = MaskedAutoencoder(timm.create_model(name, **sizes), 2, 16, 4)
+    assert meta.mask_token.is_meta
+    assert meta.decoder_pos_embed.is_meta
+
+
+@pytest.mark.slow
+def test_compiles_whole():
+    task = MaskedTask(autoencoder("pyramids").eval(), CPU)
+    images = torch.randn(3, 3, 16, 16)
+    noise = task.trainable_module.draw(images)
+    plain = task(images, noise=noise)["loss"]
+    task.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(task(images, noise=noise)["loss"], plain)
+
+
+# files
+
+
+@pytest.mark.parametrize("kind", ["timm", "rectangular pyramids", "registers", "pooled"])
+def test_an_autoencoder_comes_back_whole(kind, tmp_path):
+    model = autoencoder(kind, mask=0.5, normalise=False).eval()
+    save_autoencoder(model, tmp_path / "autoencoder.safetensors")
+    back = load_autoencoder(tmp_path / "autoencoder.safetensors")
+    images = images_for(model)
+    noise = model.draw(images)
+    for a, b in zip(model(images, noise), back(images, noise), strict=True):
+        assert torch.equal(a, b)
+    assert (back.ratio, back.normalise, back.heads, back.training) == (0.5, False, 4, False)
+    assert not back.encoder.pos_embed.requires_grad
+    with pytest.raises(UserError, match="by itself"):
+        load_autoencoder(tmp_path / "autoencoder.safetensors", PLAIN)
+
+
+def test_a_recast_encoder_comes_back(tmp_path):
+    wide = iso.recast(timm.create_model(PLAIN, **SMALL), iso.LinearToPyramid(), "blocks.*.mlp.fc?")
+    model = MaskedAutoencoder(wide, 1, 16, 4).eval()
+    save_autoencoder(model, tmp_path / "a.safetensors")
+    back = load_autoencoder(tmp_path / "a.safetensors")
+    images, noise = torch.randn(2, 3, 16, 16), torch.rand(2, 16)
+    assert torch.equal(model(images, noise)[0], back(images, noise)[0])
+    assert edits(back.encoder) == edits(wide)
+    assert iso.fuse(back.encoder).blocks[0].mlp.fc1.__class__ is nn.Linear
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_a_recipe_builds_is_written_read_and_written_again(fused, tmp_path):
+    encoder = build_model(ModelPart(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax"}), 5)
+    remember_data(encoder, {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 16, 16)})
+    encoder = iso.fuse(encoder.eval()) if fused else encoder
+    model = MaskedAutoencoder(encoder, 1, 16, 4).eval()
+    save_autoencoder(model, tmp_path / "one.safetensors")
+    back = load_autoencoder(tmp_path / "one.safetensors")
+    assert tuple(back.pretrained_cfg["mean"]) == (0.1, 0.2, 0.3)
+    save_autoencoder(back, tmp_path / "two.safetensors")
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert read_header(one) == read_header(two)
+    assert all(torch.equal(a, b) for a, b in zip(load_file(one).values(), load_file(two).values(), strict=True))
+    iso.save(back.encoder, tmp_path / "encoder.safetensors")
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(iso.load(tmp_path / "encoder.safetensors")(images), encoder.eval()(images))
+
+
+def test_the_published_size():
+    """MAE's ViT-B with its decoder has 111.9M parameters, both fixed tables counted."""
+    with torch.device("meta"):
+        model = MaskedAutoencoder(timm.create_model("vit_base_patch16_224", num_classes=0))
+    assert sum(p.numel() for p in model.parameters()) + 197 * 512 == 111_907_840
+
+
+@pytest.mark.parametrize("kind", ["timm", "pyramids"])
+def test_pre_training_starts_a_fine_tuning_run(kind, tmp_path):
+    model = autoencoder(kind).eval()
+    save_autoencoder(model, tmp_path / "autoencoder.safetensors")
+    iso.save(model.encoder, tmp_path / "encoder.safetensors")
+    name, sizes = ENCODERS[kind]
+    images = torch.randn(2, 3, 16, 16)
+    files = ["encoder.safetensors"] + ["autoencoder.safetensors"] * (kind == "pyramids")
+    for file in files:
+        fresh = timm.create_model(name, **{**sizes, "num_classes": 7}).eval()
+        iso.load_weights(fresh, tmp_path / file, fresh_head=True)
+        assert torch.equal(fresh.forward_features(images), model.encoder.forward_features(images))
+        assert all(p.requires_grad for p in fresh.parameters())
+    if kind == "pyramids":
+        loaded = iso.load(tmp_path / "autoencoder.safetensors")
+        assert torch.equal(loaded(images), model.encoder(images))
+    else:
+        with pytest.raises(UserError, match="unexpected"):
+            iso.load(tmp_path / "autoencoder.safetensors")
+
+
+def published(model):
+    """The tensors as MAE publishes them: class token, a table with a row of zeros for it, no head."""
+    state = {n.removeprefix("encoder."): t.clone() for n, t in model.state_dict().items() if "head" not in n}
+    table = torch.cat([torch.zeros(1, model.width), sine_cosine(model.encoder.patch_embed.grid_size, model.width)])
+    return state | {"decoder_pos_embed": table[None]}
+
+
+def test_a_published_checkpoint(tmp_path):
+    model = autoencoder(depth=3, width=32, heads=16).eval()
+    state = published(model)
+    images = images_for(model)
+    noise = model.draw(images)
+    torch.save({"model": state}, tmp_path / "mae.pth")
+    arguments = {k: v for k, v in SMALL.items() if k != "num_classes"}
+    back = load_autoencoder(tmp_path / "mae.pth", PLAIN, **arguments)
+    assert torch.equal(back(images, noise)[0], model(images, noise)[0])
+    with pytest.raises(UserError, match="timm name"):
+        load_autoencoder(tmp_path / "mae.pth")
+    with pytest.raises(UserError, match="decoder_pos_embed"):
+        load_autoencoder(tmp_path / "mae.pth", PLAIN, **{**arguments, "img_size": 32})
+    changes = {
+        "sine-cosine": {"decoder_pos_embed": state["decoder_pos_embed"].flip(1)},
+        "1 missing .decoder_norm.bias": {"decoder_norm.bias": None},
+        "1 unexpected .encoder.other": {"other": torch.zeros(1)},
+        "1 of another shape .decoder_pred.bias": {"decoder_pred.bias": torch.zeros(3)},
+        "no checkpoint of MAE": {"decoder_embed.weight": None},
+    }
+    for words, change in changes.items():
+        damaged = {name: tensor for name, tensor in (state | change).items() if tensor is not None}
+        torch.save({"model": damaged}, tmp_path / "damaged.pth")
+        with pytest.raises(UserError, match=words):
+            load_autoencoder(tmp_path / "damaged.pth", PLAIN, **arguments)
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_an_encoder_alone_is_no_teacher(ours, tmp_path):
+    model, path = autoencoder(), tmp_path / ("encoder.safetensors" if ours else "mae_pretrain_vit_base.pth")
+    if ours:
+        iso.save(model.encoder, path)
+    else:
+        torch.save({"model": {n: t for n, t in published(model).items() if "decoder" not in n}}, path)
+    part = MaskPart(teacher=path, teacher_model=PLAIN)
+    with pytest.raises(UserError, match=r"encoder and no decoder.*full pre-training checkpoint"):
+        build_masked(part, timm.create_model(PLAIN, **SMALL), CPU)
+
+
+@pytest.mark.parametrize(("file", "words"), [("none.safetensors", "no checkpoint"), ("bad.pth", "cannot read")])
+def test_files_that_cannot_be_read(file, words, tmp_path):
+    (tmp_path / "bad.pth").write_bytes(b"no checkpoint")
+    with pytest.raises(UserError, match=words):
+        load_autoencoder(tmp_path / file, PLAIN)
+    with pytest.raises(UserError, match="safetensors"):
+        save_autoencoder(autoencoder(), tmp_path / "a.pth")
+
+
+# tasks
+
+
+@pytest.fixture
+def cifar(data_root):
+    """A few hundred real images, in batches."""
+    source = open_source("cifar10", "test", data_root)
+    config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.25,) * 3, interpolation="bicubic", crop_pct=1.0)
+    loader = eval_loader(source, config, 64)
+    return [batch for batch, _ in zip(loader, range(4), strict=False)]
+
+
+def train(task, batches, epochs, lr=3e-3):
+    optimizer = build_optimizer(task.get_trainable_module(), OptimPart(lr=lr))
+    task.train()
+    losses = []
+    for _ in range(epochs):
+        for images, labels in batches:
+            loss = task(images, labels)["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            task.update_ema()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["timm", "pyramids"])
+def test_painting_is_learnt_on_real_images(kind, cifar):
+    name, sizes = ENCODERS[kind]
+    task = build_masked(MaskPart(depth=1, width=16, heads=4), timm.create_model(name, weight_init="jax", **sizes), CPU)
+    assert isinstance(task, MaskedTask)
+    task.setup_ema(decay=0.9)
+    before = evaluate_reconstruction(task.get_trainable_module(), cifar)
+    losses = train(task, cifar, 25)
+    after = [evaluate_reconstruction(task.get_trainable_module(ema).module if ema else task.trainable_module, cifar)
+             for ema in (False, True)]  # fmt: skip
+    assert before["images"] == 256
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    assert all(found["reconstruction"] < 0.8 * before["reconstruction"] for found in after)
+    assert task.training
+    assert task.trainable_module.training
+
+
+def test_evaluation_is_the_same_whatever_the_batches(cifar):
+    model = autoencoder()
+    images = torch.cat([images for images, _ in cifar])
+    torch.manual_seed(3)
+    found = evaluate_reconstruction(model, cifar)
+    state = torch.get_rng_state()
+    other = evaluate_reconstruction(model, [(images[:100], None), (images[100:], None)])
+    assert torch.equal(state, torch.get_rng_state())
+    assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
+    assert found["reconstruction"] != evaluate_reconstruction(model, cifar, seed=1)["reconstruction"]
+    with pytest.raises(UserError, match="nothing to evaluate"):
+        evaluate_reconstruction(model, [])
+
+
+def pair(student="pyramids", block=4, **cfg):
+    """A student taught by a wider, deeper teacher on differently normalised images."""
+    teacher = autoencoder("timm", depth=5, width=32, heads=4, mask=0.5)
+    teacher.encoder.pretrained_cfg = {**teacher.encoder.pretrained_cfg, **cfg}
+    return GenericDistillationTask(autoencoder(student), teacher, CPU, block)
+
+
+def test_the_teacher_teaches_and_stays_as_it_is(cifar):
+    task = pair()
+    task.setup_ema(decay=0.9)
+    before = {name: tensor.clone() for name, tensor in task.teacher.state_dict().items()}
+    first = evaluate_alignment(task.trainable_module, task, cifar)
+    losses = train(task, cifar, 15)
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
+    averaged = task.get_trainable_module(ema=True).module
+    for found in (evaluate_alignment(m, task, cifar) for m in (task.trainable_module, averaged)):
+        assert found["alignment"] < 0.8 * first["alignment"]
+        assert found["images"] == 256
+    assert all(torch.equal(tensor, before[name]) for name, tensor in task.teacher.state_dict().items())
+    assert not any(p.requires_grad or p.grad is not None for p in task.teacher.parameters())
+    assert not any(module.training for module in task.teacher.modules())
+    assert all(p.grad is not None for p in task.trainable_module.parameters() if p.requires_grad)
+
+
+def test_alignment_is_the_papers():
+    task = pair(block=2, mean=(0.4, 0.5, 0.6), std=(0.2, 0.25, 0.3)).eval()
+    student, teacher = task.trainable_module.student, task.teacher
+    student.encoder.pretrained_cfg = {**student.encoder.pretrained_cfg}
+    pixels = torch.rand(2, 3, 16, 16)
+    seen = {}
+    for who in (student, teacher):
+        mean, std = (torch.tensor(who.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+        seen[who] = (pixels - mean) / std
+    noise = student.draw(pixels)
+    found = task(seen[student], noise=noise)
+    goal = teacher.decoder_features(seen[teacher], noise, block=2)
+    goal = (goal - goal.mean(-1, keepdim=True)) / (goal.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+    off = (task.trainable_module.align(student.decoder_features(seen[student], noise)) - goal).abs()
+    wanted = torch.where(off < 2, off**2 / 4, off - 1).mean()
+    torch.testing.assert_close(found["loss"], wanted, rtol=1e-4, atol=1e-5)
+    assert found["output"].shape == (2, 16, 32)
+    assert torch.equal(student.split(pixels, noise).mask, teacher.split(pixels, noise).mask)
+
+
+def test_pairs_that_cannot_be():
+    teacher = autoencoder(depth=3)
+    cases = [
+        (autoencoder(), teacher, 4, "blocks 1 to 3"),
+        (autoencoder(), teacher, 0, "blocks 1 to 3"),
+        (teacher, teacher, 2, "share"),
+        (autoencoder("rectangular"), teacher, 2, "cannot see"),
+        (MaskedAutoencoder(timm.create_model(PLAIN, **{**SMALL, "patch_size": 8}), 1, 16, 4, 0.5), teacher, 2, "4x4"),
+        (MaskedAutoencoder(timm.create_model(PLAIN, **SMALL, in_chans=1), 1, 16, 4), teacher, 2, "channels"),
+    ]
+    for student, master, block, words in cases:
+        with pytest.raises(UserError, match=words):
+            GenericDistillationTask(student, master, CPU, block)
+
+
+def test_a_task_from_its_fields(tmp_path):
+    save_autoencoder(autoencoder(depth=4, width=32, heads=4), tmp_path / "teacher.safetensors")
+    part = MaskPart(teacher=tmp_path / "teacher.safetensors", ratio=0.5)
+    task = build_masked(part, timm.create_model("tdrl_vit_ti", **SMALL), CPU)
+    assert isinstance(task, GenericDistillationTask)
+    student = task.trainable_module.student
+    assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.ratio) == (4, 128, 0.5, 0.5)
+    assert MaskPart().decoder == (8, 512, 16)
+    for fields in (dict(width=30), dict(heads=3), dict(ratio=0), dict(ratio=1), dict(teacher_model=PLAIN), dict(x=1)):
+        with pytest.raises(ValidationError):
+            MaskPart(**fields)
+
+
+@pytest.mark.parametrize("distilled", [False, True])
+def test_a_task_resumes_from_its_state(distilled, tmp_path):
+    task = pair() if distilled else MaskedTask(autoencoder(), CPU)
+    task.setup_ema(decay=0.5)
+    other = copy.deepcopy(task)
+    images = torch.randn(4, 3, 16, 16)
+    train(task, [(images, None)], 2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert task(images)["loss"].isfinite()
+    state = {k: v for ema in (False, True) for k, v in task.get_checkpoint_state(ema=ema).items()}
+    torch.save(state, tmp_path / "last.pt")
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    other.load_checkpoint_state(state["state_dict"])
+    other.load_checkpoint_state(state["state_dict_ema"], ema=True)
+    noise = torch.rand(4, 16)
+    assert torch.equal(task.eval()(images, noise=noise)["loss"], other.eval()(images, noise=noise)["loss"])
+    assert len(list(task.get_clip_parameters())) == len(list(task.trainable_module.parameters()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distilled", [False, True])
+def test_data_parallel_steps_are_the_same(distilled, tmp_path):
+    """Every trained parameter has a part in the loss: else DDP refuses the second step."""
+    task = pair() if distilled else MaskedTask(autoencoder(), CPU)
+    twin = copy.deepcopy(task)
+    batches = [(torch.randn(4, 3, 16, 16), None) for _ in range(3)]
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        found = []
+        for one in (task.prepare_distributed(), twin):
+            torch.manual_seed(0)
+            found.append(train(one, batches, 1))
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+        assert task.get_checkpoint_state()["state_dict"].keys() == twin.get_checkpoint_state()["state_dict"].keys()
+    finally:
+        torch.distributed.destroy_process_group()

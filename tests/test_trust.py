@@ -1,0 +1,259 @@
+"""What a user trusts weeks of compute with: whatever ends a run, it goes on as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import isomorph as iso
+from isomorph.training import Diverged, Stopped
+from isomorph.training.journal import rows_of
+from isomorph.training.loop import train_epoch
+from isomorph.training.recipe import changes, check, identity, with_defaults
+from isomorph.training.run import open_run
+from isomorph.training.snapshot import newest, read_tensors, snapshots
+from isomorph.training.watch import LossGuard
+
+TINY = dict(
+    model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
+    data=dict(source="digits", fraction=0.2, size=[16, 16], batch_size=32),
+    augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
+    optim=dict(lr=1e-3, warmup_epochs=0.5),
+    epochs=3,
+    ema=0.9,
+    drop_path=0.0,
+    log_every=1,
+)
+"""Eight steps an epoch, with everything that draws."""
+
+CODE = (
+    "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
+    "iso.train(check(json.loads(sys.argv[1])), show=False)"
+)
+
+
+def tiny(out, **more):
+    return check({**TINY, "out": str(out), **more})
+
+
+def start(out, code=CODE, **more):
+    """A real process that trains."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    values = json.dumps({**TINY, "out": str(out), **more})
+    return subprocess.Popen([sys.executable, "-c", code, values], env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def same_run(a, b):
+    """Weights, the last snapshot (averages, optimiser) and the logs, but for times."""
+    ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (a, b))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours, theirs = (read_tensors(newest(folder).path) for folder in (a, b))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    for name, keys in (("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")), ("steps.jsonl", ("step", "lr"))):
+        rows = [[[row[key] for key in keys] for row in rows_of(folder / name)] for folder in (a, b)]
+        assert rows[0] == rows[1]
+    assert not [path for folder in (a, b) for path in folder.glob(".*")]
+
+
+def stop_after(run_folder, step, **more):
+    """A run that gets a signal after a step, in this process."""
+    import isomorph.training.look as look
+
+    def kick(self, waited, images, after=look.Look.after):
+        if self.run.progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.stop.number:
+                time.sleep(0.001)
+        after(self, waited, images)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look.Look, "after", kick)
+        with pytest.raises(Stopped, match=f"stopped by SIGTERM after step {step}; saved in"):
+            iso.train(tiny(run_folder, **more), show=False)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    iso.train(tiny(folder), show=False)
+    return folder
+
+
+@pytest.mark.parametrize(("step", "workers"), [(3, 0), (8, 0), (13, 2), (23, 0)])
+def test_stopped_and_taken_up_equals_uninterrupted(step, workers, whole, tmp_path):
+    """Bit by bit, from the middle of an epoch, with other workers, at its very last step."""
+    data = {**TINY["data"], "workers": workers}
+    if step % 8:
+        stop_after(tmp_path, step, data=data)
+        assert newest(tmp_path).values["progress"]["step"] == step
+    else:
+        stop_after_epoch(tmp_path)
+    iso.train(tiny(tmp_path), show=False)
+    same_run(whole, tmp_path)
+
+
+def stop_after_epoch(folder):
+    """A run that dies between an epoch's last step and its evaluation."""
+    import isomorph.training.loop as loop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "close_epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            iso.train(tiny(folder, checkpoint_minutes=0), show=False)
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(whole, tmp_path):
+    """kill -9 of real processes, at any moment: the weights are those of the run that was left alone."""
+    draw, kills = random.Random(0), 0
+    for _ in range(4):
+        process = start(tmp_path, checkpoint_minutes=0)
+        while process.poll() is None and not list(tmp_path.glob("*step-*")):
+            time.sleep(0.005)
+        time.sleep(draw.uniform(0, 1.0))
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+    assert kills
+    process = start(tmp_path)
+    assert process.communicate()[1] == "" or process.returncode == 0
+    same_run(whole, tmp_path)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_says_so(tmp_path):
+    """A real process under a scheduler that wants its machine back."""
+    recipe = tmp_path / "mine.json.yaml"
+    recipe.write_text(json.dumps({**TINY, "epochs": 200, "out": str(tmp_path / "run")}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "isomorph", "train", str(recipe)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while process.poll() is None and len(rows_of(tmp_path / "run/steps.jsonl")) < 11:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate()[1]
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "isomorph: stopped by SIGTERM after step" in said.splitlines()[-1]
+    step = newest(tmp_path / "run").values["progress"]["step"]
+    assert step >= 11
+    assert len(rows_of(tmp_path / "run/steps.jsonl")) == step
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "state", "gone"])
+def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, capsys):
+    stop_after(tmp_path, 13)
+    last, _ = snapshots(tmp_path)
+    shard = next(last.glob("*.safetensors"))
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    elif damage == "flipped":
+        content = bytearray(shard.read_bytes())
+        content[-100] ^= 1
+        shard.write_bytes(content)
+    elif damage == "state":
+        (last / "state.json").write_text('{"files": {')
+    else:
+        shard.unlink()
+    iso.train(tiny(tmp_path))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is damaged" in said
+    assert "resuming after step 8 of" in said
+    same_run(whole, tmp_path)
+
+
+def test_nothing_but_damage_is_said(tmp_path):
+    iso.train(tiny(tmp_path, epochs=1), show=False)
+    for shard in tmp_path.glob("step-*/*.safetensors"):
+        shard.write_bytes(b"")
+    with pytest.raises(iso.UserError, match=r"is damaged.*; delete .* to start the run again") as caught:
+        iso.train(tiny(tmp_path, epochs=1), show=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_with_the_older_snapshot_whole(whole, tmp_path):
+    """A real process that may write no file above 1 MB from some moment on, as on a full disk."""
+    stop_after(tmp_path, 5)
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\n"
+    process = start(tmp_path, limit + CODE)
+    said = process.communicate()[1]
+    assert process.returncode
+    assert "UserError: cannot write" in said
+    assert newest(tmp_path).values["progress"]["step"] == 5
+    assert not list(tmp_path.glob(".*"))
+    iso.train(tiny(tmp_path), show=False)
+    same_run(whole, tmp_path)
+
+
+class TestDivergence:
+    def test_nan_stops_and_keeps_the_snapshot(self, tmp_path):
+        stop_after(tmp_path, 5)
+        kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
+        run = open_run(tiny(tmp_path))
+        with torch.no_grad():
+            run.task.trainable_module.conv1.weight.fill_(float("nan"))
+        with pytest.raises(Diverged, match=r"not finite at epoch 1, step 6; the snapshot step-00000005 is kept"):
+            train_epoch(run)
+        assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
+
+    def test_weights_that_are_not_finite_are_never_kept(self, tmp_path):
+        """What a run keeps is whole at every moment, also where the loss is not looked at."""
+        with pytest.raises(Diverged, match="not finite at epoch 1"):
+            iso.train(tiny(tmp_path, optim=dict(lr=1e30), checkpoint_minutes=0, log_every=50), show=False)
+        for path in snapshots(tmp_path):
+            assert all(tensor.isfinite().all() for tensor in read_tensors(path).values() if tensor.is_floating_point())
+        assert not (tmp_path / "best.safetensors").exists()
+
+    def test_the_guard_compares_with_the_start(self):
+        guard = LossGuard(10.0)
+        assert not guard.problem(2.0)
+        assert not guard.problem(19.0)
+        assert "10 times" in guard.problem(21.0)
+        assert "not finite" in guard.problem(float("inf"))
+        assert not LossGuard(10.0, 0.5).problem(4.0) or LossGuard(10.0, 0.5).first == 0.5
+        assert not LossGuard(None, 1.0).problem(1e9)
+
+
+def test_a_run_of_before_a_field_existed_goes_on(tmp_path):
+    """A recipe that was kept without it has its default; another value is another run."""
+    recipe = tiny(tmp_path)
+    kept = json.loads(identity(recipe))
+    del kept["loss"], kept["data"]["test_crop"]
+    assert not changes(with_defaults(kept), json.loads(identity(recipe)))
+    other = json.loads(identity(tiny(tmp_path, loss="sigmoid")))
+    assert changes(with_defaults(kept), other) == ["loss softmax there, sigmoid here"]
+    assert with_defaults({"gone": 1}) == {"gone": 1}
+
+
+def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
+    stop_after(tmp_path, 5)
+    other = dict(scale=dict(activation_checkpointing=False), checkpoint_minutes=3, data={**TINY["data"], "workers": 1})
+    iso.train(tiny(tmp_path, **other), show=False)
+    same_run(whole, tmp_path)
+
+
+def test_a_run_of_an_older_isomorph_is_said(tmp_path):
+    torch.save({}, tmp_path / "last.pt")
+    with pytest.raises(iso.UserError, match="older isomorph"):
+        iso.train(tiny(tmp_path), show=False)
+
+
+def test_a_foreign_state_is_said(tmp_path):
+    iso.train(tiny(tmp_path, epochs=1), show=False)
+    path = newest(tmp_path).path / "state.json"
+    state = json.loads(path.read_text())
+    del state["recipe"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(iso.UserError, match="not the state of a run"):
+        iso.train(tiny(tmp_path, epochs=1), show=False)
