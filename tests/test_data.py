@@ -253,7 +253,7 @@ def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):
     (tmp_path / "cifar100").mkdir()
     write_table(table, tmp_path / "cifar100/train-0.parquet")
     source = open_source("cifar100", "train", tmp_path)
-    assert source.labels == [7, 42]
+    assert source.labels.tolist() == [7, 42]
     assert source.classes == tuple(names)
     write_table(table.drop_columns(["img"]), tmp_path / "cifar100/train-0.parquet")
     with pytest.raises(iso.UserError, match="it needs image and label"):
