@@ -37,7 +37,8 @@ class Part:
     @property
     def names(self) -> list[str]:
         """Names of the classes, where the data set has them."""
-        return list(getattr(dict(self.dataset.features or {}).get(self.label), "names", None) or [])
+        features = self.dataset.features
+        return list(getattr(features[self.label], "names", None) or []) if features else []
 
 
 class Rows(Sequence[Picture]):
@@ -107,7 +108,7 @@ def open_part(split: str, root: Path, streaming: bool = False) -> Part:
     unlabelled = None
     for part in parts(split, root, streaming):
         with plainly(part.title):
-            first = next(iter(part.dataset.select_columns([part.label])), {}).get(part.label)
+            first = next(iter(part.dataset.select_columns([part.label])), {part.label: None})[part.label]
         if not isinstance(first, int) or first >= 0:
             return part
         unlabelled = part
@@ -148,7 +149,7 @@ def hub_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
         splits = load_dataset(name, config or None, streaming=streaming)
     for word in SPLITS[split]:
         if word in splits:
-            about = dict(splits[word].info.splits or {}).get(word)
+            about = (splits[word].info.splits or {word: None})[word]
             yield Part(f"the {word} split of {name}", splits[word], images=getattr(about, "num_examples", None) or None)
 
 
@@ -194,5 +195,5 @@ def plainly(title: str) -> Iterator[None]:
         raise UserError(f"{first_line(error)}; check the name, or log in with `hf auth login` if it is gated") from None
     except (ConnectionError, HfHubHTTPError) as error:
         raise UserError(f"cannot reach {title}: {first_line(error)}; check the network, or give a folder") from None
-    except (DatasetsError, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+    except (DatasetsError, *HfHubHTTPError.__bases__, ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(f"cannot read {title}: {first_line(error)}") from None

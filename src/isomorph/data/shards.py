@@ -143,6 +143,7 @@ def index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[Member]]) -> I
                     raise UserError(
                         f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar"
                     )
+                file.seek(0)
                 kept = Index.of(stamp, pick(file, path))
             keep_index(kept, pick.__name__)
     except (tarfile.TarError, OSError) as error:
@@ -159,7 +160,7 @@ def cache_file(stamp: Stamp, kind: str) -> Path:
 def load_index(stamp: Stamp, kind: str) -> Index | None:
     """The index kept for this shard as it is now, if there is one."""
     try:
-        with np.load(cache_file(stamp, kind), allow_pickle=False) as kept:
+        with open(cache_file(stamp, kind), "rb") as file, np.load(file, allow_pickle=False) as kept:
             if kept["stamp"].tolist() != [VERSION, stamp.size, stamp.changed]:
                 return None
             return Index(stamp, Names(kept["block"], kept["ends"]), kept["offsets"], kept["sizes"], kept["labels"])
@@ -171,7 +172,7 @@ def keep_index(index: Index, kind: str) -> None:
     """Writes the index where `load_index` finds it, whole or not at all; without a writable cache it is not kept."""
     stamp, names, written = np.asarray([VERSION, index.stamp.size, index.stamp.changed]), index.names, io.BytesIO()
     numbers = dict(offsets=index.offsets, sizes=index.sizes, labels=index.labels)
-    np.savez(written, allow_pickle=False, stamp=stamp, block=names.block, ends=names.ends, **numbers)  # type: ignore[arg-type]
+    np.savez(written, allow_pickle=False, stamp=stamp, block=names.block, ends=names.ends, **numbers)
     try:
         target = cache_file(index.stamp, kind)
         target.parent.mkdir(parents=True, exist_ok=True)
