@@ -121,7 +121,7 @@ def test_interrupted_around_the_recast(epoch, tmp_path):
 
 def test_unstride_freeze_and_anneal_come_with_it(tmp_path):
     model = dict(name="cifar_resnet20", unstride="layer3", recast_epoch=1, recast=dict(where=WHERE), freeze=["*.gate"])
-    values = recipe(tmp_path, 1, model, anneal=dict(epochs=1))
+    values = recipe(tmp_path, 1, model, anneal=dict(epochs=1), ema=None)
     run = run_to(open_run(values), 1)
     assert not any(name.endswith("gate") for name, _ in run.trained.named_parameters())
     result = iso.train(values, show=False).model

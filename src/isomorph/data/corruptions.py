@@ -33,10 +33,10 @@ class Altered(Source):
     """A source whose images are altered on the way, each by a draw of its own."""
 
     def __init__(self, inner: Source) -> None:
-        super().__init__(inner.pictures, inner.labels, inner.classes)
+        super().__init__(inner.pictures, inner.labels, inner.classes, inner.shards)
         self.inner, self.ids = inner, inner.ids
 
-    def subset(self, indices: Sequence[int]) -> "Source":
+    def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
         """The given images, altered as they are in the whole source."""
         part = super().subset(indices)
         part.inner = self.inner.subset(indices)  # type: ignore[attr-defined]

@@ -1,38 +1,90 @@
-"""Where images come from: one `open_source`, each source a list of labelled images with a transform to be set."""
+"""What a source is: a list of labelled images that are read when asked for, with a transform to be set."""
 
 import copy
 import io
-import json
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torchvision.datasets
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
 from isomorph.errors import UserError
 
 Picture = Image.Image | bytes | Path
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
-COLUMNS = (("image", "img"), ("label", "fine_label"))
-"""Names that parquet files give to the image and to its label."""
-SPLITS = {"train": ("train",), "test": ("test", "val", "validation")}
-"""The two splits, and the names that folders and files give them."""
+UNREADABLE = (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError)
+"""What reading and decoding a damaged picture may raise."""
+
+
+class Chosen(Sequence[Picture]):
+    """Some of a sequence's pictures, by their places in it; nothing is read or copied before it is asked for."""
+
+    def __init__(self, pictures: Sequence[Picture], places: np.ndarray) -> None:
+        self.pictures, self.places = pictures, places
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Chosen(self.pictures, self.places[index])
+        return self.pictures[int(self.places[index])]
+
+    def name(self, index: int) -> str:
+        return name_of(self.pictures, int(self.places[index]))
+
+
+def choose(pictures: Sequence[Picture], indices: np.ndarray) -> Chosen:
+    """The pictures at these indices; a choice of a choice is one choice."""
+    if isinstance(pictures, Chosen):
+        return Chosen(pictures.pictures, pictures.places[indices])
+    return Chosen(pictures, indices)
+
+
+def name_of(pictures: Sequence[Picture], index: int) -> str:
+    """What an error calls a picture: its file or archive and member, else its place in the whole source."""
+    if hasattr(pictures, "name"):
+        return pictures.name(index)
+    picture = pictures[index]
+    return str(picture) if isinstance(picture, Path) else f"image {index}"
+
+
+def decode(picture: Picture) -> Image.Image:
+    """The picture in RGB. Raises one of UNREADABLE when it is damaged."""
+    if isinstance(picture, Image.Image):
+        return picture.convert("RGB")
+    with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
+        return opened.convert("RGB")
+
+
+def unreadable(name: str, error: Exception) -> UserError:
+    """The error that names a picture that cannot be read."""
+    return UserError(f"cannot read {name}: {first_line(error)}; remove or replace it")
 
 
 class Source(Dataset[tuple[Any, int]]):
     """Labelled images of one split. `transform` (PIL image -> anything) is set by the loader.
 
+    `pictures` is any sequence whose `[i]` gives a PIL image, the bytes of an image file or the path of one; it may have
+    `name(i)` for errors. `shards`, where known, are the runs of indices that lie together in one file, for an order
+    that keeps reads local. A source pickles if its pictures do.
+
+    Shape: labels (n,) int64
     Raises: UserError naming the image when one cannot be read.
     """
 
-    def __init__(self, pictures: Sequence[Picture], labels: Sequence[int], classes: Sequence[str]) -> None:
-        self.pictures, self.labels, self.classes = pictures, list(labels), tuple(classes)
-        self.ids: Sequence[int] = range(len(self.labels))
-        self.shards: list[range] | None = None
+    def __init__(
+        self,
+        pictures: Sequence[Picture],
+        labels: Sequence[int] | np.ndarray,
+        classes: Iterable[str],
+        shards: list[range] | None = None,
+    ) -> None:
+        self.pictures, self.labels, self.classes = pictures, np.asarray(labels, np.int64), tuple(classes)
+        self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
+        self.shards = shards
         self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:
@@ -40,30 +92,46 @@ class Source(Dataset[tuple[Any, int]]):
 
     def image(self, index: int) -> Image.Image:
         """One image in RGB, before the transform."""
-        picture = self.pictures[index]
         try:
-            if isinstance(picture, Image.Image):
-                return picture.convert("RGB")
-            with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
-                return opened.convert("RGB")
-        except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-            name = picture if isinstance(picture, Path) else f"image {index}"
-            raise UserError(f"cannot read {name}: {first_line(error)}; remove or replace it") from None
+            return decode(self.pictures[index])
+        except UNREADABLE as error:
+            raise unreadable(name_of(self.pictures, index), error) from None
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = self.image(index)
-        return (image if self.transform is None else self.transform(image)), self.labels[index]
+        return (image if self.transform is None else self.transform(image)), int(self.labels[index])
 
-    def subset(self, indices: Sequence[int]) -> "Source":
-        """The given images, in the given order; `ids` keeps their places in the whole source."""
-        part = copy.copy(self)
-        part.pictures, part.labels = [self.pictures[i] for i in indices], [self.labels[i] for i in indices]
-        part.ids = [self.ids[i] for i in indices]
+    def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
+        """The given images, in the given order; `ids` keeps their places in the whole source.
+
+        `shards` become the runs among them; None when the order jumps back and forth between files.
+        """
+        part, places = copy.copy(self), np.asarray(indices, np.int64)
+        part.pictures, part.labels = choose(self.pictures, places), self.labels[places]
+        part.ids = np.asarray(self.ids)[places]
+        part.shards = None if self.shards is None else runs_within(self.shards, places)
         return part
 
 
+def runs_within(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
+    """The runs that chosen indices form, given the runs of all; None when a run is left and come back to."""
+    if not len(indices):
+        return []
+    owner = np.searchsorted([run.stop for run in shards], indices % shards[-1].stop, side="right")
+    edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(indices)]
+    if len(edges) - 1 != len(np.unique(owner)):
+        return None
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def runs(lengths: Iterable[int]) -> list[range]:
+    """Runs of these lengths, one after the other; empty ones are left out."""
+    edges = [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
+    return [range(start, stop) for start, stop in pairwise(edges) if start < stop]
+
+
 def first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
@@ -81,7 +149,7 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
         members = np.flatnonzero(labels == label)
         members = members if rng is None else rng.permutation(members)
         kept.append(members[: max(1, round(fraction * len(members)))])
-    return source.subset(np.sort(np.concatenate(kept)).tolist())
+    return source.subset(np.sort(np.concatenate(kept)))
 
 
 def first_classes(source: Source, number: int) -> Source:
@@ -91,123 +159,6 @@ def first_classes(source: Source, number: int) -> Source:
     """
     if not 0 < number <= len(source.classes):
         raise UserError(f"{number} classes are not between 1 and the {len(source.classes)} that the data has")
-    part = source.subset([i for i, label in enumerate(source.labels) if label < number])
+    part = source.subset(np.flatnonzero(np.asarray(source.labels) < number))
     part.classes = source.classes[:number]
     return part
-
-
-def digits(split: str, root: Path) -> Source:
-    """The 1,797 handwritten digits (8 x 8) embedded in scikit-learn: 1,347 to train, 450 to test, a fixed draw."""
-    from sklearn.datasets import load_digits
-
-    data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    chosen = order[:1347] if split == "train" else order[1347:]
-    pictures = [Image.fromarray((data.images[i] / 16 * 255).astype(np.uint8)) for i in chosen]
-    return Source(pictures, data.target[chosen].tolist(), [str(i) for i in range(10)])
-
-
-def cifar10(split: str, root: Path) -> Source:
-    """CIFAR-10 from `root/cifar10/{train,test}-*.parquet` (Hugging Face convention), else as torchvision keeps it.
-
-    Raises: UserError when neither is there.
-    """
-    return cifar("cifar10", split, root)
-
-
-def cifar100(split: str, root: Path) -> Source:
-    """CIFAR-100, fine labels, from `root/cifar100/{train,test}-*.parquet`, else as torchvision keeps it.
-
-    Raises: UserError when neither is there.
-    """
-    return cifar("cifar100", split, root)
-
-
-def cifar(name: str, split: str, root: Path) -> Source:
-    """Either CIFAR, from Hugging Face's files or torchvision's."""
-    files = sorted((root / name).glob(f"{split}-*.parquet"))
-    if files:
-        return parquet(files)
-    kind = getattr(torchvision.datasets, name.upper())
-    try:
-        data = kind(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
-    except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"no {name} in {root} ({first_line(error)}); give data.root (or ISOMORPH_DATA) a folder that holds "
-            f"{name}/{split}-*.parquet, or set ISOMORPH_DOWNLOAD=1 to let torchvision download it there"
-        ) from None
-    return Source([Image.fromarray(image) for image in data.data], data.targets, data.classes)
-
-
-def parquet(files: Sequence[Path]) -> Source:
-    """Rows of `image` (or `img`) `{bytes, path}` and `label` (or `fine_label`), as Hugging Face datasets write them."""
-    try:
-        from pyarrow import ArrowException, concat_tables
-        from pyarrow.parquet import read_table
-    except ImportError:
-        raise UserError("reading parquet files needs pyarrow; pip install 'isomorph[data]'") from None
-    try:
-        table = concat_tables([read_table(file) for file in files])
-    except (ArrowException, OSError) as error:
-        raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
-    present = [[name for name in names if name in table.column_names] for names in COLUMNS]
-    if not all(present):
-        raise UserError(f"{files[0].parent} has columns {', '.join(table.column_names)}; it needs image and label")
-    pictures, label = (names[0] for names in present)
-    labels = table[label].to_pylist()
-    about = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    described = about.get("info", {}).get("features", {}).get(label, {})
-    classes = described.get("names") or [str(i) for i in range(max(labels) + 1)]
-    return Source([row["bytes"] for row in table[pictures].to_pylist()], labels, classes)
-
-
-def imagefolder(split: str, root: Path) -> Source:
-    """One folder a class, in `root/train` and `root/test` (or val, validation); to test, in `root` itself too.
-
-    Classes are numbered as in train, where there is one.
-
-    Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
-    """
-    if not root.is_dir():
-        raise UserError(f"no folder {root}; give data.root the folder that holds train/ and val/")
-    tops = {name: [root / folder for folder in folders if (root / folder).is_dir()] for name, folders in SPLITS.items()}
-    if not tops[split] and (any(tops.values()) or split == "train"):
-        raise UserError(f"{root} has no folder {' or '.join(SPLITS[split])} for the {split} split")
-    top = tops[split][0] if tops[split] else root
-    classes = class_folders(tops["train"][0] if tops["train"] else top)
-    unknown = sorted(set(class_folders(top)) - set(classes))
-    if unknown:
-        raise UserError(f"{top} has classes that {tops['train'][0]} lacks: {', '.join(unknown[:5])}")
-    found = [(path, i) for i, name in enumerate(classes) for path in images_below(top / name)]
-    if not found:
-        kinds = ", ".join(sorted(SUFFIXES))
-        raise UserError(f"no images in {top}; it must hold one folder per class with {kinds} files")
-    return Source([path for path, _ in found], [label for _, label in found], classes)
-
-
-def class_folders(top: Path) -> list[str]:
-    return sorted(folder.name for folder in top.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-
-
-def images_below(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-
-
-SOURCES: dict[str, Callable[[str, Path], Source]] = {
-    "digits": digits,
-    "cifar10": cifar10,
-    "cifar100": cifar100,
-    "imagefolder": imagefolder,
-}
-
-
-def open_source(name: str, split: str, root: str | Path | None = None) -> Source:
-    """Opens the `train` or `test` split of a source; `root` defaults to $ISOMORPH_DATA, else ./data.
-
-    Raises: UserError for an unknown source or split, or missing data.
-    """
-    if name not in SOURCES:
-        raise UserError(f"data source {name!r} is unknown; choose one of {', '.join(SOURCES)}")
-    if split not in SPLITS:
-        raise UserError(f"split {split!r} is unknown; choose 'train' or 'test'")
-    return SOURCES[name](split, Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser())

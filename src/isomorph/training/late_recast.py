@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isomorph.training.build import operate
 from isomorph.training.run import Run, assemble
 from isomorph.training.runtime import seed_everything
-from isomorph.training.state import OPTIMISER, fill_optimizer, split_optimizer
+from isomorph.training.state import GROUP, fill_optimizer, owner, split_optimizer
 
 
 def recast_run(run: Run) -> tuple[Run, str]:
@@ -27,7 +27,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
     if averaged is not None:
         run.averaged.load_state_dict(averaged.state_dict())  # type: ignore[union-attr]
-    owned = {name: t for name, t in tensors.items() if name.removeprefix(OPTIMISER).rpartition(".")[0] in kept}
+    owned = {name: tensor for name, tensor in tensors.items() if owner(name) in kept or owner(name).startswith(GROUP)}
     values["state"] = {name: value for name, value in values["state"].items() if name in kept}
     fill_optimizer(run.trained, optimizer, owned, values)
     run.progress.recast = True

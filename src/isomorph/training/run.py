@@ -1,5 +1,6 @@
 """A run and its moving parts: built from a recipe, taken up from a snapshot, and written as one."""
 
+import copy
 import json
 import math
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from isomorph.training.build import (
     build_train_loader,
     data_config,
     open_sources,
+    operate,
     plan,
     restrict,
 )
@@ -186,6 +188,8 @@ def open_run(recipe: Recipe) -> Run:
     order, share = plan(recipe, train, runtime)
     seed_everything(recipe.seed)
     model = build_model(recipe.model, len(train.classes), recipe.drop_path, recast)
+    if not recast:
+        operate(copy.deepcopy(model), recipe.model)  # what cannot be recast is said now, not in the middle of the run
     if getattr(model, "num_classes", len(train.classes)) < len(train.classes):
         raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
     config = data_config(recipe, model)

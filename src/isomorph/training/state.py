@@ -11,12 +11,17 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-MODEL, AVERAGED, OPTIMISER = "model.", "ema.", "optimizer."
+MODEL, AVERAGED, OPTIMISER, GROUP = "model.", "ema.", "optimizer.", "group:"
 
 
 def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
     """Parameters and buffers by prefixed name."""
     return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def owner(name: str) -> str:
+    """The parameter, or `group:` and the group, that a tensor of the optimiser belongs to."""
+    return name.removeprefix(OPTIMISER).rpartition(".")[0]
 
 
 def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -31,6 +36,9 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
             else:
                 values.setdefault(names[parameter], {})[key] = value
     groups = {group["name"]: plain_options(group) for group in optimizer.param_groups}
+    for group in optimizer.param_groups:
+        held = {key: value for key, value in group.items() if isinstance(value, Tensor)}
+        tensors |= {f"{OPTIMISER}{GROUP}{group['name']}.{key}": value for key, value in held.items()}
     return tensors, {"state": values, "groups": groups}
 
 
@@ -43,22 +51,21 @@ def fill_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Te
     """Gives the optimiser what it kept of each parameter; parameters that nothing is known of start fresh."""
     state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
     for name, tensor in tensors.items():
-        owner, _, key = name.removeprefix(OPTIMISER).rpartition(".")
-        state.setdefault(owner, {})[key] = tensor
+        state.setdefault(owner(name), {})[name.rpartition(".")[2]] = tensor
     named = {parameter: name for name, parameter in model.named_parameters()}
     order = [named[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     whole = optimizer.state_dict()
     whole["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
     for group in whole["param_groups"]:
-        group |= values["groups"].get(group["name"], {})
+        group |= values["groups"].get(group["name"], {}) | state.get(f"{GROUP}{group['name']}", {})
     optimizer.load_state_dict(whole)
 
 
 def room_for(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]) -> Tensor:
     """An empty tensor for one that the optimiser kept: laid out as its parameter is, where it has its shape."""
-    owner = parameters.get(name.removeprefix(OPTIMISER).rpartition(".")[0])
-    if owner is not None and owner.shape == shape:
-        return torch.zeros_like(owner, dtype=dtype)
+    parameter = parameters.get(owner(name))
+    if parameter is not None and parameter.shape == shape:
+        return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros(shape, dtype=dtype)
 
 

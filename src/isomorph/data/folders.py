@@ -1,0 +1,55 @@
+"""Images in folders, one a class."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from isomorph.data.names import SPLITS, SUFFIXES, Files, is_image, refuse_no_folder, refuse_unknown_classes
+from isomorph.data.sources import Source
+from isomorph.errors import UserError
+
+
+def imagefolder(split: str, root: Path) -> Source:
+    """One folder a class, in `root/train` and `root/test` (or val, validation); to test, in `root` itself too.
+
+    Classes are numbered as in train, where there is one.
+
+    Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
+    """
+    refuse_no_folder(root, "train/ and val/")
+    tops = {name: [root / folder for folder in folders if (root / folder).is_dir()] for name, folders in SPLITS.items()}
+    if not tops[split] and (any(tops.values()) or split == "train"):
+        raise UserError(f"{root} has no folder {' or '.join(SPLITS[split])} for the {split} split")
+    top = tops[split][0] if tops[split] else root
+    train = tops["train"][0] if tops["train"] else top
+    classes = class_folders(train)
+    refuse_unknown_classes(top, class_folders(top), train, classes)
+    found = [[f"{name}/{image}" for image in images_below(top / name)] for name in classes]
+    if not any(found):
+        kinds = ", ".join(sorted(SUFFIXES))
+        raise UserError(f"no images in {top}; it must hold one folder per class with {kinds} files")
+    labels = np.repeat(np.arange(len(classes)), [len(images) for images in found])
+    return Source(Files(top, (image for images in found for image in images)), labels, classes)
+
+
+def class_folders(top: Path) -> list[str]:
+    return sorted(folder.name for folder in top.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+
+
+def images_below(folder: Path) -> list[str]:
+    """Names of the image files in a folder and the folders in it, sorted folder by folder; none if it is missing."""
+    return sorted(names_below(str(folder)), key=lambda name: name.split("/"))
+
+
+def names_below(folder: str, prefix: str = "") -> Iterator[str]:
+    """Names of the image files below a folder, in no order."""
+    if not os.path.isdir(folder):
+        return
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from names_below(entry.path, f"{prefix}{entry.name}/")
+            elif is_image(entry.name):
+                yield prefix + entry.name

@@ -1,0 +1,199 @@
+"""Hugging Face data sets, from the hub or a folder: opened whole (memory-mapped), or to be streamed."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from isomorph.data.names import SPLITS, says
+from isomorph.data.sources import Picture, Source, first_line, runs
+from isomorph.errors import UserError
+
+COLUMNS = {
+    "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
+    "label": ("label", "fine_label", "labels", "cls"),
+}
+"""Names that data sets give to the image and to its label."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split of a data set as the `datasets` library opens it, and the columns that matter.
+
+    `files` are its local parquet files, `images` their number where it is known.
+    """
+
+    title: str
+    dataset: Any
+    files: Sequence[Path] = ()
+    images: int | None = None
+    image: str = ""
+    label: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the classes, where the data set has them."""
+        features = self.dataset.features
+        return list(getattr(features[self.label], "names", None) or []) if features else []
+
+
+class Rows(Sequence[Picture]):
+    """The pictures of a memory-mapped data set."""
+
+    def __init__(self, part: Part) -> None:
+        self.dataset, self.column, self.title = part.dataset.select_columns([part.image]), part.image, part.title
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return picture_of(self.dataset[range(len(self))[index]][self.column])
+
+    def name(self, index: int) -> str:
+        return f"image {index} of {self.title}"
+
+
+def picture_of(cell: dict[str, Any] | None) -> Picture:
+    """The picture in a cell: its bytes, else the path of its file. Raises: OSError when it has neither."""
+    if cell and cell["bytes"] is not None:
+        return cell["bytes"]
+    if cell and cell["path"]:
+        return Path(cell["path"])
+    raise OSError("the cell is empty")
+
+
+def huggingface(split: str, root: Path) -> Source:
+    """A data set by its name on the hub (`owner/name` or `owner/name:config`), or in a folder.
+
+    The folder holds parquet files (`train-*.parquet`, also in `data/`, or any in `train/`) or what `save_to_disk` made.
+    Images are in a column image or img (jpg, png, webp), labels in label, fine_label or labels (cls). The `datasets`
+    library downloads hub data to its cache and keeps parquet data there in its own memory-mapped form (as large again),
+    from which images are read. A test split without labels (all -1) is passed over for validation.
+
+    Raises: UserError when the package, the network, the data set, its split or a column is missing.
+    """
+    part = open_part(split, root)
+    labels = labels_of(part)
+    if not len(labels):
+        raise UserError(f"{part.title} has no images")
+    classes = part.names
+    if not classes:
+        others = [labels_of(other) for name in SPLITS for other in parts(name, root, False) if name != split]
+        classes = [str(i) for i in range(max(int(found.max(initial=0)) for found in (labels, *others)) + 1)]
+    if labels.min() < 0 or labels.max() >= len(classes):
+        raise UserError(f"{part.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
+    lengths = [len(chunk) for chunk in part.dataset.data.column(part.label).chunks]
+    return Source(Rows(part), labels, classes, runs(lengths) if sum(lengths) == len(labels) else None)
+
+
+def labels_of(part: Part) -> np.ndarray:
+    """All labels of a split. Shape: (n,). Raises: UserError when they are no whole numbers."""
+    with plainly(part.title):
+        table = part.dataset.select_columns([part.label]).with_format("arrow")[:]
+        labels = table.column(part.label).to_numpy()
+    if labels.dtype.kind not in "iu":
+        raise UserError(f"column {part.label} of {part.title} must hold whole numbers, each the number of a class")
+    return labels
+
+
+def open_part(split: str, root: Path, streaming: bool = False) -> Part:
+    """The first split of a fitting name that has labels.
+
+    Raises: UserError when there is none.
+    """
+    unlabelled = None
+    for part in parts(split, root, streaming):
+        with plainly(part.title):
+            first = next(iter(part.dataset.select_columns([part.label])), {part.label: None})[part.label]
+        if not isinstance(first, int) or first >= 0:
+            return part
+        unlabelled = part
+    if unlabelled:
+        raise UserError(f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public")
+    wanted = " or ".join(SPLITS[split])
+    how = f"; parquet files must be named like {wanted.split()[-1]}-00000.parquet" if root.is_dir() else ""
+    raise UserError(f"{root.as_posix()} has no split {wanted}{how}")
+
+
+def parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+    """The splits that may serve, with undecoded images.
+
+    Raises: UserError as `huggingface`.
+    """
+    try:
+        from datasets import Image
+    except ImportError:
+        raise UserError("this source needs the package datasets; pip install 'isomorph[data]'") from None
+    for part in local_parts(split, root, streaming) if root.is_dir() else hub_parts(split, root, streaming):
+        with plainly(part.title):
+            columns = list(part.dataset.features or next(iter(part.dataset), {}))
+            chosen = {kind: next((name for name in names if name in columns), "") for kind, names in COLUMNS.items()}
+            if not all(chosen.values()):
+                raise UserError(f"{part.title} has columns {', '.join(columns)}; it needs image and label")
+            undecoded = part.dataset.cast_column(chosen["image"], Image(decode=False))
+        yield replace(part, dataset=undecoded, image=chosen["image"], label=chosen["label"])
+
+
+def hub_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+    """The fitting splits of a data set on the hub."""
+    from datasets import load_dataset
+
+    name, _, config = root.as_posix().partition(":")
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
+        raise UserError(f"no folder {root}, and it is no name on the hub either; those are like timm/mini-imagenet")
+    with plainly(name):
+        splits = load_dataset(name, config or None, streaming=streaming)
+    for word in SPLITS[split]:
+        if word in splits:
+            about = (splits[word].info.splits or {word: None})[word]
+            yield Part(f"the {word} split of {name}", splits[word], images=getattr(about, "num_examples", None) or None)
+
+
+def local_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+    """The fitting splits in a folder: parquet files, or what `save_to_disk` made."""
+    from datasets import load_dataset, load_from_disk
+
+    for word in SPLITS[split]:
+        title, files = f"the {word} split in {root}", parquet_files(root, word)
+        if (root / word / "state.json").is_file():
+            with plainly(title):
+                saved = load_from_disk(str(root / word))
+                images = len(saved)
+                saved = saved.to_iterable_dataset(num_shards=min(images, 64) or 1) if streaming else saved
+            yield Part(title, saved, images=images)
+        elif files:
+            with plainly(title):
+                listed = {word: [str(file) for file in files]}
+                opened = load_dataset("parquet", data_files=listed, split=word, streaming=streaming)
+            yield Part(title, opened, files)
+
+
+def parquet_files(root: Path, word: str) -> list[Path]:
+    """The parquet files of a split, sorted, by their names or their folder's."""
+    named = [path for folder in (root, root / "data") for path in folder.glob("*.parquet") if says(path.name, word)]
+    return sorted(named or (root / word).glob("*.parquet"))
+
+
+@contextmanager
+def plainly(title: str) -> Iterator[None]:
+    """Turns what the `datasets` library and the network raise into one line.
+
+    Raises: UserError.
+    """
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        yield
+    except UserError:
+        raise
+    except DatasetNotFoundError as error:
+        raise UserError(f"{first_line(error)}; check the name, or log in with `hf auth login` if it is gated") from None
+    except (ConnectionError, HfHubHTTPError) as error:
+        raise UserError(f"cannot reach {title}: {first_line(error)}; check the network, or give a folder") from None
+    except (DatasetsError, *HfHubHTTPError.__bases__, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise UserError(f"cannot read {title}: {first_line(error)}") from None

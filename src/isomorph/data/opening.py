@@ -1,0 +1,45 @@
+"""One way to open every source."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from isomorph.data.folders import imagefolder
+from isomorph.data.hub import huggingface
+from isomorph.data.names import SPLITS
+from isomorph.data.small import cifar10, cifar100, digits
+from isomorph.data.sources import Source
+from isomorph.data.tars import tar, webdataset
+from isomorph.errors import UserError
+
+SOURCES: dict[str, Callable[[str, Path], Source]] = {
+    "digits": digits,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "imagefolder": imagefolder,
+    "tar": tar,
+    "webdataset": webdataset,
+    "huggingface": huggingface,
+}
+
+
+def open_source(name: str, split: str, root: str | Path | None = None) -> Source:
+    """Opens the `train` or `test` split of a source; `root` defaults to $ISOMORPH_DATA, else ./data.
+
+    - `digits`: embedded in scikit-learn, no root needed
+    - `cifar10`, `cifar100`: `root/cifar10/{train,test}-*.parquet`, or the files that torchvision downloads
+    - `imagefolder`: `root/{train,val}/class/image`
+    - `tar`: the same inside `root/{train,val}.tar`, or one tar a class in `root/{train,val}/`; read in place
+    - `webdataset`: shards `root/**/*{train,val}*.tar` of key.jpg + key.cls; read in place
+    - `huggingface`: a name on the hub (`owner/name`, `owner/name:config`), or a folder of parquet files or one written
+      by `save_to_disk`
+
+    Test may be called test, val or validation, the first found taken. Images are read when asked for.
+
+    Raises: UserError for an unknown source or split, or missing data.
+    """
+    if name not in SOURCES:
+        raise UserError(f"data source {name!r} is unknown; choose one of {', '.join(SOURCES)}")
+    if split not in SPLITS:
+        raise UserError(f"split {split!r} is unknown; choose 'train' or 'test'")
+    return SOURCES[name](split, Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser())

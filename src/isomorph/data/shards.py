@@ -1,0 +1,258 @@
+"""Pictures inside tar files, read in place: each shard is indexed once, then any member is one read away.
+
+The index of a shard (names, offsets, sizes, labels) is kept in `$XDG_CACHE_HOME/isomorph/shards` (else `~/.cache`) and
+made anew when the shard's size or time of change differs.
+"""
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from isomorph.data.names import Names, is_image
+from isomorph.data.sources import Picture, first_line
+from isomorph.errors import UserError
+
+VERSION = 1
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+"""How files compressed by gzip, bzip2, xz and zstandard begin."""
+PICTURE_KEYS = ("jpg", "jpeg", "png", "webp")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A file inside a tar file: `size` bytes from `offset` on."""
+
+    name: str
+    offset: int
+    size: int
+    label: int = -1
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """A shard as it was when indexed."""
+
+    path: str
+    size: int
+    changed: int
+
+    @classmethod
+    def of(cls, path: Path) -> "Stamp":
+        found = path.stat()
+        return cls(str(path.absolute()), found.st_size, found.st_mtime_ns)
+
+
+@dataclass
+class Index:
+    """The pictures of one shard. Shape: offsets, sizes, labels (n,) int64; a label of -1 is none."""
+
+    stamp: Stamp
+    names: Names
+    offsets: np.ndarray
+    sizes: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def of(cls, stamp: Stamp, members: Sequence[Member]) -> "Index":
+        columns = ([getattr(member, key) for member in members] for key in ("offset", "size", "label"))
+        return cls(stamp, Names.of(member.name for member in members), *(np.asarray(c, np.int64) for c in columns))
+
+
+class Handle:
+    """An open file that closes when nothing refers to it; read by position, so processes and threads may share it."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "number"):
+            os.close(self.number)
+
+
+@lru_cache(maxsize=128)
+def opened(stamp: Stamp) -> Handle:
+    """The shard's file; a process keeps the latest 128 open. Raises: UserError when it is not the one indexed."""
+    handle = Handle(stamp.path)
+    found = os.fstat(handle.number)
+    if (found.st_size, found.st_mtime_ns) != (stamp.size, stamp.changed):
+        raise UserError(f"{stamp.path} has changed since it was opened; start again to read it as it is now")
+    return handle
+
+
+class Members(Sequence[Picture]):
+    """The pictures of indexed shards, shard after shard, each read by its offset."""
+
+    def __init__(self, indices: Sequence[Index]) -> None:
+        self.stamps = [index.stamp for index in indices]
+        self.names = [index.names for index in indices]
+        self.ends = np.cumsum([len(index.offsets) for index in indices], dtype=np.int64)
+        self.offsets, self.sizes = (
+            np.concatenate([getattr(index, key) for index in indices]) for key in ("offsets", "sizes")
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        size, offset = int(self.sizes[index]), int(self.offsets[index])
+        shard, _ = self.place(index)
+        data = os.pread(opened(self.stamps[shard]).number, size, offset)
+        if len(data) != size:
+            raise OSError(f"the file ends after {len(data)} of its {size} bytes")
+        return data
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Number of the shard, and place in it."""
+        index = range(len(self))[index]
+        shard = int(np.searchsorted(self.ends, index, side="right"))
+        return shard, index - (int(self.ends[shard - 1]) if shard else 0)
+
+    def name(self, index: int) -> str:
+        shard, place = self.place(index)
+        return f"{self.stamps[shard].path}:{self.names[shard][place]}"
+
+
+def index_shards(paths: Sequence[Path], pick: Callable[[BinaryIO, Path], list[Member]]) -> list[Index]:
+    """The index of each shard, from the cache where it is still good; `pick` lists a shard's pictures.
+
+    Raises: UserError when a shard cannot be read, is cut short or compressed.
+    """
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda path: index_shard(path, pick), paths))
+
+
+def index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[Member]]) -> Index:
+    try:
+        stamp = Stamp.of(path)
+        kept = load_index(stamp, pick.__name__)
+        if kept is None:
+            with open(path, "rb") as file:
+                if file.read(6).startswith(COMPRESSED):
+                    raise UserError(
+                        f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar"
+                    )
+                file.seek(0)
+                kept = Index.of(stamp, pick(file, path))
+            keep_index(kept, pick.__name__)
+    except (tarfile.TarError, OSError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
+    return kept
+
+
+def cache_file(stamp: Stamp, kind: str) -> Path:
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    name = hashlib.sha256(f"{kind} {stamp.path}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return base / "isomorph" / "shards" / f"{name}.npz"
+
+
+def load_index(stamp: Stamp, kind: str) -> Index | None:
+    """The index kept for this shard as it is now, if there is one."""
+    try:
+        with open(cache_file(stamp, kind), "rb") as file, np.load(file, allow_pickle=False) as kept:
+            if kept["stamp"].tolist() != [VERSION, stamp.size, stamp.changed]:
+                return None
+            return Index(stamp, Names(kept["block"], kept["ends"]), kept["offsets"], kept["sizes"], kept["labels"])
+    except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+        return None
+
+
+def keep_index(index: Index, kind: str) -> None:
+    """Writes the index where `load_index` finds it, whole or not at all; without a writable cache it is not kept."""
+    stamp, names, written = np.asarray([VERSION, index.stamp.size, index.stamp.changed]), index.names, io.BytesIO()
+    numbers = dict(offsets=index.offsets, sizes=index.sizes, labels=index.labels)
+    np.savez(written, allow_pickle=False, stamp=stamp, block=names.block, ends=names.ends, **numbers)
+    try:
+        target = cache_file(index.stamp, kind)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        number, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
+    except (OSError, RuntimeError):
+        return
+    try:
+        with open(number, "wb") as file:
+            file.write(written.getbuffer())
+        os.replace(name, target)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+
+
+def walk(file: BinaryIO, prefix: str = "") -> Iterator[Member]:
+    """Every file in a tar from where `file` stands, but hidden ones; a tar inside is a folder of its name.
+
+    Raises: tarfile.TarError when it is damaged or has no end.
+    """
+    with tarfile.open(fileobj=file, mode="r:") as archive:
+        while (entry := archive.next()) is not None:
+            archive.members.clear()  # type: ignore[attr-defined]  # it would remember them all
+            parts = [part for part in entry.name.split("/") if part not in ("", ".")]
+            if not entry.isreg() or any(part.startswith(".") for part in parts):
+                continue
+            name = prefix + "/".join(parts)
+            if name.endswith(".tar"):
+                file.seek(entry.offset_data)
+                yield from walk(file, name.removesuffix(".tar") + "/")
+            else:
+                yield Member(name, entry.offset_data, entry.size)
+        file.seek(archive.offset)
+        end = file.read(tarfile.BLOCKSIZE)
+        if len(end) < tarfile.BLOCKSIZE or any(end):
+            raise tarfile.ReadError(f"no end of the archive where it should be (byte {archive.offset}): cut or damaged")
+
+
+def images(file: BinaryIO, path: Path) -> list[Member]:
+    """The image files of a tar."""
+    return [member for member in walk(file) if is_image(member.name)]
+
+
+def samples(file: BinaryIO, path: Path) -> list[Member]:
+    """The labelled pictures of a webdataset shard; members of one key, side by side, are a sample.
+
+    Raises: UserError naming a sample without a label that is a number.
+    """
+    found: list[Member] = []
+    key, parts = None, dict[str, Member]()
+    for member in walk(file):
+        folder, _, base = member.name.rpartition("/")
+        stem, _, ending = base.partition(".")
+        if (folder, stem) != key:
+            found += sample(file, path, parts)
+            key, parts = (folder, stem), {}
+        parts[ending.lower()] = member
+    return found + sample(file, path, parts)
+
+
+def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]:
+    """The picture of a sample, with its label; nothing when it has no picture."""
+    picture = next((parts[key] for key in PICTURE_KEYS if key in parts), None)
+    if picture is None:
+        return []
+    for key in ("cls", "json"):
+        if key in parts:
+            file.seek(parts[key].offset)
+            label = label_of(key, file.read(parts[key].size))
+            if label is not None:
+                return [Member(picture.name, picture.offset, picture.size, label)]
+    raise UserError(
+        f"{path}:{picture.name} has no label: beside it must be a .cls file with the number of the class, "
+        'or a .json file with "label"'
+    )
+
+
+def label_of(key: str, text: bytes) -> int | None:
+    """The label that a .cls or .json file gives, if it is a whole number from 0."""
+    try:
+        label = int(text) if key == "cls" else json.loads(text)["label"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return label if isinstance(label, int) and not isinstance(label, bool) and label >= 0 else None

@@ -1,0 +1,285 @@
+"""The same images through every container: same labels, same pixels; one clear line where a container is wrong."""
+
+import io
+import os
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch.utils.data import DataLoader
+
+import isomorph as iso
+from containers import (
+    CLASSES,
+    CONTAINERS,
+    EXPECTED,
+    SAMPLES,
+    add,
+    as_class_tars,
+    as_folder,
+    as_shards,
+    as_tar,
+    picture,
+    pixels,
+    write_tar,
+)
+from isomorph.data import Corrupted, Noisy, Source, class_fraction, open_source, shards
+from isomorph.data.names import Names, says
+
+pytestmark = pytest.mark.usefixtures("caches")
+
+
+@pytest.fixture(params=CONTAINERS)
+def source(request, tmp_path, caches) -> Source:
+    name, write = CONTAINERS[request.param]
+    write(tmp_path / "data")
+    return open_source(name, "train", tmp_path / "data")
+
+
+class TestEveryContainer:
+    def test_same_labels_and_pixels(self, source):
+        assert source.classes == tuple(CLASSES)
+        assert len(source) == len(SAMPLES)
+        assert pixels(source) == EXPECTED
+        assert type(source[0][1]) is int
+
+    def test_pickles(self, source):
+        source.image(0)
+        again = pickle.loads(pickle.dumps(source.subset([4, 2])))
+        assert again.image(1).tobytes() == source.image(2).tobytes()
+
+    def test_a_subset_is_lazy_and_remembers(self, source):
+        part = source.subset([7, 3, 3]).subset([1, 0])
+        assert list(part.ids) == [3, 7]
+        assert part.labels.tolist() == [source.labels[3], source.labels[7]]
+        assert part.image(1).tobytes() == source.image(7).tobytes()
+        assert part.image(-1).tobytes() == source.image(7).tobytes()
+        half = class_fraction(source, 0.4)
+        assert len(half) == 6
+        assert half.image(5).tobytes() == source.image(int(half.ids[5])).tobytes()
+
+    def test_alterations_keep_their_draws(self, source):
+        noisy = Noisy(source, 0.2)
+        for part in (noisy.subset([9, 4]), Noisy(source.subset([9, 4]), 0.2)):
+            assert part.image(1).tobytes() == noisy.image(4).tobytes()
+
+    def test_shards_cover_each_image_once(self, source):
+        if source.shards is None:
+            return
+        assert [i for run in source.shards for i in run] == list(range(len(source)))
+        part = source.subset(range(1, len(source), 2))
+        assert [i for run in part.shards for i in run] == list(range(len(part)))
+        assert len(part.shards) == len(source.shards)
+
+    def test_two_workers_read_it(self, source):
+        source.transform = lambda image: np.asarray(image).mean()
+        means, labels = next(iter(DataLoader(source, batch_size=len(source), num_workers=0)))
+        assert labels.tolist() == source.labels.tolist()
+        loaded = DataLoader(source, batch_size=4, num_workers=2, multiprocessing_context="fork")
+        assert [m for batch, _ in loaded for m in batch.tolist()] == means.tolist()
+
+
+def test_the_order_of_tars_is_that_of_the_folder(tmp_path):
+    as_folder(tmp_path)
+    as_tar(tmp_path)
+    as_class_tars(tmp_path / "class")
+    folder = open_source("imagefolder", "train", tmp_path)
+    for root in (tmp_path, tmp_path / "class"):
+        source = open_source("tar", "train", root)
+        assert source.labels.tolist() == folder.labels.tolist()
+        assert [source.image(i).tobytes() for i in range(15)] == [folder.image(i).tobytes() for i in range(15)]
+        assert source.shards == [range(5), range(5, 10), range(10, 15)]
+
+
+def test_a_spawned_worker_opens_its_own_files(tmp_path):
+    as_shards(tmp_path)
+    source = open_source("webdataset", "train", tmp_path)
+    source.transform = np.asarray
+    source = source.subset([0, 5, 10])
+    loader = DataLoader(source, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    assert [label for _, label in loader] == [0, 1, 2]
+
+
+def test_the_shared_imagenet_samples(data_root):
+    """Shards in the wild: no split in their names, so they are to test; the whole of them is read."""
+    source = open_source("webdataset", "test", data_root / "imagenet_samples")
+    assert len(source) == 500
+    assert len(set(source.labels.tolist())) == 500
+    assert source.shards == [range(250), range(250, 500)]
+    assert min(source.image(77).size) > 100
+    assert np.asarray(Corrupted(source.subset([7, 3]), "fog", 1).image(1)).shape[2] == 3
+    with pytest.raises(iso.UserError, match="no shard for the train split"):
+        open_source("webdataset", "train", data_root / "imagenet_samples")
+
+
+class TestShardRuns:
+    source = Source([b""] * 6, [0] * 6, ["a"], [range(2), range(2, 6)])
+
+    def test_of_subsets(self):
+        assert self.source.subset([3, 5, 0]).shards == [range(2), range(2, 3)]
+        assert self.source.subset([4]).shards == [range(1)]
+        assert self.source.subset([]).shards == []
+        assert self.source.subset([0, 3, 1]).shards is None
+        assert self.source.subset([0, 3, 1]).subset([0, 2]).shards is None
+        assert Noisy(self.source, 0.1).subset([1, 2]).shards == [range(1), range(1, 2)]
+
+
+class TestIndexCache:
+    @pytest.fixture
+    def walked(self, monkeypatch):
+        """Names of the shards that were really indexed."""
+        names = []
+        real = shards.walk
+        monkeypatch.setattr(shards, "walk", lambda file, *rest: names.append(file.name) or real(file, *rest))
+        return names
+
+    def test_is_used_and_follows_a_replaced_shard(self, tmp_path, walked):
+        as_shards(tmp_path)
+        first = open_source("webdataset", "train", tmp_path)
+        assert len(walked) == 4
+        again = open_source("webdataset", "train", tmp_path)
+        assert len(walked) == 4
+        assert pixels(again) == EXPECTED
+        write_tar(tmp_path / "train-0001.tar", [("x.png", picture(9, 9)), ("x.cls", b"2")])
+        replaced = open_source("webdataset", "train", tmp_path)
+        assert len(walked) == 5
+        assert len(replaced) == len(first) - 4 + 1
+        assert replaced.labels[4] == 2
+        assert replaced.image(4).tobytes() == Image.open(io.BytesIO(picture(9, 9))).tobytes()
+
+    def test_a_damaged_cache_is_made_anew(self, tmp_path, walked):
+        as_shards(tmp_path)
+        open_source("webdataset", "train", tmp_path)
+        kept = sorted((tmp_path / "cache/isomorph/shards").iterdir())
+        assert [path.suffix for path in kept] == [".npz"] * 4
+        kept[0].write_bytes(b"nothing")
+        kept[1].write_bytes(kept[1].read_bytes()[:300])
+        assert len(open_source("webdataset", "train", tmp_path)) == len(SAMPLES)
+        assert len(walked) == 6
+
+    def test_no_writable_cache_is_no_error(self, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        as_shards(tmp_path / "data")
+        assert len(open_source("webdataset", "train", tmp_path / "data")) == len(SAMPLES)
+
+    def test_a_shard_replaced_while_open_is_refused(self, tmp_path):
+        as_shards(tmp_path)
+        source = open_source("webdataset", "train", tmp_path)
+        write_tar(tmp_path / "train-0000.tar", [("x.png", picture(9, 9)), ("x.cls", b"2")])
+        with pytest.raises(iso.UserError, match=r"train-0000\.tar has changed since"):
+            source.image(0)
+
+
+class TestWrongTars:
+    @pytest.mark.parametrize("kept", [0, 100, 700, 5000, -300, -11000])
+    def test_a_truncated_shard(self, tmp_path, kept):
+        as_shards(tmp_path)
+        whole = (tmp_path / "train-0000.tar").read_bytes()
+        (tmp_path / "train-0000.tar").write_bytes(whole[:kept])
+        if kept == -300:  # only padding after the end is lost
+            assert len(open_source("webdataset", "train", tmp_path)) == len(SAMPLES)
+            return
+        with pytest.raises(iso.UserError, match=r"cannot read .*train-0000\.tar: .*; copy or write it again"):
+            open_source("webdataset", "train", tmp_path)
+
+    def test_a_cut_at_a_members_edge_is_seen(self, tmp_path):
+        write_tar(tmp_path / "train.tar", [("a/1.png", b"x" * 512), ("b/1.png", b"y" * 512)])
+        whole = (tmp_path / "train.tar").read_bytes()
+        for kept in (1024, 1024 + 100):
+            (tmp_path / "train.tar").write_bytes(whole[:kept])
+            with pytest.raises(iso.UserError, match="no end of the archive"):
+                open_source("tar", "train", tmp_path)
+        (tmp_path / "train.tar").write_bytes(whole[:1024] + b"z" * 512 + whole[1536:])
+        with pytest.raises(iso.UserError, match="cut or damaged"):
+            open_source("tar", "train", tmp_path)
+
+    @pytest.mark.parametrize("mode", ["gz", "bz2", "xz"])
+    def test_a_compressed_shard(self, tmp_path, mode):
+        for name in ("train-0.tar", f"train-0.tar.{mode}"):
+            folder = tmp_path / name
+            folder.mkdir()
+            with tarfile.open(folder / name, f"w:{mode}") as archive:
+                add(archive, "1.png", picture(0, 0))
+            with pytest.raises(iso.UserError, match=rf"{name} is compressed.*unpack it"):
+                open_source("webdataset", "train", folder)
+
+    @pytest.mark.parametrize(
+        "beside",
+        [
+            [],
+            [("1.cls", b"cat")],
+            [("1.json", b"{}")],
+            [("1.json", b"[")],
+            [("1.json", b'{"label": "cat"}')],
+            [("1.cls", b"-1")],
+        ],
+    )
+    def test_a_sample_without_a_label_is_named(self, tmp_path, beside):
+        write_tar(tmp_path / "train-0.tar", [("1.png", picture(0, 0)), *beside])
+        with pytest.raises(iso.UserError, match=r"train-0\.tar:1\.png has no label"):
+            open_source("webdataset", "train", tmp_path)
+
+    def test_an_unreadable_member_is_named(self, tmp_path):
+        write_tar(tmp_path / "train.tar", [("cat/1.png", b"not an image"), ("cat/2.png", picture(0, 0))])
+        source = open_source("tar", "train", tmp_path)
+        for broken in (source, source.subset([1, 0]).subset([1]), Noisy(source, 0.1)):
+            with pytest.raises(iso.UserError, match=r"cannot read .*train\.tar:cat/1\.png: .*; remove or replace it"):
+                broken.image(0)
+
+    def test_missing_tars_and_classes(self, tmp_path):
+        with pytest.raises(iso.UserError, match=r"no folder .*nowhere"):
+            open_source("tar", "train", tmp_path / "nowhere")
+        with pytest.raises(iso.UserError, match=r"no folder .*nowhere"):
+            open_source("webdataset", "train", tmp_path / "nowhere")
+        with pytest.raises(iso.UserError, match=r"has no train\.tar, nor"):
+            open_source("tar", "train", tmp_path)
+        with pytest.raises(iso.UserError, match="no shard for the test split"):
+            open_source("webdataset", "test", tmp_path)
+        write_tar(tmp_path / "train.tar", [("1.png", b""), ("2.png", b"")])
+        with pytest.raises(iso.UserError, match=r"train\.tar has no class folders"):
+            open_source("tar", "train", tmp_path)
+        write_tar(tmp_path / "shards/train-0.tar", [("1.txt", b""), ("2.txt", b"")])
+        with pytest.raises(iso.UserError, match="no images in"):
+            open_source("webdataset", "train", tmp_path / "shards")
+
+    def test_classes_are_numbered_as_in_train(self, tmp_path):
+        as_tar(tmp_path)
+        write_tar(tmp_path / "val/cat.tar", [("1.png", picture(2, 1))])
+        test = open_source("tar", "test", tmp_path)
+        assert test.classes == tuple(CLASSES)
+        assert test.labels.tolist() == [2]
+        write_tar(tmp_path / "val/dog.tar", [("1.png", picture(2, 1))])
+        with pytest.raises(iso.UserError, match=r"val has classes that .*train\.tar lacks: dog"):
+            open_source("tar", "test", tmp_path)
+
+    def test_labels_beyond_the_listed_classes(self, tmp_path):
+        as_shards(tmp_path)
+        (tmp_path / "classnames.txt").write_text("ant\nbee\n")
+        with pytest.raises(iso.UserError, match="names 2 classes, but its shards have label 2"):
+            open_source("webdataset", "train", tmp_path)
+        (tmp_path / "classnames.txt").unlink()
+        write_tar(tmp_path / "validation/0.tar", [("1.png", picture(0, 0)), ("1.cls", b"1")])
+        assert open_source("webdataset", "test", tmp_path).classes == ("0", "1", "2")
+
+
+def test_long_lists_of_names_are_small():
+    given = ["a/b.png", "", "ünï.jpg", os.fsdecode(b"\xff.png")]
+    names = Names.of(given)
+    assert list(names) == given
+    assert names[-1] == given[-1]
+    with pytest.raises(IndexError):
+        names[4]
+    large = Names.of(f"n01440764/n01440764_{i}.JPEG" for i in range(10_000))
+    assert len(pickle.dumps(large)) < 40 * 10_000
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "answer"),
+    [("imagenet1k-train-0001.tar", "train", True), ("val_00.tar", "val", True), ("validation.tar", "val", False),
+     ("interval-0.tar", "val", False), ("TRAIN0.tar", "train", True), ("latest-1.tar", "test", False)],
+)  # fmt: skip
+def test_words_in_names(name, word, answer):
+    assert says(name, word) is answer

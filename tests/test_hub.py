@@ -1,0 +1,175 @@
+"""Hugging Face data sets: what can be wrong with them, and reading them in passing."""
+
+import pickle
+import sys
+from collections import Counter
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import isomorph as iso
+from containers import (
+    CLASSES,
+    EXPECTED,
+    SAMPLES,
+    as_parquet,
+    as_saved,
+    dataset,
+)
+from isomorph.data import open_source, open_stream
+
+pytestmark = pytest.mark.usefixtures("caches")
+
+
+class TestHuggingface:
+    def test_labels_without_names(self, tmp_path):
+        as_parquet(tmp_path, named=False)
+        dataset(SAMPLES[:2], named=False).to_parquet(tmp_path / "validation.parquet")
+        assert open_source("huggingface", "test", tmp_path).classes == ("0", "1", "2")
+        assert open_stream("huggingface-stream", "test", tmp_path).classes == ("0", "1", "2")
+
+    def test_a_test_split_without_labels_is_passed_over(self, tmp_path):
+        hidden = dataset([(-1, i, data) for _, i, data in SAMPLES[:3]], named=False)
+        hidden.to_parquet(tmp_path / "test-0.parquet")
+        with pytest.raises(iso.UserError, match=r"the test split in .* has no labels"):
+            open_source("huggingface", "test", tmp_path)
+        dataset(SAMPLES[:2]).to_parquet(tmp_path / "val-0.parquet")
+        assert len(open_source("huggingface", "test", tmp_path)) == 2
+        assert len(open_stream("huggingface-stream", "test", tmp_path)) == 2
+
+    @pytest.mark.parametrize("open_it", [open_source, open_stream])
+    def test_what_can_be_missing(self, tmp_path, open_it, monkeypatch):
+        name = "huggingface" if open_it is open_source else "huggingface-stream"
+        with pytest.raises(iso.UserError, match=r"cannot reach timm/mini-imagenet: .*check the network"):
+            open_it(name, "train", "timm/mini-imagenet")
+        with pytest.raises(iso.UserError, match="no folder /no/such/place, and it is no name on the hub"):
+            open_it(name, "train", "/no/such/place")
+        with pytest.raises(iso.UserError, match="has no split train; parquet files must be named"):
+            open_it(name, "train", tmp_path)
+        as_parquet(tmp_path)
+        with pytest.raises(iso.UserError, match="has no split test or val or validation"):
+            open_it(name, "test", tmp_path)
+        dataset().rename_column("label", "target").to_parquet(tmp_path / "test.parquet")
+        with pytest.raises(iso.UserError, match="has columns image, target; it needs image and label"):
+            open_it(name, "test", tmp_path)
+        (tmp_path / "test.parquet").write_bytes(b"PAR1 and nothing")
+        with pytest.raises(iso.UserError, match="cannot read the test split in") as caught:
+            open_it(name, "test", tmp_path)
+        assert "\n" not in str(caught.value)
+        monkeypatch.setitem(sys.modules, "datasets", None)
+        with pytest.raises(iso.UserError, match=r"pip install 'isomorph\[data\]'"):
+            open_it(name, "train", tmp_path)
+
+    def test_unknown_names_and_gated_data(self, monkeypatch):
+        import datasets
+
+        def refuse(*_, **__):
+            raise datasets.exceptions.DatasetNotFoundError("Dataset 'a/b' doesn't exist on the Hub")
+
+        monkeypatch.setattr(datasets, "load_dataset", refuse)
+        with pytest.raises(iso.UserError, match="doesn't exist on the Hub; check the name, or log in"):
+            open_source("huggingface", "train", "a/b")
+
+    def test_text_labels_and_empty_cells(self, tmp_path):
+        from datasets import Dataset
+
+        Dataset.from_dict({"image": [b"x"], "label": ["cat"]}).to_parquet(tmp_path / "train.parquet")
+        with pytest.raises(iso.UserError, match="must hold whole numbers"):
+            open_source("huggingface", "train", tmp_path)
+        (tmp_path / "cells").mkdir()
+        Dataset.from_dict({"image": [None, b"x"], "label": [0, 1]}).to_parquet(tmp_path / "cells/test.parquet")
+        source = open_source("huggingface", "test", tmp_path / "cells")
+        with pytest.raises(iso.UserError, match=r"cannot read image 0 of the test split in .*: the cell is empty"):
+            source.image(0)
+        with pytest.raises(iso.UserError, match="cannot read image 1 of the test split"):
+            source.image(1)
+
+
+@pytest.fixture
+def stream(tmp_path, caches):
+    as_parquet(tmp_path / "data", 4)
+    stream = open_stream("huggingface-stream", "train", tmp_path / "data")
+    stream.buffer = 4
+    return stream
+
+
+class TestStream:
+    def test_same_labels_and_pixels(self, stream):
+        assert (stream.classes, len(stream)) == (tuple(CLASSES), len(SAMPLES))
+        seen = [(label, stream.image(raw, identity).tobytes()) for raw, label, identity in stream.samples(0, 0)]
+        assert Counter(seen) == EXPECTED
+
+    @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 7, 12, 20])
+    def test_shares_are_exact(self, stream, parts):
+        for epoch in (0, 1):
+            shares = [[identity for *_, identity in stream.samples(epoch, 3, p, parts)] for p in range(parts)]
+            assert sorted(i for share in shares for i in share) == sorted(i for *_, i in stream.samples(0, None))
+            assert len({i for share in shares for i in share}) == len(SAMPLES)
+
+    def test_the_order_follows_seed_and_epoch(self, stream):
+        def order(*given):
+            return [identity for *_, identity in stream.samples(*given)]
+
+        assert order(0, 5) == order(0, 5) != order(1, 5)
+        assert order(0, 5) != order(0, 6)
+        assert order(3, None) == sorted(order(0, 5))
+
+    @pytest.mark.parametrize("skip", [0, 1, 6, 99])
+    def test_skipping_resumes(self, stream, skip, monkeypatch):
+        whole = list(stream.samples(2, 1, 1, 2))
+        monkeypatch.setattr("isomorph.data.stream.decode", None)
+        assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
+
+    def test_pickles_and_shares_once_in_workers(self, stream):
+        class Whole(IterableDataset):
+            def __iter__(self):
+                info = get_worker_info()
+                return ((label, identity) for _, label, identity in stream.samples(0, 0, info.id, info.num_workers))
+
+        expected = sorted((label, identity) for _, label, identity in stream.samples(0, 0))
+        loader = DataLoader(Whole(), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        assert sorted(map(tuple, loader)) == expected
+        again = pickle.loads(pickle.dumps(stream))
+        assert sorted((label, identity) for _, label, identity in again.samples(0, 0)) == expected
+
+    def test_a_saved_data_set(self, tmp_path):
+        as_saved(tmp_path / "saved")
+        stream = open_stream("huggingface-stream", "train", tmp_path / "saved")
+        assert len(stream) == len(SAMPLES)
+        shares = [i for p in range(4) for *_, i in stream.samples(0, 0, p, 4)]
+        assert len(set(shares)) == len(shares) == len(SAMPLES)
+
+    def test_wrong_requests(self, stream, tmp_path):
+        with pytest.raises(iso.UserError, match="part 2 is not in 0 to 1"):
+            stream.samples(0, 0, 2, 2)
+        with pytest.raises(iso.UserError, match="'webdataset' is unknown"):
+            open_stream("webdataset", "train")
+        with pytest.raises(iso.UserError, match="split 'val' is unknown"):
+            open_stream("huggingface-stream", "val")
+        with pytest.raises(iso.UserError, match="images=0"):
+            open_stream("huggingface-stream", "train", tmp_path, images=0)
+        with pytest.raises(iso.UserError, match=r"cannot read row 2 of file 1 of the train split"):
+            stream.image(b"not an image", (1 << 32) + 2)
+        stream.classes = ("ant",)
+        with pytest.raises(
+            iso.UserError, match=r"row \d of file \d of the train split .* has label 1, which is no class"
+        ):
+            list(stream.samples(0, None))
+
+    def test_the_hub_tells_or_the_user_does(self, tmp_path, monkeypatch):
+        """What a hub data set looks like: no local files, perhaps without a number of images or names."""
+        import datasets
+
+        as_parquet(tmp_path, named=False)
+        files = {"train": [str(file) for file in tmp_path.glob("*.parquet")]}
+        hub = datasets.load_dataset("parquet", data_files=files, streaming=True)
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
+        with pytest.raises(iso.UserError, match="does not name its classes; give their number as classes="):
+            open_stream("huggingface-stream", "train", "owner/name")
+        with pytest.raises(iso.UserError, match="does not say how many images it has; give the number as images="):
+            open_stream("huggingface-stream", "train", "owner/name:config", classes=3)
+        stream = open_stream("huggingface-stream", "train", "owner/name", images=15, classes=3)
+        assert len(list(stream.samples(0, 0, 1, 2))) in (7, 8)
+        about = datasets.SplitDict.from_split_dict([{"name": "train", "num_examples": 15}])
+        hub["train"].info.splits = about
+        assert len(open_stream("huggingface-stream", "train", "owner/name", classes=3)) == 15
