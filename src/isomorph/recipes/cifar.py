@@ -48,7 +48,21 @@ def digits_demo(birth: str) -> dict[str, Any]:
     )
 
 
+def late(epoch: int) -> dict[str, Any]:
+    """T-CNN Table 3 at CIFAR scale: trained from nothing by SGD, layer3 becoming attention after so many epochs."""
+    return dict(
+        model=dict(name="cifar_resnet20", recast=dict(where=LAYER3, init="paper"), recast_epoch=epoch),
+        data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128, test_crop="whole"),
+        augment=dict(crop_padding=4),
+        optim=dict(name="sgd", lr=0.1, gate_lr=0.1, weight_decay=1e-4, warmup_epochs=0.5),
+        epochs=10,
+        evaluate_every=5,
+        source="T-CNN Table 3 at CIFAR scale, docs/methods/tcnn.md",
+    )
+
+
 RECIPES: dict[str, dict[str, Any]] = {f"cifar_{birth}": cifar_study(birth) for birth in BIRTHS}
 RECIPES |= {f"digits_{birth}": digits_demo(birth) for birth in BIRTHS if birth != "cnn"}
 RECIPES["digits_finetune"] = digits_demo("cnn")
 RECIPES["digits_cnn"] = digits_demo("cnn") | dict(epochs=6, optim=dict(lr=3e-3, warmup_epochs=1))
+RECIPES |= {f"cifar_late_{epoch}": late(epoch) for epoch in (0, 2, 5, 10)}

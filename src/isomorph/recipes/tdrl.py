@@ -129,9 +129,58 @@ def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
     )
 
 
+def pretraining(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
+    """Generic distillation from MAE's ViT-B for 300 epochs; its full checkpoint is --mask.teacher (section 4.1)."""
+    return dict(
+        model=dict(name="tdrl_vit_ti", kwargs=kwargs),
+        data=dict(source="imagefolder", batch_size=4096, workers=8),
+        augment=dict(scale=[0.2, 1.0]),
+        optim=dict(name="adamw", lr=2.4e-3, weight_decay=0.05, warmup_epochs=40, schedule="cosine"),
+        mask=dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224"),
+        epochs=300,
+        evaluate_every=10,
+        amp="bf16",
+        source=f"TDRL {source}",
+        expected=expected,
+    )
+
+
+def cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """Pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
+    return dict(
+        model=dict(name="tdrl_vit_ti", kwargs=NARROW | kwargs),
+        data=dict(source="cifar10", fraction=0.5, size=[32, 32], batch_size=128, test_crop="whole"),
+        augment=dict(scale=[0.5, 1.0]),
+        optim=dict(lr=2e-3, weight_decay=0.05, warmup_epochs=0.5, min_lr=1e-5),
+        mask=mask,
+        epochs=epochs,
+        evaluate_every=2,
+        source="TDRL section 4.1 at CIFAR scale, docs/training.md",
+    )
+
+
+def cifar_tuning(weights: str | None) -> dict[str, Any]:
+    """A fifth of the labels, five epochs: from nothing, or from what pre-training has left."""
+    recipe = cifar_study("P-W2S")
+    recipe["model"] |= dict(weights=weights) if weights else {}
+    recipe["data"] |= dict(test_crop="whole")
+    return recipe | dict(epochs=5, source="TDRL section 4.1 at CIFAR scale, docs/training.md")
+
+
+CIFAR_TEACHER = "runs/cifar_mae_teacher/autoencoder.safetensors"
+CIFAR_STUDENT = "runs/cifar_tdrl_g2sd/model.safetensors"
+
 RECIPES: dict[str, dict[str, Any]] = {
     **tables(),
     **applications(),
+    "tdrl_vit_ti_g2sd": pretraining({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
+    "tdrl_plain_g2sd": pretraining(PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
+    "cifar_mae_teacher": cifar_pretraining(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6),
+    "cifar_tdrl_g2sd": cifar_pretraining(
+        dict(layout="P-W2S"), dict(teacher=CIFAR_TEACHER, depth=2, width=64, heads=4), epochs=4
+    ),
+    "cifar_tdrl_scratch": cifar_tuning(None),
+    "cifar_tdrl_finetuned": cifar_tuning(CIFAR_STUDENT),
     "cifar_tdrl": cifar_study("P-W2S"),
     "cifar_tdrl_plain": cifar_study("plain"),
 }

@@ -68,6 +68,7 @@ class Journal:
         if not self.runtime.leads:
             return
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             with (self.folder / name).open("a") as file:
                 file.write(json.dumps(row) + "\n")
         except OSError as error:
