@@ -22,6 +22,7 @@ from isomorph.data import (
     first_classes,
     open_source,
     train_loader,
+    train_transform,
 )
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
@@ -146,7 +147,11 @@ def test_padded_crops_keep_the_whole_of_a_rectangle():
     source = open_source("digits", "test").subset([0, 1])
     source.pictures = [ramp, ramp]
     images, _, _ = next(
-        iter(train_loader(source, {**CONFIG, "input_size": (3, 32, 64)}, deals(source, 2), crop_padding=1))
+        iter(
+            train_loader(
+                source, train_transform({**CONFIG, "input_size": (3, 32, 64)}, crop_padding=1), deals(source, 2)
+            )
+        )
     )
     assert images.shape == (2, 3, 32, 64)
     middle = images[0, 0, 16, 4:-4]
@@ -194,9 +199,9 @@ def test_noise_has_the_given_strength():
 
 def test_training_batches_follow_the_seed_and_are_full():
     source = open_source("digits", "train").subset(range(70))
+    transform = train_transform(CONFIG, crop_padding=2, hflip=0.5)
     first, again, other = (
-        [images for images, _, _ in train_loader(source, CONFIG, deals(source, 32, seed), crop_padding=2, hflip=0.5)]
-        for seed in (3, 3, 4)
+        [images for images, _, _ in train_loader(source, transform, deals(source, 32, seed))] for seed in (3, 3, 4)
     )
     assert len(first) == 2
     assert all(len(images) == 32 for images in first)
@@ -210,10 +215,10 @@ def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
     """Processes, parts, workers and interruptions: the batch of a step is a function of seed and step."""
     source = open_source("digits", "train").subset(range(50))
     order = Order(len(source), 16, seed=3)
-    augmentation = dict(crop_padding=2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5)
-    whole = [images for images, _, _ in train_loader(source, CONFIG, Deals(order, 2), **augmentation)]
+    transform = train_transform(CONFIG, 2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5)
+    whole = [images for images, _, _ in train_loader(source, transform, Deals(order, 2))]
     shares = [Share(range(part, part + 1), parts) for part in range(parts)]
-    loaders = [train_loader(source, CONFIG, Deals(order, 2, 2, share), workers, **augmentation) for share in shares]
+    loaders = [train_loader(source, transform, Deals(order, 2, 2, share), workers) for share in shares]
     for step, dealt in enumerate(zip(*loaders, strict=True), start=2):
         together = torch.stack([images for images, _, _ in dealt], 1).flatten(0, 1)
         assert torch.equal(together, whole[step])
@@ -244,14 +249,14 @@ def test_unreadable_images_are_replaced_counted_and_limited(folder, workers):
     source = open_source("imagefolder", "train", folder)
     broken = source.pictures[1]
     broken.write_bytes(b"not an image")
-    config = {**CONFIG, "input_size": (3, 8, 8)}
-    loader = train_loader(source, config, deals(source, len(source)), workers, unreadable=1)
+    transform = train_transform({**CONFIG, "input_size": (3, 8, 8)})
+    loader = train_loader(source, transform, deals(source, len(source)), workers, unreadable=1)
     images, labels, problems = next(iter(loader))
     assert len(images) == len(labels) == len(source)
     assert len(problems) == 1
     assert str(broken) in problems[0]
     with pytest.raises(iso.UserError, match=broken.name):
-        list(train_loader(source, config, deals(source, len(source)), workers))
+        list(train_loader(source, transform, deals(source, len(source)), workers))
 
 
 def test_evaluation_follows_the_models_own_config(data_root):
@@ -285,7 +290,7 @@ def test_repeated_augmentation_shows_every_drawn_image_so_often():
     source = open_source("digits", "train").subset(range(64))
     marked = Source(source.pictures, list(range(64)), [str(i) for i in range(64)])
     config = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(marked, config, Deals(Order(64, 32, repeats=3), 2), scale=(0.2, 1.0))
+    loader = train_loader(marked, train_transform(config, scale=(0.2, 1.0)), Deals(Order(64, 32, repeats=3), 2))
     batches = list(loader)
     labels = torch.cat([labels for _, labels, _ in batches[:2]])
     images = torch.cat([images for images, _, _ in batches])
@@ -325,7 +330,7 @@ def test_policies_survive_their_strongest_posterize(policy):
     """timm posterizes to 0 bits at the top of its range; Pillow 13 raises there."""
     source = open_source("digits", "train").subset(range(4))
     config = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(source, config, deals(source, 4), auto_augment=policy)
+    loader = train_loader(source, train_transform(config, auto_augment=policy), deals(source, 4))
     parts = loader.dataset.source.transform.transforms
     found = [op for p in parts for group in [getattr(p, "ops", []), *getattr(p, "policy", [])] for op in group]
     posterizing = [op for op in found if op.name.startswith("Posterize")]

@@ -113,5 +113,6 @@ def train(
     *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="--FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
 ) -> None:
     result = iso.train(load_recipe(recipe, as_assignments(fields)))
-    show(metric_rows("final", result.metrics))
-    print(f"wrote {result.folder / 'model.safetensors'}")
+    if result.leads:
+        show(metric_rows("final", result.metrics))
+        print(f"wrote {result.folder / 'model.safetensors'}")

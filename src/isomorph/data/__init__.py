@@ -1,11 +1,12 @@
 """Sources and streams of labelled images, their corrupted and reduced forms, and loaders."""
 
 from isomorph.data.corruptions import IMAGENET_C, Corrupted, Noisy
-from isomorph.data.loaders import eval_loader, train_loader
+from isomorph.data.loaders import eval_loader, evaluation_transform, train_loader, train_transform
 from isomorph.data.opening import SOURCES, open_source
 from isomorph.data.order import Deals, Order, Share, mixed_seed, seed_generators
 from isomorph.data.sources import Source, class_fraction, first_classes
 from isomorph.data.stream import STREAMS, Stream, open_stream
+from isomorph.data.streaming import stream_loader, stream_test_loader
 
 __all__ = [
     "IMAGENET_C",
@@ -20,10 +21,14 @@ __all__ = [
     "Stream",
     "class_fraction",
     "eval_loader",
+    "evaluation_transform",
     "first_classes",
     "mixed_seed",
     "open_source",
     "open_stream",
     "seed_generators",
+    "stream_loader",
+    "stream_test_loader",
     "train_loader",
+    "train_transform",
 ]

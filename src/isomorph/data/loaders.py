@@ -3,7 +3,7 @@
 import copy
 import math
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -55,6 +55,11 @@ def eval_loader(
     return loader
 
 
+def evaluation_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
+    """timm's transform for testing, as the model's data config says."""
+    return create_transform(**{key: config[key] for key in EVAL_KEYS if key in config})
+
+
 def refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
     """Raises: UserError for a ratio or a filling of receptive-field calibration that makes no image."""
     if not 0.05 <= rfc < math.inf or min(size) / rfc < 1:
@@ -65,31 +70,18 @@ def refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
 
 def train_loader(
     source: Source,
-    config: Mapping[str, Any],
+    transform: Callable[[Image.Image], Any],
     deals: Deals,
     workers: int = 0,
     unreadable: int = 0,
-    crop_padding: int = 0,
-    **augmentation: Any,
 ) -> DataLoader[Any]:
-    """What `deals` deals, one part of a batch after another, under timm's training transform: images, labels, problems.
+    """What `deals` deals, one part of a batch after another, under a training transform: images, labels, problems.
 
-    `augmentation` are the transform's arguments (hflip, ...). `crop_padding` > 0 crops from the image padded by so many
-    pixels (the CIFAR way) instead of resizing crops. Up to `unreadable` images are each replaced by the next one that
-    can be read, and said in `problems`. The loader runs to the end of the training, so that workers are ahead of the
-    model at the start of every epoch too.
+    Up to `unreadable` images are each replaced by the next one that can be read, and said in `problems`. The loader
+    runs to the end of the training, so that workers are ahead of the model at the start of every epoch too.
 
     Raises: UserError naming the image when more cannot be read.
     """
-    (height, width) = config["input_size"][-2:]
-    if crop_padding:
-        augmentation |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
-    shared = {key: config[key] for key in SHARED_KEYS}
-    transform = create_transform(is_training=True, **shared, **{**NO_AUGMENTATION, **augmentation})
-    mend_posterize(transform)
-    if crop_padding:
-        crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
-        transform = transforms.Compose([*crop, transform])
     source = copy.copy(source)
     source.transform = transform
     return DataLoader(
@@ -100,6 +92,25 @@ def train_loader(
         worker_init_fn=leave_signals_alone,
         pin_memory=torch.cuda.is_available(),
     )
+
+
+def train_transform(
+    config: Mapping[str, Any], crop_padding: int = 0, **augmentation: Any
+) -> Callable[[Image.Image], Any]:
+    """timm's training transform; `augmentation` are its arguments (hflip, ...).
+
+    `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
+    """
+    (height, width) = config["input_size"][-2:]
+    if crop_padding:
+        augmentation |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
+    shared = {key: config[key] for key in SHARED_KEYS}
+    transform = create_transform(is_training=True, **shared, **{**NO_AUGMENTATION, **augmentation})
+    mend_posterize(transform)
+    if not crop_padding:
+        return transform
+    crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
+    return transforms.Compose([*crop, transform])
 
 
 class Drawn(Dataset[Example]):

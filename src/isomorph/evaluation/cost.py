@@ -5,7 +5,6 @@ import copy
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from isomorph.layers.mode import eval_mode
@@ -33,6 +32,8 @@ def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
 @torch.no_grad()
 def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 32, seconds: float = 2.0) -> float:
     """Images a second in eval mode: the median over runs of at least `seconds` in all, after a warm-up."""
+    from torch.utils.benchmark import Timer  # warns of a missing compiler when it is imported
+
     parameter = next(model.parameters())
     batch = torch.randn(batch_size, *input_size, device=parameter.device, dtype=parameter.dtype)
     with eval_mode(model):

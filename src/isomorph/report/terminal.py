@@ -10,6 +10,8 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
     "top1": ("top-1 (%)", "{:.2f}".format),
     "top5": ("top-5 (%)", "{:.2f}".format),
     "nll": ("NLL (nats)", "{:.4f}".format),
+    "reconstruction": ("reconstruction (MSE of hidden patches)", "{:.4f}".format),
+    "alignment": ("alignment (smooth L1 with the teacher)", "{:.4f}".format),
     "ece": ("ECE (%, 15 bins)", "{:.2f}".format),
     "images": ("images", "{:,.0f}".format),
     "parameters": ("parameters", "{:,.0f}".format),

@@ -17,11 +17,17 @@ from isomorph.data import (
     Order,
     Share,
     Source,
+    Stream,
     class_fraction,
     eval_loader,
+    evaluation_transform,
     first_classes,
     open_source,
+    open_stream,
+    stream_loader,
+    stream_test_loader,
     train_loader,
+    train_transform,
 )
 from isomorph.errors import UserError
 from isomorph.models import create, refuse_unknown
@@ -32,6 +38,8 @@ from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
 from isomorph.training.snapshot import newest, read_tensors
 from isomorph.training.state import AVERAGED, MODEL
+
+Data = Source | Stream
 
 
 def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True) -> nn.Module:
@@ -87,15 +95,21 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     return resolve_data_config(given, model=model, use_test_size=False)
 
 
-def restrict(source: Source, recipe: Recipe) -> Source:
-    """The class fraction of the training data that the recipe asks for."""
+def open_sources(recipe: Recipe) -> tuple[Data, Data]:
+    """The training and test split of the recipe's data, as much of them as it asks for."""
     data = recipe.data
-    if data.fraction == 1:
-        return source
-    return class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
+    if data.streamed:
+        train = open_stream(data.source, "train", data.root, data.images)
+        return train, open_stream(data.source, "test", data.root)
+    source, test = (open_source(data.source, split, data.root) for split in ("train", "test"))
+    if data.classes is not None:
+        source, test = first_classes(source, data.classes), first_classes(test, data.classes)
+    if data.fraction < 1:
+        source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
+    return source, test
 
 
-def plan(recipe: Recipe, train: Source, runtime: Runtime) -> tuple[Order, Share]:
+def plan(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[Order, Share]:
     """Order of the training images, and the share of every batch that is this process's.
 
     Raises: UserError when the batch cannot be shared out, or the data has no full batch.
@@ -111,20 +125,18 @@ def plan(recipe: Recipe, train: Source, runtime: Runtime) -> tuple[Order, Share]
     if not batch:
         raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
     mine = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
-    order = Order(len(train), batch, recipe.seed, recipe.augment.repeats, train.shards, data.shuffle_shards)
-    return order, Share(mine, parts)
+    shards = train.shards if isinstance(train, Source) else None
+    return Order(len(train), batch, recipe.seed, recipe.augment.repeats, shards, data.shuffle_shards), Share(
+        mine, parts
+    )
 
 
-def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Source, deals: Deals) -> DataLoader[Any]:
+def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: Deals) -> DataLoader[Any]:
     """Training images as they are dealt, augmented as the recipe says."""
-    augment = recipe.augment
-    return train_loader(
-        train,
+    augment, data = recipe.augment, recipe.data
+    transform = train_transform(
         config,
-        deals,
-        recipe.data.workers,
-        recipe.data.unreadable,
-        crop_padding=augment.crop_padding,
+        augment.crop_padding,
         scale=augment.scale,
         ratio=(3 / 4, 4 / 3),
         hflip=augment.hflip,
@@ -133,23 +145,21 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Source, de
         re_prob=augment.erasing,
         re_mode="pixel",
     )
+    if isinstance(train, Stream):
+        return stream_loader(train, transform, deals, data.workers, data.unreadable)
+    return train_loader(train, transform, deals, data.workers, data.unreadable)
 
 
-def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Source, runtime: Runtime) -> DataLoader[Any]:
+def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:
     """This process's share of the test images. Raises: UserError when there are fewer than processes."""
     if len(test) < runtime.world:
         raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
+    batch, workers = max(1, recipe.data.batch_size // runtime.world), recipe.data.workers
+    if isinstance(test, Stream):
+        share = Share(range(runtime.rank, runtime.rank + 1), runtime.world)
+        return stream_test_loader(test, evaluation_transform(config), batch, workers, share)
     mine = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
-    return eval_loader(mine, config, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers)
-
-
-def open_sources(recipe: Recipe) -> tuple[Source, Source]:
-    """The training and test split of the recipe's source."""
-    data = recipe.data
-    train, test = (open_source(data.source, split, data.root) for split in ("train", "test"))
-    if data.classes is not None:
-        train, test = first_classes(train, data.classes), first_classes(test, data.classes)
-    return train, test
+    return eval_loader(mine, config, batch, workers)
 
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:

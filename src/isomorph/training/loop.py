@@ -27,6 +27,8 @@ class Result:
     model: nn.Module
     metrics: dict[str, float]
     folder: Path
+    leads: bool = True
+    """Whether this is the process that speaks for all."""
 
 
 def train(recipe: Recipe, show: bool = True) -> Result:
@@ -51,7 +53,7 @@ def train(recipe: Recipe, show: bool = True) -> Result:
             close_epoch(run, loss, journal)
     run.save(recipe.folder / "model.safetensors")
     run.save_autoencoder()
-    return Result(run.result(), run.progress.metrics, recipe.folder)
+    return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
 
 
 def introduce(run: Run, journal: Journal) -> None:

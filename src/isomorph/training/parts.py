@@ -8,7 +8,7 @@ import timm
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from timm.data import create_transform
 
-from isomorph.data import SOURCES
+from isomorph.data import SOURCES, STREAMS
 from isomorph.models import refuse_unknown
 from isomorph.surgery import Anneal, Rule, build_rule
 
@@ -109,9 +109,11 @@ class DataPart(Part):
     """What it is trained on."""
 
     source: str = "imagefolder"
-    """imagefolder, cifar10, cifar100 or digits."""
+    """imagefolder, tar, webdataset, huggingface, huggingface-stream (never kept), cifar10, cifar100 or digits."""
     root: File | None = None
-    """Folder of the data; by default $ISOMORPH_DATA, else ./data."""
+    """Folder of the data, or its name on the Hugging Face hub; by default $ISOMORPH_DATA, else ./data."""
+    images: Count | None = None
+    """Images of the training split, where a stream does not tell."""
     fraction: Share = 1.0
     """Share of every class to train on."""
     draw: Literal["seeded", "first"] = "seeded"
@@ -134,9 +136,23 @@ class DataPart(Part):
     @field_validator("source")
     @classmethod
     def known(cls, source: str) -> str:
-        if source not in SOURCES:
-            raise ValueError(f"{source!r} is unknown; choose one of {', '.join(SOURCES)}")
+        if source not in (*SOURCES, *STREAMS):
+            raise ValueError(f"{source!r} is unknown; choose one of {', '.join([*SOURCES, *STREAMS])}")
         return source
+
+    @property
+    def streamed(self) -> bool:
+        return self.source in STREAMS
+
+    @model_validator(mode="after")
+    def coherent(self) -> "DataPart":
+        if self.streamed and (self.fraction < 1 or self.classes or self.shuffle_shards):
+            raise ValueError(
+                f"{self.source} is read in passing: no fraction, classes or shuffle_shards; use huggingface"
+            )
+        if self.images and not self.streamed:
+            raise ValueError(f"images is for {', '.join(STREAMS)}; {self.source} counts its own")
+        return self
 
 
 class AugmentPart(Part):

@@ -96,6 +96,10 @@ class Recipe(Part):
             raise ValueError("model.recast_epoch needs a model.recast or model.unstride to make then")
         if self.model.recast_epoch and self.scale.parallel == "fsdp":
             raise ValueError("model.recast_epoch needs the whole model in every process: set scale.parallel ddp")
+        if self.augment.repeats > 1 and self.data.streamed:
+            raise ValueError(
+                f"augment.repeats shows images again, {self.data.source} reads each in passing; leave it at 1"
+            )
         if self.augment.scale[0] > self.augment.scale[1]:
             raise ValueError("augment.scale must give the smaller share first")
         if self.anneal and self.anneal.epochs > self.epochs:

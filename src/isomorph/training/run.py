@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from isomorph.analysis import logit_stats
-from isomorph.data import Deals, Order, Share, Source
+from isomorph.data import Deals, Order, Share
 from isomorph.errors import UserError
 from isomorph.surgery import gpsa_layers
 from isomorph.training.autoencoders import write_autoencoder
 from isomorph.training.build import (
+    Data,
     build_model,
     build_test_loader,
     build_train_loader,
@@ -28,7 +29,6 @@ from isomorph.training.build import (
     open_sources,
     operate,
     plan,
-    restrict,
 )
 from isomorph.training.checkpoint import describe_model, load, remember_data, write_model
 from isomorph.training.objective import Objective, build_objective
@@ -77,7 +77,7 @@ class Run:
     scheduler: Scheduler
     order: Order
     share: Share
-    train: Source
+    train: Data
     config: dict[str, Any]
     test: DataLoader[Any]
     header: dict[str, str]
@@ -171,8 +171,10 @@ class Run:
 
     def result(self) -> nn.Module:
         """What is evaluated and kept, whole, in eval mode."""
-        sharded = self.recipe.scale.parallel == "fsdp"
-        return load(self.recipe.folder / "model.safetensors") if sharded else self.eval_model.eval()
+        if self.recipe.scale.parallel == "ddp":
+            return self.eval_model.eval()
+        self.runtime.highest(0)  # the file is whole before anyone reads it
+        return load(self.recipe.folder / "model.safetensors")
 
 
 def open_run(recipe: Recipe) -> Run:
@@ -184,7 +186,6 @@ def open_run(recipe: Recipe) -> Run:
     found = find_snapshot(recipe, runtime)
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     train, test = open_sources(recipe)
-    train = restrict(train, recipe)
     order, share = plan(recipe, train, runtime)
     seed_everything(recipe.seed)
     model = build_model(recipe.model, len(train.classes), recipe.drop_path, recast)

@@ -1,5 +1,6 @@
 """Where a run computes: device, precision, and the processes that share the work."""
 
+import atexit
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -83,7 +84,14 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
         torch.cuda.set_device(place)
     if world > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+        atexit.register(leave)
     return Runtime(place, amp, rank, world)
+
+
+def leave() -> None:
+    """Takes leave of the other processes, where they are still there."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def seed_everything(seed: int, *place: int) -> None:

@@ -1,0 +1,125 @@
+"""Batches out of a stream: every process and worker reads a lane of its own, and can begin anywhere in it."""
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import chain, count, islice
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+
+from isomorph.data.loaders import Example, collate, leave_signals_alone
+from isomorph.data.order import Deals, Share, mixed_seed, seed_generators
+from isomorph.data.stream import Sample, Stream
+from isomorph.errors import UserError
+
+Part = tuple[Tensor, Tensor, list[str]]
+"""Images, labels, problems."""
+
+
+def this_worker() -> tuple[int, int]:
+    """The place of the loader's worker that asks, and how many there are."""
+    info = get_worker_info()
+    return (info.id, info.num_workers) if info else (0, 1)
+
+
+class StreamedParts(IterableDataset[Part]):
+    """One process's parts of every batch, from a step on, read from a stream: parts go to the workers in turn.
+
+    Each part and worker has a lane of the stream, shuffled anew every epoch; one that is short begins again. With the
+    same workers, a step sees the same images wherever the run is taken up: what was used of a lane is skipped.
+    """
+
+    def __init__(self, stream: Stream, deals: Deals, unreadable: int) -> None:
+        self.stream, self.deals, self.unreadable = stream, deals, unreadable
+
+    def __iter__(self) -> Iterator[Part]:
+        order, mine, first = self.deals.order, self.deals.share.mine, self.deals.first
+        worker, workers = this_worker()
+        lane = (worker + first * len(mine)) % workers  # the loader begins with worker 0, wherever the run does
+        start = first
+        for epoch in range(first // order.steps, self.deals.epochs):
+            begin, end = epoch * order.steps, (epoch + 1) * order.steps
+            turns = [(step, part) for step in range(begin, end) for part in mine]
+            own = [turn for n, turn in enumerate(turns, begin * len(mine)) if n % workers == lane]
+            past = {part: sum(1 for step, p in own if p == part and step < start) for part in mine}
+            lanes = {part: self.lane(epoch, part, lane, workers, past[part]) for part in mine}
+            for step, part in own:
+                if step >= start:
+                    yield self.batch(lanes[part], epoch, step, part)
+            start = end
+
+    def lane(self, epoch: int, part: int, lane: int, workers: int, past: int) -> Iterator[Sample]:
+        """A share of the stream without end, past so many batches."""
+        seed, lanes = self.deals.order.seed, self.deals.share.of * workers
+        rounds = (
+            self.stream.samples(mixed_seed(epoch, again), seed, part * workers + lane, lanes) for again in count()
+        )
+        return islice(chain.from_iterable(rounds), past * self.size, None)
+
+    @property
+    def size(self) -> int:
+        """Images of a part."""
+        return self.deals.order.batch // self.deals.share.of
+
+    def batch(self, lane: Iterator[Sample], epoch: int, step: int, part: int) -> Part:
+        """The next part of a batch from a lane; unreadable images are replaced by those after them."""
+        examples: list[Example] = []
+        problems: list[str] = []
+        while len(examples) < self.size:
+            picture, label, identity = next(lane)
+            seed_generators(mixed_seed(self.deals.order.seed, step, part, len(examples)))
+            try:
+                image = seen(self.stream, self.stream.image(picture, identity))
+                examples.append((image, label, []))
+            except UserError as error:
+                problems.append(str(error))
+                if len(problems) > self.unreadable:
+                    raise
+        images, labels, _ = collate(examples)
+        return images, labels, problems
+
+
+def seen(stream: Stream, image: Image.Image) -> Any:
+    """The image as the stream's transform has it."""
+    return image if stream.transform is None else stream.transform(image)
+
+
+class StreamedTest(IterableDataset[tuple[Any, int]]):
+    """One process's share of a stream, once, in the stored order."""
+
+    def __init__(self, stream: Stream, share: Share) -> None:
+        self.stream, self.share = stream, share
+
+    def __iter__(self) -> Iterator[tuple[Any, int]]:
+        worker, workers = this_worker()
+        part, parts = self.share.mine[0] * workers + worker, self.share.of * workers
+        for picture, label, identity in self.stream.samples(0, None, part, parts):
+            yield seen(self.stream, self.stream.image(picture, identity)), label
+
+
+def stream_loader(
+    stream: Stream, transform: Callable[[Image.Image], Any], deals: Deals, workers: int = 0, unreadable: int = 0
+) -> DataLoader[Any]:
+    """Training batches out of a stream, as `train_loader` gives them out of a source."""
+    stream = copy.copy(stream)
+    stream.transform = transform
+    return DataLoader(
+        StreamedParts(stream, deals, unreadable),
+        batch_size=None,
+        num_workers=workers,
+        worker_init_fn=leave_signals_alone,
+        pin_memory=torch.cuda.is_available(),
+    )
+
+
+def stream_test_loader(
+    stream: Stream, transform: Callable[[Image.Image], Any], batch_size: int, workers: int, share: Share
+) -> DataLoader[Any]:
+    """Test batches out of a stream: every image in the share of one process."""
+    stream = copy.copy(stream)
+    stream.transform = transform
+    dataset = StreamedTest(stream, share)
+    return DataLoader(dataset, batch_size=batch_size, num_workers=workers, collate_fn=default_collate)

@@ -1,0 +1,193 @@
+"""Several processes train as one does: same images, same losses, and snapshots that either can take up."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import isomorph as iso
+from isomorph.training.journal import rows_of
+from isomorph.training.recipe import check
+from isomorph.training.run import open_run
+from isomorph.training.runtime import Runtime
+from isomorph.training.snapshot import newest, read_tensors
+
+KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
+VALUES = dict(
+    model=dict(name="convit_ti", kwargs=KWARGS),
+    data=dict(source="digits", fraction=0.2, size=[16, 16], batch_size=32),
+    augment=dict(crop_padding=2, hflip=0.5, mixup=0.8, cutmix=1.0, erasing=0.2),
+    optim=dict(lr=2e-3, warmup_epochs=0.5, clip_grad=1.0),
+    epochs=2,
+    ema=0.9,
+    drop_path=0.1,
+    log_every=1,
+)
+"""Eight steps an epoch of a network that sees each image by itself (no BatchNorm)."""
+
+
+def launch(out, processes=2, **more):
+    """A real run under torchrun."""
+    recipe = out.with_suffix(".yaml")
+    recipe.write_text(json.dumps({**VALUES, "name": out.name, "out": str(out), **more}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [*command, "-m", "isomorph", "train", str(recipe)], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def alone(out, **more):
+    return iso.train(check({**VALUES, "name": out.name, "out": str(out), **more}), show=False)
+
+
+def losses(folder):
+    return torch.tensor([row["loss"] for row in rows_of(folder / "steps.jsonl")], dtype=torch.float64)
+
+
+def close_runs(a, b, atol=1e-5):
+    """Loss curves, measures, and every tensor of the last snapshots."""
+    torch.testing.assert_close(losses(a), losses(b), rtol=0, atol=atol)
+    ours, theirs = (rows_of(folder / "log.jsonl")[-1] for folder in (a, b))
+    assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-4)
+    assert ours["top1"] == pytest.approx(theirs["top1"], abs=0.5)
+    ours, theirs = (read_tensors(newest(folder).path) for folder in (a, b))
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=5e-4, msg=name)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """One process that takes every batch in two parts."""
+    folder = tmp_path_factory.mktemp("one") / "run"
+    alone(folder, scale=dict(accumulate=2))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_processes_equal_one(parallel, one, tmp_path):
+    found = launch(tmp_path / "two", scale=dict(parallel=parallel))
+    assert found.returncode == 0, found.stderr
+    assert "2 processes" in found.stdout
+    assert found.stdout.count("epoch 1/2") == 1
+    close_runs(one, tmp_path / "two")
+    shards = list(newest(tmp_path / "two").path.glob("*.safetensors"))
+    assert len(shards) == (2 if parallel == "fsdp" else 1)
+    x = torch.randn(2, 3, 16, 16)
+    ours, theirs = (iso.load(folder / "model.safetensors")(x) for folder in (one, tmp_path / "two"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(one, tmp_path):
+    """Stopped after an epoch by a limit that only it has, and taken up on another number of processes."""
+    first = tmp_path / "moved"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = tmp_path / "stopping.py"
+    script.write_text(STOPPING)
+    values = json.dumps({**VALUES, "name": "moved", "out": str(first), "scale": dict(parallel="fsdp")})
+    found = subprocess.run(
+        [*torchrun, str(script), values], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert newest(first).values["progress"]["closed"] == 1, found.stderr
+    assert len(list(newest(first).path.glob("*.safetensors"))) == 2
+    alone(first, scale=dict(accumulate=2))
+    close_runs(one, first)
+    second = tmp_path / "back"
+    values = json.dumps({**VALUES, "name": "back", "out": str(second), "scale": dict(accumulate=2)})
+    subprocess.run(
+        [sys.executable, str(script), values], env=environment, capture_output=True, timeout=300, check=False
+    )
+    assert newest(second).values["progress"]["closed"] == 1
+    found = launch(second, scale=dict(parallel="fsdp"))
+    assert found.returncode == 0, found.stderr
+    assert "resuming after step 8" in found.stdout
+    close_runs(one, second)
+
+
+STOPPING = """
+import json, os, sys
+import isomorph as iso
+import isomorph.training.loop as loop
+from isomorph.training.recipe import check
+
+def close_and_stop(run, *rest, close=loop.close_epoch):
+    close(run, *rest)
+    os._exit(0)
+
+loop.close_epoch = close_and_stop
+iso.train(check(json.loads(sys.argv[1])), show=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_stops_all_processes_after_one_step(tmp_path):
+    """torchrun passes SIGTERM on; the processes agree where to stop, and save."""
+    import signal
+    import time
+
+    out = tmp_path / "run"
+    recipe = tmp_path / "run.yaml"
+    recipe.write_text(json.dumps({**VALUES, "epochs": 500, "name": "run", "out": str(out)}))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [*command, "-m", "isomorph", "train", str(recipe)], env=environment, stderr=subprocess.PIPE
+    )
+    while process.poll() is None and len(rows_of(out / "steps.jsonl")) < 11:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    step = newest(out).values["progress"]["step"]
+    assert step >= 11
+    assert len(rows_of(out / "steps.jsonl")) == step
+
+
+@pytest.mark.parametrize(
+    ("scale", "values", "message"),
+    [
+        (dict(accumulate=3), {}, "batch_size 32 cannot be dealt to 3 parts of an even number each"),
+        (dict(accumulate=32), {}, "cannot be dealt to 32 parts"),
+        (dict(activation_checkpointing=True), dict(model=dict(name="lenet")), "no model"),
+    ],
+)
+def test_shares_that_cannot_be(scale, values, message, tmp_path):
+    with pytest.raises(iso.UserError, match=message):
+        open_run(check({**VALUES, "out": str(tmp_path / "run"), "scale": scale, **values}))
+
+
+def test_accumulated_parts_make_the_gradients_of_the_whole(tmp_path):
+    """Without draws of its own for each part, a batch in parts is the batch."""
+    still = dict(augment=dict(crop_padding=2), drop_path=0.0, epochs=1)
+    for parts in (1, 2, 4):
+        alone(tmp_path / str(parts), scale=dict(accumulate=parts), **still)
+    for parts in (2, 4):
+        torch.testing.assert_close(losses(tmp_path / "1"), losses(tmp_path / str(parts)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [dict(activation_checkpointing=True)])
+def test_memory_saved_changes_nothing(scale, tmp_path):
+    alone(tmp_path / "plain", epochs=1)
+    alone(tmp_path / "other", epochs=1, scale=scale)
+    torch.testing.assert_close(losses(tmp_path / "plain"), losses(tmp_path / "other"), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_the_run(tmp_path):
+    alone(tmp_path / "plain", epochs=1, data={**VALUES["data"], "fraction": 0.05})
+    alone(tmp_path / "other", epochs=1, data={**VALUES["data"], "fraction": 0.05}, scale=dict(compile=True))
+    torch.testing.assert_close(losses(tmp_path / "plain"), losses(tmp_path / "other"), rtol=0, atol=1e-4)
+    assert iso.load(tmp_path / "other/model.safetensors")
+
+
+def test_one_process_agrees_with_itself():
+    runtime = Runtime(torch.device("cpu"), False)
+    assert runtime.highest(3, 0.5) == [3, 0.5]
+    assert runtime.gathered("x") == ["x"]
+    assert runtime.mean(torch.tensor(2.0)) == 2.0
