@@ -6,6 +6,7 @@ import os
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.data import resolve_data_config
 from torch import nn
 
@@ -14,10 +15,11 @@ from isomorph.recipes import RECIPES, convit
 from isomorph.training.build import build_model
 from isomorph.training.checkpoint import describe_base, describe_edits
 from isomorph.training.loop import train_epoch
-from isomorph.training.optim import build_optimizer, build_scheduler, parameter_groups
+from isomorph.training.optim import build_optimizer, build_scheduler, group_lines, layer_scales, parameter_groups
 from isomorph.training.parts import OptimPart
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
+from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
@@ -205,6 +207,49 @@ class TestOptim:
         assert rates[1][0] == pytest.approx(1e-3, rel=0.2)
         assert rates[1][0] > rates[2][0] > rates[3][0]
 
+    def test_no_scheduler_and_no_optimiser_loses_a_group(self):
+        """Every group keeps its share of the rate through the whole schedule, whatever moves the weights."""
+        model, _, _ = self.groups()
+        for name in ("adamw", "sgd", "lamb", "lion", "adafactor", "muon", "nadamw", "rmsproptf"):
+            for schedule in ("cosine", "linear", "constant"):
+                optim = OptimPart(name=name, lr=1e-3, gate_lr=0.1, position_lr=5e-3, warmup_epochs=1, schedule=schedule)
+                optimizer = build_optimizer(model, optim)
+                scheduler = build_scheduler(optimizer, optim, epochs=4, steps_per_epoch=5)
+                names = [group["name"] for group in optimizer.param_groups]
+                assert names == ["decayed", "undecayed", "gates", "positions"]
+                for step in range(20):
+                    scheduler.step_update(step)
+                    rates = [group["lr"] for group in optimizer.param_groups]
+                    assert [rate / rates[0] for rate in rates] == pytest.approx([1, 1, 100, 5])
+                decays = [group["weight_decay"] for group in optimizer.param_groups]
+                assert decays[0] > 0
+                assert decays[1:] == [0, 0, 0]
+
+    def test_the_table_of_groups(self):
+        model, _, _ = self.groups()
+        lines = group_lines(build_optimizer(model, OptimPart(lr=1e-3)), OptimPart(lr=1e-3))
+        assert [line.split()[0] for line in lines] == ["group", "decayed", "undecayed", "gates", "positions"]
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert sum(int(line.split()[2].replace(",", "")) for line in lines[1:]) == trained
+        assert lines[3].split()[3:] == ["0.1", "0"]
+
+    def test_layer_decay_follows_the_layer_and_not_the_form(self):
+        """A recast layer has the rate of the layer that it was, in every part; frozen layers count."""
+        vit = timm.create_model("deit_tiny_patch16_224", depth=4, embed_dim=48, num_heads=3, img_size=32)
+        plain = layer_scales(vit, 0.5)
+        wide = iso.recast(vit, iso.LinearToPyramid("P-W2S"), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
+        gated = iso.recast(vit, iso.AttentionToGPSA(), where="blocks.[01].attn")
+        for model in (wide, gated):
+            model.blocks[0].requires_grad_(False)
+            for name, scale in layer_scales(model, 0.5).items():
+                block = name.split(".")[1] if name.startswith("blocks.") else None
+                known = plain[f"blocks.{block}.norm1.weight"] if block else plain[name]
+                assert scale == known, name
+            for group in parameter_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, layer_decay=0.5)):
+                scale = float(group["name"].partition(" x")[2] or 1)
+                own = 100 if group["name"].startswith("gates") else 1
+                assert group["lr_scale"] == pytest.approx(scale * own, rel=1e-2)
+
 
 class TestRun:
     def test_leaves_what_it_says(self, tmp_path):
@@ -247,6 +292,59 @@ class TestRun:
         assert result.metrics["nll"] > 0
         if "anneal" in changes:
             assert result.model.layer3[2].conv2.locality.max() < 2
+
+    def test_tensorboard_has_the_curves(self, tmp_path):
+        event_accumulator = pytest.importorskip(
+            "tensorboard.backend.event_processing.event_accumulator", reason="needs the extra `track`"
+        )
+        iso.train(tiny(tmp_path, tensorboard=True, log_every=1), show=False)
+        board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        assert {"train/loss", "train/lr", "epoch/top1"} <= set(board.Tags()["scalars"])
+        assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4]
+
+    def test_unreadable_images_are_counted_up_to_a_limit(self, tmp_path):
+        for i, split in enumerate(["train"] * 8 + ["val"] * 2):
+            for name in ("dark", "light"):
+                (tmp_path / "data" / split / name).mkdir(parents=True, exist_ok=True)
+                level = 40 if name == "dark" else 200
+                Image.new("RGB", (16, 16), (level + i,) * 3).save(tmp_path / "data" / split / name / f"{i}.png")
+        (tmp_path / "data/train/dark/3.png").write_bytes(b"broken")
+        data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
+        with pytest.raises(iso.UserError, match=r"cannot read .*dark/3\.png"):
+            iso.train(tiny(tmp_path / "strict", data=data), show=False)
+        iso.train(tiny(tmp_path / "loose", data=data | dict(unreadable=1)), show=False)
+        rows = [json.loads(line) for line in (tmp_path / "loose/log.jsonl").read_text().splitlines()]
+        assert [row["unreadable"] for row in rows] == [1, 1]
+        (tmp_path / "data/train/light/5.png").write_bytes(b"broken")
+        with pytest.raises(
+            iso.UserError, match=r"2 images cannot be read, data\.unreadable allows 1; the latest: .*png"
+        ):
+            iso.train(tiny(tmp_path / "many", data=data | dict(unreadable=1)), show=False)
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_a_stream_is_trained_on_and_taken_up(self, workers, tmp_path, data_root, caches):
+        """Parquet read in passing: stopped within an epoch, the run goes on with the images it had not seen."""
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow.parquet import read_table, write_table
+
+        table = read_table(data_root / "cifar10/test-00000-of-00001.parquet").slice(0, 300)
+        (tmp_path / "data").mkdir()
+        for split, start, stop in (("train", 0, 100), ("train", 100, 240), ("test", 240, 300)):
+            write_table(table.slice(start, stop - start), tmp_path / f"data/{split}-{start:05d}.parquet")
+        assert pyarrow
+        data = dict(source="huggingface-stream", root=str(tmp_path / "data"), batch_size=40, workers=workers)
+        values = dict(data=data, log_every=1, scale=dict(accumulate=2))
+        iso.train(tiny(tmp_path / "whole", **values), show=False)
+        stopped_run(tmp_path / "part", 8, {**TINY, **values})
+        iso.train(tiny(tmp_path / "part", **values), show=False)
+        a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
+        assert all(torch.equal(a[name], b[name]) for name in a)
+        for changes, message in (
+            (dict(fraction=0.5), "read in passing"),
+            (dict(images=3, source="digits"), "counts its own"),
+        ):
+            with pytest.raises(iso.UserError, match=message):
+                tiny(tmp_path, data=data | changes)
 
     def test_evaluates_and_keeps_when_it_is_due(self, tmp_path):
         result = iso.train(tiny(tmp_path, epochs=5, evaluate_every=2, keep_every=3), show=False)
@@ -312,6 +410,31 @@ class TestRun:
             open_run(tiny(tmp_path, distill=fixed))
         with pytest.raises(iso.UserError, match="knows 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
+
+    @pytest.mark.parametrize("kind", ["hard", "soft"])
+    def test_distillation_by_a_token(self, kind, tmp_path):
+        """DeiT's: the class token learns the labels, the distillation token the teacher; together they predict."""
+        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "teacher.safetensors")
+        distill = dict(teacher=str(tmp_path / "teacher.safetensors"), kind=kind, share=0.3, token=True)
+        kwargs = dict(img_size=16, depth=2, patch_size=8, embed_dim=32, num_heads=2)
+        values = tiny(
+            tmp_path / "run", model=dict(name="deit_tiny_distilled_patch16_224", kwargs=kwargs), distill=distill
+        )
+        run = open_run(values)
+        run.task.train()
+        x, y = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+        first, second = run.trained(x)
+        seen = run.task.teacher(x).detach()
+        goal = seen.argmax(1) if kind == "hard" else seen.softmax(1)
+        term = nn.functional.cross_entropy(second, goal)
+        if kind == "soft":
+            term = term + (goal * goal.log()).sum(1).mean()
+        expected = 0.7 * nn.functional.cross_entropy(first, y) + 0.3 * term
+        torch.testing.assert_close(run.task(x, y)["loss"], expected)
+        result = iso.train(values, show=False)
+        assert torch.equal(iso.load(tmp_path / "run/model.safetensors")(x), result.model(x))
+        with pytest.raises(iso.UserError, match="CifarResNet has no distillation token"):
+            open_run(tiny(tmp_path / "other", distill=distill))
 
     def test_a_vit_is_recast_by_a_recipe(self, tmp_path):
         model = dict(name="deit_tiny_patch16_224", kwargs=dict(img_size=16, depth=2, patch_size=8))

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import isomorph as iso
-from isomorph.training import Diverged, Stopped
+from isomorph.training import Diverged
 from isomorph.training.journal import rows_of
 from isomorph.training.loop import train_epoch
 from isomorph.training.recipe import changes, check, identity, with_defaults
 from isomorph.training.run import open_run
 from isomorph.training.snapshot import newest, read_tensors, snapshots
 from isomorph.training.watch import LossGuard
+from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
@@ -62,21 +63,9 @@ def same_run(a, b):
     assert not [path for folder in (a, b) for path in folder.glob(".*")]
 
 
-def stop_after(run_folder, step, **more):
-    """A run that gets a signal after a step, in this process."""
-    import isomorph.training.look as look
-
-    def kick(self, waited, images, after=look.Look.after):
-        if self.run.progress.step == step:
-            os.kill(os.getpid(), signal.SIGTERM)
-            while not self.stop.number:
-                time.sleep(0.001)
-        after(self, waited, images)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(look.Look, "after", kick)
-        with pytest.raises(Stopped, match=f"stopped by SIGTERM after step {step}; saved in"):
-            iso.train(tiny(run_folder, **more), show=False)
+def stop_after(folder, step, **more):
+    """A run that gets a signal after a step."""
+    stopped_run(folder, step, {**TINY, **more})
 
 
 @pytest.fixture(scope="module")

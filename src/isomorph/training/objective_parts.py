@@ -17,7 +17,7 @@ class TokenLabelPart(Part):
 
 
 class DistillPart(Part):
-    """A teacher beside the labels, on the same images (DeiT's distillation without a token)."""
+    """A teacher beside the labels, on the same images (DeiT's distillation, with or without a token)."""
 
     teacher: str
     """A timm model with public weights, or a checkpoint written by isomorph."""
@@ -29,3 +29,5 @@ class DistillPart(Part):
     """Weight of the teacher's term; the labels have the rest."""
     temperature: Positive = 1.0
     """Of the soft probabilities."""
+    token: bool = False
+    """The teacher's term is for the head of a distillation token (deit_*_distilled_*), else for the one head."""

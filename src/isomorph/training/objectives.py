@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from timm.data import Mixup
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
-from timm.task import ClassificationTask, LogitDistillationTask, TrainingTask
+from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillationTask, TrainingTask
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -107,21 +107,32 @@ def distillation(
 ) -> TrainingTask:
     """Labels and a frozen teacher, in eval mode throughout, normalised as it is used to.
 
-    Raises: UserError when the teacher knows other classes.
+    Raises: UserError when the teacher knows other classes, or a token is wanted that the model does not have.
     """
     known, wanted = (getattr(m, "num_classes", None) for m in (teacher, model))
     if known != wanted:
         raise UserError(f"the teacher {part.teacher} knows {known} classes, the model has {wanted}: no common labels")
-    kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
-    return kind(
-        model,
-        teacher.requires_grad_(False).to(device),
+    teacher = teacher.requires_grad_(False).to(device)
+    shared: dict[str, Any] = dict(
         criterion=criterion(augment, loss),
         task_loss_weight=1 - part.share,
         temperature=part.temperature,
         device=device,
         verbose=False,
     )
+    if part.token:
+        refuse_tokenless(model)
+        return TokenDistillationTask(model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared)
+    kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
+    return kind(model, teacher, **shared)
+
+
+def refuse_tokenless(model: nn.Module) -> None:
+    """Raises: UserError when the model has no distillation token."""
+    if not hasattr(model, "set_distilled_training"):
+        raise UserError(
+            f"{type(model).__name__} has no distillation token: leave distill.token off, or train a deit_*_distilled_*"
+        )
 
 
 @torch.no_grad()

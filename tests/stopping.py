@@ -1,0 +1,27 @@
+"""A run that is told to stop after a given step, in the test's own process."""
+
+import os
+import signal
+import time
+
+import pytest
+
+import isomorph as iso
+from isomorph.training import Stopped, look
+from isomorph.training.recipe import check
+
+
+def stopped_run(folder, step, values):
+    """Trains to the step, gets SIGTERM, saves and stops."""
+
+    def kick(self, waited, images, after=look.Look.after):
+        if self.run.progress.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self.stop.number:
+                time.sleep(0.001)
+        after(self, waited, images)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(look.Look, "after", kick)
+        with pytest.raises(Stopped, match=f"stopped by SIGTERM after step {step}; saved in"):
+            iso.train(check({**values, "out": str(folder)}), show=False)
