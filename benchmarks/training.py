@@ -44,7 +44,7 @@ CRASHED = dict(
     data=dict(source="digits", fraction=0.5, size=[16, 16], batch_size=32),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
     optim=dict(lr=1e-3, warmup_epochs=0.5),
-    epochs=6,
+    epochs=12,
     ema=0.99,
     drop_path=0.0,
     log_every=1,
@@ -157,7 +157,8 @@ def crashes(options):
     }
     show("after the last start", [{k: str(v) for k, v in last.items()}])
     print(f"\nwrote {write('training_crashes', {'kills': moments, 'result': [last]})}")
-    assert weights and same
+    assert weights
+    assert same
 
 
 def main():
