@@ -19,7 +19,7 @@ from interleave import show, write
 from isomorph.data import Deals, Order, Share, open_source, train_loader, train_transform
 from isomorph.evaluation import count_parameters
 from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import checksum, newest, read_tensors, write_snapshot
+from isomorph.training.snapshot import checksum, newest, read_snapshot, write_snapshot
 
 IMAGENET = 1_281_167
 CONFIG = dict(input_size=(3, 224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
@@ -70,7 +70,7 @@ def checkpointing(parameters=50_000_000):
     with tempfile.TemporaryDirectory(dir=".") as folder:
         runtime = Runtime(torch.device("cpu"), False)
         writing, _ = timed(lambda: write_snapshot(Path(folder), 1, tensors, {}, runtime))
-        reading, _ = timed(lambda: read_tensors(newest(Path(folder)).path))
+        reading, _ = timed(lambda: read_snapshot(newest(Path(folder)).path))
         files = list(Path(folder).glob("*/*.safetensors"))
         hashing, _ = timed(lambda: [checksum(file) for file in files])
     return megabytes / writing, megabytes / reading, megabytes / hashing

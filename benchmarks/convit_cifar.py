@@ -79,7 +79,7 @@ def build_born(recipe):
     from isomorph.training.build import build_model
     from isomorph.training.runtime import seed_everything
 
-    seed_everything(recipe.seed)
+    seed_everything("birth", recipe.seed)
     return build_model(recipe.model, 10, recipe.drop_path)
 
 

@@ -31,7 +31,7 @@ from isomorph.training.loop import train_epoch
 from isomorph.training.optim import parameter_groups
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
-from isomorph.training.snapshot import newest, read_tensors
+from isomorph.training.snapshot import newest, read_snapshot
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
 MODELS = {
@@ -141,7 +141,7 @@ def crashes(options):
         if (killed / "model.safetensors").is_file():
             break
     start(killed, options).wait()
-    a, b = (read_tensors(newest(folder).path) for folder in (whole, killed))
+    a, b = (read_snapshot(newest(folder).path) for folder in (whole, killed))
     same = a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (whole, killed))
     weights = all(torch.equal(ours[name], theirs[name]) for name in ours)

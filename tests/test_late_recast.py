@@ -15,7 +15,7 @@ from isomorph.training.loop import recast_when_due, train_epoch
 from isomorph.training.parts import RecastPart
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
-from isomorph.training.snapshot import newest, read_tensors
+from isomorph.training.snapshot import newest, read_snapshot
 from isomorph.training.state import split_optimizer
 
 WHERE = "layer3.2.conv2"
@@ -58,7 +58,7 @@ def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkey
     moving = dict(name=optim, lr=0.01, warmup_epochs=1)
     for name, epoch in (("never", 0), ("late", 1)):
         iso.train(recipe(tmp_path / name, epoch, optim=moving), show=False)
-    plain, late = (read_tensors(newest(tmp_path / name).path) for name in ("never", "late"))
+    plain, late = (read_snapshot(newest(tmp_path / name).path) for name in ("never", "late"))
     assert plain.keys() == late.keys()
     assert all(torch.equal(plain[name], late[name]) for name in plain)
     losses = [[row["loss"] for row in rows_of(tmp_path / name / "steps.jsonl")] for name in ("never", "late")]
@@ -113,7 +113,7 @@ def test_interrupted_around_the_recast(epoch, tmp_path):
         with pytest.raises(KeyboardInterrupt):
             iso.train(recipe(tmp_path / "part", 1), show=False)
     iso.train(recipe(tmp_path / "part", 1), show=False)
-    a, b = (read_tensors(newest(tmp_path / name).path) for name in ("whole", "part"))
+    a, b = (read_snapshot(newest(tmp_path / name).path) for name in ("whole", "part"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert iso.edits(iso.load(tmp_path / "part/model.safetensors"))[0].names == (WHERE,)
@@ -141,7 +141,8 @@ def test_at_the_last_epoch_it_is_never_made_and_the_model_is_the_cnn(tmp_path):
     [
         (dict(recast_epoch=4), {}, "recast_epoch 4 must be at most epochs 3"),
         (dict(recast=None), {}, "recast_epoch needs a model.recast"),
-        ({}, dict(scale=dict(parallel="fsdp")), "set scale.parallel ddp"),
+        ({}, dict(scale=dict(parallel="fsdp")), "needs scale.parallel ddp"),
+        ({}, dict(mask={}), "is for runs with labels"),
     ],
 )
 def test_values_that_make_no_sense(model, more, message, tmp_path):

@@ -13,7 +13,7 @@ from isomorph.training.journal import rows_of
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
 from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_tensors
+from isomorph.training.snapshot import newest, read_snapshot
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
 VALUES = dict(
@@ -54,7 +54,7 @@ def close_runs(a, b, atol=1e-5):
     ours, theirs = (rows_of(folder / "log.jsonl")[-1] for folder in (a, b))
     assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-4)
     assert ours["top1"] == pytest.approx(theirs["top1"], abs=0.5)
-    ours, theirs = (read_tensors(newest(folder).path) for folder in (a, b))
+    ours, theirs = (read_snapshot(newest(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=5e-4, msg=name)

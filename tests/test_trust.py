@@ -17,7 +17,7 @@ from isomorph.training.journal import rows_of
 from isomorph.training.loop import train_epoch
 from isomorph.training.recipe import changes, check, identity, with_defaults
 from isomorph.training.run import open_run
-from isomorph.training.snapshot import newest, read_tensors, snapshots
+from isomorph.training.snapshot import newest, read_snapshot, snapshots
 from isomorph.training.watch import LossGuard
 from stopping import stopped_run
 
@@ -54,7 +54,7 @@ def same_run(a, b):
     """Weights, the last snapshot (averages, optimiser) and the logs, but for times."""
     ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (a, b))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    ours, theirs = (read_tensors(newest(folder).path) for folder in (a, b))
+    ours, theirs = (read_snapshot(newest(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name, keys in (("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")), ("steps.jsonl", ("step", "lr"))):
@@ -201,7 +201,7 @@ class TestDivergence:
         with pytest.raises(Diverged, match="not finite at epoch 1"):
             iso.train(tiny(tmp_path, optim=dict(lr=1e30), checkpoint_minutes=0, log_every=50), show=False)
         for path in snapshots(tmp_path):
-            assert all(tensor.isfinite().all() for tensor in read_tensors(path).values() if tensor.is_floating_point())
+            assert all(tensor.isfinite().all() for tensor in read_snapshot(path).values() if tensor.is_floating_point())
         assert not (tmp_path / "best.safetensors").exists()
 
     def test_the_guard_compares_with_the_start(self):

@@ -48,6 +48,7 @@ def eval_loader(
         kept |= dict(crop_pct=rfc, crop_mode="center")
     source = copy.copy(source)
     loader = create_loader(source, batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
+    loader.worker_init_fn = leave_signals_alone
     if rfc is not None and rfc_fill == "zero":
         steps = list(source.transform.transforms)  # type: ignore[union-attr]
         crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
@@ -123,7 +124,7 @@ class Drawn(Dataset[Example]):
         index, seed = draw
         problems: list[str] = []
         while True:
-            seed_generators(seed)
+            seed_generators(seed, devices=False)
             try:
                 image, label = self.source[index]
                 return image, int(label), problems

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from itertools import chain, count, islice
+from itertools import chain, count, cycle, islice
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from isomorph.data.order import Deals, Share, mixed_seed, seed_generators
 from isomorph.data.stream import Sample, Stream
 from isomorph.errors import UserError
 
-Part = tuple[Tensor, Tensor, list[str]]
+Dealt = tuple[Tensor, Tensor, list[str]]
 """Images, labels, problems."""
 
 
@@ -25,7 +25,7 @@ def this_worker() -> tuple[int, int]:
     return (info.id, info.num_workers) if info else (0, 1)
 
 
-class StreamedParts(IterableDataset[Part]):
+class StreamedParts(IterableDataset[Dealt]):
     """One process's parts of every batch, from a step on, read from a stream: parts go to the workers in turn.
 
     Each part and worker has a lane of the stream, shuffled anew every epoch; one that is short begins again. With the
@@ -35,7 +35,7 @@ class StreamedParts(IterableDataset[Part]):
     def __init__(self, stream: Stream, deals: Deals, unreadable: int) -> None:
         self.stream, self.deals, self.unreadable = stream, deals, unreadable
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[Dealt]:
         order, mine, first = self.deals.order, self.deals.share.mine, self.deals.first
         worker, workers = this_worker()
         lane = (worker + first * len(mine)) % workers  # the loader begins with worker 0, wherever the run does
@@ -48,37 +48,43 @@ class StreamedParts(IterableDataset[Part]):
             lanes = {part: self.lane(epoch, part, lane, workers, past[part]) for part in mine}
             for step, part in own:
                 if step >= start:
-                    yield self.batch(lanes[part], epoch, step, part)
+                    yield self.batch(lanes[part], step, part)
             start = end
 
     def lane(self, epoch: int, part: int, lane: int, workers: int, past: int) -> Iterator[Sample]:
         """A share of the stream without end, past so many batches."""
-        seed, lanes = self.deals.order.seed, self.deals.share.of * workers
-        rounds = (
-            self.stream.samples(mixed_seed(epoch, again), seed, part * workers + lane, lanes) for again in count()
-        )
-        return islice(chain.from_iterable(rounds), past * self.size, None)
+        place, lanes = part * workers + lane, self.deals.share.of * workers
+
+        def rounds() -> Iterator[Iterator[Sample]]:
+            for again in count():
+                samples = self.stream.samples(mixed_seed("round", epoch, again), self.deals.order.seed, place, lanes)
+                first = next(samples, None)
+                if first is None:
+                    raise UserError(f"the stream has no image for {lanes} lanes (parts times workers); use fewer")
+                yield chain([first], samples)
+
+        return islice(chain.from_iterable(rounds()), past * self.size, None)
 
     @property
     def size(self) -> int:
         """Images of a part."""
         return self.deals.order.batch // self.deals.share.of
 
-    def batch(self, lane: Iterator[Sample], epoch: int, step: int, part: int) -> Part:
-        """The next part of a batch from a lane; unreadable images are replaced by those after them."""
+    def batch(self, lane: Iterator[Sample], step: int, part: int) -> Dealt:
+        """The next part of a batch from a lane; what cannot be read is filled up with others of the part, again."""
         examples: list[Example] = []
         problems: list[str] = []
-        while len(examples) < self.size:
-            picture, label, identity = next(lane)
-            seed_generators(mixed_seed(self.deals.order.seed, step, part, len(examples)))
+        for place, (picture, label, identity) in enumerate(islice(lane, self.size)):
+            seed_generators(mixed_seed("streamed", self.deals.order.seed, step, part, place), devices=False)
             try:
-                image = seen(self.stream, self.stream.image(picture, identity))
-                examples.append((image, label, []))
+                examples.append((seen(self.stream, self.stream.image(picture, identity)), label, []))
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
                     raise
-        images, labels, _ = collate(examples)
+        if not examples:
+            raise UserError(f"no image of a part can be read; the latest: {problems[-1]}")
+        images, labels, _ = collate(list(islice(cycle(examples), self.size)))
         return images, labels, problems
 
 
@@ -122,4 +128,10 @@ def stream_test_loader(
     stream = copy.copy(stream)
     stream.transform = transform
     dataset = StreamedTest(stream, share)
-    return DataLoader(dataset, batch_size=batch_size, num_workers=workers, collate_fn=default_collate)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=workers,
+        collate_fn=default_collate,
+        worker_init_fn=leave_signals_alone,
+    )

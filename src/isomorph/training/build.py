@@ -36,7 +36,7 @@ from isomorph.training.checkpoint import load, load_weights, remember_base
 from isomorph.training.parts import ModelPart
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_tensors
+from isomorph.training.snapshot import newest, read_snapshot
 from isomorph.training.state import AVERAGED, MODEL
 
 Data = Source | Stream
@@ -193,7 +193,7 @@ def open_run(path: Path, averaged: bool = True) -> nn.Module:
     if not (path / "best.safetensors").is_file():
         raise UserError(f"the run in {path} has not been evaluated yet, and cannot be rebuilt before; let it go on")
     model = load(path / "best.safetensors")
-    tensors = read_tensors(found.path)
+    tensors = read_snapshot(found.path)
     prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:

@@ -1,5 +1,6 @@
 """What a run writes down as it goes: its recipe, the machine it is on, and its metrics, line by line."""
 
+import fcntl
 import json
 import os
 import platform
@@ -42,6 +43,30 @@ def environment(runtime: Runtime) -> dict[str, Any]:
     }
 
 
+@contextmanager
+def alone_in(folder: Path, runtime: Runtime) -> Iterator[None]:
+    """Keeps other runs out of a folder, where its file system can.
+
+    Raises: UserError when one is there.
+    """
+    if not runtime.leads:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise UserError(f"another process trains in {folder}; wait for it, or give `out` another folder") from None
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
 class Journal:
     """The files of a run's folder that are read by people, and the terminal. Only the leading process writes.
 
@@ -51,12 +76,13 @@ class Journal:
     def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
         self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
         self.console = Console(quiet=not (show and runtime.leads))
-        self.board = open_board(self.folder) if recipe.tensorboard and runtime.leads else None
+        self.board: Any = None
 
     def open(self, epoch: int, step: int) -> None:
         """Writes recipe and environment, and drops what the logs say of steps that will be run again."""
         if not self.runtime.leads:
             return
+        self.board = open_board(self.folder, step) if self.recipe.tensorboard else None
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", environment(self.runtime))
@@ -80,6 +106,11 @@ class Journal:
             if self.board and isinstance(value, int | float):
                 self.board.add_scalar(f"{group}/{name}", value, step)
 
+    def close(self) -> None:
+        """Flushes what is still in memory."""
+        if self.board:
+            self.board.close()
+
     def say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -93,13 +124,13 @@ class Journal:
             yield lambda: bar.advance(task)
 
 
-def open_board(folder: Path) -> Any:
-    """TensorBoard's writer. Raises: UserError when it is not installed."""
+def open_board(folder: Path, step: int) -> Any:
+    """TensorBoard's writer, which hides what it has of later steps. Raises: UserError when it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise UserError("tensorboard needs a package; pip install 'isomorph[track]'") from None
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
 
 def recast_alike(model: nn.Module, run: Run) -> nn.Module:
     """The model after the recipe's surgery; every call draws the same for what is new."""
-    seed_everything(run.recipe.seed, run.recipe.model.recast_epoch)
+    seed_everything("recast", run.recipe.seed)
     training = model.training
     return operate(copy.deepcopy(model), run.recipe.model).train(training)
 

@@ -12,7 +12,7 @@ from isomorph.errors import UserError
 from isomorph.training.journal import Journal
 from isomorph.training.run import Run
 from isomorph.training.snapshot import snapshots
-from isomorph.training.watch import FIRST, Diverged, Stopped, StopRequest
+from isomorph.training.watch import FIRST, INFINITE, Diverged, Stopped, StopRequest
 
 MONITORED = 32
 """Images of a batch that the attention monitor looks at."""
@@ -34,13 +34,14 @@ class Look:
         last = step % run.order.steps == 0
         if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0:
             self.monitor(images)
-        if self.reads(step) or last:
+        if step % FIRST == 0:
             self.check_loss()
+        elif self.reads(step) or last:
+            self.refuse_infinite()
         if step % recipe.log_every == 0 or last:
             self.write_step()
-        alone = run.runtime.world == 1
-        if (alone or self.reads(step)) and not last:
-            self.save_or_stop()
+        if run.runtime.world == 1 or self.reads(step) or last:
+            self.save_or_stop(last)
 
     def reads(self, step: int) -> bool:
         """Whether the loss is read after this step, and processes agree on what to do."""
@@ -52,11 +53,19 @@ class Look:
         return (total - mark[1]) / max(step - mark[0], 1), (step, total)
 
     def check_loss(self) -> None:
-        """Raises: Diverged when the loss of the latest steps is out of bounds."""
+        """Raises: Diverged when the loss of the latest ten steps is out of bounds."""
         loss, self.seen = self.loss_since(self.seen)
-        problem = self.run.guard.problem(loss)
-        if problem:
-            raise diverged(self.run, problem, f"step {(self.run.progress.step - 1) % self.run.order.steps + 1}")
+        if problem := self.run.guard.problem(loss):
+            raise diverged(self.run, problem, self.place)
+
+    def refuse_infinite(self) -> None:
+        """Raises: Diverged when the loss of the steps since then is not finite."""
+        if not math.isfinite(self.loss_since(self.seen)[0]):
+            raise diverged(self.run, INFINITE, self.place)
+
+    @property
+    def place(self) -> str:
+        return f"step {(self.run.progress.step - 1) % self.run.order.steps + 1}"
 
     def write_step(self) -> None:
         """A line of steps.jsonl: what the steps since the last one were like."""
@@ -77,20 +86,17 @@ class Look:
         self.journal.write("steps.jsonl", row)
         self.journal.curve("train", run.progress.step, row)
 
-    def save_or_stop(self) -> None:
-        """A snapshot when time or a signal asks for one. Raises: Stopped after a signal."""
+    def save_or_stop(self, last: bool) -> None:
+        """A snapshot when a signal asks for one, or (but after the last step) time does. Raises: Stopped."""
         run, minutes = self.run, (time.perf_counter() - self.saved) / 60
-        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.leads
+        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.leads and not last
         number, timely = run.runtime.highest(self.stop.number, due)
         if not number and not timely:
             return
-        self.check_loss()
+        self.refuse_infinite()
         save_snapshot(run)
         self.saved = time.perf_counter()
-        if number:
-            name = signal.Signals(int(number)).name
-            where = f"after step {run.progress.step}; saved in {run.recipe.folder}: start it again to go on"
-            raise Stopped(f"stopped by {name} {where}", int(number))
+        stop(run, int(number))
 
     def monitor(self, images: Tensor) -> None:
         """Appends what attention is like on a few images: by layer, the worst head's logit, mean entropy."""
@@ -134,6 +140,13 @@ def refuse_unreadable(run: Run) -> None:
         raise UserError(
             f"{len(found)} images cannot be read, data.unreadable allows {allowed}; the latest: {found[-1]}"
         )
+
+
+def stop(run: Run, number: int) -> None:
+    """Raises: Stopped when a signal asks for it; the run is saved."""
+    if number:
+        where = f"after step {run.progress.step}; saved in {run.recipe.folder}: start it again to go on"
+        raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
 
 
 def finite(metrics: dict[str, float]) -> bool:

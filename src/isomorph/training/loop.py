@@ -1,20 +1,22 @@
 """The one training loop: steps, an evaluation after each epoch, snapshots in between, taken up after any end."""
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from isomorph.training.journal import Journal
+from isomorph.training.journal import Journal, alone_in
 from isomorph.training.late_recast import recast_run
-from isomorph.training.look import Look, diverged, finite, refuse_unreadable, save_snapshot
+from isomorph.training.look import Look, diverged, finite, refuse_unreadable, save_snapshot, stop
 from isomorph.training.optim import group_lines
 from isomorph.training.recipe import Recipe
 from isomorph.training.run import Run, open_run
+from isomorph.training.snapshot import set_aside
 from isomorph.training.step import train_step
-from isomorph.training.watch import StopRequest, stop_requests
+from isomorph.training.watch import INFINITE, StopRequest, stop_requests
 
 LATE = 0.1
 """Share of the time that may be spent waiting for images before the run says so."""
@@ -42,24 +44,26 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     """
     run = open_run(recipe)
     journal = Journal(recipe, run.runtime, show)
-    journal.open(run.progress.closed, run.progress.step)
-    introduce(run, journal)
-    with stop_requests() as request:
+    with alone_in(recipe.folder, run.runtime), stop_requests() as request, closing(journal):
+        journal.open(run.progress.closed, run.progress.step)
+        introduce(run, journal)
         while run.progress.closed < recipe.epochs:
             run = recast_when_due(run, journal)
             name, steps = f"epoch {run.progress.closed + 1}/{recipe.epochs}", run.order.steps
             with journal.progress(name, run.progress.step % steps, steps) as advance:
                 loss = train_epoch(run, advance, journal, request)
             close_epoch(run, loss, journal)
-    run.save(recipe.folder / "model.safetensors")
-    run.save_autoencoder()
+            if run.progress.closed < recipe.epochs:
+                stop(run, int(run.runtime.highest(request.number)[0]))
+        run.save(recipe.folder / "model.safetensors")
+        run.save_autoencoder()
     return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
 
 
 def introduce(run: Run, journal: Journal) -> None:
     """Says what is about to run, how every parameter will move, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
-    for said in run.damaged:
+    for said in set_aside(run.found) if run.found and runtime.leads else ():
         journal.say(f"{recipe.name}: {said}; going back to the one before it")
     begin = f"resuming after step {progress.step:,} of " if progress.step else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
@@ -83,20 +87,21 @@ def recast_when_due(run: Run, journal: Journal) -> Run:
 
 
 def train_epoch(
-    run: Run, advance: Any = lambda: None, journal: Journal | None = None, stop: StopRequest | None = None
+    run: Run, advance: Any = lambda: None, journal: Journal | None = None, request: StopRequest | None = None
 ) -> float:
     """What is left of an epoch; returns the mean loss of the whole of it. Raises: Diverged, Stopped, UserError."""
     steps, progress, start = run.order.steps, run.progress, time.perf_counter()
     journal = journal or Journal(run.recipe, run.runtime, show=False)
-    look = Look(run, journal, stop or StopRequest())
+    look = Look(run, journal, request or StopRequest())
     run.task.train()
     while progress.step < (progress.closed + 1) * steps:
+        begin = time.perf_counter()
         waited, images = train_step(run)
         progress.step += 1
+        progress.seconds += time.perf_counter() - begin
         refuse_unreadable(run)
         look.after(waited, images)
         advance()
-    progress.seconds += time.perf_counter() - start
     warn_of_waiting(run, journal, look.waited / (time.perf_counter() - start))
     return run.runtime.mean(run.total) / steps
 
@@ -117,7 +122,7 @@ def close_epoch(run: Run, loss: float, journal: Journal) -> None:
     due = epoch % recipe.evaluate_every == 0 or epoch == recipe.epochs
     found = {"loss": loss, **(run.measure() if due else {})}
     if not finite(found):
-        raise diverged(run, "the loss is not finite", "the evaluation after it")
+        raise diverged(run, INFINITE, "the evaluation after it")
     if due:
         progress.metrics = found
         if run.objective.score(found) > progress.best:

@@ -195,14 +195,19 @@ def fixed_noise(first: int, images: int, patches: int, seed: int) -> Tensor:
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
-def masked_batches(autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int) -> Iterable[tuple[Tensor, Tensor]]:
-    """Images with their fixed noise, on the model's device. Raises: UserError when there are none."""
+def masked_batches(
+    autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int
+) -> Iterable[tuple[Tensor, Tensor, int]]:
+    """Images with their fixed noise, on the model's device, and how many count (those labelled -1 only fill up).
+
+    Raises: UserError when there are none.
+    """
     device, first = autoencoder.mask_token.device, 0
-    for images, *_ in loader:
+    for images, labels in loader:
         height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
         noise = fixed_noise(first, len(images), height * width, seed)
         first += len(images)
-        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True)
+        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), int((labels >= 0).sum())
     if not first:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
 
@@ -215,9 +220,9 @@ def evaluate_reconstruction(model: MaskedAutoencoder, loader: Iterable[Any], see
     """
     total, count = 0.0, 0
     with eval_mode(model):
-        for images, noise in masked_batches(model, loader, seed):
-            total += model.loss(images, noise).item() * len(images)
-            count += len(images)
+        for images, noise, real in masked_batches(model, loader, seed):
+            total += model.loss(images, noise).item() * real
+            count += real
     return {"reconstruction": total / count, "images": count}
 
 
@@ -231,7 +236,7 @@ def evaluate_alignment(
     """
     total, count = 0.0, 0
     with eval_mode(module):
-        for images, noise in masked_batches(module.student, loader, seed):
-            total += alignment_error(module(images, noise), task.goal(images, noise)).item() * len(images)
-            count += len(images)
+        for images, noise, real in masked_batches(module.student, loader, seed):
+            total += alignment_error(module(images, noise), task.goal(images, noise)).item() * real
+            count += real
     return {"alignment": total / count, "images": count}

@@ -68,10 +68,10 @@ def masked(task: TrainingTask) -> Objective:
         return module.student if isinstance(module, Aligned) else module  # type: ignore[return-value]
 
     def painted(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return together(evaluate_reconstruction(whole(module), loader), runtime)
+        return joined(evaluate_reconstruction(whole(module), runtime.evened(loader)), runtime)
 
     def described(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return together(evaluate_alignment(module, task, loader), runtime)  # type: ignore[arg-type]
+        return joined(evaluate_alignment(module, task, runtime.evened(loader)), runtime)  # type: ignore[arg-type]
 
     guided = isinstance(task, GenericDistillationTask)
     name = "alignment" if guided else "reconstruction"
@@ -79,7 +79,7 @@ def masked(task: TrainingTask) -> Objective:
     return Objective(task, measure, lambda found: -found[name], lambda module: whole(module).encoder, whole)
 
 
-def together(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
+def joined(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
     """Means over the images of all processes."""
     parts = runtime.gathered(found)
     images = sum(part["images"] for part in parts)
@@ -89,6 +89,7 @@ def together(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
 
 def measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
     """Accuracy and calibration over the images of all processes."""
-    found = runtime.gathered(logits_and_labels(model, loader))
+    found = runtime.gathered(logits_and_labels(model, runtime.evened(loader)))
     logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return classification_metrics(logits, labels)
+    real = labels >= 0
+    return classification_metrics(logits[real], labels[real])

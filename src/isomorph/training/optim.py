@@ -72,7 +72,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
     order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))
     return [
         dict(
-            name=kind if scale == 1 else f"{kind} x{scale:.3g}",
+            name=kind if scale == 1 else f"{kind} x{scale:.6g}",
             params=members[scale, kind],
             weight_decay=decay.get(kind, 0.0),
             lr_scale=scale * rates.get(kind, optim.lr) / optim.lr,

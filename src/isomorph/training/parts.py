@@ -129,7 +129,7 @@ class DataPart(Part):
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes that prepare images, for each one that trains; 0 does it there."""
     unreadable: Annotated[int, Field(ge=0)] = 0
-    """Images that may be unreadable, each replaced by the next one, before the run stops."""
+    """Images that may be unreadable (in each process), each replaced by another, before the run stops."""
     shuffle_shards: Count | None = None
     """Shuffle images within so many shards at a time (tar, webdataset), to read a slow disk in long runs."""
 
@@ -226,6 +226,8 @@ class OptimPart(Part):
     @classmethod
     def known(cls, name: str) -> str:
         names = timm.optim.list_optimizers()
+        if name.lower().startswith("kron"):
+            raise ValueError(f"{name} keeps lists of matrices, which snapshots do not hold; choose another")
         if name.lower() not in names:
             close = difflib.get_close_matches(name, names, n=3)
             raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))

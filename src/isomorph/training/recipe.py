@@ -94,8 +94,12 @@ class Recipe(Part):
             raise ValueError(f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}")
         if self.model.recast_epoch and not (self.model.recast or self.model.unstride):
             raise ValueError("model.recast_epoch needs a model.recast or model.unstride to make then")
-        if self.model.recast_epoch and self.scale.parallel == "fsdp":
-            raise ValueError("model.recast_epoch needs the whole model in every process: set scale.parallel ddp")
+        if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
+            raise ValueError("model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false")
+        if self.model.recast_epoch and self.mask:
+            raise ValueError("model.recast_epoch is for runs with labels; recast before masked pre-training (0)")
+        if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
+            raise ValueError("monitor_every cannot look into a sharded autoencoder; leave it out, or use ddp")
         if self.augment.repeats > 1 and self.data.streamed:
             raise ValueError(
                 f"augment.repeats shows images again, {self.data.source} reads each in passing; leave it at 1"

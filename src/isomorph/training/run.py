@@ -5,10 +5,12 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import Mixup
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from isomorph.training.build import (
 )
 from isomorph.training.checkpoint import describe_model, load, remember_data, write_model
 from isomorph.training.objective import Objective, build_objective
+from isomorph.training.objectives import build_mixup
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe, changes, identity, with_defaults
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
@@ -50,6 +53,8 @@ from isomorph.training.state import (
 from isomorph.training.watch import LossGuard
 
 TOTAL = "progress.loss"
+SUMS = {"mps": torch.float32}
+"""Where losses of an epoch cannot be summed in float64."""
 
 
 @dataclass
@@ -84,7 +89,7 @@ class Run:
     progress: Progress
     guard: LossGuard
     total: Tensor
-    damaged: tuple[str, ...] = ()
+    found: Found | None = None
     warned: bool = False
     batches: Iterator[Any] | None = None
 
@@ -97,6 +102,16 @@ class Run:
     def trained(self) -> nn.Module:
         """The module whose parameters move."""
         return bare(self.task.get_trainable_module())
+
+    @cached_property
+    def mixup(self) -> Mixup | None:
+        """What mixes the images of a part of a batch, if anything does."""
+        return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000))
+
+    @property
+    def lanes(self) -> int:
+        """Into how many lanes a stream is split: a run within an epoch needs as many again."""
+        return self.share.of * max(self.recipe.data.workers, 1) if self.recipe.data.streamed else 0
 
     @property
     def averaged(self) -> nn.Module | None:
@@ -145,13 +160,16 @@ class Run:
 
     def snapshot(self) -> Path:
         """Writes a snapshot. Raises: UserError when it cannot be written."""
+        for module in (self.trained, self.averaged):
+            if module is not None:
+                self.runtime.share_buffers(module)
         tensors, values = self.tensors()
         self.progress.first_loss = self.guard.first
         state = {
             "optimizer": values,
             "recipe": json.loads(identity(self.recipe)),
             "progress": vars(self.progress),
-            "parts": self.share.of,
+            "lanes": self.lanes,
         }
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
@@ -187,33 +205,29 @@ def open_run(recipe: Recipe) -> Run:
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     train, test = open_sources(recipe)
     order, share = plan(recipe, train, runtime)
-    seed_everything(recipe.seed)
+    seed_everything("birth", recipe.seed)
     model = build_model(recipe.model, len(train.classes), recipe.drop_path, recast)
-    if not recast:
-        operate(copy.deepcopy(model), recipe.model)  # what cannot be recast is said now, not in the middle of the run
-    if getattr(model, "num_classes", len(train.classes)) < len(train.classes):
-        raise UserError(f"the data has {len(train.classes)} classes, model.num_classes is {model.num_classes}")
+    refuse_unfit(recipe, model, len(train.classes), recast)
     config = data_config(recipe, model)
     remember_data(model, {**config, "source": recipe.data.source})
     testing = build_test_loader(recipe, config, test, runtime)
     refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
     objective, optimizer, scheduler, header = assemble(recipe, model, runtime, order.steps)
-    total = torch.zeros((), device=runtime.device)
     run = Run(
-        recipe,
-        runtime,
-        objective,
-        optimizer,
-        scheduler,
-        order,
-        share,
-        train,
-        config,
-        testing,
-        header,
-        Progress(recast=recast),
-        LossGuard(recipe.divergence),
-        total,
+        recipe=recipe,
+        runtime=runtime,
+        objective=objective,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        order=order,
+        share=share,
+        train=train,
+        config=config,
+        test=testing,
+        header=header,
+        progress=Progress(recast=recast),
+        guard=LossGuard(recipe.divergence),
+        total=torch.zeros((), device=runtime.device, dtype=SUMS.get(runtime.device.type, torch.float64)),
     )
     if found:
         restore(run, found)
@@ -231,6 +245,14 @@ def assemble(
     spread(objective.task, recipe.scale, runtime)
     optimizer = build_optimizer(bare(objective.task.get_trainable_module()), recipe.optim)
     return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header
+
+
+def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
+    """Raises: UserError when the model has too few classes, or cannot be recast later: said now, not in mid-run."""
+    if not recast:
+        operate(copy.deepcopy(model), recipe.model)
+    if getattr(model, "num_classes", classes) < classes:
+        raise UserError(f"the data has {classes} classes, model.num_classes is {model.num_classes}")
 
 
 def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
@@ -267,9 +289,9 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
 def refuse_other(recipe: Recipe, found: Found) -> None:
     """Raises: UserError when the snapshot is of another recipe."""
     try:
-        kept = found.values["recipe"]
-        changed = changes(with_defaults(kept), json.loads(identity(recipe)))
-    except (KeyError, AttributeError):
+        changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
+        Progress(**found.values["progress"])
+    except (KeyError, AttributeError, TypeError):
         raise UserError(f"{found.path} is not the state of a run; give `out` another folder, or delete it") from None
     if changed:
         where = found.path.parent
@@ -278,6 +300,12 @@ def refuse_other(recipe: Recipe, found: Found) -> None:
 
 def restore(run: Run, found: Found) -> None:
     """Takes a run up where the snapshot was taken. Raises: UserError when the snapshot does not fit."""
+    within = found.values["progress"]["step"] % run.order.steps
+    if within and found.values["lanes"] != run.lanes:
+        raise UserError(
+            f"{found.path} was taken within an epoch of a stream in {found.values['lanes']} lanes (parts times "
+            f"workers), this run has {run.lanes}: start it with as many processes and data.workers, or images are left out"
+        )
     tensors, _ = run.tensors()
     layout = read_layout(found.path)
     parameters = {name: parameter.detach() for name, parameter in run.trained.named_parameters()}
@@ -295,4 +323,4 @@ def restore(run: Run, found: Found) -> None:
     fill_optimizer(run.trained, run.optimizer, kept, found.values["optimizer"])
     run.progress = Progress(**found.values["progress"])
     run.guard.first = run.progress.first_loss
-    run.damaged = found.damaged
+    run.found = found

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,24 @@ class Runtime:
         dist.all_gather_object(found, values)
         return found
 
+    def evened(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """The batches of a loader, as many in every process: one that has no more sees an image again, labelled -1."""
+        if self.world == 1:
+            return loader
+        return self.padded(iter(loader))
+
+    def padded(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """What `evened` gives where there are several processes."""
+        latest = None
+        while True:
+            batch = next(batches, None)
+            if not self.highest(batch is not None)[0]:
+                return
+            if batch is None and latest is None:
+                raise UserError("the test data has no image for one of the processes; start fewer")
+            latest = batch if batch is not None else (latest[0][:1], torch.full_like(latest[1][:1], -1))  # type: ignore[index]
+            yield latest
+
     def share_buffers(self, model: nn.Module) -> None:
         """Gives every process the first one's running statistics, which are those that count."""
         if self.world > 1:
@@ -94,6 +113,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def seed_everything(seed: int, *place: int) -> None:
+def seed_everything(purpose: str, seed: int, *place: int) -> None:
     """Seeds every generator from a run's seed and a place in it: taken up there, it draws what it would have drawn."""
-    seed_generators(mixed_seed(seed, *place))
+    seed_generators(mixed_seed(purpose, seed, *place))

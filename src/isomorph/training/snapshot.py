@@ -11,14 +11,13 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -44,13 +43,10 @@ def one_process_is_meant() -> Iterator[None]:
         yield
 
 
-def snapshot_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
 def snapshots(folder: Path) -> list[Path]:
     """Complete snapshots, newest first."""
-    return sorted((path for path in folder.glob("step-*") if (path / STATE).is_file()), reverse=True)
+    complete = [path for path in folder.glob("step-*") if (path / STATE).is_file() and path.name[5:].isdigit()]
+    return sorted(complete, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def write_snapshot(
@@ -62,7 +58,7 @@ def write_snapshot(
 
     Raises: UserError when it cannot be written (a full disk); the older snapshots are then as they were.
     """
-    path, partial = snapshot_path(folder, step), folder / f".step-{step:08d}.partial"
+    path, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     state: dict[str, Any] = {"step": step, **values}
 
@@ -77,6 +73,7 @@ def write_snapshot(
     def finish() -> None:
         if runtime.leads:
             write_state(partial / STATE, state)
+            flush_folder(partial)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
             flush_folder(folder)
@@ -101,7 +98,10 @@ def together(step: Callable[[], None], runtime: Runtime) -> None:
     try:
         step()
         problem = ""
-    except (OSError, TypeError, SafetensorError, RuntimeError, CheckpointException) as error:
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # whatever it is, the others must hear of it; the last is no Exception
         problem = reason(error)
     if said := next((said for said in runtime.gathered(problem) if said), ""):
         raise OSError(said)
@@ -189,7 +189,7 @@ def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_snapshot(path: Path) -> dict[str, Tensor]:
     """Every tensor of a snapshot, whole."""
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in read_layout(path).items()}
     read_tensors_into(path, tensors)
@@ -202,7 +202,15 @@ class Found:
 
     path: Path
     values: dict[str, Any]
-    damaged: tuple[str, ...] = ()
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+def set_aside(found: Found) -> list[str]:
+    """Renames the damaged snapshots, so that they do not count among the kept; returns what is said of them."""
+    for path, _ in found.damaged:
+        with suppress(OSError):
+            os.replace(path, path.with_name(f"damaged-{path.name}"))
+    return [said for _, said in found.damaged]
 
 
 def newest(folder: Path) -> Found | None:
@@ -210,12 +218,12 @@ def newest(folder: Path) -> Found | None:
 
     Raises: Damaged when there are some, and none is whole.
     """
-    damaged: list[str] = []
+    damaged: list[tuple[Path, str]] = []
     for path in snapshots(folder):
         try:
             return Found(path, read_values(path), tuple(damaged))
         except Damaged as error:
-            damaged.append(str(error))
+            damaged.append((path, str(error)))
     if damaged:
-        raise Damaged(f"{'; '.join(damaged)}; delete {folder} to start the run again")
+        raise Damaged(f"{'; '.join(said for _, said in damaged)}; delete {folder} to start the run again")
     return None

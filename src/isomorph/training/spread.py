@@ -19,6 +19,8 @@ def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Mo
 
     Raises: UserError when the model cannot checkpoint, or torch cannot synchronise here.
     """
+    if scale.parallel == "fsdp" and runtime.world == 1:
+        raise UserError("scale.parallel fsdp shares weights out over processes: start it with torchrun, or set ddp")
     if scale.activation_checkpointing:
         if not hasattr(model, "set_grad_checkpointing"):
             raise UserError(f"{type(model).__name__} cannot checkpoint: set scale.activation_checkpointing false")
@@ -62,7 +64,7 @@ def blocks_of(module: nn.Module) -> list[nn.Module]:
                 inner = blocks_of(member) if hasattr(member, "blocks") or isinstance(member, nn.Sequential) else []
                 found += inner or [member] * any(True for _ in member.parameters())
         else:
-            found += blocks_of(child) if hasattr(child, "blocks") else []
+            found += blocks_of(child)
     return found
 
 

@@ -3,10 +3,8 @@
 import time
 from contextlib import nullcontext
 
-from timm.data import Mixup
 from torch import Tensor, nn
 
-from isomorph.training.objectives import build_mixup
 from isomorph.training.run import Run
 from isomorph.training.runtime import seed_everything
 from isomorph.training.spread import gradients_stay
@@ -21,7 +19,6 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     if recipe.anneal and run.progress.recast:
         since = step - recipe.model.recast_epoch * run.order.steps
         recipe.anneal.schedule(run.order.steps).apply(run.trained, since)
-    mixup = build_mixup(recipe.augment, getattr(run.eval_model, "num_classes", 1000))
     run.scheduler.step_update(step)
     run.optimizer.zero_grad()
     waited = 0.0
@@ -30,9 +27,9 @@ def train_step(run: Run) -> tuple[float, Tensor]:
         images, labels, problems = run.next_part()
         waited += time.perf_counter() - start
         run.note_unreadable(problems)
-        seed_everything(recipe.seed, step, part)
+        seed_everything("step", recipe.seed, step, part)
         with gradients_stay(run.task) if part != parts[-1] else nullcontext():
-            run.total += backward(run, images, labels, mixup)
+            run.total += backward(run, images, labels)
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
@@ -40,12 +37,12 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     return waited, images
 
 
-def backward(run: Run, images: Tensor, labels: Tensor, mixup: Mixup | None) -> Tensor:
+def backward(run: Run, images: Tensor, labels: Tensor) -> Tensor:
     """Adds the gradients of one part of a batch; returns its share of the step's loss."""
     device = run.runtime.device
     images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    if mixup:
-        images, labels = mixup(images, labels)
+    if run.mixup:
+        images, labels = run.mixup(images, labels)
     with run.runtime.autocast():
         loss = run.task(images, labels)["loss"] / len(run.share.mine)
     loss.backward()

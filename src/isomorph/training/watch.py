@@ -15,6 +15,9 @@ FIRST = 10
 """Steps that say what a loss is like at the start, and how many each later look takes together."""
 
 
+INFINITE = "the loss is not finite"
+
+
 class Diverged(UserError):
     """The loss is not finite, or far above where it started; the last snapshot is as it was."""
 
@@ -35,7 +38,7 @@ class StopRequest:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Notes SIGTERM and the first Ctrl-C instead of dying of them; a second one works as ever."""
+    """Notes SIGTERM and the first Ctrl-C instead of dying of them; a second Ctrl-C works as ever."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
         yield request
@@ -44,8 +47,8 @@ def stop_requests() -> Iterator[StopRequest]:
 
     def note(number: int, frame: FrameType | None) -> None:
         request.number = number
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        if number == signal.SIGINT:  # schedulers send SIGTERM twice: to the processes, and through torchrun
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     for number in SIGNALS:
         signal.signal(number, note)
@@ -68,7 +71,7 @@ class LossGuard:
     def problem(self, loss: float) -> str:
         """What is wrong with the mean loss of the latest steps, or nothing."""
         if not math.isfinite(loss):
-            return "the loss is not finite"
+            return INFINITE
         if self.first is None:
             self.first = max(loss, 1.0)
         if self.factor is not None and loss > self.factor * self.first:
