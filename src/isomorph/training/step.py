@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from timm.data import Mixup
 from torch import Tensor, nn
 
+from isomorph.data.loaders import Labels
 from isomorph.training.objectives import build_mixup
 from isomorph.training.run import Run
 from isomorph.training.runtime import seed_everything
@@ -40,7 +41,7 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     return waited, images
 
 
-def backward(run: Run, images: Tensor, labels: Tensor, mixup: Mixup | None) -> Tensor:
+def backward(run: Run, images: Tensor, labels: Labels, mixup: Mixup | None) -> Tensor:
     """Adds the gradients of one part of a batch; returns its share of the step's loss."""
     device = run.runtime.device
     images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
