@@ -74,7 +74,7 @@ class MappedSource(Source):
     """A source whose labels are maps too: `folder/class/image.pt` for `class/image.jpg`, a tensor (2, K, H, W).
 
     Source: Jiang et al. (2021), the files of the authors
-    Raises: UserError when images have no names, a map is missing, or the first is none of the data's classes.
+    Raises: UserError when images have no names, maps are missing, or the first is no map of these classes.
     """
 
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
@@ -138,7 +138,7 @@ def refuse_missing(folder: Path, names: Iterable[tuple[str, str]]) -> None:
     missing = [(below, file) for below, file in names if file not in listed(below)]
     if missing:
         first = folder / missing[0][0] / missing[0][1]
-        raise UserError(f"{len(missing)} images have no label map in {folder}; the first missing one is {first}")
+        raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {first}")
 
 
 def load_map(path: Path, num_classes: int) -> Tensor:
