@@ -42,7 +42,7 @@ def cut(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]) -> Tensor:
     """Class probabilities of each cell of a grid laid over the crop: the softmax of scores read bilinearly (RoIAlign).
 
     Shape: dense (B, num_classes, h, w) -> (B, H W, num_classes)
-    Source: Jiang et al. (2021) section 3.2; differs: their code takes the crop's rows for columns
+    Source: Jiang et al. (2021); differs: their code takes the crop's rows for columns
     """
     height, width = dense.shape[-2:]
     boxes = target.box.to(dense)[:, [1, 0, 3, 2]] * dense.new_tensor([width, height, width, height])
@@ -68,7 +68,7 @@ class TokenLabelTask(ClassificationTask):
 
     A patch's label is that of the image it comes from; the class token's is mixed by area.
 
-    Source: Jiang et al. (2021) eq. 3, as the Refiner code trains without label maps
+    Source: Jiang et al. (2021), as the Refiner code trains without label maps
     """
 
     def __init__(self, model: nn.Module, part: TokenLabelPart, smoothing: float, device: torch.device) -> None:
@@ -97,7 +97,7 @@ class TokenLabelTask(ClassificationTask):
 class MapLabelTask(TokenLabelTask):
     """The same where a patch's label is what the image's label map says of its place; the image keeps its label.
 
-    Source: Jiang et al. (2021) section 3.2, eq. 2 and 3
+    Source: Jiang et al. (2021), the paper's loss
     """
 
     def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
