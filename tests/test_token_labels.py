@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms import functional
 
 import isomorph as iso
-from containers import CLASSES, SAMPLES, as_class_tars, as_folder, as_tar
+from containers import CLASSES, SAMPLES, as_class_tars, as_folder, as_shards, as_tar, as_tar_of_tars
 from isomorph.data import Deals, MapLabels, MappedSource, Order, open_source, seed_generators, train_loader
 from isomorph.data.label_maps import traced
 from isomorph.data.loaders import train_transform
@@ -194,7 +194,7 @@ class TestLoss:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("written", [as_folder, as_tar, as_class_tars], ids=["folder", "tar", "tar a class"])
+    @pytest.mark.parametrize("written", [as_folder, as_tar, as_class_tars, as_tar_of_tars])
     def test_every_image_has_its_own_map(self, written, tmp_path, caches):
         written(tmp_path)
         write_maps(tmp_path / "maps")
@@ -204,6 +204,15 @@ class TestFiles:
         for index, label in enumerate(mapped.labels):
             assert torch.equal(mapped.map(index), drawn_map(10 * int(label) + index % 5))
         assert torch.equal(mapped.subset([7]).map(0), drawn_map(12))
+
+    def test_members_without_a_class_in_their_name_have_maps_below_it(self, tmp_path, caches):
+        as_shards(tmp_path)
+        write_maps(tmp_path / "maps")
+        for label, i, _ in SAMPLES:
+            (tmp_path / f"maps/{CLASSES[label]}/{i}.pt").rename(tmp_path / f"maps/{CLASSES[label]}/{label}_{i}.pt")
+        mapped = MappedSource(open_source("webdataset", "train", tmp_path), tmp_path / "maps", 3)
+        assert [mapped.map_name(i) for i in (0, 7)] == ["ant/0_0.pt", "bee/1_2.pt"]
+        assert torch.equal(mapped.map(7), drawn_map(12))
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_batches_are_the_same_images_with_maps_beside_them(self, workers, data):
