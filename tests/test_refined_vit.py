@@ -17,9 +17,9 @@ from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
 from isomorph.training.build import build_model
 from isomorph.training.loop import train_epoch
-from isomorph.training.objectives import TokenLabelTask, draw_box
-from isomorph.training.parts import TokenLabelPart
+from isomorph.training.objective_parts import TokenLabelPart
 from isomorph.training.run import open_run
+from isomorph.training.token_labels import TokenLabelTask, draw_box
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 MILLIONS = {"b": 86, "s": 25, "m": 55, "l": 81}
@@ -290,7 +290,7 @@ class TestTokenLabels:
     def test_the_loss_is_the_formula(self, monkeypatch):
         model, x, labels = self.model(), torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
         box = Box(0, 2, 1, 4)
-        monkeypatch.setattr("isomorph.training.objectives.draw_box", lambda *_: box)
+        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: box)
         task = TokenLabelTask(model, TokenLabelPart(weight=0.7), 0.1, torch.device("cpu"))
         found = task(x, labels)
         logits, tokens = model(x, tokens=True, box=box)
@@ -328,7 +328,7 @@ class TestTokenLabels:
         changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
         with pytest.raises(iso.UserError, match="needs a model that classifies its patches"):
             open_run(iso.load_recipe("cifar_refined_plain", changes))
-        with pytest.raises(iso.UserError, match="two objectives"):
+        with pytest.raises(iso.UserError, match="2 objectives"):
             iso.load_recipe("cifar_refined_plain", ["token_labels.weight=0.5", "distill.teacher=resnet18"])
 
 

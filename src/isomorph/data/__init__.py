@@ -1,6 +1,7 @@
 """Sources and streams of labelled images, their corrupted and reduced forms, and loaders."""
 
 from isomorph.data.corruptions import IMAGENET_C, Corrupted, Noisy
+from isomorph.data.label_maps import MapLabels, MappedSource
 from isomorph.data.loaders import eval_loader, evaluation_transform, train_loader, train_transform
 from isomorph.data.opening import SOURCES, open_source
 from isomorph.data.order import Deals, Order, Share, mixed_seed, seed_generators
@@ -14,6 +15,8 @@ __all__ = [
     "STREAMS",
     "Corrupted",
     "Deals",
+    "MapLabels",
+    "MappedSource",
     "Noisy",
     "Order",
     "Share",

@@ -10,16 +10,18 @@ import torch
 from PIL import Image, ImageOps
 from timm.data import create_loader, create_transform
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 
+from isomorph.data.label_maps import MapLabels
 from isomorph.data.order import Deals, Draw, seed_generators
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
 SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")
-Example = tuple[Tensor, int, list[str]]
+Labels = Tensor | MapLabels
+Example = tuple[Tensor, int | MapLabels, list[str]]
 """Image, label, and what could not be read on the way to it."""
 
 NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
@@ -127,7 +129,7 @@ class Drawn(Dataset[Example]):
             seed_generators(seed, devices=False)
             try:
                 image, label = self.source[index]
-                return image, int(label), problems
+                return image, label, problems
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
@@ -135,10 +137,10 @@ class Drawn(Dataset[Example]):
                 index = (index + 1) % len(self.source)
 
 
-def collate(examples: Sequence[Example]) -> tuple[Tensor, Tensor, list[str]]:
-    """Shape: -> (B, C, H, W), (B,), and what could not be read"""
+def collate(examples: Sequence[Example]) -> tuple[Tensor, Labels, list[str]]:
+    """Shape: -> (B, C, H, W), (B,), and what could not be read; label maps are stacked field by field"""
     images, labels, problems = zip(*examples, strict=True)
-    return torch.stack(images), torch.tensor(labels), [problem for found in problems for problem in found]
+    return torch.stack(images), default_collate(labels), [problem for found in problems for problem in found]
 
 
 def leave_signals_alone(worker: int) -> None:

@@ -47,6 +47,10 @@ class Files(Sequence[Path]):
     def __getitem__(self, index: Any) -> Any:
         return self.top / self.below[index]
 
+    def member(self, index: int) -> str:
+        """The name of a file below the folder."""
+        return self.below[index]
+
 
 def is_image(name: str) -> bool:
     return name[name.rfind(".") :].lower() in SUFFIXES

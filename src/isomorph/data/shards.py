@@ -123,6 +123,11 @@ class Members(Sequence[Picture]):
         shard, place = self.place(index)
         return f"{self.stamps[shard].path}:{self.names[shard][place]}"
 
+    def member(self, index: int) -> str:
+        """The name of a picture inside its shard."""
+        shard, place = self.place(index)
+        return self.names[shard][place]
+
 
 def index_shards(paths: Sequence[Path], pick: Callable[[BinaryIO, Path], list[Member]]) -> list[Index]:
     """The index of each shard, from the cache where it is still good; `pick` lists a shard's pictures.

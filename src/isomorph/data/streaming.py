@@ -10,12 +10,12 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from isomorph.data.loaders import Example, collate, leave_signals_alone
+from isomorph.data.loaders import Example, Labels, collate, leave_signals_alone
 from isomorph.data.order import Deals, Share, mixed_seed, seed_generators
 from isomorph.data.stream import Sample, Stream
 from isomorph.errors import UserError
 
-Dealt = tuple[Tensor, Tensor, list[str]]
+Dealt = tuple[Tensor, Labels, list[str]]
 """Images, labels, problems."""
 
 

@@ -3,7 +3,8 @@
 Table 8 has two settings. Standard (ablations): 300 epochs of batch 256, mixup .2; advanced (Table 7): batch 512, mixup
 .8, cutmix 1, drop path .1 x blocks / 12. Both say a learning rate of 5e-3 at their batch; the released code has a tenth
 of it, and recipes named `*_released_lr` take that. `refined_vit_*_released` train the released networks as released:
-its rate, patches labelled and mixed (without NFNet's label maps). Smoothing is timm's default; the paper lists none.
+its rate, patches labelled and mixed; NFNet's label maps are files to give (`--token_labels.maps FOLDER`), without them
+patches have their image's label. Smoothing is timm's default; the paper lists none.
 
 The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. It does not say
 how refiners start either; here they change nothing at first (`--model.kwargs.init paper` draws them). Ablations on 16

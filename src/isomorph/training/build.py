@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from isomorph.data import (
     Deals,
+    MappedSource,
     Order,
     Share,
     Source,
@@ -106,6 +107,8 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
         source, test = first_classes(source, data.classes), first_classes(test, data.classes)
     if data.fraction < 1:
         source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
+    if recipe.token_labels and recipe.token_labels.maps:
+        source = MappedSource(source, recipe.token_labels.maps, recipe.model.num_classes or len(source.classes))
     return source, test
 
 

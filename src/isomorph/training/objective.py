@@ -18,9 +18,10 @@ from isomorph.training.masked import (
     evaluate_alignment,
     evaluate_reconstruction,
 )
-from isomorph.training.objectives import classification, distillation, refuse_teacher, token_labelling
+from isomorph.training.objectives import classification, distillation, refuse_teacher
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
+from isomorph.training.token_labels import token_labelling
 
 Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
 

@@ -2,11 +2,13 @@
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from isomorph.training.parts import File, NotNegative, Part, Positive, Share
 
 
 class TokenLabelPart(Part):
-    """Labels for every patch too, of models with a dense head: each patch has the label of the image it comes from."""
+    """Labels for every patch too, of models with a dense head: those of label maps, else the image's own."""
 
     weight: NotNegative = 0.5
     """Of the patches' loss beside that of the image, which has 1."""
@@ -14,6 +16,17 @@ class TokenLabelPart(Part):
     """MixToken: a box of every image's patches comes from another image, and so do their labels."""
     beta: Positive = 1.0
     """The share of the image that stays is drawn from Beta(beta, beta)."""
+    maps: File | None = None
+    """Folder of label maps, class/image.pt for every training image class/image.jpg; none: the image's label."""
+    class_token: Literal["label", "map"] = "label"
+    """With maps: the class token learns the image's label (as the paper has it) or the map's mean over the crop (as the
+    code does)."""
+
+    @model_validator(mode="after")
+    def coherent(self) -> "TokenLabelPart":
+        if self.class_token == "map" and self.maps is None:
+            raise ValueError("token_labels.class_token map needs token_labels.maps, the folder of label maps")
+        return self
 
 
 class DistillPart(Part):

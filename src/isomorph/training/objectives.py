@@ -1,8 +1,5 @@
 """What a run minimises, as timm tasks: a task owns the model, its loss and its averaged weights."""
 
-import math
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
@@ -11,8 +8,7 @@ from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillati
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.dense_head import Box
-from isomorph.training.objective_parts import DistillPart, TokenLabelPart
+from isomorph.training.objective_parts import DistillPart
 from isomorph.training.parts import AugmentPart
 
 
@@ -42,64 +38,6 @@ class HardDistillationTask(LogitDistillationTask):
         task, teacher = self.criterion(logits, target), F.cross_entropy(logits, second)
         loss = self.task_loss_weight * task + self.distill_loss_weight * teacher
         return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
-
-
-def soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Labels as probabilities; mixed ones are that already. Shape: (B,) or (B, num_classes) -> (B, num_classes)"""
-    if target.ndim == 2:
-        return target
-    return F.one_hot(target, num_classes) * (1 - smoothing) + smoothing / num_classes
-
-
-def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
-    """A box of 1 - lambda of the grid, lambda from Beta(beta, beta), its centre anywhere; cut off at the rim."""
-    lam = torch.distributions.Beta(beta, beta).sample().item()
-    sides = [int(size * math.sqrt(1 - lam)) for size in grid_size]
-    centres = [int(torch.randint(size, ())) for size in grid_size]
-    (top, bottom), (left, right) = (
-        (max(centre - side // 2, 0), min(centre + side // 2, size))
-        for centre, side, size in zip(centres, sides, grid_size, strict=True)
-    )
-    return Box(top, bottom, left, right)
-
-
-class TokenLabelTask(ClassificationTask):
-    """CE(class token, label) + weight mean over patches of CE(patch, label), boxes of patches mixed between images.
-
-    A patch's label is that of the image it comes from; the class token's is mixed by area.
-
-    Source: Jiang et al. (2021), as the Refiner code trains without label maps; differs: none are read here yet
-    """
-
-    def __init__(self, model: nn.Module, part: TokenLabelPart, smoothing: float, device: torch.device) -> None:
-        super().__init__(model, criterion=SoftTargetCrossEntropy(), device=device, verbose=False)
-        self.part, self.smoothing = part, smoothing
-        self.num_classes: int = model.num_classes  # type: ignore[assignment]
-        self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
-
-    def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
-        labels = soft_labels(target, self.num_classes, self.smoothing)
-        grid_size = self.grid_of(tuple(input.shape[-2:]))
-        box = draw_box(grid_size, self.part.beta) if self.part.mix else Box(0, 0, 0, 0)
-        logits, tokens = self.trainable_module(input, tokens=True, box=box)
-        inside = box.mask(grid_size, input.device).flatten()  # (H W,)
-        share = inside.float().mean()
-        mixed = torch.lerp(labels, labels.flip(0), share)
-        dense = torch.where(inside[:, None], labels.flip(0)[:, None], labels[:, None])  # (B, H W, num_classes)
-        image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
-        return {"loss": image + self.part.weight * patches, "output": logits, "task_loss": image, "token_loss": patches}
-
-
-def token_labelling(
-    model: nn.Module, part: TokenLabelPart, augment: AugmentPart, device: torch.device
-) -> TokenLabelTask:
-    """Labels for the image and for each of its patches.
-
-    Raises: UserError when the model does not classify its patches.
-    """
-    if getattr(model, "aux_head", None) is None:
-        raise UserError("token_labels needs a model that classifies its patches: a refined_vit_* with dense_head=True")
-    return TokenLabelTask(model, part, augment.smoothing, device)
 
 
 def distillation(

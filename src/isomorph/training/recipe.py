@@ -115,7 +115,18 @@ class Recipe(Part):
             raise ValueError("mask knows no labels to mix: leave augment.mixup and augment.cutmix at 0")
         if self.token_labels and self.loss == "sigmoid":
             raise ValueError("token_labels has a loss of its own; leave loss at softmax")
+        if self.token_labels and self.token_labels.maps:
+            self.refuse_unmappable()
         return self
+
+    def refuse_unmappable(self) -> None:
+        """Raises: ValueError for what label maps cannot follow."""
+        if self.data.streamed:
+            raise ValueError(f"token_labels.maps needs images with file names; {self.data.source} has none")
+        if self.augment.mixes:
+            raise ValueError("token_labels.maps are mixed by token_labels.mix: leave augment.mixup and cutmix at 0")
+        if self.augment.crop_padding:
+            raise ValueError("token_labels.maps follow resized crops only: leave augment.crop_padding at 0")
 
     @property
     def folder(self) -> Path:

@@ -303,8 +303,8 @@ def restore(run: Run, found: Found) -> None:
     within = found.values["progress"]["step"] % run.order.steps
     if within and found.values["lanes"] != run.lanes:
         raise UserError(
-            f"{found.path} was taken within an epoch of a stream in {found.values['lanes']} lanes (parts times "
-            f"workers), this run has {run.lanes}: start it with as many processes and data.workers, or images are left out"
+            f"{found.path} was taken within an epoch of a stream, in {found.values['lanes']} lanes (parts times "
+            f"workers), this run has {run.lanes} and would leave images out; give it as many processes and data.workers"
         )
     tensors, _ = run.tensors()
     layout = read_layout(found.path)

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 from torch import Tensor, nn
 
+from isomorph.data.loaders import Labels
 from isomorph.training.run import Run
 from isomorph.training.runtime import seed_everything
 from isomorph.training.spread import gradients_stay
@@ -37,7 +38,7 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     return waited, images
 
 
-def backward(run: Run, images: Tensor, labels: Tensor) -> Tensor:
+def backward(run: Run, images: Tensor, labels: Labels) -> Tensor:
     """Adds the gradients of one part of a batch; returns its share of the step's loss."""
     device = run.runtime.device
     images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)

@@ -1,0 +1,315 @@
+"""Label maps: found, read, cropped and flipped with their images, and learnt by every patch."""
+
+import random
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import default_collate
+from torchvision.transforms import functional
+
+import isomorph as iso
+from containers import CLASSES, SAMPLES, as_class_tars, as_folder, as_shards, as_tar, as_tar_of_tars
+from isomorph.data import Deals, MapLabels, MappedSource, Order, open_source, seed_generators, train_loader
+from isomorph.data.label_maps import traced
+from isomorph.data.loaders import train_transform
+from isomorph.models import create
+from isomorph.models.dense_head import Box
+from isomorph.training.loop import train_epoch
+from isomorph.training.objective_parts import TokenLabelPart
+from isomorph.training.run import open_run
+from isomorph.training.token_labels import MapLabelTask, MapOnlyTask, TokenLabelTask, cut, dense_scores
+
+CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
+NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)
+BRIEF = ["epochs=1", "optim.warmup_epochs=0", "data.size=[32,32]", "data.batch_size=6", "data.workers=0"]
+
+
+def drawn_map(seed, classes=3, likeliest=2, size=(6, 6), dtype=torch.float16):
+    """Scores, best first, of different classes in every place. Shape: -> (2, likeliest, H, W)"""
+    generator = torch.Generator().manual_seed(seed)
+    scores, indices = torch.randn(classes, *size, generator=generator).mul(3).topk(likeliest, 0)
+    return torch.stack([scores, indices.to(scores)]).to(dtype)
+
+
+def write_maps(folder, **more):
+    for label, i, _ in SAMPLES:
+        (folder / CLASSES[label]).mkdir(parents=True, exist_ok=True)
+        torch.save(drawn_map(10 * label + i, **more), folder / CLASSES[label] / f"{i}.pt")
+
+
+@pytest.fixture
+def data(tmp_path):
+    as_folder(tmp_path, "train"), as_folder(tmp_path, "val")
+    write_maps(tmp_path / "maps")
+    return tmp_path
+
+
+def bilinear(plane, y, x):
+    """The value of a plane at a place counted in its cells' centres; at the rim that of the last cell."""
+    top, left = plane.shape[0] - 1, plane.shape[1] - 1
+    y, x = min(max(y, 0), top), min(max(x, 0), left)
+    y0, x0 = min(int(y), top - 1), min(int(x), left - 1)
+    dy, dx = y - y0, x - x0
+    upper = plane[y0, x0] * (1 - dx) + plane[y0, x0 + 1] * dx
+    lower = plane[y0 + 1, x0] * (1 - dx) + plane[y0 + 1, x0 + 1] * dx
+    return upper * (1 - dy) + lower * dy
+
+
+def slow_cut(label_map, box, flipped, grid_size, num_classes):
+    """One image's probabilities, place by place and class by class. Shape: -> (H, W, num_classes)"""
+    _, likeliest, height, width = label_map.shape
+    dense = torch.zeros(num_classes, height, width, dtype=torch.float64)
+    for k in range(likeliest):
+        for y in range(height):
+            for x in range(width):
+                dense[int(label_map[1, k, y, x]), y, x] = label_map[0, k, y, x].double()
+    top, left, bottom, right = (float(b) * s for b, s in zip(box, (height, width) * 2, strict=True))
+    (rows, columns), found = grid_size, torch.zeros(*grid_size, num_classes, dtype=torch.float64)
+    cell = (bottom - top) / rows, (right - left) / columns
+    points = [int(np.ceil(side)) for side in cell]
+    for row in range(rows):
+        for column in range(columns):
+            for c in range(num_classes):
+                values = [
+                    bilinear(
+                        dense[c],
+                        top + (row + (i + 0.5) / points[0]) * cell[0] - 0.5,
+                        left + (column + (j + 0.5) / points[1]) * cell[1] - 0.5,
+                    )
+                    for i in range(points[0])
+                    for j in range(points[1])
+                ]
+                found[row, columns - 1 - column if flipped else column, c] = sum(values) / len(values)
+    return found.softmax(-1)
+
+
+def targets(dtype=torch.float64, size=(5, 7)):
+    boxes = torch.tensor([[0.1, 0.3, 0.7, 0.9], [0, 0, 1, 1], [0.5, 0.2, 0.8, 0.8], [0, 0.4, 0.93, 1]], dtype=dtype)
+    maps = torch.stack([drawn_map(i, 5, 3, size) for i in range(4)]).to(dtype)
+    return MapLabels(torch.tensor([0, 1, 2, 4]), maps, boxes, torch.tensor([False, True, True, False]))
+
+
+class TestGeometry:
+    @pytest.mark.parametrize("grid_size", [(4, 4), (3, 5), (1, 1), (9, 8)])
+    def test_cut_is_what_loops_say(self, grid_size):
+        target = targets()
+        found = cut(dense_scores(target.maps, 5), target, grid_size)
+        for b in range(4):
+            wanted = slow_cut(target.maps[b], target.box[b], target.flipped[b], grid_size, 5)
+            torch.testing.assert_close(found[b].view(*grid_size, 5), wanted, rtol=1e-9, atol=1e-12)
+
+    def test_a_map_goes_where_its_image_goes(self):
+        """A picture and a map that both say where they are say the same of every patch, after crop and flip."""
+        rows, columns = torch.meshgrid(torch.arange(48), torch.arange(64), indexing="ij")
+        picture = Image.fromarray(torch.stack([rows * 4, columns * 3, rows * 0], -1).byte().numpy())
+        small = [(values.view(12, 4, 16, 4).float().mean((1, 3))) for values in (rows / 48, columns / 64)]
+        maps = torch.stack([torch.stack(small), torch.tensor([1.0, 2.0])[:, None, None].expand(2, 12, 16)])
+        transform = train_transform(CONFIG, scale=(0.3, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5)
+        flips = set()
+        for seed in range(20):
+            seed_generators(seed)
+            image, box, flipped = traced(transform, picture)
+            flips.add(flipped)
+            target = MapLabels(0, maps, box, flipped)
+            batch = default_collate([target])
+            found = cut(dense_scores(batch.maps, 4), batch, (4, 4)).log().view(4, 4, 4)
+            seen = (image * 0.5 + 0.5).view(3, 4, 8, 4, 8).mean((2, 4)) * 255
+            for c, scale in ((0, 48 * 4), (1, 64 * 3)):
+                score = found[..., c + 1] - found[..., 0]  # a class that no map names has a score of 0
+                torch.testing.assert_close(score, seen[c] / scale, atol=0.025, rtol=0)
+        assert flips == {True, False}
+
+    @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic", "random"])
+    @pytest.mark.parametrize("hflip", [0.0, 0.5, 1.0])
+    def test_the_image_is_that_of_the_plain_transform_to_the_bit(self, interpolation, hflip):
+        policy = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.5, re_mode="pixel")
+        config = CONFIG | dict(interpolation=interpolation)
+        transform = train_transform(config, scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=hflip, **policy)
+        pixels = np.random.default_rng(0).integers(0, 255, (40, 56, 3)).astype(np.uint8)
+        for seed in range(8):
+            seed_generators(seed)
+            plain, after = transform(Image.fromarray(pixels)), (random.random(), torch.rand(1), np.random.rand())
+            seed_generators(seed)
+            image, box, flipped = traced(transform, Image.fromarray(pixels))
+            assert after == (random.random(), torch.rand(1), np.random.rand())
+            assert torch.equal(image, plain)
+            assert ((box >= 0) & (box <= 1)).all()
+            assert flipped in ((hflip == 1,) if hflip in (0, 1) else (True, False))
+
+    def test_the_box_is_the_crop(self):
+        transform = train_transform(CONFIG, scale=(0.2, 0.9), ratio=(1 / 2, 2), hflip=0.5)
+        pixels = torch.rand(3, 40, 60)
+        for seed in range(5):
+            seed_generators(seed)
+            picture = functional.to_pil_image(pixels)
+            image, box, flipped = traced(transform, picture)
+            top, left, bottom, right = (box * torch.tensor([40, 60, 40, 60])).round().int().tolist()
+            size, kind = (32, 32), functional.InterpolationMode.BICUBIC
+            wanted = functional.resized_crop(picture, top, left, bottom - top, right - left, size, kind)
+            wanted = functional.hflip(wanted) if flipped else wanted
+            torch.testing.assert_close(image, functional.to_tensor(wanted) * 2 - 1, atol=1e-6, rtol=0)
+
+    def test_a_transform_without_such_a_crop_is_refused(self):
+        with pytest.raises(iso.UserError, match="cropped and resized once"):
+            traced(train_transform(CONFIG, crop_padding=2).transforms[0], Image.new("RGB", (8, 8)))
+
+
+class TestLoss:
+    @pytest.mark.parametrize("kind", [MapLabelTask, MapOnlyTask])
+    def test_the_loss_is_the_formula(self, kind, monkeypatch):
+        target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
+        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: box)
+        model = create("refined_vit_s", **NETWORK).double().eval()
+        found = kind(model, TokenLabelPart(weight=0.7), 0.1, torch.device("cpu"))(x, target)
+        logits, tokens = model(x, tokens=True, box=box)
+        patches = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (4, 4), 5) for b in range(4)]
+        images = [slow_cut(target.maps[b], target.box[b], target.flipped[b], (1, 1), 5)[0, 0] for b in range(4)]
+        if kind is MapLabelTask:
+            images = list(torch.eye(5, dtype=torch.float64)[target.label])
+        loss = lambda logits, wanted: -((0.9 * wanted + 0.1 / 5) * logits.log_softmax(-1)).sum()  # noqa: E731
+        image = dense = 0
+        for b in range(4):
+            image += ((16 - 6) * loss(logits[b], images[b]) + 6 * loss(logits[b], images[3 - b])) / 16 / 4
+            for n in range(16):
+                row, column = divmod(n, 4)
+                inside = box.top <= row < box.bottom and box.left <= column < box.right
+                dense += loss(tokens[b, n], patches[3 - b if inside else b][row, column]) / 16 / 4
+        torch.testing.assert_close(found["token_loss"], dense, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found["task_loss"], image, rtol=1e-6, atol=0)  # plain labels are in single precision
+        torch.testing.assert_close(found["loss"], image + 0.7 * dense, rtol=1e-6, atol=0)
+
+    def test_sure_maps_of_the_label_are_labels(self):
+        """A map that is sure of the image's class everywhere teaches what the label alone does."""
+        label, x = torch.tensor([0, 3]), torch.randn(2, 3, 32, 32)
+        maps = torch.stack([torch.full((2, 6, 6), 60.0), label[:, None, None].expand(2, 6, 6).float()], 1)[:, :, None]
+        target = MapLabels(label, maps, torch.tensor([[0.2, 0.2, 0.8, 0.9]] * 2), torch.tensor([True, False]))
+        model = create("refined_vit_s", **NETWORK).eval()
+        wanted = TokenLabelTask(model, TokenLabelPart(mix=False), 0.1, torch.device("cpu"))(x, label)["loss"]
+        for kind in (MapLabelTask, MapOnlyTask):
+            found = kind(model, TokenLabelPart(mix=False), 0.1, torch.device("cpu"))(x, target)["loss"]
+            torch.testing.assert_close(found, wanted)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("written", [as_folder, as_tar, as_class_tars, as_tar_of_tars])
+    def test_every_image_has_its_own_map(self, written, tmp_path, caches):
+        written(tmp_path)
+        write_maps(tmp_path / "maps")
+        source = open_source("imagefolder" if written is as_folder else "tar", "train", tmp_path)
+        mapped = MappedSource(source, tmp_path / "maps", 3)
+        assert isinstance(mapped.subset([7]), MappedSource)
+        for index, label in enumerate(mapped.labels):
+            assert torch.equal(mapped.map(index), drawn_map(10 * int(label) + index % 5))
+        assert torch.equal(mapped.subset([7]).map(0), drawn_map(12))
+
+    def test_members_without_a_class_in_their_name_have_maps_below_it(self, tmp_path, caches):
+        as_shards(tmp_path)
+        write_maps(tmp_path / "maps")
+        for label, i, _ in SAMPLES:
+            (tmp_path / f"maps/{CLASSES[label]}/{i}.pt").rename(tmp_path / f"maps/{CLASSES[label]}/{label}_{i}.pt")
+        mapped = MappedSource(open_source("webdataset", "train", tmp_path), tmp_path / "maps", 3)
+        assert [mapped.map_name(i) for i in (0, 7)] == ["ant/0_0.pt", "bee/1_2.pt"]
+        assert torch.equal(mapped.map(7), drawn_map(12))
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_batches_are_the_same_images_with_maps_beside_them(self, workers, data):
+        source = open_source("imagefolder", "train", data)
+        mapped, transform = MappedSource(source, data / "maps", 3), train_transform(CONFIG, scale=(0.2, 1), hflip=0.5)
+        deals = Deals(Order(15, 5, 0), 1)
+        plain, both = train_loader(source, transform, deals), train_loader(mapped, transform, deals, workers)
+        for (images, labels, _), (seen, target, problems) in zip(plain, both, strict=True):
+            assert torch.equal(images, seen)
+            assert torch.equal(labels, target.label)
+            assert problems == []
+            shapes = [tuple(tensor.shape) for tensor in target]
+            assert shapes == [(5,), (5, 2, 2, 6, 6), (5, 4), (5,)]
+            assert target.flipped.dtype == torch.bool
+            assert isinstance(target.to(torch.device("cpu")), MapLabels)
+
+    def problem(self, data):
+        def read():
+            source = MappedSource(open_source("imagefolder", "train", data), data / "maps", 3)
+            source.transform = train_transform(CONFIG)
+            return [source[i] for i in range(len(source))]
+
+        with pytest.raises(iso.UserError) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_missing_maps_are_counted_and_the_first_named(self, data):
+        (data / "maps/bee/1.pt").unlink(), (data / "maps/cat/0.pt").unlink()
+        assert f"label maps are missing in {data / 'maps'}: 2, the first of them" in self.problem(data)
+        assert self.problem(data).endswith("bee/1.pt")
+        for path in (data / "maps/ant").iterdir():
+            path.unlink()
+        (data / "maps/ant").rmdir()
+        assert ": 7, the first of them" in self.problem(data)
+        with pytest.raises(iso.UserError, match=r"no folder .*elsewhere; give token_labels.maps"):
+            MappedSource(open_source("imagefolder", "train", data), data / "elsewhere", 3)
+
+    @pytest.mark.parametrize("place", ["ant/0.pt", "bee/3.pt"])
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (torch.zeros(3, 2, 6, 6), "it must be 2 x K x H x W .* found 3 x 2 x 6 x 6"),
+            (torch.zeros(5), "it must be 2 x K x H x W .* found 5"),
+            ({"scores": 1}, "found dict"),
+            (drawn_map(0, classes=9, likeliest=9), "names class [3-8]; there are 3, counted from 0"),
+            (drawn_map(0) - 0.5, "names class"),
+            (drawn_map(0) / 0, "not finite"),
+            (None, "cannot read the label map"),
+        ],
+    )
+    def test_what_is_no_map_is_said(self, place, content, said, data):
+        torch.save(content, data / "maps" / place) if content is not None else (data / "maps" / place).write_bytes(b"x")
+        problem = self.problem(data)
+        assert place in problem
+        assert re.search(said, problem)
+
+    def test_maps_of_two_sizes_are_refused(self, data):
+        torch.save(drawn_map(0, size=(7, 6)), data / "maps/bee/0.pt")
+        assert "bee/0.pt is 2 x 2 x 7 x 6, the first image's map 2 x 2 x 6 x 6" in self.problem(data)
+
+    def test_images_without_names_are_refused(self, data):
+        with pytest.raises(iso.UserError, match="needs images with file names"):
+            MappedSource(open_source("digits", "train"), data / "maps", 10)
+
+
+class TestRuns:
+    def recipe(self, data, *more):
+        small = [f"model.kwargs.{key}={value}" for key, value in NETWORK.items() if key not in ("num_classes",)]
+        place = ["data.source=imagefolder", f"data.root={data}", f"token_labels.maps={data / 'maps'}"]
+        return iso.load_recipe("refined_vit_s_standard", [*BRIEF, *small, *place, "augment.mixup=0", *more])
+
+    @pytest.mark.parametrize(
+        ("said", "kind", "amp"),
+        [("label", MapLabelTask, "none"), ("map", MapOnlyTask, "none"), ("map", MapOnlyTask, "bf16")],
+    )
+    def test_two_steps_of_a_training(self, said, kind, amp, data):
+        run = open_run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", f"amp={amp}"))
+        assert type(run.task) is kind
+        assert run.order.steps == 2
+        before = [parameter.clone() for parameter in run.trained.aux_head.parameters()]
+        assert train_epoch(run) > 0
+        assert not torch.equal(before[0], run.trained.aux_head.weight)
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ("augment.mixup=0.2", "token_labels.maps are mixed by token_labels.mix"),
+            ("augment.crop_padding=4", "leave augment.crop_padding at 0"),
+            ("token_labels.maps=null", "class_token map needs token_labels.maps"),
+        ],
+    )
+    def test_what_maps_cannot_follow_is_refused_at_once(self, change, said, data):
+        with pytest.raises(iso.UserError, match=said):
+            self.recipe(data, "token_labels.class_token=map", change)
+
+    def test_a_missing_map_is_said_before_the_run(self, data):
+        (data / "maps/cat/4.pt").unlink()
+        with pytest.raises(iso.UserError, match=r"label maps are missing in .*: 1, the first of them .*cat/4.pt"):
+            open_run(self.recipe(data, f"out={data / 'run'}"))
