@@ -1,5 +1,7 @@
 """What a run minimises, as timm tasks: a task owns the model, its loss and its averaged weights."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
