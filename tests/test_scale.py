@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import timm
 import torch
 
 import isomorph as iso
@@ -14,6 +15,7 @@ from isomorph.training.recipe import check
 from isomorph.training.run import open_run
 from isomorph.training.runtime import Runtime
 from isomorph.training.snapshot import newest, read_snapshot
+from isomorph.training.spread import blocks_of
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
 VALUES = dict(
@@ -124,6 +126,31 @@ def close_and_stop(run, *rest, close=loop.close_epoch):
 loop.close_epoch = close_and_stop
 iso.train(check(json.loads(sys.argv[1])), show=False)
 """
+
+
+@pytest.mark.slow
+def test_test_images_that_cannot_be_shared_out_evenly(tmp_path):
+    """Images in batches of 18: one process has a batch more, in which a sharded model needs the other."""
+    few = dict(data={**VALUES["data"], "classes": 5, "batch_size": 36}, epochs=1)
+    alone(tmp_path / "one", **few, scale=dict(accumulate=2))
+    found = launch(tmp_path / "two", **few, scale=dict(parallel="fsdp"))
+    assert found.returncode == 0, found.stderr
+    ours, theirs = (rows_of(tmp_path / name / "log.jsonl")[-1] for name in ("one", "two"))
+    assert ours["images"] == theirs["images"]
+    assert ours["images"] % 2 == 1
+    assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-5)
+
+
+def test_sharding_needs_several_processes(tmp_path):
+    with pytest.raises(iso.UserError, match="start it with torchrun"):
+        alone(tmp_path / "run", scale=dict(parallel="fsdp"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("name", "blocks"), [("convit_ti", 3), ("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 20)])
+def test_every_block_is_sharded_by_itself(name, blocks):
+    kwargs = KWARGS if name == "convit_ti" else {}
+    assert len(blocks_of(timm.create_model(name, **kwargs))) == blocks
 
 
 @pytest.mark.slow

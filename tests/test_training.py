@@ -339,6 +339,11 @@ class TestRun:
         iso.train(tiny(tmp_path / "part", **values), show=False)
         a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
         assert all(torch.equal(a[name], b[name]) for name in a)
+        stopped_run(tmp_path / "moved", 4, {**TINY, **values})
+        with pytest.raises(iso.UserError, match=r"lanes .*as many processes and data\.workers"):
+            iso.train(
+                tiny(tmp_path / "moved", **(values | dict(data=data | dict(workers=1 if workers else 2)))), show=False
+            )
         for changes, message in (
             (dict(fraction=0.5), "read in passing"),
             (dict(images=3, source="digits"), "counts its own"),

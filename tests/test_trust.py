@@ -12,13 +12,14 @@ import pytest
 import torch
 
 import isomorph as iso
-from isomorph.training import Diverged
-from isomorph.training.journal import rows_of
+from isomorph.training import Diverged, Stopped
+from isomorph.training.journal import alone_in, rows_of
 from isomorph.training.loop import train_epoch
 from isomorph.training.recipe import changes, check, identity, with_defaults
 from isomorph.training.run import open_run
+from isomorph.training.runtime import Runtime
 from isomorph.training.snapshot import newest, read_snapshot, snapshots
-from isomorph.training.watch import LossGuard
+from isomorph.training.watch import LossGuard, stop_requests
 from stopping import stopped_run
 
 TINY = dict(
@@ -76,27 +77,65 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("step", "workers"), [(3, 0), (8, 0), (13, 2), (23, 0)])
+@pytest.mark.parametrize(("step", "workers"), [(3, 0), (16, 0), (13, 2), (23, 0), (24, 0)])
 def test_stopped_and_taken_up_equals_uninterrupted(step, workers, whole, tmp_path):
-    """Bit by bit, from the middle of an epoch, with other workers, at its very last step."""
-    data = {**TINY["data"], "workers": workers}
-    if step % 8:
-        stop_after(tmp_path, step, data=data)
-        assert newest(tmp_path).values["progress"]["step"] == step
-    else:
-        stop_after_epoch(tmp_path)
+    """Bit by bit: from the middle of an epoch, with other workers, after its last step, before its evaluation."""
+    stop_after(tmp_path, step, data={**TINY["data"], "workers": workers})
+    assert newest(tmp_path).values["progress"]["step"] == step
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
 
 
-def stop_after_epoch(folder):
-    """A run that dies between an epoch's last step and its evaluation."""
+def test_a_run_that_dies_before_an_evaluation(whole, tmp_path):
     import isomorph.training.loop as loop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "close_epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            iso.train(tiny(folder, checkpoint_minutes=0), show=False)
+            iso.train(tiny(tmp_path, checkpoint_minutes=0), show=False)
+    assert newest(tmp_path).values["progress"]["step"] == 7
+    iso.train(tiny(tmp_path), show=False)
+    same_run(whole, tmp_path)
+
+
+def test_a_signal_during_an_evaluation_stops_after_it(whole, tmp_path):
+    import isomorph.training.run as run
+
+    def measure(self, measure=run.Run.measure):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run.Run, "measure", measure)
+        with pytest.raises(Stopped, match="after step 8; saved"):
+            iso.train(tiny(tmp_path), show=False)
+    assert newest(tmp_path).values["progress"]["closed"] == 1
+    iso.train(tiny(tmp_path), show=False)
+    same_run(whole, tmp_path)
+
+
+def test_a_signal_may_come_twice():
+    """Schedulers send SIGTERM to the processes, and again through torchrun; a second Ctrl-C is meant."""
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_requests() as request:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert request.number == signal.SIGTERM
+    with stop_requests() as request:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert request.number == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_folder_is_for_one_run_at_a_time(tmp_path):
+    runtime = Runtime(torch.device("cpu"), False)
+    with alone_in(tmp_path, runtime):
+        with pytest.raises(iso.UserError, match=f"another process trains in {tmp_path}"):
+            iso.train(tiny(tmp_path, epochs=1), show=False)
+        assert not list(tmp_path.iterdir())
+    iso.train(tiny(tmp_path, epochs=1), show=False)
 
 
 @pytest.mark.slow
@@ -157,7 +196,8 @@ def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, c
     iso.train(tiny(tmp_path))
     said = " ".join(capsys.readouterr().out.split())
     assert "is damaged" in said
-    assert "resuming after step 8 of" in said
+    assert "resuming after step 8 of 24" in said
+    assert [path.name for path in tmp_path.glob("damaged-*")] == ["damaged-step-00000013"]
     same_run(whole, tmp_path)
 
 

@@ -59,17 +59,22 @@ app.command(recipes)
 
 
 @recipes.default
-def list_recipes(*, json_: Json = False) -> None:
-    """List every recipe with its source and the number it should give."""
+def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
+    """List recipes with their source and the number they should give.
+
+    Parameters
+    ----------
+    pattern
+        Glob over names, e.g. 'tcnn_*'.
+    """
+    found = {name: recipe for name, recipe in RECIPES.items() if fnmatchcase(name, pattern)}
+    if not found:
+        raise UserError(f"no recipe matches {pattern!r}; a glob over names, like 'tcnn_*'")
     if json_:
-        print(json.dumps(RECIPES, default=str))
+        print(json.dumps(found, default=str))
     else:
-        show(
-            [
-                ["recipe", "source", "expected"],
-                *([name, r.get("source", ""), r.get("expected", "")] for name, r in RECIPES.items()),
-            ]
-        )
+        rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in found.items())
+        show([["recipe", "source", "expected"], *rows])
 
 
 @recipes.command(name="show")

@@ -133,7 +133,7 @@ class Drawn(Dataset[Example]):
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
-                    raise
+                    raise UserError(f"{error} (or allow some: data.unreadable)") from None
                 index = (index + 1) % len(self.source)
 
 

@@ -27,7 +27,10 @@ def recipe_values(name: str) -> dict[str, Any]:
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
         return {"name": path.stem, **read_file(path)}
-    close = difflib.get_close_matches(name, RECIPES, n=3)
+    if path.is_file():
+        raise UserError(f"{name} is no recipe; its file must end in .yaml, .yml or .toml")
+    begun = [known for known in RECIPES if known.startswith(name)]
+    close = begun[:3] or difflib.get_close_matches(name, RECIPES, n=3)
     hint = f"; did you mean {', '.join(close)}?" if close else "; see `isomorph recipes`, or give a .yaml or .toml file"
     raise UserError(f"no recipe {name!r}{hint}")
 

@@ -42,7 +42,7 @@ def show(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(rows[0]):
-        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
     for row in rows[1:]:
         table.add_row(*map(escape, row))
     console = Console()

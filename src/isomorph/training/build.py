@@ -121,8 +121,8 @@ def plan(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[Order, Share]:
     if data.batch_size % parts or (recipe.augment.mixes and data.batch_size // parts % 2):
         pairs = " of an even number each" if recipe.augment.mixes else ""
         raise UserError(
-            f"data.batch_size {data.batch_size} cannot be dealt to {parts} parts{pairs} "
-            f"({runtime.world} processes, scale.accumulate {recipe.scale.accumulate})"
+            f"data.batch_size {data.batch_size} cannot be dealt to {parts} parts{pairs} (processes {runtime.world}, "
+            f"scale.accumulate {recipe.scale.accumulate}); give a multiple of {2 * parts if pairs else parts}"
         )
     batch = min(data.batch_size, len(train) // (2 * parts) * 2 * parts)
     if not batch:

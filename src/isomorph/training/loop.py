@@ -18,6 +18,9 @@ from isomorph.training.snapshot import set_aside
 from isomorph.training.step import train_step
 from isomorph.training.watch import INFINITE, StopRequest, stop_requests
 
+SHORT = 10.0
+"""Seconds of an epoch that are too few to judge by."""
+
 LATE = 0.1
 """Share of the time that may be spent waiting for images before the run says so."""
 
@@ -44,6 +47,9 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     """
     run = open_run(recipe)
     journal = Journal(recipe, run.runtime, show)
+    if run.progress.closed == recipe.epochs and (recipe.folder / "model.safetensors").is_file():
+        journal.say(f"{recipe.name}: finished already, in {recipe.folder}")
+        return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
     with alone_in(recipe.folder, run.runtime), stop_requests() as request, closing(journal):
         journal.open(run.progress.closed, run.progress.step)
         introduce(run, journal)
@@ -65,12 +71,15 @@ def introduce(run: Run, journal: Journal) -> None:
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
     for said in set_aside(run.found) if run.found and runtime.leads else ():
         journal.say(f"{recipe.name}: {said}; going back to the one before it")
-    begin = f"resuming after step {progress.step:,} of " if progress.step else ""
+    steps = run.order.steps
+    begin = f"resuming after step {progress.step:,} of {recipe.epochs * steps:,}; " if progress.step else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
     journal.say(
-        f"{recipe.name}: {begin}{recipe.epochs} epochs, {run.order.images:,} images, "
-        f"{run.order.steps:,} steps an epoch, on {runtime.device}{shared}"
+        f"{recipe.name}: {begin}{recipe.epochs} epochs of {steps:,} steps, {run.order.images:,} images, "
+        f"on {runtime.device}{shared}"
     )
+    if run.order.batch < recipe.data.batch_size:
+        journal.say(f"{recipe.name}: {run.order.images:,} images make batches of {run.order.batch} only")
     for line in group_lines(run.optimizer, recipe.optim):
         journal.say(line)
 
@@ -102,7 +111,9 @@ def train_epoch(
         refuse_unreadable(run)
         look.after(waited, images)
         advance()
-    warn_of_waiting(run, journal, look.waited / (time.perf_counter() - start))
+    seconds = time.perf_counter() - start
+    if seconds > SHORT:
+        warn_of_waiting(run, journal, look.waited / seconds)
     return run.runtime.mean(run.total) / steps
 
 

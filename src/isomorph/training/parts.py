@@ -89,7 +89,7 @@ class ModelPart(Part):
     num_classes: Count | None = None
     """Classes of the head; by default those of the data."""
     kwargs: dict[str, Any] = {}
-    """Further arguments of timm.create_model."""
+    """Further arguments of timm.create_model, e.g. {img_size: 32}, or --model.kwargs.img_size 32."""
     unstride: str | None = None
     """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
@@ -121,7 +121,7 @@ class DataPart(Part):
     classes: Count | None = None
     """Train and test on the first so many classes only."""
     size: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
-    """Height and width of the input; by default the model's own."""
+    """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
     batch_size: Annotated[int, Field(ge=2)] = 128
@@ -177,7 +177,7 @@ class AugmentPart(Part):
     smoothing: Rate = 0.0
     """Label smoothing."""
     repeats: Count = 1
-    """Repeated augmentation: every image of an epoch comes so many times, a third as many images at 3."""
+    """Repeated augmentation: an epoch has as many samples as ever, of fewer images, each so many times (DeiT: 3)."""
 
     @field_validator("auto_augment")
     @classmethod
@@ -252,7 +252,7 @@ class ScalePart(Part):
     """How the work is spread over processes (torchrun starts them) and memory. None of it changes what is computed."""
 
     accumulate: Count = 1
-    """Parts that each process takes its share of a batch in, one after another, to save memory."""
+    """Gradient accumulation: each process works through its share of a batch in so many parts, to save memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every process holds the model; fsdp: each holds a shard of weights, averages and optimiser state."""
     sync_batch_norm: bool = False

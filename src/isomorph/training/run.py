@@ -273,6 +273,8 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
     problem = ""
     if runtime.leads:
         try:
+            if recipe.folder.exists() and not recipe.folder.is_dir():
+                raise UserError(f"{recipe.folder} is a file; give `out` a folder")
             found = newest(recipe.folder)
             if found:
                 refuse_other(recipe, found)
@@ -295,7 +297,8 @@ def refuse_other(recipe: Recipe, found: Found) -> None:
         raise UserError(f"{found.path} is not the state of a run; give `out` another folder, or delete it") from None
     if changed:
         where = found.path.parent
-        raise UserError(f"{where} holds another run ({'; '.join(changed)}); give `out` another folder, or delete it")
+        hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
+        raise UserError(f"{where} holds another run ({'; '.join(changed)}); {hint}")
 
 
 def restore(run: Run, found: Found) -> None:

@@ -56,15 +56,23 @@ def shard(module: nn.Module) -> None:
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a network: members of its outermost lists, or of lists within these that hold blocks."""
+    """The repeated parts of a network: members of its outermost lists, or of the lists within these."""
     found: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.Sequential | nn.ModuleList):
-            for member in child:
-                inner = blocks_of(member) if hasattr(member, "blocks") or isinstance(member, nn.Sequential) else []
-                found += inner or [member] * any(True for _ in member.parameters())
-        else:
-            found += blocks_of(child)
+        found += members(child) if isinstance(child, nn.Sequential | nn.ModuleList) else blocks_of(child)
+    return found
+
+
+def members(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
+    """What a list holds, lists in it (stages of blocks) taken apart; without what has no parameters."""
+    found: list[nn.Module] = []
+    for member in container:
+        if isinstance(member, nn.Sequential | nn.ModuleList):
+            found += members(member)
+        elif hasattr(member, "blocks"):
+            found += blocks_of(member)
+        elif any(True for _ in member.parameters()):
+            found.append(member)
     return found
 
 
