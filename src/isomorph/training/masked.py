@@ -195,6 +195,11 @@ def fixed_noise(first: int, images: int, patches: int, seed: int) -> Tensor:
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
+def count_real(images: Tensor, labels: Any = None, *_: Any) -> int:
+    """Images of a batch that count: all, but for those labelled -1."""
+    return int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
+
+
 def masked_batches(
     autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int
 ) -> Iterable[tuple[Tensor, Tensor, int]]:
@@ -203,11 +208,11 @@ def masked_batches(
     Raises: UserError when there are none.
     """
     device, first = autoencoder.mask_token.device, 0
-    for images, labels in loader:
+    for images, *labels in loader:
         height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
         noise = fixed_noise(first, len(images), height * width, seed)
         first += len(images)
-        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), int((labels >= 0).sum())
+        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), count_real(images, *labels)
     if not first:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
 
