@@ -1,9 +1,9 @@
 """What the training loop costs beside a bare PyTorch loop, and what it survives.
 
-    python benchmarks/training.py overhead [--rounds 9] [--steps 8]
+    python benchmarks/training.py overhead [--rounds 40]
     python benchmarks/training.py crashes [--kills 20] [--out runs/crashes]
 
-`overhead`: seconds a step of the same model, images, transform and optimiser, interleaved in one process. `crashes`:
+`overhead`: time of a step with the same model, images, transform and optimiser, step by step in turn in one process. `crashes`:
 a real run is killed (SIGKILL) at random moments so many times, then left alone; its weights, averages, optimiser state
 and logs are compared, bit by bit, with those of a run that nothing disturbed.
 """
@@ -26,18 +26,22 @@ import isomorph as iso
 from interleave import interleaved, show, write
 from isomorph.data import train_transform
 from isomorph.training.build import data_config
-from isomorph.training.journal import rows_of
-from isomorph.training.loop import train_epoch
+from isomorph.training.journal import Journal, rows_of
+from isomorph.training.look import Look, refuse_unreadable
 from isomorph.training.optim import parameter_groups
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
 from isomorph.training.snapshot import newest, read_snapshot
+from isomorph.training.step import train_step
+from isomorph.training.watch import StopRequest
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
+NOTHING = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1))
 MODELS = {
     "cifar_resnet20, 32 px, batch 128": (dict(name="cifar_resnet20"), 32, 128, 0),
     "cifar_resnet20, 2 workers": (dict(name="cifar_resnet20"), 32, 128, 2),
     "vit_tiny, 96 px, batch 32": (dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=96)), 96, 32, 0),
+    "almost no model (a ViT of one narrow block), batch 32": (NOTHING, 32, 32, 0),
 }
 CRASHED = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
@@ -52,67 +56,60 @@ CRASHED = dict(
 )
 
 
-def recipe_of(model, size, batch, workers, steps, **more):
-    fraction = min(1.0, (steps * batch + batch / 2) / 50_000)
-    return check(
-        dict(
-            model=model,
-            data=dict(source="cifar10", fraction=fraction, size=[size, size], batch_size=batch, workers=workers),
-            augment=dict(hflip=0.5),
-            optim=OPTIM,
-            epochs=10_000,
-            out="runs/overhead",
-        )
-        | more
-    )
+def recipe_of(model, size, batch, workers, **more):
+    data = dict(source="cifar10", size=[size, size], batch_size=batch, workers=workers)
+    values = dict(model=model, data=data, augment=dict(hflip=0.5), optim=OPTIM, epochs=1000, out="runs/overhead")
+    return check(values | more)
 
 
-def ours(recipe):
-    """An epoch of a run, as often as it is called."""
+def loop(recipe):
+    """One step of a run, with all that follows it, as often as it is called."""
     run = open_run(recipe)
+    look = Look(run, Journal(recipe, run.runtime, show=False), StopRequest())
+    run.task.train()
 
-    def epoch():
-        train_epoch(run)
-        run.progress.closed += 1
-        run.total.zero_()
+    def step():
+        waited, images = train_step(run)
+        run.progress.step += 1
+        refuse_unreadable(run)
+        look.after(waited, images)
 
-    return run, epoch
+    return run, step
 
 
 def bare(recipe, run):
-    """An epoch as one writes it by hand: the same images, transform, model and optimiser, and nothing else."""
+    """One step as one writes it by hand: the same images, transform, model and optimiser, and nothing else."""
     model = timm.create_model(recipe.model.name, num_classes=10, **recipe.model.kwargs).train()
     optimizer = torch.optim.SGD(parameter_groups(model, recipe.optim), lr=0.01, momentum=0.9, nesterov=True)
     source, criterion = run.train.subset(range(len(run.train))), nn.CrossEntropyLoss()
     source.transform = train_transform(data_config(recipe, model), hflip=0.5)
-    workers = dict(num_workers=recipe.data.workers, persistent_workers=recipe.data.workers > 0)
-    loader = DataLoader(source, recipe.data.batch_size, shuffle=True, drop_last=True, **workers)
+    loader = DataLoader(source, recipe.data.batch_size, shuffle=True, drop_last=True, num_workers=recipe.data.workers)
+    batches = iter(loader)
 
-    def epoch():
-        for images, labels in loader:
-            optimizer.zero_grad()
-            loss = criterion(model(images), labels)
-            loss.backward()
-            optimizer.step()
-        return loss.item()
+    def step():
+        images, labels = next(batches)
+        optimizer.zero_grad()
+        criterion(model(images), labels).backward()
+        optimizer.step()
 
-    return epoch
+    return step
 
 
 def overhead(options):
-    shutil.rmtree("runs/overhead", ignore_errors=True)
     rows = []
     for title, (model, size, batch, workers) in MODELS.items():
+        shutil.rmtree("runs/overhead", ignore_errors=True)
         contenders = {}
         for name, more in (("loop", {}), ("loop, EMA", dict(ema=0.999)), ("loop, a line a step", dict(log_every=1))):
-            run, contenders[name] = ours(recipe_of(model, size, batch, workers, options.steps, **more))
+            run, contenders[name] = loop(recipe_of(model, size, batch, workers, **more))
             if name == "loop":
                 contenders["bare"] = bare(run.recipe, run)
-        steps = run.order.steps
         times = interleaved(contenders, torch.device("cpu"), options.rounds)
-        row = {"model": title, "bare ms a step": f"{times['bare'] / steps:.1f}"}
-        rows.append(row | {name: f"{times[name] / times['bare']:.3f}x" for name in contenders if name != "bare"})
-    show(f"a step beside a bare PyTorch loop, median of {options.rounds} interleaved rounds of {steps} steps", rows)
+        row = {"model": title, "bare ms a step": f"{times['bare']:.1f}"}
+        for name in ("loop", "loop, EMA", "loop, a line a step"):
+            row[name] = f"{times[name] / times['bare']:.3f}x ({times[name] - times['bare']:+.1f} ms)"
+        rows.append(row)
+    show(f"a step beside a bare PyTorch loop, medians of {options.rounds} interleaved steps", rows)
     print(f"\nwrote {write('training_overhead', {'table': rows})}")
     shutil.rmtree("runs/overhead", ignore_errors=True)
 
@@ -123,6 +120,12 @@ def start(out, options):
     return subprocess.Popen([sys.executable, "-c", code, json.dumps({**CRASHED, "out": str(out)})])
 
 
+def lines_of(folder):
+    """Start-up is over when the log grows or is cut back."""
+    path = folder / "steps.jsonl"
+    return path.read_text().count("\n") if path.is_file() else 0
+
+
 def crashes(options):
     shutil.rmtree(options.out, ignore_errors=True)
     whole, killed, draw = options.out / "whole", options.out / "killed", random.Random(options.seed)
@@ -130,7 +133,11 @@ def crashes(options):
     moments = []
     while len(moments) < options.kills:
         process, began = start(killed, options), time.time()
-        time.sleep(draw.uniform(3.0, options.longest))
+        if draw.random() < 0.9:  # else at any moment of its start
+            seen = lines_of(killed)
+            while process.poll() is None and lines_of(killed) == seen:
+                time.sleep(0.01)
+        time.sleep(draw.uniform(0.0, options.longest))
         process.kill()
         process.wait()
         found = newest(killed) if killed.is_dir() else None
@@ -164,10 +171,11 @@ def crashes(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["overhead", "crashes"])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--longest", type=float, default=9.0, help="longest life of a process, in seconds")
+    parser.add_argument(
+        "--longest", type=float, default=3.0, help="longest life of a process after its first step, in seconds"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/crashes"))
     options = parser.parse_args()

@@ -147,7 +147,9 @@ def test_sharding_needs_several_processes(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("convit_ti", 3), ("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)])
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("convit_ti", 3), ("resnet50", 16), ("cifar_resnet20", 9), ("convnext_tiny", 26)]
+)
 def test_every_block_is_sharded_by_itself(name, blocks):
     kwargs = KWARGS if name == "convit_ti" else {}
     assert len(blocks_of(timm.create_model(name, **kwargs))) == blocks

@@ -160,9 +160,11 @@ def cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int)
 
 
 def cifar_tuning(weights: str | None) -> dict[str, Any]:
-    """A fifth of the labels, five epochs: from nothing, or from what pre-training has left."""
+    """A fifth of the labels, five epochs: from nothing, or more gently from what pre-training has left."""
     recipe = cifar_study("P-W2S")
-    recipe["model"] |= dict(weights=weights) if weights else {}
+    if weights:
+        recipe["model"] |= dict(weights=weights)
+        recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
     recipe["data"] |= dict(test_crop="whole")
     return recipe | dict(epochs=5, source="TDRL section 4.1 at CIFAR scale, docs/training.md")
 
