@@ -4,8 +4,8 @@
     python benchmarks/training.py crashes [--kills 20] [--out runs/crashes]
 
 `overhead`: time of a step with the same model, images, transform and optimiser, in turn in one process. `crashes`: a
-real run is killed (SIGKILL) at random moments so many times, then left alone; its weights, averages, optimiser state and
-logs are compared, bit by bit, with those of a run that nothing disturbed.
+real run is killed (SIGKILL) at random moments so many times, then left alone; its weights, averages, optimiser state
+and logs are compared, bit by bit, with those of a run that nothing disturbed.
 """
 
 import argparse
