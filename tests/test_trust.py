@@ -116,6 +116,7 @@ def test_a_signal_during_an_evaluation_stops_after_it(whole, tmp_path):
 
 def test_a_signal_may_come_twice():
     """Schedulers send SIGTERM to the processes, and again through torchrun; a second Ctrl-C is meant."""
+    ctrl_c = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     before = signal.getsignal(signal.SIGTERM)
     with stop_requests() as request:
         for _ in range(2):
@@ -127,6 +128,7 @@ def test_a_signal_may_come_twice():
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) == before
+    signal.signal(signal.SIGINT, ctrl_c)
 
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path):

@@ -2,7 +2,9 @@
 
 import copy
 import math
+import os
 import signal
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -144,9 +146,18 @@ def collate(examples: Sequence[Example]) -> tuple[Tensor, Labels, list[str]]:
 
 
 def leave_signals_alone(worker: int) -> None:
-    """A stop is for the main process, which lets its workers go when it has saved."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    """A stop is for the main process, which lets its workers go when it has saved: they heed no one else."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not everywhere; there, a SIGTERM to all processes ends the workers
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=heed_parent, daemon=True).start()
+
+
+def heed_parent() -> None:
+    """Ends a worker when its parent asks for it."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)
 
 
 def mend_posterize(transform: Any) -> None:

@@ -52,8 +52,11 @@ def alone_in(folder: Path, runtime: Runtime) -> Iterator[None]:
     if not runtime.leads:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}; give `out` another folder") from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
