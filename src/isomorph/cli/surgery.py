@@ -16,7 +16,7 @@ from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters
 from isomorph.surgery import build_rule, compare, edits_since, fusible
-from isomorph.training.build import default_data, open_model, open_run, standard_normal
+from isomorph.training.build import default_data, open_model, open_trained, standard_normal
 
 
 def option(text: str, **more: Any) -> Parameter:
@@ -221,7 +221,7 @@ def fuse(
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
         raise UserError(f"--out {out} is the model to fuse; give another name")
-    wide = open_run(checkpoint, average)
+    wide = open_trained(checkpoint, average)
     if not fusible(wide):
         raise UserError(
             f"{checkpoint} has nothing to fuse; fused forms exist of pyramids (LinearToPyramid, "

@@ -181,7 +181,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
     return model.eval()
 
 
-def open_run(path: Path, averaged: bool = True) -> nn.Module:
+def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     """The model of a run as it is now: a checkpoint by isomorph, or a run's folder, mid-run or complete.
 
     `averaged`: the averaged weights, where the run has any.

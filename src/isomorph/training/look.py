@@ -56,16 +56,12 @@ class Look:
         """Raises: Diverged when the loss of the latest ten steps is out of bounds."""
         loss, self.seen = self.loss_since(self.seen)
         if problem := self.run.guard.problem(loss):
-            raise diverged(self.run, problem, self.place)
+            raise diverged(self.run, problem)
 
     def refuse_infinite(self) -> None:
         """Raises: Diverged when the loss of the steps since then is not finite."""
         if not math.isfinite(self.loss_since(self.seen)[0]):
-            raise diverged(self.run, INFINITE, self.place)
-
-    @property
-    def place(self) -> str:
-        return f"step {(self.run.progress.step - 1) % self.run.order.steps + 1}"
+            raise diverged(self.run, INFINITE)
 
     def write_step(self) -> None:
         """A line of steps.jsonl: what the steps since the last one were like."""
@@ -118,15 +114,14 @@ def save_snapshot(run: Run) -> None:
         not torch.isfinite(tensor.to_local() if hasattr(tensor, "to_local") else tensor).all() for tensor in tensors
     )
     if run.runtime.highest(broken)[0]:
-        raise diverged(
-            run, "the weights are not finite", f"step {run.progress.step % run.order.steps or run.order.steps}"
-        )
+        raise diverged(run, "the weights are not finite")
     run.share_unreadable()
     run.snapshot()
 
 
-def diverged(run: Run, problem: str, place: str) -> Diverged:
-    """The error that stops a run whose loss or weights are out of bounds."""
+def diverged(run: Run, problem: str, place: str | None = None) -> Diverged:
+    """The error that stops a run whose loss or weights are out of bounds, by default after its latest step."""
+    place = place or f"step {(run.progress.step - 1) % run.order.steps + 1}"
     kept = [path.name for path in snapshots(run.recipe.folder)[:1]]
     saved = f"the snapshot {kept[0]} is kept in {run.recipe.folder}" if kept else "there is no snapshot yet"
     advice = "lower optim.lr or optim.gate_lr, or set optim.clip_grad"

@@ -129,7 +129,6 @@ def close_epoch(run: Run, loss: float, journal: Journal) -> None:
     """Evaluates, keeps the best, writes the log, takes a snapshot. Raises: Diverged, UserError."""
     recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
     epoch, start = progress.closed + 1, time.perf_counter()
-    run.runtime.share_buffers(run.trained)
     due = epoch % recipe.evaluate_every == 0 or epoch == recipe.epochs
     found = {"loss": loss, **(run.measure() if due else {})}
     if not finite(found):

@@ -13,6 +13,7 @@ import torch
 from timm.data import Mixup
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -39,12 +40,11 @@ from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe, changes, identity, with_defaults
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
 from isomorph.training.snapshot import Found, newest, read_layout, read_tensors_into, write_snapshot
-from isomorph.training.spread import prepare_model, spread, whole
+from isomorph.training.spread import prepare_model, spread, whole_state
 from isomorph.training.state import (
     AVERAGED,
     MODEL,
     OPTIMISER,
-    bare,
     fill_optimizer,
     model_tensors,
     room_for,
@@ -101,7 +101,7 @@ class Run:
     @property
     def trained(self) -> nn.Module:
         """The module whose parameters move."""
-        return bare(self.task.get_trainable_module())
+        return unwrap_model(self.task.get_trainable_module())
 
     @cached_property
     def mixup(self) -> Mixup | None:
@@ -123,10 +123,15 @@ class Run:
         """What is evaluated and kept: the averaged weights where there are any."""
         return self.objective.result(self.averaged or self.trained)
 
+    def share_buffers(self) -> None:
+        """Gives every process the first one's running statistics, trained and averaged."""
+        for module in (self.trained, self.averaged):
+            if module is not None:
+                self.runtime.share_buffers(module)
+
     def measure(self) -> dict[str, float]:
         """What is evaluated and kept, measured on the test images by all processes together."""
-        if self.averaged is not None:
-            self.runtime.share_buffers(self.averaged)
+        self.share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
 
     def note_unreadable(self, problems: list[str]) -> None:
@@ -160,9 +165,7 @@ class Run:
 
     def snapshot(self) -> Path:
         """Writes a snapshot. Raises: UserError when it cannot be written."""
-        for module in (self.trained, self.averaged):
-            if module is not None:
-                self.runtime.share_buffers(module)
+        self.share_buffers()
         tensors, values = self.tensors()
         self.progress.first_loss = self.guard.first
         state = {
@@ -175,7 +178,7 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes what is evaluated and kept as a checkpoint; every process calls it."""
-        tensors = {name: whole(tensor) for name, tensor in self.eval_model.state_dict().items()}
+        tensors = whole_state(self.eval_model)
         if self.runtime.leads:
             write_model(self.header, tensors, path)
 
@@ -183,7 +186,7 @@ class Run:
         """Writes all of a masked autoencoder, where that is what was trained; every process calls it."""
         if self.objective.autoencoder:
             model = self.objective.autoencoder(self.averaged or self.trained)
-            tensors = {name: whole(tensor) for name, tensor in model.state_dict().items()}
+            tensors = whole_state(model)
             if self.runtime.leads:
                 write_autoencoder(model, self.header, tensors, self.recipe.folder / "autoencoder.safetensors")
 
@@ -243,7 +246,7 @@ def assemble(
     if recipe.ema:
         objective.task.setup_ema(decay=recipe.ema)
     spread(objective.task, recipe.scale, runtime)
-    optimizer = build_optimizer(bare(objective.task.get_trainable_module()), recipe.optim)
+    optimizer = build_optimizer(unwrap_model(objective.task.get_trainable_module()), recipe.optim)
     return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header
 
 

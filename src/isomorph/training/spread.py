@@ -89,6 +89,7 @@ def gradients_stay(task: TrainingTask) -> Iterator[None]:
         yield
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor gathered from its shards; every process calls it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, gathered from their shards; every process calls it."""
+    state = module.state_dict()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}

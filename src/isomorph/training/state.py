@@ -7,7 +7,6 @@ and go (a recast), and when processes share it out differently.
 from typing import Any
 
 import torch
-from timm.utils import unwrap_model
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -67,8 +66,3 @@ def room_for(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[
     if parameter is not None and parameter.shape == shape:
         return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros(shape, dtype=dtype)
-
-
-def bare(module: nn.Module) -> nn.Module:
-    """The module itself, without what spreads it over processes or averages it."""
-    return unwrap_model(module)
