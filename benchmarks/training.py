@@ -27,7 +27,7 @@ from interleave import interleaved, show, write
 from isomorph.data import train_transform
 from isomorph.training.build import data_config
 from isomorph.training.journal import Journal, rows_of
-from isomorph.training.look import Look, refuse_unreadable
+from isomorph.training.look import Look
 from isomorph.training.optim import parameter_groups
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
@@ -71,7 +71,6 @@ def loop(recipe):
     def step():
         waited, images = train_step(run)
         run.progress.step += 1
-        refuse_unreadable(run)
         look.after(waited, images)
 
     return run, step

@@ -8,6 +8,7 @@ import sys
 import pytest
 import timm
 import torch
+from PIL import Image
 
 import isomorph as iso
 from isomorph.training.journal import rows_of
@@ -139,6 +140,24 @@ def test_test_images_that_cannot_be_shared_out_evenly(tmp_path):
     assert ours["images"] == theirs["images"]
     assert ours["images"] % 2 == 1
     assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
+    """One image in each half of a batch: the limit is the run's."""
+    for i, split in enumerate(["train"] * 8 + ["val"] * 2):
+        for name in ("dark", "light"):
+            path = tmp_path / "data" / split / name / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(b"broken") if i == 3 else Image.new("RGB", (16, 16), (20 * i,) * 3).save(path)
+    data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
+    found = launch(tmp_path / "limited", data=dict(**data, unreadable=1))
+    assert found.returncode
+    assert found.stderr.count("2 images cannot be read, data.unreadable allows 1") == 2
+    found = launch(tmp_path / "strict", data=data)
+    assert "3.png" in found.stderr
+    assert "Traceback" not in found.stderr.partition("torch/distributed/elastic")[0]
+    assert "RuntimeError" not in found.stderr
 
 
 def test_sharding_needs_several_processes(tmp_path):

@@ -128,6 +128,7 @@ class TestRecipe:
             "layer3.*.conv2"
         ]
         assert iso.load_recipe("cifar_cnn", ["optim.lr=1e-4"]).optim.lr == 1e-4
+        assert iso.load_recipe("cifar_cnn", ["data.batch-size=64"]).data.batch_size == 64
         assert iso.load_recipe("cifar_exact", ["model.recast=null"]).model.recast is None
 
     @pytest.mark.parametrize("override", ["optim.lr", "=3", "epochs.x=3", "optim.lr=[1"])

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import CycloptsError
+from torch.distributed import DistError
 
 from isomorph.cli import listing, runs, surgery  # noqa: F401 (each adds its commands)
 from isomorph.cli.app import app
@@ -17,6 +18,15 @@ def one_line(error: Exception) -> str:
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     wrapped = any(line.startswith("Original Traceback") for line in lines)
     return lines[-1].partition("UserError: ")[2] if wrapped else "\n".join(lines)
+
+
+def said_of(error: Exception) -> str:
+    """One line for any error."""
+    if isinstance(error, UserError | CycloptsError):
+        return one_line(error)
+    if isinstance(error, DistError) or "Connection closed by peer" in str(error):
+        return "another process of this run has ended; the line that it left says why"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -32,9 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        expected = isinstance(error, UserError | CycloptsError)
-        said = one_line(error) if expected else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        print(f"isomorph: {said}", file=sys.stderr)
+        print(f"isomorph: {said_of(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("isomorph: interrupted; a run resumes from its last checkpoint", file=sys.stderr)

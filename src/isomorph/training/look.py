@@ -41,6 +41,7 @@ class Look:
         if step % recipe.log_every == 0 or last:
             self.write_step()
         if run.runtime.world == 1 or self.reads(step) or last:
+            refuse_unreadable(run)
             self.save_or_stop(last)
 
     def reads(self, step: int) -> bool:
@@ -129,7 +130,10 @@ def diverged(run: Run, problem: str, place: str | None = None) -> Diverged:
 
 
 def refuse_unreadable(run: Run) -> None:
-    """Raises: UserError when more images cannot be read than the recipe allows."""
+    """Raises: UserError, in all processes, when they found more images that cannot be read than the recipe allows."""
+    if not run.runtime.highest(len(run.progress.unreadable))[0]:
+        return
+    run.share_unreadable()
     found, allowed = run.progress.unreadable, run.recipe.data.unreadable
     if len(found) > allowed:
         raise UserError(

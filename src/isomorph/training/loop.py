@@ -10,7 +10,7 @@ from torch import nn
 
 from isomorph.training.journal import Journal, alone_in
 from isomorph.training.late_recast import recast_run
-from isomorph.training.look import Look, diverged, finite, refuse_unreadable, save_snapshot, stop
+from isomorph.training.look import Look, diverged, finite, save_snapshot, stop
 from isomorph.training.optim import group_lines
 from isomorph.training.recipe import Recipe
 from isomorph.training.run import Run, open_run
@@ -108,7 +108,6 @@ def train_epoch(
         waited, images = train_step(run)
         progress.step += 1
         progress.seconds += time.perf_counter() - begin
-        refuse_unreadable(run)
         look.after(waited, images)
         advance()
     seconds = time.perf_counter() - start

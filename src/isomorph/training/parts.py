@@ -129,7 +129,7 @@ class DataPart(Part):
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes that prepare images, for each one that trains; 0 does it there."""
     unreadable: Annotated[int, Field(ge=0)] = 0
-    """Images that may be unreadable (in each process), each replaced by another, before the run stops."""
+    """Images that may be unreadable, each replaced by another, before the run stops."""
     shuffle_shards: Count | None = None
     """Shuffle images within so many shards at a time (tar, webdataset), to read a slow disk in long runs."""
 

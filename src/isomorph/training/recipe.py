@@ -231,7 +231,7 @@ def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UserError(f"override {assignment!r} must have the form field=value, like optim.lr=1e-4")
-        *groups, last = path.split(".")
+        *groups, last = path.replace("-", "_").split(".")
         group = result
         for name in groups:
             group = (
