@@ -12,7 +12,7 @@ FLOORS = [
     {"surgery"},
     {"models"},
     {"data", "evaluation", "analysis"},
-    {"report", "training"},
+    {"report", "training", "suites"},
     {"recipes"},
     {"export"},
     {"__init__"},
