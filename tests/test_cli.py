@@ -1,33 +1,19 @@
 """The command line as a user meets it, in a process of its own."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import timm
 
 import isomorph as iso
+from command_line import alone, isomorph, refusal
 
 pytestmark = pytest.mark.slow
 
 
-def isomorph(*arguments, folder=None, **environment):
-    command = [sys.executable, "-m", "isomorph", *map(str, arguments)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
-
-
-def refused(*arguments, **keywords):
+def refused(*arguments, folder=None):
     """Runs a command that must fail as a user's error; returns its one line."""
-    run = isomorph(*arguments, **keywords)
-    said = [line for line in run.stderr.splitlines() if line.startswith("isomorph: ")]
-    assert run.returncode == 2, run.stderr
-    assert "Traceback" not in run.stderr
-    assert len(said) == 1, run.stderr
-    assert run.stderr.splitlines()[-1] == said[0]
-    return said[0]
+    return refusal(isomorph(*arguments, folder=folder))
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +250,8 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(case, folder, weights):
 
 
 def test_a_missing_network_is_said(tmp_path):
-    said = refused("evaluate", "resnetrs50", "--data", "digits", TORCH_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    run = alone("evaluate", "resnetrs50", "--data", "digits", TORCH_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
+    said = refusal(run)
     assert "timm cannot create resnetrs50" in said
 
 

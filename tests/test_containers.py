@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import tarfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ from isomorph.data import Corrupted, Noisy, Source, class_fraction, open_source,
 from isomorph.data.names import Names, says
 
 pytestmark = pytest.mark.usefixtures("caches")
+
+
+def whole(label, i):
+    """The bytes of a picture's pixels."""
+    return Image.open(io.BytesIO(picture(label, i))).convert("RGB").tobytes()
 
 
 @pytest.fixture(params=CONTAINERS)
@@ -254,6 +260,41 @@ class TestWrongTars:
         write_tar(tmp_path / "val/dog.tar", [("1.png", picture(2, 1))])
         with pytest.raises(iso.UserError, match=r"val has classes that .*train\.tar lacks: dog"):
             open_source("tar", "test", tmp_path)
+
+    def test_names_of_class_tars_are_sorted_as_names_whatever_is_in_them(self, tmp_path):
+        """`cat-big.tar` comes before `cat.tar`, and an empty tar is a class all the same."""
+        for split in ("train", "val"):
+            for name, label in (("cat", 2), ("cat-big", 1), ("ant", 0)):
+                members = [("1.png", picture(label, 1))] if (split, name) != ("train", "ant") else []
+                write_tar(tmp_path / split / f"{name}.tar", members)
+        train, test = (open_source("tar", split, tmp_path) for split in ("train", "test"))
+        assert train.classes == test.classes == ("ant", "cat", "cat-big")
+        assert [train.labels.tolist(), test.labels.tolist()] == [[1, 2], [0, 1, 2]]
+        assert pixels(train) == Counter({(1, whole(2, 1)): 1, (2, whole(1, 1)): 1})
+
+    def test_test_images_without_labels_give_way_to_others(self, tmp_path):
+        as_tar(tmp_path)
+        write_tar(tmp_path / "test.tar", [("1.png", picture(0, 0))])
+        as_class_tars(tmp_path / "val")
+        write_tar(tmp_path / "val.tar", [("cat/1.png", picture(2, 1))])
+        assert open_source("tar", "test", tmp_path).labels.tolist() == [2]
+        shards = tmp_path / "shards"
+        as_shards(shards)
+        write_tar(shards / "test-0.tar", [("1.png", picture(0, 0))])
+        assert len(open_source("webdataset", "train", shards)) == 15
+        with pytest.raises(iso.UserError, match="has no label"):
+            open_source("webdataset", "test", shards)
+        write_tar(shards / "val-0.tar", [("1.png", picture(0, 0)), ("1.cls", b"1")])
+        assert open_source("webdataset", "test", shards).labels.tolist() == [1]
+
+    def test_a_link_in_the_place_of_an_image_is_named(self, tmp_path):
+        write_tar(tmp_path / "train.tar", [("cat/1.png", picture(2, 1))])
+        with tarfile.open(tmp_path / "train.tar", "a") as archive:
+            link = tarfile.TarInfo("cat/2.png")
+            link.type, link.linkname = tarfile.LNKTYPE, "cat/1.png"
+            archive.addfile(link)
+        with pytest.raises(iso.UserError, match=r"cat/2\.png is a link to cat/1\.png, not an image; pack it with"):
+            open_source("tar", "train", tmp_path)
 
     def test_labels_beyond_the_listed_classes(self, tmp_path):
         as_shards(tmp_path)

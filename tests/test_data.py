@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from timm.data import resolve_data_config
 
 import isomorph as iso
@@ -73,6 +74,26 @@ def test_an_unreadable_image_is_named(folder, workers):
     loader = eval_loader(open_source("imagefolder", "test", folder), CONFIG, 2, workers)
     with pytest.raises(iso.UserError, match=r"cannot read .*1\.png"):
         list(loader)
+
+
+def test_a_picture_that_pillow_refuses_in_its_own_way_is_named(folder):
+    """A text chunk too long for Pillow: a ValueError from deep inside."""
+    about = PngInfo()
+    about.add_text("note", "x" * 2_000_000, zip=True)
+    Image.new("RGB", (8, 8)).save(folder / "val/black/1.png", pnginfo=about)
+    source = open_source("imagefolder", "test", folder)
+    with pytest.raises(iso.UserError, match=r"cannot read .*1\.png: Decompressed data too large"):
+        [source[i] for i in range(len(source))]
+
+
+def test_hidden_files_are_no_images_and_flat_test_images_no_classes(folder):
+    before = len(open_source("imagefolder", "test", folder))
+    (folder / "val/black/._1.png").write_bytes(b"x")
+    (folder / "val/black/.ipynb_checkpoints").mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "val/black/.ipynb_checkpoints/1.png")
+    (folder / "test").mkdir()
+    Image.new("RGB", (8, 8)).save(folder / "test/1.png")
+    assert len(open_source("imagefolder", "test", folder)) == before
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, folder):

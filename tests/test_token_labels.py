@@ -209,9 +209,11 @@ class TestFiles:
         as_shards(tmp_path)
         write_maps(tmp_path / "maps")
         for label, i, _ in SAMPLES:
-            (tmp_path / f"maps/{CLASSES[label]}/{i}.pt").rename(tmp_path / f"maps/{CLASSES[label]}/{label}_{i}.pt")
+            below = tmp_path / "maps" / CLASSES[label]
+            (below / "deep").mkdir(exist_ok=True)
+            (below / f"{i}.pt").rename(below / f"deep/{label}_{i}.pt")
         mapped = MappedSource(open_source("webdataset", "train", tmp_path), tmp_path / "maps", 3)
-        assert [mapped.map_name(i) for i in (0, 7)] == ["ant/0_0.pt", "bee/1_2.pt"]
+        assert [mapped.map_name(i) for i in (0, 7)] == ["ant/deep/0_0.pt", "bee/deep/1_2.pt"]
         assert torch.equal(mapped.map(7), drawn_map(12))
 
     @pytest.mark.parametrize("workers", [0, 2])

@@ -302,6 +302,20 @@ class TestRun:
         assert {"train/loss", "train/lr", "epoch/top1"} <= set(board.Tags()["scalars"])
         assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4]
 
+    def test_a_run_does_not_go_on_with_other_data(self, tmp_path):
+        for i in range(24):
+            for split, name in ((s, n) for s in ("train", "val") for n in ("dark", "light")):
+                path = tmp_path / "data" / split / name / f"{i}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (16, 16), (40 + 160 * (name == "light"),) * 3).save(path)
+        data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
+        iso.train(tiny(tmp_path / "run", data=data), show=False)
+        (tmp_path / "run/model.safetensors").unlink()
+        for i in range(8):
+            (tmp_path / f"data/train/dark/{i}.png").unlink()
+        with pytest.raises(iso.UserError, match=r"on other data .images 48 there, 40 here; steps 6 there, 5 here"):
+            iso.train(tiny(tmp_path / "run", data=data), show=False)
+
     def test_unreadable_images_are_counted_up_to_a_limit(self, tmp_path):
         for i, split in enumerate(["train"] * 8 + ["val"] * 2):
             for name in ("dark", "light"):

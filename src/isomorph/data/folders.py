@@ -1,7 +1,7 @@
 """Images in folders, one a class."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ def imagefolder(split: str, root: Path) -> Source:
     Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
     """
     refuse_no_folder(root, "train/ and val/")
-    tops = {name: [root / folder for folder in folders if (root / folder).is_dir()] for name, folders in SPLITS.items()}
+    tops = {name: folders_of_classes(root, folders) for name, folders in SPLITS.items()}
     if not tops[split] and (any(tops.values()) or split == "train"):
-        raise UserError(f"{root} has no folder {' or '.join(SPLITS[split])} for the {split} split")
+        raise UserError(
+            f"{root} has no folder {' or '.join(SPLITS[split])} for the {split} split, with one a class in it"
+        )
     top = tops[split][0] if tops[split] else root
     train = tops["train"][0] if tops["train"] else top
     classes = class_folders(train)
@@ -32,6 +34,11 @@ def imagefolder(split: str, root: Path) -> Source:
         raise UserError(f"no images in {top}; it must hold one folder per class with {kinds} files")
     labels = np.repeat(np.arange(len(classes)), [len(images) for images in found])
     return Source(Files(top, (image for images in found for image in images)), labels, classes)
+
+
+def folders_of_classes(root: Path, names: Sequence[str]) -> list[Path]:
+    """The folders of these names that have folders in them: test images may come without classes, beside others."""
+    return [root / name for name in names if (root / name).is_dir() and class_folders(root / name)]
 
 
 def class_folders(top: Path) -> list[str]:
@@ -49,6 +56,8 @@ def names_below(folder: str, prefix: str = "") -> Iterator[str]:
         return
     with os.scandir(folder) as entries:
         for entry in entries:
+            if entry.name.startswith("."):
+                continue
             if entry.is_dir(follow_symlinks=False):
                 yield from names_below(entry.path, f"{prefix}{entry.name}/")
             elif is_image(entry.name):

@@ -90,10 +90,10 @@ class MappedSource(Source):
             yield folder, file
 
     def map_name(self, index: int) -> str:
-        """The class and what follows it in an image's name, or the class and the file where the name has no class."""
+        """The class and what follows it in an image's name; the class and the whole name where it has no class."""
         name, owner = member(self.pictures, index), self.classes[int(self.labels[index])]
         *folders, file = name.split("/")
-        below = folders[folders.index(owner) :] if owner in folders else [owner]
+        below = folders[folders.index(owner) :] if owner in folders else [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
 
     def map_path(self, index: int) -> Path:

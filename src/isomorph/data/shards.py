@@ -192,15 +192,22 @@ def keep_index(index: Index, kind: str) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+class Unlabelled(UserError):
+    """A sample has no label."""
+
+
 def walk(file: BinaryIO, prefix: str = "") -> Iterator[Member]:
     """Every file in a tar from where `file` stands, but hidden ones; a tar inside is a folder of its name.
 
-    Raises: tarfile.TarError when it is damaged or has no end.
+    Raises: tarfile.TarError when it is damaged, has no end, or a link in the place of an image.
     """
     with tarfile.open(fileobj=file, mode="r:") as archive:
         while (entry := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # it would remember them all
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
+            if (entry.islnk() or entry.issym()) and is_image(entry.name):
+                hint = "pack it with --dereference --hard-dereference"
+                raise tarfile.ReadError(f"{entry.name} is a link to {entry.linkname}, not an image; {hint}")
             if not entry.isreg() or any(part.startswith(".") for part in parts):
                 continue
             name = prefix + "/".join(parts)
@@ -248,7 +255,7 @@ def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]
             label = label_of(key, file.read(parts[key].size))
             if label is not None:
                 return [Member(picture.name, picture.offset, picture.size, label)]
-    raise UserError(
+    raise Unlabelled(
         f"{path}:{picture.name} has no label: beside it must be a .cls file with the number of the class, "
         'or a .json file with "label"'
     )

@@ -2,20 +2,19 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch.utils.data import Dataset
 
 from isomorph.errors import UserError
 
 Picture = Image.Image | bytes | Path
-UNREADABLE = (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError)
-"""What reading and decoding a damaged picture may raise."""
 
 
 class Chosen(Sequence[Picture]):
@@ -52,11 +51,22 @@ def name_of(pictures: Sequence[Picture], index: int) -> str:
 
 
 def decode(picture: Picture) -> Image.Image:
-    """The picture in RGB. Raises one of UNREADABLE when it is damaged."""
+    """The picture in RGB."""
     if isinstance(picture, Image.Image):
         return picture.convert("RGB")
     with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
         return opened.convert("RGB")
+
+
+@contextmanager
+def readable(name: Callable[[], str]) -> Iterator[None]:
+    """Makes whatever the decoding of a damaged picture raises (Pillow raises many things) a UserError that names it."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise unreadable(name(), error) from None
 
 
 def unreadable(name: str, error: Exception) -> UserError:
@@ -92,10 +102,8 @@ class Source(Dataset[tuple[Any, int]]):
 
     def image(self, index: int) -> Image.Image:
         """One image in RGB, before the transform."""
-        try:
+        with readable(lambda: name_of(self.pictures, index)):
             return decode(self.pictures[index])
-        except UNREADABLE as error:
-            raise unreadable(name_of(self.pictures, index), error) from None
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = self.image(index)

@@ -11,7 +11,7 @@ from PIL import Image
 
 from isomorph.data.hub import Part, open_part, picture_of, plainly
 from isomorph.data.names import SPLITS
-from isomorph.data.sources import UNREADABLE, Picture, decode, unreadable
+from isomorph.data.sources import Picture, decode, readable, unreadable
 from isomorph.errors import UserError
 
 ROWS = 16
@@ -26,12 +26,14 @@ class Stream:
     An id is (file << 32) + row, the same in every epoch. Pickles.
     """
 
-    def __init__(self, part: Part, classes: Iterable[str], images: int, buffer: int = 1000) -> None:
+    def __init__(self, part: Part, classes: Iterable[str], images: int | None, buffer: int = 1000) -> None:
         self.part, self.classes, self.images, self.buffer = part, tuple(classes), images, buffer
         self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:
-        """Images of the split."""
+        """Images of the split. Raises: UserError when that is not known."""
+        if self.images is None:
+            raise UserError(f"{self.part.title} does not say how many images it has; give the number as images=")
         return self.images
 
     def samples(self, epoch: int, seed: int | None, part: int = 0, parts: int = 1, skip: int = 0) -> Iterator[Sample]:
@@ -53,10 +55,8 @@ class Stream:
 
     def image(self, picture: Picture, identity: int) -> Image.Image:
         """A sample's picture in RGB, before the transform. Raises: UserError naming it when it cannot be read."""
-        try:
+        with readable(lambda: self.name(identity)):
             return decode(picture)
-        except UNREADABLE as error:
-            raise unreadable(self.name(identity), error) from None
 
     def name(self, identity: int) -> str:
         return f"row {identity & 0xFFFFFFFF} of file {identity >> 32} of {self.part.title}"
@@ -109,14 +109,11 @@ def shuffled(samples: Iterator[Sample], buffer: int, rng: np.random.Generator) -
 def huggingface_stream(split: str, root: Path, images: int | None, classes: int | None) -> Stream:
     """A data set on the hub or in a folder, as `huggingface` finds it, never downloaded or converted.
 
-    Raises: UserError as `huggingface`, and when the number of images or classes is neither given nor to be found.
+    Raises: UserError as `huggingface`, and when the number of classes is neither given nor to be found.
     """
     part = open_part(split, root, streaming=True)
     names = part.names or [str(i) for i in range(classes or count_classes(part, root))]
-    count = images or part.images or count_rows(part)
-    if count is None:
-        raise UserError(f"{part.title} does not say how many images it has; give the number as images=")
-    return Stream(part, names, count)
+    return Stream(part, names, images or part.images or count_rows(part))
 
 
 def count_rows(part: Part) -> int | None:

@@ -1,14 +1,16 @@
 """Image folders and webdataset shards inside tar files, never unpacked."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from isomorph.data.names import SPLITS, refuse_no_folder, refuse_unknown_classes, says
-from isomorph.data.shards import Index, Members, images, index_shards, samples
+from isomorph.data.shards import Index, Members, Unlabelled, images, index_shards, samples
 from isomorph.data.sources import Chosen, Source, runs
 from isomorph.errors import UserError
 
@@ -30,19 +32,16 @@ def tar(split: str, root: Path) -> Source:
     if not found:
         either = " or ".join(f"{name}.tar" for name in SPLITS[split])
         raise UserError(f"{root} has no {either}, nor a folder of such a name that holds one tar per class")
-    indices = index_shards(found.paths, images)
-    placed = class_paths(found, indices)
-    classes = sorted({name for name, _ in placed if name})
-    if not classes:
+    classes, placed = found.classes, found.placed
+    order = sorted((i for i, (name, _) in enumerate(placed) if name), key=placed.__getitem__)
+    if not order:
         raise UserError(f"{found.place} has no class folders with images; its members must be like cat/1.jpg")
     if train and split != "train":
-        known = class_names(train)
-        refuse_unknown_classes(found.place, classes, train.place, known)
-        classes = known
-    order = sorted((i for i, (name, _) in enumerate(placed) if name), key=placed.__getitem__)
+        refuse_unknown_classes(found.place, classes, train.place, train.classes)
+        classes = train.classes
     number = {name: i for i, name in enumerate(classes)}
     labels = np.asarray([number[placed[i][0]] for i in order])
-    return Source(Chosen(Members(indices), np.asarray(order)), labels, classes, runs(np.bincount(labels)))
+    return Source(Chosen(Members(found.indices), np.asarray(order)), labels, classes, runs(np.bincount(labels)))
 
 
 @dataclass(frozen=True)
@@ -56,33 +55,41 @@ class Archives:
     def one_a_class(self) -> bool:
         return self.place not in self.paths
 
+    @cached_property
+    def indices(self) -> list[Index]:
+        """What each of the tars holds."""
+        return index_shards(self.paths, images)
+
+    @cached_property
+    def classes(self) -> list[str]:
+        """Sorted names of the classes; one tar a class need not be read for it, and may be empty."""
+        if self.one_a_class:
+            return sorted(path.stem for path in self.paths)
+        return sorted({name for name, _ in self.placed if name})
+
+    @cached_property
+    def placed(self) -> list[tuple[str, list[str]]]:
+        """Class of every member and its path below the class; no class for one outside a class folder."""
+        if self.one_a_class:
+            pairs = zip(self.paths, self.indices, strict=True)
+            return [(path.stem, name.split("/")) for path, index in pairs for name in index.names]
+        return class_paths(self.indices[0].names)
+
 
 def archives(root: Path, names: Sequence[str]) -> Archives | None:
-    """The tar files of the split of the first name found."""
-    for name in names:
-        if (root / f"{name}.tar").is_file():
-            return Archives(root / f"{name}.tar", [root / f"{name}.tar"])
-        if inside := sorted((root / name).glob("[!.]*.tar")):
-            return Archives(root / name, inside)
-    return None
+    """The tar files of the split of the first name found that has classes (test images may come without); else any."""
+    found = [Archives(root / f"{name}.tar", [root / f"{name}.tar"]) for name in names]
+    found += [Archives(root / name, sorted((root / name).glob("[!.]*.tar"))) for name in names]
+    there = [kept for kept in found if kept.paths and kept.paths[0].is_file()]
+    return next((kept for kept in there if kept.classes), there[0] if there else None)
 
 
-def class_names(found: Archives) -> list[str]:
-    """Sorted names of the classes in these tars; one tar a class need not be read for it."""
-    if found.one_a_class:
-        return [path.stem for path in found.paths]
-    return sorted({name for name, _ in class_paths(found, index_shards(found.paths, images)) if name})
+def class_paths(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """Class of every member of one tar and its path below the class.
 
-
-def class_paths(found: Archives, indices: Sequence[Index]) -> list[tuple[str, list[str]]]:
-    """Class of every member and its path below the class; no class for one outside a class folder.
-
-    A folder around all of a tar's members that is named for a split is no class.
+    A folder around all members that is named for a split is no class.
     """
-    if found.one_a_class:
-        pairs = zip(found.paths, indices, strict=True)
-        return [(path.stem, name.split("/")) for path, index in pairs for name in index.names]
-    parts = [name.split("/") for name in indices[0].names]
+    parts = [name.split("/") for name in names]
     tops = {first for first, *_ in parts}
     if len(tops) == 1 and tops <= {*SPLITS["train"], *SPLITS["test"]}:
         parts = [below for _, *below in parts]
@@ -102,33 +109,44 @@ def webdataset(split: str, root: Path) -> Source:
     found = split_shards(root)
     if not found[split]:
         raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][-1]}-0000.tar")
-    indices = {name: index_shards(paths, samples) for name, paths in found.items() if name == split or paths}
-    if not any(len(index.labels) for index in indices[split]):
+    indices = labelled(found[split])
+    if not any(len(index.labels) for index in indices):
         raise UserError(
-            f"no images in {found[split][0].parent}; shards must hold key.jpg (or jpeg, png, webp) + key.cls"
+            f"no images in {found[split][0][0].parent}; shards must hold key.jpg (or jpeg, png, webp) + key.cls"
         )
-    largest = max(int(index.labels.max(initial=-1)) for kept in indices.values() for index in kept)
+    others = []
+    with suppress(Unlabelled):  # no label there: none that counts
+        others = [index for name in SPLITS if name != split and found[name] for index in labelled(found[name])]
+    largest = max(int(index.labels.max(initial=-1)) for index in [*indices, *others])
     classes = listed_classes(root) or [str(i) for i in range(largest + 1)]
     if largest >= len(classes):
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
-    labels = np.concatenate([index.labels for index in indices[split]])
-    return Source(Members(indices[split]), labels, classes, runs(len(index.labels) for index in indices[split]))
+    labels = np.concatenate([index.labels for index in indices])
+    return Source(Members(indices), labels, classes, runs(len(index.labels) for index in indices))
 
 
-def split_shards(root: Path) -> dict[str, list[Path]]:
-    """The shards below a folder by split, sorted.
+def labelled(choices: Sequence[Sequence[Path]]) -> list[Index]:
+    """The first of several sets of shards that has labels. Raises: UserError when none has."""
+    for shards in choices[:-1]:
+        with suppress(Unlabelled):
+            return index_shards(shards, samples)
+    return index_shards(choices[-1], samples)
+
+
+def split_shards(root: Path) -> dict[str, list[list[Path]]]:
+    """The shards below a folder by split, for each of its names that shards have, sorted.
 
     Raises: UserError when all there is is compressed.
     """
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
     if not shards and (packed := [path for kind in ("*.tar.*", "*.tgz") for path in sorted(root.rglob(kind))]):
         raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
-    found: dict[str, list[Path]] = {}
+    found: dict[str, list[list[Path]]] = {}
     for split, words in SPLITS.items():
         named = ([path for path in shards if of_split(path.relative_to(root), word)] for word in words)
-        found[split] = next(filter(None, named), [])
-    if not any(found.values()):
-        found["test"] = shards
+        found[split] = [paths for paths in named if paths]
+    if shards and not any(found.values()):
+        found["test"] = [shards]
     return found
 
 

@@ -101,7 +101,8 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
     data = recipe.data
     if data.streamed:
         train = open_stream(data.source, "train", data.root, data.images)
-        return train, open_stream(data.source, "test", data.root)
+        len(train)  # known, or said what to give
+        return train, open_stream(data.source, "test", data.root, classes=len(train.classes))
     source, test = (open_source(data.source, split, data.root) for split in ("train", "test"))
     if data.classes is not None:
         source, test = first_classes(source, data.classes), first_classes(test, data.classes)
@@ -155,12 +156,12 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deal
 
 def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:
     """This process's share of the test images. Raises: UserError when there are fewer than processes."""
-    if len(test) < runtime.world:
-        raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
     batch, workers = max(1, recipe.data.batch_size // runtime.world), recipe.data.workers
     if isinstance(test, Stream):
         share = Share(range(runtime.rank, runtime.rank + 1), runtime.world)
         return stream_test_loader(test, evaluation_transform(config), batch, workers, share)
+    if len(test) < runtime.world:
+        raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
     mine = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
     return eval_loader(mine, config, batch, workers)
 

@@ -101,7 +101,7 @@ class Look:
         found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
         row = {
             "epoch": run.progress.closed + 1,
-            "step": run.progress.step - 1,
+            "step": run.progress.step,
             "max_logit": {name: stats.max_logit.max().item() for name, stats in found.items()},
             "entropy": {name: stats.entropy.mean().item() for name, stats in found.items()},
         }

@@ -61,8 +61,8 @@ def train(recipe: Recipe, show: bool = True) -> Result:
             close_epoch(run, loss, journal)
             if run.progress.closed < recipe.epochs:
                 stop(run, int(run.runtime.highest(request.number)[0]))
-        run.save(recipe.folder / "model.safetensors")
         run.save_autoencoder()
+        run.save(recipe.folder / "model.safetensors")  # last: it says that the run has ended
     return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
 
 

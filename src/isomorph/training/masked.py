@@ -1,6 +1,7 @@
 """Pre-training without labels, as timm tasks: paint the hidden patches, or describe every patch as a teacher does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -188,10 +189,10 @@ def build_masked(part: MaskPart, encoder: nn.Module, device: torch.device) -> Pr
     return GenericDistillationTask(autoencoder, teacher, device, part.block)
 
 
-def fixed_noise(first: int, images: int, patches: int, seed: int) -> Tensor:
+def fixed_noise(places: Iterable[int], patches: int, seed: int) -> Tensor:
     """Noise that depends on the seed and each image's place in the data alone. Shape: -> (images, patches)"""
-    places = (seed * 1_000_003 + first + i for i in range(images))
-    generators = (torch.Generator().manual_seed(place % 2**32) for place in places)  # it reads 32 bits only
+    seeds = ((seed * 1_000_003 + place) % 2**32 for place in places)  # a generator reads 32 bits only
+    generators = (torch.Generator().manual_seed(each) for each in seeds)
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
@@ -201,47 +202,56 @@ def count_real(images: Tensor, labels: Any = None, *_: Any) -> int:
 
 
 def masked_batches(
-    autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int
+    autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int, places: Iterator[int]
 ) -> Iterable[tuple[Tensor, Tensor, int]]:
     """Images with their fixed noise, on the model's device, and how many count (those labelled -1 only fill up).
 
+    `places` are those of the loader's images in the data.
+
     Raises: UserError when there are none.
     """
-    device, first = autoencoder.mask_token.device, 0
+    device, images = autoencoder.mask_token.device, None
     for images, *labels in loader:
         height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
-        noise = fixed_noise(first, len(images), height * width, seed)
-        first += len(images)
+        noise = fixed_noise(islice(places, len(images)), height * width, seed)
         yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), count_real(images, *labels)
-    if not first:
+    if images is None:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
 
 
 @torch.no_grad()
-def evaluate_reconstruction(model: MaskedAutoencoder, loader: Iterable[Any], seed: int = 0) -> dict[str, float]:
+def evaluate_reconstruction(
+    model: MaskedAutoencoder, loader: Iterable[Any], seed: int = 0, places: Iterator[int] | None = None
+) -> dict[str, float]:
     """How well hidden patches are painted: the mean loss, in eval mode; an image's mask follows from its place.
+
+    `places` are those of the loader's images in the data, by default 0, 1, 2 ...
 
     Raises: UserError when the loader gave no batch.
     """
-    total, count = 0.0, 0
+    total, seen = 0.0, 0
     with eval_mode(model):
-        for images, noise, real in masked_batches(model, loader, seed):
+        for images, noise, real in masked_batches(model, loader, seed, places or count(0)):
             total += model.loss(images, noise).item() * real
-            count += real
-    return {"reconstruction": total / count, "images": count}
+            seen += real
+    return {"reconstruction": total / seen, "images": seen}
 
 
 @torch.no_grad()
 def evaluate_alignment(
-    module: Aligned, task: GenericDistillationTask, loader: Iterable[Any], seed: int = 0
+    module: Aligned,
+    task: GenericDistillationTask,
+    loader: Iterable[Any],
+    seed: int = 0,
+    places: Iterator[int] | None = None,
 ) -> dict[str, float]:
     """How well patches are described: the mean distillation loss in eval mode, of trained or averaged weights.
 
     Raises: UserError when the loader gave no batch.
     """
-    total, count = 0.0, 0
+    total, seen = 0.0, 0
     with eval_mode(module):
-        for images, noise, real in masked_batches(module.student, loader, seed):
+        for images, noise, real in masked_batches(module.student, loader, seed, places or count(0)):
             total += alignment_error(module(images, noise), task.goal(images, noise)).item() * real
-            count += real
-    return {"alignment": total / count, "images": count}
+            seen += real
+    return {"alignment": total / seen, "images": seen}

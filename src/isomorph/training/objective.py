@@ -1,7 +1,8 @@
 """From a recipe to what its run minimises, and how the result is judged."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -69,15 +70,20 @@ def masked(task: TrainingTask) -> Objective:
         return module.student if isinstance(module, Aligned) else module  # type: ignore[return-value]
 
     def painted(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return joined(evaluate_reconstruction(whole(module), runtime.evened(loader)), runtime)
+        return joined(evaluate_reconstruction(whole(module), runtime.evened(loader), places=dealt(runtime)), runtime)
 
     def described(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return joined(evaluate_alignment(module, task, runtime.evened(loader)), runtime)  # type: ignore[arg-type]
+        return joined(evaluate_alignment(module, task, runtime.evened(loader), places=dealt(runtime)), runtime)  # type: ignore[arg-type]
 
     guided = isinstance(task, GenericDistillationTask)
     name = "alignment" if guided else "reconstruction"
     measure: Measure = described if guided else painted
     return Objective(task, measure, lambda found: -found[name], lambda module: whole(module).encoder, whole)
+
+
+def dealt(runtime: Runtime) -> Iterator[int]:
+    """Places in the data of this process's test images, which are dealt in turn."""
+    return count(runtime.rank, runtime.world)
 
 
 def joined(found: dict[str, float], runtime: Runtime) -> dict[str, float]:

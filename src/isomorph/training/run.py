@@ -114,6 +114,11 @@ class Run:
         return self.share.of * max(self.recipe.data.workers, 1) if self.recipe.data.streamed else 0
 
     @property
+    def counts(self) -> dict[str, int]:
+        """What a run counts its images by: with other numbers, no step is where it was."""
+        return {"images": self.order.images, "steps": self.order.steps, "classes": len(self.train.classes)}
+
+    @property
     def averaged(self) -> nn.Module | None:
         """The averaged copy of it, where there is one."""
         return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
@@ -173,6 +178,7 @@ class Run:
             "recipe": json.loads(identity(self.recipe)),
             "progress": vars(self.progress),
             "lanes": self.lanes,
+            "data": self.counts,
         }
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
@@ -306,6 +312,11 @@ def refuse_other(recipe: Recipe, found: Found) -> None:
 
 def restore(run: Run, found: Found) -> None:
     """Takes a run up where the snapshot was taken. Raises: UserError when the snapshot does not fit."""
+    if differing := changes(found.values["data"], run.counts):
+        raise UserError(
+            f"{found.path} is of a run on other data ({'; '.join(differing)} an epoch): give it the images that it was "
+            "begun with, or `out` another folder"
+        )
     within = found.values["progress"]["step"] % run.order.steps
     if within and found.values["lanes"] != run.lanes:
         raise UserError(
