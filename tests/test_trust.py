@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -278,6 +279,24 @@ def test_a_run_of_an_older_isomorph_is_said(tmp_path):
     torch.save({}, tmp_path / "last.pt")
     with pytest.raises(iso.UserError, match="older isomorph"):
         iso.train(tiny(tmp_path), show=False)
+
+
+def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
+    iso.train(tiny(tmp_path, epochs=1), show=False)
+    path = tmp_path / "model.safetensors"
+    written, changed, weights = path.read_bytes(), path.stat().st_mtime_ns, iso.load(path).state_dict()
+    iso.train(tiny(tmp_path, epochs=1), show=False)
+    assert path.stat().st_mtime_ns == changed
+    path.write_bytes(written[:-10])
+    iso.train(tiny(tmp_path, epochs=1), show=False)
+    again = iso.load(path).state_dict()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+    changed = path.stat().st_mtime_ns
+    for snapshot in tmp_path.glob("step-*"):
+        shutil.rmtree(snapshot)
+    with pytest.raises(iso.UserError, match="without a snapshot to go on from"):
+        iso.train(tiny(tmp_path, epochs=1), show=False)
+    assert path.stat().st_mtime_ns == changed
 
 
 def test_a_foreign_state_is_said(tmp_path):

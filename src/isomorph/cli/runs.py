@@ -115,4 +115,4 @@ def train(
     result = iso.train(load_recipe(recipe, as_assignments(fields)))
     if result.leads:
         show(metric_rows("final", result.metrics))
-        print(f"wrote {result.folder / 'model.safetensors'}")
+        print(f"the model: {result.folder / 'model.safetensors'}")

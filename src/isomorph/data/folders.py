@@ -22,7 +22,7 @@ def imagefolder(split: str, root: Path) -> Source:
     tops = {name: folders_of_classes(root, folders) for name, folders in SPLITS.items()}
     if not tops[split] and (any(tops.values()) or split == "train"):
         raise UserError(
-            f"{root} has no folder {' or '.join(SPLITS[split])} for the {split} split, with one a class in it"
+            f"{root} has no folder {' or '.join(SPLITS[split])} with one folder a class, for the {split} split"
         )
     top = tops[split][0] if tops[split] else root
     train = tops["train"][0] if tops["train"] else top

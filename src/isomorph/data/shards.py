@@ -249,15 +249,18 @@ def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]
     picture = next((parts[key] for key in PICTURE_KEYS if key in parts), None)
     if picture is None:
         return []
+    said = ""
     for key in ("cls", "json"):
         if key in parts:
             file.seek(parts[key].offset)
-            label = label_of(key, file.read(parts[key].size))
+            text = file.read(parts[key].size)
+            label = label_of(key, text)
             if label is not None:
                 return [Member(picture.name, picture.offset, picture.size, label)]
+            said = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
     raise Unlabelled(
         f"{path}:{picture.name} has no label: beside it must be a .cls file with the number of the class, "
-        'or a .json file with "label"'
+        f'or a .json file with "label"{said}'
     )
 
 

@@ -33,7 +33,11 @@ def create(name: str, **arguments: Any) -> nn.Module:
     except UserError:
         raise
     except Exception as error:
-        hint = "; without a network give its weights as a file" if arguments.get("pretrained") else ""
+        hint = (
+            "; without a network give its weights as a file (--weights, model.weights)"
+            if arguments.get("pretrained")
+            else ""
+        )
         raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}{hint}") from error
 
 

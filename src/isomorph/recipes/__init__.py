@@ -50,7 +50,9 @@ def as_assignments(tokens: Sequence[str]) -> list[str]:
         token = rest.pop(0)
         field = token.removeprefix("--")
         if "=" not in token:
-            if not token.startswith("--") or not rest:
+            if token.startswith("--") and (not rest or rest[0].startswith("--")):
+                raise UserError(f"{token} needs a value: write it as {token} VALUE")
+            if not token.startswith("--"):
                 raise UserError(f"{token!r}: write a field of the recipe as --{field} VALUE or {field}=VALUE")
             field = f"{field}={rest.pop(0)}"
         assignments.append(field)

@@ -211,6 +211,15 @@ def read_header(path: Path) -> dict[str, str]:
         raise UserError(f"{path} is not a readable safetensors file ({error}); it may be truncated") from None
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a safetensors file is there with all its bytes."""
+    try:
+        with safe_open(str(path), framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
 def read_tensors(path: Path) -> dict[str, Any]:
     """The tensors of a safetensors file or of a PyTorch one (weights only: no code in it is run)."""
     if not path.is_file():

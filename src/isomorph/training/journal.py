@@ -103,6 +103,15 @@ class Journal:
         except OSError as error:
             raise UserError(f"cannot write {self.folder / name}: {error.strerror}; the snapshots are whole") from None
 
+    def list_unreadable(self, problems: list[str]) -> None:
+        """Says how many images could not be read so far, and lists them in unreadable.txt."""
+        self.say(
+            f"{self.recipe.name}: {len(problems)} unreadable images so far, listed in {self.folder}/unreadable.txt"
+        )
+        if self.runtime.leads:
+            text = "".join(f"{said}\n" for said in problems)
+            write_atomically(self.folder / "unreadable.txt", lambda file: file.write_text(text))
+
     def curve(self, group: str, step: int, values: dict[str, Any]) -> None:
         """A point on each curve in TensorBoard, where that is on."""
         for name, value in values.items():

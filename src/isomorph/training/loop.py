@@ -1,19 +1,21 @@
 """The one training loop: steps, an evaluation after each epoch, snapshots in between, taken up after any end."""
 
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from isomorph.training.checkpoint import is_whole
 from isomorph.training.journal import Journal, alone_in
 from isomorph.training.late_recast import recast_run
 from isomorph.training.look import Look, diverged, finite, save_snapshot, stop
 from isomorph.training.optim import group_lines
 from isomorph.training.recipe import Recipe
 from isomorph.training.run import Run, open_run
+from isomorph.training.runtime import open_runtime
 from isomorph.training.snapshot import set_aside
 from isomorph.training.step import train_step
 from isomorph.training.watch import INFINITE, StopRequest, stop_requests
@@ -45,12 +47,23 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     Raises: UserError when something is missing or does not fit, the folder holds another run, or the disk is full;
     Diverged when the loss is not finite or far too high; Stopped after SIGTERM or Ctrl-C, when all is saved.
     """
-    run = open_run(recipe)
-    journal = Journal(recipe, run.runtime, show)
-    if run.progress.closed == recipe.epochs and (recipe.folder / "model.safetensors").is_file():
+    runtime = open_runtime(recipe.device, recipe.amp == "bf16")
+    with ExitStack() as alone:
+        if recipe.folder.is_dir():
+            alone.enter_context(alone_in(recipe.folder, runtime))
+        run = open_run(recipe, runtime)
+        if not recipe.folder.is_dir():  # nothing is written before all is known to fit
+            alone.enter_context(alone_in(recipe.folder, runtime))
+        return run_to_its_end(run, Journal(recipe, runtime, show))
+
+
+def run_to_its_end(run: Run, journal: Journal) -> Result:
+    """What is left of a run, all of it or nothing. Raises: as `train`."""
+    recipe = run.recipe
+    if run.progress.closed == recipe.epochs and is_whole(recipe.folder / "model.safetensors"):
         journal.say(f"{recipe.name}: finished already, in {recipe.folder}")
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
-    with alone_in(recipe.folder, run.runtime), stop_requests() as request, closing(journal):
+    with stop_requests() as request, closing(journal):
         journal.open(run.progress.closed, run.progress.step)
         introduce(run, journal)
         while run.progress.closed < recipe.epochs:
@@ -141,6 +154,8 @@ def close_epoch(run: Run, loss: float, journal: Journal) -> None:
         run.save(folder / f"epoch-{epoch}.safetensors")
     seconds = progress.seconds + time.perf_counter() - start
     extra = {"unreadable": len(progress.unreadable)} if progress.unreadable else {}
+    if extra:
+        journal.list_unreadable(progress.unreadable)
     row = {"epoch": epoch, **found, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds, **extra}
     journal.write("log.jsonl", row)
     journal.curve("epoch", epoch, row)

@@ -10,6 +10,7 @@ from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillati
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.training.build import refuse_blind
 from isomorph.training.objective_parts import DistillPart
 from isomorph.training.parts import AugmentPart
 
@@ -78,12 +79,7 @@ def refuse_tokenless(model: nn.Module) -> None:
 @torch.no_grad()
 def refuse_teacher(teacher: nn.Module, model: nn.Module) -> None:
     """Raises: UserError when the teacher cannot see the images of the run, found out before it starts."""
-    size = model.pretrained_cfg["input_size"]  # type: ignore[index]
-    try:
-        teacher.eval()(torch.zeros(1, *size))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the teacher cannot take the run's images of {'x'.join(map(str, size))}: {reason}") from None
+    refuse_blind(teacher.eval(), model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
 
 
 def build_mixup(augment: AugmentPart, num_classes: int) -> Mixup | None:

@@ -1,6 +1,5 @@
 """A run and its moving parts: built from a recipe, taken up from a snapshot, and written as one."""
 
-import copy
 import json
 import math
 from collections.abc import Iterator
@@ -18,10 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from isomorph.analysis import logit_stats
 from isomorph.data import Deals, Order, Share
 from isomorph.errors import UserError
-from isomorph.surgery import gpsa_layers
 from isomorph.training.autoencoders import write_autoencoder
 from isomorph.training.build import (
     Data,
@@ -30,14 +27,15 @@ from isomorph.training.build import (
     build_train_loader,
     data_config,
     open_sources,
-    operate,
     plan,
+    refuse_blind,
 )
 from isomorph.training.checkpoint import describe_model, load, remember_data, write_model
 from isomorph.training.objective import Objective, build_objective
 from isomorph.training.objectives import build_mixup
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe, changes, identity, with_defaults
+from isomorph.training.refusals import refuse_missing_files, refuse_unfit, refuse_unwatchable
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
 from isomorph.training.snapshot import Found, newest, read_layout, read_tensors_into, write_snapshot
 from isomorph.training.spread import prepare_model, spread, whole_state
@@ -204,12 +202,13 @@ class Run:
         return load(self.recipe.folder / "model.safetensors")
 
 
-def open_run(recipe: Recipe) -> Run:
+def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     """Builds every part of a run from its recipe, before anything is written, and takes it up where it was left.
 
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
-    runtime = open_runtime(recipe.device, recipe.amp == "bf16")
+    runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
+    refuse_missing_files(recipe)
     found = find_snapshot(recipe, runtime)
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     train, test = open_sources(recipe)
@@ -218,6 +217,7 @@ def open_run(recipe: Recipe) -> Run:
     model = build_model(recipe.model, len(train.classes), recipe.drop_path, recast)
     refuse_unfit(recipe, model, len(train.classes), recast)
     config = data_config(recipe, model)
+    refuse_blind(model, config["input_size"], recipe.model.name)
     remember_data(model, {**config, "source": recipe.data.source})
     testing = build_test_loader(recipe, config, test, runtime)
     refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
@@ -256,23 +256,6 @@ def assemble(
     return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header
 
 
-def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
-    """Raises: UserError when the model has too few classes, or cannot be recast later: said now, not in mid-run."""
-    if not recast:
-        operate(copy.deepcopy(model), recipe.model)
-    if getattr(model, "num_classes", classes) < classes:
-        raise UserError(f"the data has {classes} classes, model.num_classes is {model.num_classes}")
-
-
-def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
-    """Raises: UserError when there is no gate to anneal, or no attention to watch."""
-    if recipe.anneal and recast:
-        gpsa_layers(model)
-    if recipe.monitor_every:
-        device = next(model.parameters()).device
-        logit_stats(model, torch.zeros(1, *config["input_size"], device=device))
-
-
 def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
     """The newest whole snapshot of the recipe's folder, the same for every process.
 
@@ -287,8 +270,11 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
             found = newest(recipe.folder)
             if found:
                 refuse_other(recipe, found)
-            elif (recipe.folder / "last.pt").is_file():
-                raise UserError(f"{recipe.folder} holds a run of an older isomorph; give `out` another folder")
+            elif any((recipe.folder / name).is_file() for name in ("model.safetensors", "last.pt")):
+                raise UserError(
+                    f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
+                    "give `out` another folder"
+                )
         except UserError as error:
             problem = str(error)
     found, problem = runtime.gathered((found, problem))[0]

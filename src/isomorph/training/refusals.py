@@ -1,0 +1,41 @@
+"""What is found out before a run begins, and anything is written."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from isomorph.analysis import logit_stats
+from isomorph.errors import UserError
+from isomorph.surgery import gpsa_layers
+from isomorph.training.build import operate
+from isomorph.training.recipe import Recipe
+
+
+def refuse_missing_files(recipe: Recipe) -> None:
+    """Raises: UserError naming the field whose file is not there, and the run that makes it where that is known."""
+    given = {"model.weights": recipe.model.weights}
+    given |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
+    given |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
+    for field, path in given.items():
+        if path and not path.is_file():
+            hint = f"; `isomorph train {path.parts[1]}` makes it" if path.parts[0] == "runs" and path.parts[1:] else ""
+            raise UserError(f"{field}: no checkpoint {path}{hint}")
+
+
+def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
+    """Raises: UserError when the model has too few classes, or cannot be recast later: said now, not in mid-run."""
+    if not recast:
+        operate(copy.deepcopy(model), recipe.model)
+    if getattr(model, "num_classes", classes) < classes:
+        raise UserError(f"the data has {classes} classes, model.num_classes is {model.num_classes}")
+
+
+def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
+    """Raises: UserError when there is no gate to anneal, or no attention to watch."""
+    if recipe.anneal and recast:
+        gpsa_layers(model)
+    if recipe.monitor_every:
+        device = next(model.parameters()).device
+        logit_stats(model, torch.zeros(1, *config["input_size"], device=device))
