@@ -7,9 +7,10 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from torch import nn
+from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 import isomorph as iso
-from isomorph.evaluation import count_macs, count_parameters, evaluate, throughput
+from isomorph.evaluation import SetTally, Tally, added, count_macs, count_parameters, evaluate, throughput
 
 
 class Says(nn.Module):
@@ -36,6 +37,66 @@ def test_metrics_in_closed_form():
     assert found["ece"] == pytest.approx(100 * (0.5 * (1 - confident) + 0.5 * wrong), rel=1e-4)
     assert found["images"] == 4
     assert model.training
+
+
+def slow_metrics(logits, labels):
+    """Image by image, in float64, as the definitions read."""
+    right, near, nll, bins = 0, 0, 0.0, {}
+    for row, label in zip(logits.double(), labels.tolist(), strict=True):
+        p = (row - row.max()).exp() / (row - row.max()).exp().sum()
+        ranked = sorted(range(len(row)), key=lambda c: -row[c])
+        right, near, nll = right + (ranked[0] == label), near + (label in ranked[:5]), nll - p[label].log().item()
+        place = math.ceil(p.max().item() * 15)
+        bins.setdefault(place, []).append((p.max().item(), ranked[0] == label))
+    n = len(labels)
+    gaps = [abs(sum(hit for _, hit in found) - sum(confidence for confidence, _ in found)) for found in bins.values()]
+    return {"top1": 100 * right / n, "top5": 100 * near / n, "nll": nll / n, "ece": 100 * sum(gaps) / n, "images": n}
+
+
+@pytest.mark.parametrize(("classes", "scale"), [(3, 1.0), (12, 4.0), (40, 30.0)])
+def test_streamed_metrics_against_a_slow_reference(classes, scale):
+    """In uneven batches, some labels missing, added up over processes: and torchmetrics agrees on the calibration."""
+    logits, labels = scale * torch.randn(300, classes), torch.randint(classes, (300,))
+    labels[::7] = -1
+    tallies = []
+    for part in (slice(0, 110), slice(110, 111), slice(111, 300)):
+        tallies.append(Tally(classes))
+        for batch, answers in zip(logits[part].split(64), labels[part].split(64), strict=True):
+            tallies[-1].add(batch, answers)
+    real = labels >= 0
+    found, expected = added(tallies).metrics(), slow_metrics(logits[real], labels[real])
+    assert found == pytest.approx(expected, rel=1e-5)
+    theirs = multiclass_calibration_error(logits[real].softmax(-1), labels[real], classes, n_bins=15)
+    if logits.softmax(-1).max() < 1:  # they give a confidence of exactly 1 a bin of its own
+        assert found["ece"] == pytest.approx(100 * theirs.item(), rel=1e-5)
+    whole = added(tallies)
+    per_class = multiclass_accuracy(logits[real], labels[real], classes, average=None)
+    assert torch.allclose(whole.right / whole.seen, per_class)
+
+
+def test_certainty_is_in_the_last_bin():
+    found = Tally(2)
+    found.add(torch.tensor([[100.0, 0], [100.0, 0], [3.0, 0]]), torch.tensor([0, 1, 0]))
+    confidence = torch.tensor([3.0, 0]).softmax(0)[0].item()
+    assert found.metrics()["ece"] == pytest.approx(100 * abs(2 + confidence - 2) / 3, rel=1e-5)
+
+
+def test_what_is_kept_does_not_grow_with_the_images():
+    found = Tally(1000)
+    for _ in range(3):
+        found.add(torch.randn(50, 1000), torch.randint(1000, (50,)))
+        assert sum(kept.numel() for kept in vars(found).values()) == 3 * 1000 + 3 * 15 + 1
+
+
+def test_several_right_labels_or_none():
+    found = SetTally()
+    sure = torch.eye(4)
+    found.add(sure, torch.tensor([[0, -1, -1], [2, 1, 3], [-1, -1, -1], [0, 1, -1]]))
+    assert found.metrics() == {"top1": pytest.approx(100 * 2 / 3), "images": 3}
+    with pytest.raises(iso.UserError, match="no image has a label"):
+        SetTally().metrics()
+    with pytest.raises(iso.UserError, match="no image has a label"):
+        Tally(3).metrics()
 
 
 def test_too_few_classes_and_empty_loaders_are_said():

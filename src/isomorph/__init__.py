@@ -10,7 +10,7 @@ from isomorph.doctor import torchvision_problem
 if problem := torchvision_problem():
     raise ImportError(problem)
 
-from isomorph import models
+from isomorph import models, suites
 from isomorph.analysis import (
     attention_maps,
     branch_similarity,
@@ -115,6 +115,7 @@ __all__ = [
     "revert",
     "save",
     "spans",
+    "suites",
     "targets",
     "train",
     "unstride",

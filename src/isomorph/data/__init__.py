@@ -5,7 +5,7 @@ from isomorph.data.label_maps import MapLabels, MappedSource
 from isomorph.data.loaders import eval_loader, evaluation_transform, train_loader, train_transform
 from isomorph.data.opening import SOURCES, open_source
 from isomorph.data.order import Deals, Order, Share, mixed_seed, seed_generators
-from isomorph.data.sources import Source, class_fraction, first_classes
+from isomorph.data.sources import Source, class_fraction, first_classes, picture_name
 from isomorph.data.stream import STREAMS, Stream, open_stream
 from isomorph.data.streaming import stream_loader, stream_test_loader
 
@@ -29,6 +29,7 @@ __all__ = [
     "mixed_seed",
     "open_source",
     "open_stream",
+    "picture_name",
     "seed_generators",
     "stream_loader",
     "stream_test_loader",

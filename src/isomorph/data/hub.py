@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ class Rows(Sequence[Picture]):
 
     def name(self, index: int) -> str:
         return f"image {index} of {self.title}"
+
+    @cached_property
+    def paths(self) -> Any:
+        """The paths kept beside the pictures, in a column of their own: none of the pictures is read for them."""
+        from pyarrow.compute import struct_field
+
+        return struct_field(self.dataset.data.column(self.column), "path")
+
+    def stored(self, index: int) -> str | None:
+        """The path that the data set keeps beside a picture, if any."""
+        return self.paths[index].as_py()
 
 
 def picture_of(cell: dict[str, Any] | None) -> Picture:

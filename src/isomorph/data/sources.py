@@ -50,6 +50,14 @@ def name_of(pictures: Sequence[Picture], index: int) -> str:
     return str(picture) if isinstance(picture, Path) else f"image {index}"
 
 
+def picture_name(pictures: Sequence[Picture], index: int) -> str | None:
+    """The name of a picture's file below its folder, in its archive or in its data set; None where it has none."""
+    if isinstance(pictures, Chosen):
+        return picture_name(pictures.pictures, int(pictures.places[index]))
+    named = getattr(pictures, "member", None) or getattr(pictures, "stored", None)
+    return named(index) if named else None
+
+
 def decode(picture: Picture) -> Image.Image:
     """The picture in RGB."""
     if isinstance(picture, Image.Image):

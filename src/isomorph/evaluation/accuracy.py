@@ -1,57 +1,54 @@
 """How often a model is right, and whether it knows."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.evaluation.tally import Tally
 from isomorph.layers.mode import eval_mode
 
 
 @torch.no_grad()
-def logits_and_labels(model: nn.Module, loader: Iterable[Any]) -> tuple[Tensor, Tensor]:
-    """The model's logits on a loader, in eval mode and float32, on the CPU; every module gets its mode back.
+def answer(model: nn.Module, loader: Iterable[Any], take: Callable[[Tensor, Any], None]) -> None:
+    """Hands the model's logits to `take` batch by batch, with what the loader gives beside the images.
 
-    Shape: -> (n, num_classes), (n,)
+    In eval mode, in float32, on the model's device; every module gets its mode back.
+
+    Raises: UserError when the loader gives no batch.
     """
-    device = next(model.parameters()).device
-    logits, labels = [], []
+    device, batches = next(model.parameters()).device, 0
     with eval_mode(model):
-        for images, targets in loader:
-            logits.append(model(images.to(device, non_blocking=True)).float().cpu())
-            labels.append(targets)
-    if not labels:
+        for images, labels in loader:
+            take(model(images.to(device, non_blocking=True)).float(), labels)
+            batches += 1
+    if not batches:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
-    return torch.cat(logits), torch.cat(labels)
+
+
+def tally(model: nn.Module, loader: Iterable[Any]) -> Tally:
+    """The counts behind `evaluate`; those of several processes add up.
+
+    Raises: UserError when the loader gives no batch, or a label is outside the model's classes.
+    """
+    found: list[Tally] = []
+
+    def take(logits: Tensor, labels: Tensor) -> None:
+        if not found:
+            found.append(Tally(logits.shape[1]))
+        found[0].add(logits, labels)
+
+    answer(model, loader, take)
+    return found[0]
 
 
 def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
     """Accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
 
+    Images labelled -1 do not count. Memory does not grow with the number of images.
+
     Raises: UserError when a label is outside the model's classes.
     """
-    logits, labels = logits_and_labels(model, loader)
-    if labels.max() >= logits.shape[1]:
-        raise UserError(
-            f"the data has class {int(labels.max())}, but the model knows {logits.shape[1]} classes; "
-            "give it the right number (model.num_classes)"
-        )
-    return classification_metrics(logits, labels)
-
-
-def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """Shape: logits (n, num_classes), labels (n,)"""
-    from torchmetrics.functional.classification import multiclass_calibration_error
-
-    ranked = logits.topk(min(5, logits.shape[1])).indices.eq(labels[:, None])  # (n, 5)
-    ece = multiclass_calibration_error(logits.softmax(-1), labels, num_classes=logits.shape[1], n_bins=15)
-    return {
-        "top1": 100 * ranked[:, 0].float().mean().item(),
-        "top5": 100 * ranked.any(1).float().mean().item(),
-        "nll": F.cross_entropy(logits, labels).item(),
-        "ece": 100 * ece.item(),
-        "images": len(labels),
-    }
+    return tally(model, loader).metrics()

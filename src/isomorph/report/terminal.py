@@ -1,6 +1,7 @@
 """Tables for a terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,6 +21,13 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 """Label and format of every metric."""
 
+KEYS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "suite": ("suite", str),
+    "size": ("size", lambda size: " x ".join(map(str, size))),
+    "rfc": ("rfc", "{:g}".format),
+}
+"""Label and format of what tells the points of a table apart."""
+
 
 def metric_rows(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     """Head and a row for each metric that has a label."""
@@ -36,6 +44,19 @@ def curve_rows(title: str, points: Sequence[Mapping[str, float]], key: str) -> l
         for point in points
     ]
     return [[f"{title}: {key}", *(UNITS[name][0] for name in labels)], *rows]
+
+
+def grid_rows(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Head and a row for each point: where it stands (suite, size, ratio), then its metrics, a dash for none."""
+    found = list(dict.fromkeys(key for point in points for key in point))
+    keys, metrics = [key for key in found if key in KEYS], [key for key in found if key in UNITS]
+    head = [*(KEYS[key][0] for key in keys), *(UNITS[key][0] for key in metrics)]
+    rows = [
+        [KEYS[key][1](point[key]) for key in keys]
+        + [UNITS[key][1](point[key]) if key in point else "-" for key in metrics]
+        for point in points
+    ]
+    return [head, *rows]
 
 
 def show(rows: Sequence[Sequence[str]]) -> None:

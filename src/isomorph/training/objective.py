@@ -9,7 +9,7 @@ import torch
 from timm.task import TrainingTask
 from torch import nn
 
-from isomorph.evaluation import classification_metrics, logits_and_labels
+from isomorph.evaluation import added, tally
 from isomorph.models.masked import MaskedAutoencoder
 from isomorph.training.build import open_model
 from isomorph.training.masked import (
@@ -96,7 +96,4 @@ def joined(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
 
 def measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
     """Accuracy and calibration over the images of all processes."""
-    found = runtime.gathered(logits_and_labels(model, runtime.evened(loader)))
-    logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
-    real = labels >= 0
-    return classification_metrics(logits[real], labels[real])
+    return added(runtime.gathered(tally(model, runtime.evened(loader)))).metrics()

@@ -1,0 +1,122 @@
+"""The command that evaluates a model."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import track
+
+from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.errors import UserError
+from isomorph.report import curve_rows, metric_rows, show
+from isomorph.report.terminal import grid_rows
+from isomorph.suites import evaluating, imagenet, views
+from isomorph.training.build import evaluation_data, open_model
+from isomorph.training.runtime import open_runtime
+
+
+def bar(batches: Iterable[Any], title: str, total: int) -> Iterable[Any]:
+    """Batches with a progress bar, on a terminal."""
+    console, quiet = Console(stderr=True), not sys.stderr.isatty()
+    return track(batches, title, total, console=console, transient=True, disable=quiet)
+
+
+@app.command(name="evaluate")
+def evaluate_(
+    model: str,
+    /,
+    *,
+    suite: Annotated[list[str] | None, Parameter(negative="")] = None,
+    data: str | None = None,
+    root: Path | None = None,
+    partial: Annotated[bool, Parameter(negative="")] = False,
+    weights: Weights = None,
+    batch_size: int = 100,
+    workers: int = 0,
+    size: tuple[tuple[int, int], ...] = (),
+    classes: int | None = None,
+    rfc: tuple[float, ...] = (),
+    rfc_fill: Literal["zero", "black"] = "zero",
+    per_class: Path | None = None,
+    device: Device = "auto",
+    cost: bool = True,
+    json_: Json = False,
+) -> None:
+    """Accuracy, calibration and cost of a model on a test set, or on several ImageNet suites.
+
+    Parameters
+    ----------
+    model
+        A timm model, or a checkpoint written by isomorph.
+    suite
+        imagenet, real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several
+        times. Each is looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
+    data
+        cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on. With --suite: the
+        form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.
+    root
+        Folder of the data; by default $ISOMORPH_DATA, else ./data.
+    partial
+        Allow a suite that lacks classes or images.
+    batch_size
+        Images per step.
+    workers
+        Processes that prepare images.
+    size
+        Height and width of the input; by default the model's own. Several (--size 160 160 --size 224 224) are a sweep.
+    classes
+        Only the first so many classes of the data, as data.classes in training.
+    rfc
+        Ratio of receptive-field calibration, e.g. 1.13, in place of the model's own crop: the image smaller by so much,
+        padded to the input (below 1: cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13) print the curve.
+    rfc_fill
+        zero pads what the model reads (the mean colour), black pads the picture.
+    per_class
+        Write the accuracy of every class to this file (.csv).
+    cost
+        Measure MACs and throughput too.
+    """
+    if batch_size < 1 or workers < 0:
+        raise UserError("--batch-size must be at least 1 and --workers at least 0")
+    if suite and classes is not None:
+        raise UserError("--classes does not go with --suite, whose classes are fixed")
+    if partial and not suite:
+        raise UserError("--partial goes with --suite")
+    evaluating.refuse_no_csv(per_class)
+    places = imagenet.find_suites(suite or [], root, data)
+    net = open_model(model, weights)
+    if places:
+        views.refuse_other_classes(getattr(net, "num_classes", None), imagenet.CLASSES)
+        sets = imagenet.open_found(places, partial)
+    else:
+        sets = [views.whole(evaluation_data(net, data, root, size[0] if size else None, classes)[0])]
+    net.to(open_runtime(device).device)
+    sweep = evaluating.Sweep(size, rfc, rfc_fill)
+    rows, of_classes = evaluating.run_sweep(net, sets, sweep, batch_size, workers, bar)
+    if per_class:
+        evaluating.write_csv(per_class, of_classes)
+    costs = evaluating.costs(net, size) if cost else []
+    say(model, bool(suite) or len(size) > 1, rows, costs, json_)
+
+
+def say(model: str, many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool) -> None:
+    """Prints what was found: a table of `many` suites or sizes, a curve, or one number under another."""
+    head, found = {"model": model}, costs[0] if len(costs) == 1 else {}
+    if json_:
+        several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | found
+        print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | found)))
+    elif many:
+        print(model)
+        show(grid_rows(rows))
+        if costs:
+            show(grid_rows(costs) if len(costs) > 1 else metric_rows("cost", found))
+    elif len(rows) == 1:
+        rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
+        show(metric_rows(model + rfc, rows[0] | found))
+    else:
+        show(curve_rows(model, rows, "rfc"))
+        show(metric_rows(model, found))

@@ -1,0 +1,120 @@
+"""The test sets for models of ImageNet-1k: where each lies, whose classes it has, how its answers are judged."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from isomorph.data import Source
+from isomorph.data.imagenet_labels import imagenet_labels
+from isomorph.errors import UserError
+from isomorph.suites.imagenet_classes import imagenet_classes
+from isomorph.suites.imagenet_places import Place, find, open_place
+from isomorph.suites.imagenet_real import real_answers
+from isomorph.suites.views import TestSet, View
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A test set by name: the folders that usually hold it, how many images it has, whether ReaL's labels judge it."""
+
+    name: str
+    folders: tuple[str, ...]
+    images: int
+    sets: bool = False
+
+    @property
+    def kept(self) -> np.ndarray | None:
+        """Labels of the classes that the logits are reduced to; None for all 1000."""
+        return imagenet_labels().kept.get(self.name)
+
+
+OF_IMAGENET = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
+OF_V2 = ("imagenet-v2", "imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency")
+OF_SKETCH = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
+SUITES = {
+    suite.name: suite
+    for suite in (
+        Suite("imagenet", OF_IMAGENET, 50_000),
+        Suite("real", OF_IMAGENET, 50_000, sets=True),
+        Suite("imagenet-v2", OF_V2, 10_000),
+        Suite("imagenet-a", ("imagenet-a",), 7_500),
+        Suite("imagenet-r", ("imagenet-r",), 30_000),
+        Suite("imagenet-sketch", OF_SKETCH, 50_889),
+    )
+}
+CLASSES = 1000
+
+
+def open_suites(
+    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None, partial: bool = False
+) -> list[TestSet]:
+    """Opens suites: `NAME`, looked for in `root`, or `NAME=FOLDER`; several may be in one string, with commas between.
+
+    Suites on the same images (imagenet, real) share one pass of the model. `form` is a kind of source (imagefolder,
+    tar, webdataset, huggingface), by default found out folder by folder; `partial` allows a part of the images.
+
+    Raises: UserError for an unknown suite, a missing folder, classes that are not the suite's, or missing images.
+    """
+    return open_found(find_suites(wanted, root, form), partial)
+
+
+def find_suites(
+    wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
+) -> dict[Place, list[Suite]]:
+    """Where the suites lie, nothing opened yet. Raises: UserError for an unknown suite or a missing folder."""
+    places: dict[Place, list[Suite]] = {}
+    for name, folder in named(wanted):
+        suite = SUITES[name]
+        places.setdefault(find(name, folder, suite.folders, root, form), []).append(suite)
+    return places
+
+
+def open_found(places: Mapping[Place, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+    """Opens what `find_suites` found. Raises: UserError for classes that are not the suite's, or missing images."""
+    return [open_on(place, suites, partial) for place, suites in places.items()]
+
+
+def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
+    """Names and folders (or "") of the suites asked for; imagenet and real have one folder if only one says so.
+
+    Raises: UserError for an unknown or repeated one.
+    """
+    pairs = [item.strip().partition("=")[::2] for given in wanted for item in given.split(",")]
+    folders = dict(pairs)
+    for name, _ in pairs:
+        if name not in SUITES:
+            raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
+    if len(folders) < len(pairs):
+        raise UserError("a suite is named twice; name each once")
+    of_val = folders.get("imagenet") or folders.get("real", "")
+    return [(name, folder or (of_val if name in ("imagenet", "real") else "")) for name, folder in pairs]
+
+
+def open_on(place: Place, suites: Sequence[Suite], partial: bool) -> TestSet:
+    """The images of a place, with the view that each suite has of them."""
+    source = open_place(place)
+    return TestSet(source, [view(suite, source, place, partial) for suite in suites])
+
+
+def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
+    """How a suite judges a source. Raises: UserError when the source is not the suite's images, or only a part."""
+    labels = imagenet_labels()
+    if suite.sets:
+        answers = real_answers(source, place.title)
+        refuse_part(suite, len(source), suite.images, "images", place, partial)
+        return View(suite.name, answers, labels.wnids, outputs=CLASSES)
+    found = imagenet_classes(source, suite.name, suite.kept, place.title)[source.labels]  # (n,)
+    kept = np.arange(CLASSES) if suite.kept is None else suite.kept
+    refuse_part(suite, len(np.unique(found)), len(kept), "classes", place, partial)
+    refuse_part(suite, len(source), suite.images, "images", place, partial)
+    classes = [labels.wnids[label] for label in kept]
+    return View(suite.name, np.searchsorted(kept, found), classes, suite.kept, CLASSES)
+
+
+def refuse_part(suite: Suite, found: int, expected: int, what: str, place: Place, partial: bool) -> None:
+    """Raises: UserError when there are more than the suite has, or, where a part will not do, fewer."""
+    if found > expected or (found < expected and not partial):
+        part = "; to evaluate on a part all the same: --partial (partial=True)" if found < expected else ""
+        raise UserError(f"{place.title} has {found:,} {what}, {suite.name} has {expected:,}{part}")

@@ -1,0 +1,406 @@
+"""The ImageNet suites on images that carry their label in their pixels: a wrong mapping is a wrong answer."""
+
+import csv
+import io
+import json
+import tarfile
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+from torchmetrics.functional.classification import multiclass_accuracy
+
+import isomorph as iso
+from isomorph.cli import main
+from isomorph.data.imagenet_labels import imagenet_labels
+from isomorph.suites import SUITES, Sweep, evaluate_suites, open_suites
+from isomorph.suites.evaluating import run_sweep
+
+LABELS = imagenet_labels()
+KEPT = {name: LABELS.kept[name] for name in ("imagenet-a", "imagenet-r")}
+
+
+class Reads(nn.Module):
+    """Reads red + 256 green of an image as its label and gives that one 2; class `tempted` of all gets `pull`."""
+
+    def __init__(self, num_classes=1000, tempted=None, pull=5.0):
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(num_classes))
+        self.num_classes, self.passes = num_classes, 0
+        self.pretrained_cfg = dict(
+            input_size=(3, 4, 4), mean=(0, 0, 0), std=(1, 1, 1), crop_pct=1.0, interpolation="nearest"
+        )
+        if tempted is not None:
+            self.logits.data[tempted] = pull
+
+    def forward(self, x):
+        self.passes += 1
+        red, green = (255 * x[:, :2, 1, 1]).round().long().unbind(1)
+        return self.logits + 2 * torch.eye(len(self.logits))[red + 256 * green]
+
+
+def pixels(label):
+    return Image.new("RGB", (4, 4), (label % 256, label // 256, 7))
+
+
+def png(label):
+    file = io.BytesIO()
+    pixels(label).save(file, "png")
+    return file.getvalue()
+
+
+def folders(top, named):
+    """One image of its label's colour in a folder of each name."""
+    for name, label in named:
+        (top / name).mkdir(parents=True)
+        pixels(label).save(top / name / "1.png")
+    return top
+
+
+def by_wnid(top, labels):
+    return folders(top, [(LABELS.wnids[label], label) for label in labels])
+
+
+def validation(top, numbers, label=lambda number: int(LABELS.real[number - 1, 0])):
+    """ImageNet's validation images of these numbers, in folders of classes, coloured by ReaL's first label."""
+    for number in numbers:
+        folder = top / LABELS.wnids[number % 1000]
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels(max(label(number), 0)).save(folder / f"ILSVRC2012_val_{number:08d}.png")
+    return top
+
+
+def shards(top, named, classes=None):
+    """A webdataset of (key, .cls, label of the colour)."""
+    top.mkdir()
+    with tarfile.open(top / "val-000.tar", "w") as archive:
+        for key, cls, label in named:
+            for ending, data in (("png", png(label)), ("cls", str(cls).encode())):
+                entry = tarfile.TarInfo(f"{key}.{ending}")
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+    if classes:
+        (top / "classnames.txt").write_text("\n".join(classes))
+    return top
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+def one_row(model, suite, folder, **more):
+    (row,) = evaluate_suites(model, f"{suite}={folder}", partial=True, **more)
+    return row
+
+
+def test_the_shipped_labels_are_the_published_ones(data_root):
+    folder = data_root / "imagenet_labels"
+    assert list(LABELS.wnids) == (folder / "imagenet1k_wnids.txt").read_text().split()
+    assert list(LABELS.wnids) == sorted(set(LABELS.wnids))
+    real = json.loads((folder / "real.json").read_text())
+    assert [[label for label in row if label >= 0] for row in LABELS.real.tolist()] == real
+    for name, kept in KEPT.items():
+        rows = list(csv.DictReader((folder / f"{name.replace('-', '_')}_classes.csv").read_text().splitlines()))
+        assert [(int(row["imagenet_label"]), row["wnid"]) for row in rows] == [
+            (label, LABELS.wnids[label]) for label in kept
+        ]
+
+
+def test_every_form_and_name_of_the_classes_gives_the_same_labels(tmp_path):
+    some = range(0, 1000, 37)
+    english = timm.data.ImageNetInfo("imagenet-1k").label_descriptions()
+    places = [
+        by_wnid(tmp_path / "folder", some),
+        by_wnid(tmp_path / "with_val/val", some).parent,
+        folders(tmp_path / "numbers", [(str(label), label) for label in some]),
+        folders(tmp_path / "padded", [(f"{label:04d}", label) for label in some]),
+        shards(tmp_path / "shards", [(i, label, label) for i, label in enumerate(reversed(some))]),
+        shards(tmp_path / "english", [(i, label, label) for i, label in enumerate(some)], english),
+    ]
+    with tarfile.open(tmp_path / "val.tar", "w") as archive:
+        archive.add(tmp_path / "folder", "val")
+    (tmp_path / "tar").mkdir()
+    (tmp_path / "val.tar").rename(tmp_path / "tar/val.tar")
+    for place in [*places, tmp_path / "tar"]:
+        row = one_row(Reads(), "imagenet", place)
+        assert (row["top1"], row["images"]) == (100, len(some)), place
+
+
+def test_numbered_folders_are_not_taken_in_the_order_of_text(tmp_path):
+    """ImageNet-V2's trap: as text, 10 comes before 2."""
+    place = folders(tmp_path / "imagenetv2-matched-frequency-format-val", [(str(n), n) for n in range(1000)])
+    row = evaluate_suites(Reads(), "imagenet-v2", tmp_path, partial=True)[0]
+    assert (row["top1"], row["images"]) == (100, 1000)
+    assert iso.open_source("imagefolder", "test", place).classes[:3] == ("0", "1", "10")
+
+
+@pytest.mark.parametrize("suite", KEPT)
+def test_two_hundred_classes_alone_take_part(tmp_path, suite):
+    kept = KEPT[suite]
+    outside = next(label for label in range(1000) if label not in kept)
+    model = Reads(tempted=outside)
+    by_wnid(tmp_path / suite, kept)
+    positions = shards(tmp_path / "positions", [(i, i, label) for i, label in enumerate(kept)])
+    labelled = shards(tmp_path / "labelled", [(i, label, label) for i, label in enumerate(kept)])
+    for wanted in (suite, f"{suite}={positions}", f"{suite}={labelled}"):
+        (row,) = evaluate_suites(model, wanted, tmp_path, partial=True)
+        p = np.exp(2) / (np.exp(2) + 199)
+        expected = {"top1": 100, "nll": -np.log(p), "ece": 100 * (1 - p), "images": 200}
+        assert {key: row[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    by_wnid(tmp_path / "imagenet", range(1000))
+    assert evaluate_suites(model, "imagenet", tmp_path, partial=True)[0]["top1"] == pytest.approx(0.1)
+
+
+def test_real_goes_by_file_names_skips_and_takes_any_label(tmp_path):
+    """Against the published metric, image by image, on files in an order that is not that of their numbers."""
+    numbers = [*range(1, 200), 49_999, 50_000]
+    validation(tmp_path / "imagenet/val", numbers)
+    model = Reads()
+    last = {n: [label for label in LABELS.real[n - 1].tolist() if label >= 0] for n in numbers}
+    kept = [n for n in numbers if last[n]]
+    assert len(kept) < len(numbers)
+    assert max(map(len, last.values())) > 1
+    plain, real = evaluate_suites(model, ["imagenet,real"], tmp_path, partial=True, batch_size=64)
+    assert real == {"suite": "real", "top1": 100, "images": len(kept)}
+    assert plain["images"] == len(numbers)
+    assert model.passes == -(-len(numbers) // 64)  # one pass serves both
+    assert plain["top1"] == pytest.approx(
+        100 * sum(max(LABELS.real[n - 1, 0], 0) == n % 1000 for n in numbers) / len(numbers)
+    )
+    for pick in (lambda n: last[n][-1] if last[n] else 0, lambda n: n * 7 % 1000):
+        other = validation(tmp_path / f"{pick(5)}", numbers, pick)
+        expected = sum(pick(n) in last[n] for n in kept) / len(kept)
+        assert one_row(model, "real", other)["top1"] == pytest.approx(100 * expected)
+
+
+@pytest.mark.usefixtures("caches")
+def test_real_reads_names_from_parquet(tmp_path):
+    import datasets
+
+    numbers = [5, 2, 40_000]
+    names = [f"ILSVRC2012_val_{n:08d}.JPEG" for n in numbers]
+    cells = [{"bytes": png(int(LABELS.real[n - 1, 0])), "path": name} for n, name in zip(numbers, names, strict=True)]
+    features = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
+    table = datasets.Dataset.from_dict({"image": cells, "label": [1, 2, 3]}, features=features)
+    table.to_parquet(tmp_path / "hub/val-0.parquet")
+    row = one_row(Reads(), "real", tmp_path / "hub")
+    assert (row["top1"], row["images"]) == (100, sum(LABELS.real[n - 1, 0] >= 0 for n in numbers))
+
+
+def test_sizes_times_ratios_and_a_table_of_classes(tmp_path):
+    by_wnid(tmp_path / "sketch", [3, 500])
+    sets = open_suites(["imagenet-sketch"], tmp_path, partial=True)
+    model = Reads(tempted=500, pull=3)
+    rows, classes = run_sweep(model, sets, Sweep([(4, 4), (8, 6)], (1.0, 0.5)))
+    places = [(size, ratio) for size in ([4, 4], [8, 6]) for ratio in (1, 0.5)]
+    assert [(row["size"], row["rfc"]) for row in rows] == places
+    assert {row["top1"] for row in rows} == {50}
+    assert classes[:2] == [
+        rows_of("imagenet-sketch", LABELS.wnids[3], 0.0),
+        rows_of("imagenet-sketch", LABELS.wnids[500], 100.0),
+    ]
+    assert len(classes) == 8
+
+
+def rows_of(suite, wnid, top1):
+    return {
+        "suite": suite, "size": [4, 4], "rfc": 1.0, "rfc_fill": "zero",
+        "class": wnid, "images": 1, "right": round(top1 / 100), "top1": top1,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory):
+    """The 500 real images, unpacked into one folder per wnid, beside their shards."""
+    import os
+    from pathlib import Path
+
+    origin = Path(os.environ.get("ISOMORPH_DATA", "")) / "imagenet_samples"
+    if not origin.is_dir():
+        assert not os.environ.get("CI"), "CI must have the real data: set ISOMORPH_DATA"
+        pytest.skip("needs the real images: set ISOMORPH_DATA to their folder")
+    folder = tmp_path_factory.mktemp("samples")
+    wnid = {row["label"]: row["wnid"] for row in csv.DictReader((origin / "classes.csv").read_text().splitlines())}
+    for shard in sorted(origin.glob("*.tar")):
+        with tarfile.open(shard) as archive:
+            files = {member.name: archive.extractfile(member).read() for member in archive.getmembers()}
+        for name, data in files.items():
+            if name.endswith(".jpg"):
+                (folder / wnid[files[name[:-3] + "cls"].decode().strip()]).mkdir()
+                (folder / wnid[files[name[:-3] + "cls"].decode().strip()] / name).write_bytes(data)
+    return origin, folder
+
+
+@pytest.mark.slow
+def test_real_images_as_shards_and_as_folders(samples):
+    """Same labels by image, same metrics whatever the order, for a model that knows nothing."""
+    shards, folder = (open_suites([f"imagenet={place}"], partial=True)[0] for place in samples)
+    by_name = [
+        {
+            iso.data.picture_name(test.source.pictures, i).split("/")[-1]: int(label)
+            for i, label in enumerate(test.views[0].answers)
+        }
+        for test in (shards, folder)
+    ]
+    assert by_name[0] == by_name[1]
+    assert len(by_name[0]) == len(set(by_name[0].values())) == 500
+    order = [list(source) for source in by_name]
+    assert order[0] != order[1]
+    model = timm.create_model("resnet18", num_classes=1000)
+    nn.init.normal_(model.fc.weight, std=0.3)  # else all classes are as good as equal
+    (a,), (b,) = (run_sweep(model, [test], Sweep([(32, 32)]), 90)[0] for test in (shards, folder))
+    assert a["images"] == b["images"] == 500
+    assert (a["top1"], a["top5"]) == (b["top1"], b["top5"])
+    assert a["top5"] > 0
+    assert (a["nll"], a["ece"]) == pytest.approx((b["nll"], b["ece"]), rel=1e-4)
+
+
+def test_a_vit_is_fitted_to_other_sizes():
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=5).eval()
+    fitted = iso.evaluation.at_size(vit, (64, 96))
+    assert fitted(torch.zeros(1, 3, 64, 96)).shape == (1, 5)
+    assert vit.pos_embed.shape != fitted.pos_embed.shape
+    assert iso.evaluation.at_size(vit, (224, 224)) is vit
+    with pytest.raises(iso.UserError, match=r"takes no images of 8 x 96: "):
+        iso.evaluation.at_size(vit, (8, 96))
+
+
+def wrong(tmp_path, case):
+    """A suite that cannot be evaluated as asked, and a model."""
+    top, model = tmp_path / case.replace(" ", "_"), Reads()
+    if case == "no wnid":
+        folders(top, [("n01440764", 0), ("cat", 1)])
+    if case == "wnid of others":
+        folders(top, [("n01440764", 0), ("n00000001", 1)])
+    if case == "number":
+        folders(top, [("7", 7), ("1000", 0)])
+    if case == "outside":
+        by_wnid(top, [0, 1])
+    if case in ("missing classes", "1001", "21k"):
+        by_wnid(top, [0, 1])
+    if case == "missing images":
+        by_wnid(top, range(1000))
+    if case in ("names", "flat"):
+        by_wnid(top, [0])
+    if case == "twice":
+        validation(top / "a", [1])
+        validation(top / "b", [1])
+        for part in "ab":
+            (top / part / "n01443537").rename(top / f"n0144{(part == 'a' and 3537) or '0764'}")
+            (top / part).rmdir()
+    if case in ("1001", "21k"):
+        model = Reads(1001 if case == "1001" else 21_843)
+    return top, model
+
+
+WRONG = {
+    "no wnid": ("imagenet", "has class 'cat'; classes must be called by wnid"),
+    "wnid of others": ("imagenet", "has class n00000001, which is none of ImageNet-1k's"),
+    "number": ("imagenet-v2", "has 1 classes that are not among the 1000 of imagenet-v2, the first of them 1000"),
+    "outside": ("imagenet-a", "not among the 200 of imagenet-a, the first of them n01440764; is this imagenet-a"),
+    "missing classes": ("imagenet", "has 2 classes, imagenet has 1,000; .*--partial"),
+    "missing images": ("imagenet-sketch", "has 1,000 images, imagenet-sketch has 50,889; .*--partial"),
+    "names": ("real", "by names like ILSVRC2012_val_00000001.JPEG, but .* has an image called n01440764/1.png"),
+    "twice": ("real", "has image ILSVRC2012_val_00000001 twice"),
+    "missing folder": ("imagenet-r", "no folder .*missing_folder; give imagenet-r=FOLDER"),
+    "1001": ("imagenet", r"knows 1001 classes \(with a background class\), these suites are for the 1000"),
+    "21k": ("imagenet", r"knows 21843 classes \(ImageNet-12k or -21k\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_said_in_one_line(tmp_path, case):
+    suite, expected = WRONG[case]
+    top, model = wrong(tmp_path, case)
+    with pytest.raises(iso.UserError, match=expected) as said:
+        evaluate_suites(model, f"{suite}={top}")
+    assert "\n" not in str(said.value)
+
+
+def test_unnamed_outputs_are_counted_and_suites_checked(tmp_path):
+    by_wnid(tmp_path / "imagenet", [0])
+    model = Reads(1001)
+    del model.num_classes
+    with pytest.raises(iso.UserError, match="knows 1001 classes"):
+        evaluate_suites(model, "imagenet", tmp_path, partial=True)
+    with pytest.raises(iso.UserError, match="suite 'imagnet' is unknown; choose from imagenet, real"):
+        open_suites(["imagnet"])
+    with pytest.raises(iso.UserError, match="named twice"):
+        open_suites(["real,real"], tmp_path)
+    with pytest.raises(iso.UserError, match=r"no folder of imagenet-r in .* \(looked for imagenet-r\)"):
+        open_suites(["imagenet-r"], tmp_path)
+    with pytest.raises(iso.UserError, match="read as imagefolder, tar"):
+        open_suites(["imagenet"], tmp_path, form="cifar10")
+    assert set(SUITES) == {"imagenet", "real", "imagenet-v2", "imagenet-a", "imagenet-r", "imagenet-sketch"}
+
+
+def run(arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return ended.value.code
+
+
+class TestCommand:
+    """`isomorph evaluate --suite`, in this process."""
+
+    @pytest.fixture
+    def weights(self, tmp_path):
+        path = tmp_path / "cnn.safetensors"
+        iso.save(timm.create_model("cifar_resnet20", num_classes=1000), path)
+        return str(path)
+
+    def test_several_suites_one_table(self, tmp_path, weights, capsys, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "160")
+        validation(tmp_path / "imagenet", [1, 2, 3])
+        by_wnid(tmp_path / "elsewhere", KEPT["imagenet-r"][:3])
+        asked = ["evaluate", weights, "--suite", f"imagenet,real,imagenet-r={tmp_path / 'elsewhere'}", "--partial"]
+        asked += ["--root", str(tmp_path), "--no-cost", "--size", "8", "8", "--size", "16", "12"]
+        run([*asked, "--json", "--per-class", str(tmp_path / "classes.csv")])
+        found = json.loads(capsys.readouterr().out)
+        assert [row["suite"] for row in found["rows"]] == ["imagenet", "real", "imagenet-r"] * 2
+        assert [row["size"] for row in found["rows"]] == [[8, 8]] * 3 + [[16, 12]] * 3
+        table = list(csv.DictReader((tmp_path / "classes.csv").read_text().splitlines()))
+        assert {row["suite"] for row in table} == {"imagenet", "imagenet-r"}
+        assert {row["size"] for row in table} == {"8x8", "16x12"}
+        run(asked)
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[1].split()[:2] == ["suite", "size"]
+        assert [line.split()[0] for line in lines[2:]] == ["imagenet", "real", "imagenet-r"] * 2
+        assert lines[3].split()[-2] == "-"  # ReaL has no calibration error
+
+    @pytest.mark.parametrize(
+        ("flags", "expected"),
+        [
+            (["--suite", "imagenet-c"], "suite 'imagenet-c' is unknown"),
+            (["--suite", "imagenet", "--classes", "3"], "--classes does not go with --suite"),
+            (["--data", "digits", "--partial"], "--partial goes with --suite"),
+            (["--suite", "imagenet-a", "--root", "nowhere"], "no folder of imagenet-a in nowhere"),
+            (["--data", "digits", "--per-class", "nowhere/x.csv"], "cannot write nowhere/x.csv"),
+        ],
+    )
+    def test_wrong_requests_are_one_line(self, weights, capsys, flags, expected):
+        assert run(["evaluate", weights, *flags]) == 2
+        said = capsys.readouterr().err.splitlines()
+        assert len(said) == 1
+        assert expected in said[0]
+
+    def test_cost_at_every_size(self, monkeypatch):
+        from isomorph.suites.evaluating import costs
+
+        monkeypatch.setattr("isomorph.evaluation.cost.throughput", lambda *_: 1.0)
+        small, large = costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])
+        assert large["macs"] > 3.9 * small["macs"]
+
+
+def test_single_classes_against_torchmetrics(tmp_path):
+    by_wnid(tmp_path / "imagenet", range(40))
+    model = Reads()
+    model.logits.data.normal_(std=2)
+    _, classes = run_sweep(model, open_suites(["imagenet"], tmp_path, partial=True))
+    logits = model.logits + 2 * torch.eye(1000)[:40]
+    expected = multiclass_accuracy(logits, torch.arange(40), 1000, average=None)[:40]
+    assert [row["top1"] for row in classes] == (100 * expected).tolist()
