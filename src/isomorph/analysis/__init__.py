@@ -2,7 +2,7 @@
 
 from isomorph.analysis.alignment import CKA, cka, covariance_cka, pooled
 from isomorph.analysis.attention import attention_maps, looks, nonlocality
-from isomorph.analysis.dials import along, centres, gates, spans
+from isomorph.analysis.dials import Trajectory, along, centres, dials_along, gates, spans
 from isomorph.analysis.evolution import feature_evolution, map_similarity
 from isomorph.analysis.logits import LogitStats, logit_stats
 from isomorph.analysis.similarity import branch_similarity, linear_cka
@@ -11,6 +11,7 @@ from isomorph.analysis.summaries import attention_entropy, effective_rank, head_
 __all__ = [
     "CKA",
     "LogitStats",
+    "Trajectory",
     "along",
     "attention_entropy",
     "attention_maps",
@@ -18,6 +19,7 @@ __all__ = [
     "centres",
     "cka",
     "covariance_cka",
+    "dials_along",
     "effective_rank",
     "feature_evolution",
     "gates",

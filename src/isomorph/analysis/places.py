@@ -98,7 +98,8 @@ def places(
     if found is None:
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
     H, W = found
-    queries, keys = shape or ((H * W, H * W) if own else (x.shape[1], x.shape[1]))
+    tokens = H * W if own else int(x.shape[1])
+    queries, keys = (tokens, tokens) if shape is None else shape
     prefix = queries - H * W
     if prefix < 0 or (own and prefix):
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of {'the layer' if own else 'the patches'}")
