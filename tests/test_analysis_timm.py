@@ -14,29 +14,21 @@ SMALL = {
     "eva02_tiny_patch14_224": dict(img_size=28, depth=1, embed_dim=24, num_heads=3),
     "cait_xxs24_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
     "swin_tiny_patch4_window7_224": dict(img_size=32, window_size=4, embed_dim=24, depths=(2,), num_heads=(3,)),
-    "volo_d1_224": dict(
-        img_size=32,
-        layers=(1, 1),
-        embed_dims=(24, 24),
-        num_heads=(3, 3),
-        mlp_ratio=(2, 2),
-        downsamples=(False, False),
-        outlook_attention=(True, False),
-    ),
+    "volo_d1_224": dict(img_size=64),
     "twins_svt_small": dict(
         img_size=32, embed_dims=(12, 12, 12, 12), num_heads=(3, 3, 3, 3), depths=(2, 1, 1, 1), wss=(4, 2, 1, 1)
     ),
-    "pvt_v2_b0": dict(img_size=64, depths=(1, 1, 1, 1), embed_dims=(12, 12, 12, 12), num_heads=(1, 2, 3, 3)),
-    "hiera_tiny_224": dict(img_size=(64, 64), embed_dim=12, num_heads=1, stages=(1, 1, 1, 1)),
+    "pvt_v2_b0": {},
+    "hiera_tiny_224": dict(img_size=(64, 64)),
     "vit_dwee_patch16_reg1_gap_256": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
     "test_vit_relpos": dict(img_size=32, depth=1),
-    "nest_tiny": dict(img_size=64, embed_dims=(12, 12, 12), depths=(1, 1, 1), num_heads=(3, 3, 3)),
+    "nest_tiny": dict(img_size=64),
 }
 
 
 def built(name):
     model = timm.create_model(name, num_classes=3, **SMALL[name]).eval()
-    size = SMALL[name]["img_size"]
+    size = SMALL[name].get("img_size", 64)
     return model, torch.randn(2, 3, *((size, size) if isinstance(size, int) else size))
 
 
