@@ -64,7 +64,7 @@ def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(n
     for layer, found in maps.items():
         same = [a for a, _ in taken if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]]
         same += [b.mT for _, b in taken if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]]
-        like = [as_many(a, found) for a in same]
+        like = [form for a in same for form in as_laid_out(a, found.shape)]
         assert any(torch.allclose(a, found, atol=1e-6) for a in like), f"{layer} {tuple(found.shape)}"
     set_fused(model, True)
     for layer, found in iso.attention_maps(model, x).items():
@@ -73,11 +73,10 @@ def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(n
         assert model.blocks[0].attn.fused_attn  # put back
 
 
-def as_many(a, found):
-    """A factor (B, nh, .., ..) or with groups before or behind the heads, as the maps are."""
-    if a.shape == found.shape:
-        return a
-    return a.flatten(0, 1) if a.ndim == 5 and a.shape[2] == found.shape[1] else a.transpose(1, 2).flatten(0, 1)
+def as_laid_out(a, shape):
+    """A factor as it is, and with groups before or behind its heads, where that gives the shape of the maps."""
+    forms = [a, *([a.flatten(0, 1), a.transpose(1, 2).flatten(0, 1)] if a.ndim == 5 else [])]
+    return [form for form in forms if form.shape == shape]
 
 
 def test_the_output_of_swin_is_rebuilt_from_its_map():

@@ -91,8 +91,9 @@ def places(
     if isinstance(layer, GPSA2d):
         size = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
-        queries = layer.query_grid(*x.shape[-2:])
-        return Places(queries, (size[0], size[1]), layer.padding, (middle, middle), layer.stride)
+        return Places(
+            layer.query_grid(*x.shape[-2:]), (size[0], size[1]), layer.padding, (middle, middle), layer.stride
+        )
     own = map_grid(layer, x, shape and shape[0]) or window_grid(layer, x)
     found = own or called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
     if found is None:

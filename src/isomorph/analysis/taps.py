@@ -114,7 +114,7 @@ class Tap(TorchFunctionMode):
             frame.fused(*args, **{{"query": "q", "key": "k", "value": "_"}.get(n, n): v for n, v in given.items()})
         elif func is F.multi_head_attention_forward:  # what nn.MultiheadAttention calls; it hides what it does
             asked = {**given, "need_weights": True, "average_attn_weights": False}
-            frame.found.append(Formed(F.multi_head_attention_forward(*args, **asked)[1], None))  # type: ignore[arg-type]
+            frame.found.append(Formed(F.multi_head_attention_forward(*args, **asked)[1], None))
         elif func in SOFTMAX and along_keys(out, *args[1:], **given):
             frame.softmax = (args[0], out)
         elif func in PRODUCT:

@@ -77,7 +77,9 @@ def cost_rows(
             found = speeds(sized, inputs, batch, seconds)
             first = next(iter(found.values())).median
             for name, model in sized.items():
-                peaks = [peak_bytes(model, inputs[name], batch, training) if peak else None for training in (0, 1)]
+                peaks = [
+                    peak_bytes(model, inputs[name], batch, training) if peak else None for training in (False, True)
+                ]
                 speed = found[name]
                 yield {
                     "model": name,
