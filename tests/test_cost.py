@@ -112,26 +112,16 @@ def test_a_size_that_a_model_does_not_take_is_said():
 
 class TestCommand:
     def test_two_models_in_one_table(self, capsys):
-        main(
-            [
-                "bench",
-                "cifar_resnet20",
-                "--against",
-                "t_cifar_resnet20",
-                "--batch-size",
-                "1",
-                "2",
-                "--seconds",
-                "0",
-                "--json",
-                "--no-peak",
-            ]
-        )
-        rows = json.loads(capsys.readouterr().out)
+        def call(line):
+            with pytest.raises(SystemExit, match="0"):
+                main(line.split())
+            return capsys.readouterr().out
+
+        two = "bench cifar_resnet20 --against t_cifar_resnet20 --batch-size 1 2"
+        rows = json.loads(call(f"{two} --seconds 0 --json --no-peak"))
         assert [row["model"] for row in rows] == ["cifar_resnet20", "t_cifar_resnet20"] * 2
         assert rows[0]["parameters"] == 269_722
-        main(["bench", "cifar_resnet20", "--batch-size", "1", "--seconds", "0", "--no-peak"])
-        assert "269,722" in capsys.readouterr().out
+        assert "269,722" in call("bench cifar_resnet20 --batch-size 1 --seconds 0 --no-peak")
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

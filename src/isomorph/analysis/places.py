@@ -69,7 +69,7 @@ def map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, in
 
 def window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
     """The grid of a layer that is called with the tokens of windows, as Swin's are. Shape: x (windows, N, C)"""
-    size = getattr(layer, "window_size", None)
+    size: Any = getattr(layer, "window_size", None)
     pair = isinstance(size, tuple | list) and len(size) == 2
     return (size[0], size[1]) if pair and x.ndim == 3 and size[0] * size[1] == x.shape[1] else None
 
