@@ -241,3 +241,9 @@ print(peak() - before)
 """
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert int(done.stdout.split()[-1]) < 16 * 1024  # KiB; the images alone are 94 MiB
+
+
+def test_the_names_that_the_library_promises():
+    promised = "attention_maps gates spans centres nonlocality cka logit_stats feature_evolution dials_of_run cost_rows"
+    assert set(promised.split()) <= set(iso.__all__)
+    assert all(callable(getattr(iso, name)) for name in promised.split())
