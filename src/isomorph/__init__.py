@@ -12,9 +12,14 @@ if problem := torchvision_problem():
 
 from isomorph import models, suites
 from isomorph.analysis import (
+    attention_entropy,
     attention_maps,
     branch_similarity,
     centres,
+    cka,
+    covariance_cka,
+    dials_along,
+    effective_rank,
     feature_evolution,
     gates,
     head_similarity,
@@ -27,7 +32,7 @@ from isomorph.analysis import (
 )
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
-from isomorph.evaluation import evaluate
+from isomorph.evaluation import cost_rows, evaluate
 from isomorph.layers import (
     GPSA,
     GPSA2d,
@@ -62,7 +67,7 @@ from isomorph.surgery import (
     unstride,
     verify,
 )
-from isomorph.training import Recipe, load, load_weights, save, train
+from isomorph.training import Recipe, dials_of_run, load, load_weights, save, train
 
 __version__ = "0.1.0"
 
@@ -89,11 +94,18 @@ __all__ = [
     "Rule",
     "UserError",
     "ViTGPSA",
+    "attention_entropy",
     "attention_maps",
     "branch_similarity",
     "centres",
+    "cka",
     "compare",
+    "cost_rows",
+    "covariance_cka",
+    "dials_along",
+    "dials_of_run",
     "edits",
+    "effective_rank",
     "eval_loader",
     "evaluate",
     "feature_evolution",

@@ -1,15 +1,26 @@
-"""(model, batch) -> tensors by layer name."""
+"""(model, batch or loader) -> tensors by layer name."""
 
-from isomorph.analysis.attention import attention_maps, centres, gates, looks, nonlocality, spans
-from isomorph.analysis.evolution import feature_evolution, head_similarity, map_similarity
+from isomorph.analysis.alignment import CKA, cka, covariance_cka, pooled
+from isomorph.analysis.attention import attention_maps, looks, nonlocality
+from isomorph.analysis.dials import Trajectory, along, centres, dials_along, gates, spans
+from isomorph.analysis.evolution import feature_evolution, map_similarity
 from isomorph.analysis.logits import LogitStats, logit_stats
 from isomorph.analysis.similarity import branch_similarity, linear_cka
+from isomorph.analysis.summaries import attention_entropy, effective_rank, head_similarity
 
 __all__ = [
+    "CKA",
     "LogitStats",
+    "Trajectory",
+    "along",
+    "attention_entropy",
     "attention_maps",
     "branch_similarity",
     "centres",
+    "cka",
+    "covariance_cka",
+    "dials_along",
+    "effective_rank",
     "feature_evolution",
     "gates",
     "head_similarity",
@@ -18,5 +29,6 @@ __all__ = [
     "looks",
     "map_similarity",
     "nonlocality",
+    "pooled",
     "spans",
 ]

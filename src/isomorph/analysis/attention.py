@@ -1,66 +1,23 @@
-"""What the attention layers look at, by layer name: ours, timm's plain attention, and that of its CoAtNets, MaxViTs."""
+"""What the attention layers look at, by layer name: any attention of timm's, of ours, of yours."""
 
-from collections.abc import Callable, Mapping, Sequence
-from inspect import ismethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from isomorph.analysis.places import image_grid, places
-from isomorph.analysis.scores import SCORED, scores
+from isomorph.analysis.batches import mean_over
+from isomorph.analysis.places import Places, image_grid, places
+from isomorph.analysis.scores import Applied
+from isomorph.analysis.taps import Frame, observe, run_hooked
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d
-from isomorph.layers.mode import eval_mode
-
-IMAGES_AT_ONCE = 8
-"""Images whose maps are held at the same time where only a summary of them is wanted."""
+from isomorph.surgery.recast import Where
 
 
-def hands_out_map(layer: nn.Module) -> bool:
-    """Whether the layer has a method `attention`."""
-    return ismethod(getattr(layer, "attention", None))
-
-
-def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Layers whose map is known, by name: those with a method `attention`, or with known scores.
-
-    Raises: UserError when the model has none.
-    """
-    named = model.named_modules()
-    found = {name: m for name, m in named if isinstance(m, SCORED) or hands_out_map(m)}
-    if not found:
-        raise UserError("the model has no attention layer whose map is known; recast it first")
-    return found
-
-
-def attention_map(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The map that the layer's forward applies. Shape: -> (B, heads, queries, keys)"""
-    if hands_out_map(layer):
-        return layer.attention(x, *args, **kwargs)
-    return scores(layer, x, *args, **kwargs).map()
-
-
-@torch.no_grad()
-def run_hooked(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
-    """Runs the model in eval mode, and takes the hooks off it again."""
-    try:
-        with eval_mode(model):
-            model(batch)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@torch.no_grad()
 def visit(
-    model: nn.Module, batch: Tensor, look: Callable[..., Tensor], layers: Mapping[str, nn.Module] | None = None
+    model: nn.Module, batch: Tensor, look: Callable[..., Tensor], layers: Mapping[str, nn.Module]
 ) -> dict[str, Tensor]:
-    """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode.
-
-    By default for the attention layers.
-    """
+    """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode."""
     seen: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
@@ -69,88 +26,81 @@ def visit(
 
         return hook
 
-    layers = attention_layers(model) if layers is None else layers
     handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
     run_hooked(model, batch, handles)
     return seen
 
 
-def attention_maps(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """The attention map of each layer, from the input that the layer really receives, in eval mode.
+def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[str, Tensor]:
+    """The attention map of each layer that `where` selects, as the forward applies it, in eval mode.
 
-    Shape: batch (B, C, H, W) -> {name: (B, heads, queries, keys)}
+    Of any layer that multiplies values with softmax(q k^T), through `scaled_dot_product_attention` or by itself, timm's
+    or yours, and of ours. Where a layer attends within windows, these count as images, one after the other.
+
+    Shape: batch (B, C, H, W) -> {name: (B or windows, heads, queries, keys)}
+    Raises: UserError when `where` selects no layer with a map, or the layer has none, with the reason.
     """
-    return visit(model, batch, attention_map)
+    return observe(model, batch, lambda _, applied: applied.map(), where)
 
 
-def looks(model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.5)) -> dict[str, Tensor]:
+def placed(model: nn.Module, batch: Tensor, look: Callable[[Applied, Places], Tensor], where: Where) -> dict[str, Any]:
+    """What `look(applied, places)` gives for the layers whose queries and keys have known places.
+
+    Raises: UserError when there is no such layer, with the reason of the first.
+    """
+    grid, reasons = image_grid(model, batch), list[str]()
+
+    def measure(frame: Frame, applied: Applied) -> Tensor | None:
+        try:
+            where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+        except UserError as error:
+            reasons.append(f"{frame.name}: {error}")
+            return None
+        return look(applied, where)
+
+    found = observe(model, batch, measure, where)
+    if not found:
+        raise UserError(reasons[0])
+    return found
+
+
+def looks(
+    model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.5), where: Where = "*"
+) -> dict[str, Tensor]:
     """What every head looks at from one place, as a picture on the layer's grid without padding and prefix tokens.
 
-    `place`: row and column of the query, as shares of height and width.
+    `place`: row and column of the query, as shares of height and width. Layers whose queries and keys lie on no common
+    grid (`places`) are left out.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
+    Raises: UserError as `attention_maps` does, or when no layer's places are known.
     """
-    grid = image_grid(model, batch)
 
-    def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return places(layer, x, *args, grid=grid, **kwargs).picture(attention_map(layer, x, *args, **kwargs), place)
+    def look(applied: Applied, where: Places) -> Tensor:
+        return torch.cat([where.picture(maps, place) for maps in applied.pieces()])
 
-    return visit(model, batch, look)
+    return placed(model, batch, look, where)
 
 
-def nonlocality(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
     """How far each head looks: sum over keys of attention times distance, mean over queries and images.
 
     From the map that each layer really applies to what it really receives, in steps of its grid (in patches, for a
     ViT). Tokens without a place (class token, registers) are no queries, and attention to them counts as distance 0.
+    Layers whose queries and keys lie on no common grid (`places`) are left out.
 
-    Shape: batch (B, C, H, W) -> {name: (heads,)}
+    Shape: a batch (B, C, H, W), or a loader of such -> {name: (heads,)}
     Source: ConViT eq. 8; differs: the authors' code feeds the patch embedding to every layer
+    Raises: UserError as `attention_maps` does, or when no layer's places are known.
     """
-    grid = image_grid(model, batch)
 
-    def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        where = places(layer, x, *args, grid=grid, **kwargs)
-        distances = where.distances(x.device).to(torch.promote_types(x.dtype, torch.float32))
-        sums: list[Tensor] = []
-        for part in x.split(IMAGES_AT_ONCE):
-            maps = attention_map(layer, part, *args, **kwargs)[:, :, where.prefix :, where.prefix :]
-            sums.append(torch.einsum("bhqk,qk->h", maps.to(distances.dtype), distances))
-        return torch.stack(sums).sum(0) / (len(x) * len(distances))
+    def look(applied: Applied, where: Places) -> Tensor:
+        total, images = torch.zeros(()), 0
+        for maps in applied.pieces():
+            seen = maps[:, :, where.prefix :, where.prefix :]
+            distances = where.distances(maps.device).to(torch.promote_types(maps.dtype, torch.float32))
+            total = total.to(maps.device) + torch.einsum("bhqk,qk->h", seen.to(distances.dtype), distances)
+            images += len(maps)
+        return total / (images * len(distances))
 
-    return visit(model, batch, look)
-
-
-def gated_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
-    """Layers that mix content and position, by name.
-
-    Raises: UserError when the model has none.
-    """
-    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, GPSA | GPSA2d)}
-    if not found:
-        raise UserError("the model has no gated attention layer; recast it first")
-    return found
-
-
-def gates(model: nn.Module) -> dict[str, Tensor]:
-    """How much each head looks at places: sigma(gate), 1 for position only, 0 for content only.
-
-    Shape: -> {name: (heads,)}
-    """
-    return {name: torch.sigmoid(layer.gate.detach()) for name, layer in gated_layers(model).items()}
-
-
-def spans(model: nn.Module) -> dict[str, Tensor]:
-    """Attention span 1 / locality of each head (T-CNN Fig. 4B); not positive where a GPSA head has lost its centre.
-
-    Shape: -> {name: (heads,)}
-    """
-    return {name: 1 / layer.locality.detach() for name, layer in gated_layers(model).items()}
-
-
-def centres(model: nn.Module) -> dict[str, Tensor]:
-    """Where each head's position looks, (row, column) steps from the query (ConViT eq. 5).
-
-    Shape: -> {name: (heads, 2)}
-    """
-    return {name: layer.centre.detach().clone() for name, layer in gated_layers(model).items()}
+    return mean_over(data, lambda batch: placed(model, batch, look, where))

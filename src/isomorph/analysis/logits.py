@@ -1,13 +1,16 @@
 """How sharp attention is before and after the softmax: what diverges first when training does (TDRL Fig. 3)."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.attention import visit
-from isomorph.analysis.scores import SCORED, Scores, scores
+from isomorph.analysis.batches import mean_over
+from isomorph.analysis.scores import Applied, Scores
+from isomorph.analysis.taps import Frame, observe
 from isomorph.errors import UserError
+from isomorph.surgery.recast import Where
 
 QUERIES_AT_ONCE = 64
 """Rows of the map that exist at the same time."""
@@ -21,29 +24,30 @@ class LogitStats(NamedTuple):
     entropy: Tensor
 
 
-def logit_stats(model: nn.Module, batch: Tensor) -> dict[str, LogitStats]:
+def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, LogitStats]:
     """Largest attention logit, largest attention and attention entropy by layer, in eval mode; no map is kept.
 
-    Logits are what the softmax is given: scaled by 1 / sqrt(head width), with masks and relative positions. A logit of
-    1,000 is attention lost; an entropy of 0 is one-hot attention, of log(N) uniform attention. Of layers whose queries
-    and keys are known: timm's Attention, pyramids in it or not, that of its CoAtNets and MaxViTs, relative attention,
-    and GPSA on tokens (content only).
+    Logits are what the softmax is given: scaled, with masks and relative positions. A logit of 1,000 is attention lost;
+    an entropy of 0 is one-hot attention, of log(N) uniform attention. Of every layer that has a softmax over keys; of
+    GPSA on tokens the content half; not of GPSA2d. What a layer does to its map after the softmax is not in here.
 
-    Shape: batch (B, C, H, W) -> {name: LogitStats, (heads,) each}
+    Shape: a batch (B, C, H, W), or a loader of such -> {name: LogitStats, (heads,) each}
     Source: TDRL Fig. 3
     Raises: UserError when the model has no such layer.
     """
-    named = model.named_modules()
-    layers = {name: layer for name, layer in named if isinstance(layer, SCORED)}
-    if not layers:
-        raise UserError("the model has no attention layer whose queries and keys are known")
-    return {name: LogitStats(*found) for name, found in visit(model, batch, look, layers).items()}
+
+    def look(batch: Tensor) -> dict[str, Tensor]:
+        found = observe(model, batch, summary, where)
+        if not found:
+            raise UserError("the model has no attention layer whose queries and keys are known")
+        return found
+
+    return {name: LogitStats(*found) for name, found in mean_over(data, look).items()}
 
 
-def look(layer: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def summary(_: Frame, applied: Applied) -> Tensor | None:
     """Statistics of one layer. Shape: -> (3, heads)"""
-    q, k, bias = scores(layer, x, *args, **kwargs)
-    return summarise(Scores(q.float(), k.float(), None if bias is None else bias.float()))
+    return None if applied.logits is None else summarise(applied.logits.float())
 
 
 def summarise(found: Scores) -> Tensor:
@@ -53,7 +57,8 @@ def summarise(found: Scores) -> Tensor:
     for start in range(0, queries, QUERIES_AT_ONCE):
         logits = found.rows(start, start + QUERIES_AT_ONCE)  # (B, nh, n, N)
         total = logits.logsumexp(-1)  # (B, nh, n)
-        entropies.append((total - (torch.softmax(logits, -1) * logits).sum(-1)).sum(2))
+        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()  # 0 x -inf where a mask forbids
+        entropies.append((total - weighted.sum(-1)).sum(2))
         highest = logits.amax(-1)
         tops.append(highest.amax(-1))
         peaks.append((highest - total).exp().amax(-1))

@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import torch
-from timm.models.maxxvit import Attention2d
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -55,32 +54,56 @@ def called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) ->
     return grid_size or next(iter(args), None)
 
 
-def map_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
-    """The grid of a layer that is called with a map. Shape: x (B, C, H, W) or (B, H, W, C)"""
+def map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
+    """The grid of a layer that is called with a map: the axes that the queries fill, or of (B, H, W, C).
+
+    Shape: x (B, C, H, W) or (B, H, W, C)
+    """
     if x.ndim != 4:
         return None
-    height, width = x.shape[2:] if isinstance(layer, Attention2d) else x.shape[1:3]
-    return height, width
+    convolves = any(isinstance(module, nn.Conv2d) for module in layer.modules())
+    last, first = (x.shape[2], x.shape[3]), (x.shape[1], x.shape[2])
+    likely, other = (last, first) if convolves else (first, last)
+    return other if other[0] * other[1] == queries != likely[0] * likely[1] else likely
 
 
-def places(layer: Any, x: Tensor, *args: Any, grid: tuple[int, int] | None = None, **kwargs: Any) -> Places:
-    """Places of a layer that is called with x and more; `grid` is that of the image's patches.
+def window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
+    """The grid of a layer that is called with the tokens of windows, as Swin's are. Shape: x (windows, N, C)"""
+    size: Any = getattr(layer, "window_size", None)
+    pair = isinstance(size, tuple | list) and len(size) == 2
+    return (size[0], size[1]) if pair and x.ndim == 3 and size[0] * size[1] == x.shape[1] else None
+
+
+def places(
+    layer: Any,
+    x: Tensor,
+    *args: Any,
+    shape: tuple[int, int] | None = None,
+    grid: tuple[int, int] | None = None,
+    **kwargs: Any,
+) -> Places:
+    """Places of a layer that is called with x and more; `grid` is that of the image's patches, `shape` of its maps.
+
+    Known where queries and keys are the same tokens: of the image's patches, of a map, of windows; and of GPSA2d.
 
     Raises: UserError when the grid of the tokens is not known, or they do not fill it.
     """
     if isinstance(layer, GPSA2d):
         size = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
-        queries = layer.query_grid(*x.shape[-2:])
-        return Places(queries, (size[0], size[1]), layer.padding, (middle, middle), layer.stride)
-    own = map_grid(layer, x)
-    if own:
-        return Places(own, own)
-    grid = called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
-    if grid is None:
+        return Places(
+            layer.query_grid(*x.shape[-2:]), (size[0], size[1]), layer.padding, (middle, middle), layer.stride
+        )
+    own = map_grid(layer, x, shape and shape[0]) or window_grid(layer, x)
+    found = own or called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
+    if found is None:
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
-    H, W = grid
-    prefix = x.shape[1] - H * W
-    if prefix < 0:
-        raise UserError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid of the image's patches")
+    H, W = found
+    tokens = H * W if own else int(x.shape[1])
+    queries, keys = (tokens, tokens) if shape is None else shape
+    prefix = queries - H * W
+    if prefix < 0 or (own and prefix):
+        raise UserError(f"{queries} queries do not fill the {H} x {W} grid of {'the layer' if own else 'the patches'}")
+    if queries != keys:
+        raise UserError(f"{type(layer).__name__} has {queries} queries and {keys} keys: they lie on no common grid")
     return Places((H, W), (H, W), prefix=prefix)

@@ -1,48 +1,167 @@
-"""What the softmax of an attention layer is given: queries, keys, and what is added to their products."""
+"""What an attention layer weighs its values with: as queries and keys, as a map that is there already, or on demand."""
 
+from collections.abc import Iterator
 from functools import singledispatch
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
-from timm.models.maxxvit import Attention2d, AttentionCl
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomorph.layers import GPSA, PostRelativeAttention, RelativeAttention
 
+ENTRIES_AT_ONCE = 2**22
+"""Entries of a layer's maps that are formed at the same time where only a summary of them is wanted."""
 
-class Scores(NamedTuple):
-    """q k^T + bias; the queries are scaled. Shape: two of (B, nh, N, hd), and what adds to (B, nh, N, N), or None"""
 
-    q: Tensor
-    k: Tensor
-    bias: Tensor | None = None
+class Applied(Protocol):
+    """Attention as a layer applies it; `logits` is what its softmax is given, where that is known."""
+
+    @property
+    def logits(self) -> "Scores | None": ...
+
+    @property
+    def shape(self) -> tuple[int, int] | None:
+        """Queries and keys, where they are known without forming a map."""
+        ...
 
     def map(self) -> Tensor:
-        """Shape: -> (B, nh, N, N)"""
-        return torch.softmax(maybe_add_mask(self.q @ self.k.mT, self.bias), dim=-1)
+        """Shape: -> (B, nh, Nq, Nk)"""
+        ...
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
+        ...
+
+
+def images_at_once(heads: int, queries: int, keys: int) -> int:
+    """Images whose maps may exist together: at least one."""
+    return max(ENTRIES_AT_ONCE // max(heads * queries * keys, 1), 1)
+
+
+def part_of(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
+    """Some images' share of a tensor that may be the same for all."""
+    return tensor if tensor is None or tensor.ndim < 4 or len(tensor) == 1 else tensor[start:stop]
+
+
+class Scores(NamedTuple):
+    """q k^T + bias; the queries are scaled. Shape: two of (B, nh, N, hd), and what adds to (B, nh, Nq, Nk), or None
+
+    Where `k` is None the logits are formed already, and `q` is them.
+    """
+
+    q: Tensor
+    k: Tensor | None
+    bias: Tensor | None = None
+
+    @property
+    def logits(self) -> "Scores":
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.q.shape[2], self.q.shape[3] if self.k is None else self.k.shape[2]
+
+    def product(self, q: Tensor, bias: Tensor | None) -> Tensor:
+        """The logits of some queries. Shape: q (B, nh, n, hd) -> (B, nh, n, Nk)"""
+        return maybe_add_mask(q if self.k is None else q @ self.k.mT, bias)
+
+    def map(self) -> Tensor:
+        """Shape: -> (B, nh, Nq, Nk)"""
+        return torch.softmax(self.product(self.q, self.bias), dim=-1)
+
+    def float(self) -> "Scores":
+        """In float32."""
+        return Scores(*(None if tensor is None else tensor.float() for tensor in self))  # type: ignore[arg-type]
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """The scores of some queries. Shape: -> (B, nh, stop - start, N)"""
+        """The logits of some queries. Shape: -> (B, nh, stop - start, Nk)"""
         bias = self.bias
         if bias is not None and bias.shape[-2] > 1:
             bias = bias[..., start:stop, :]
-        return maybe_add_mask(self.q[:, :, start:stop] @ self.k.mT, bias)
+        return self.product(self.q[:, :, start:stop], bias)
+
+    def images(self, start: int, stop: int) -> "Scores":
+        """Those of some images."""
+        k = None if self.k is None else self.k[start:stop]
+        return Scores(self.q[start:stop], k, part_of(self.bias, start, stop))
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
+        count = images_at_once(self.q.shape[1], *self.shape)
+        for start in range(0, len(self.q), count):
+            yield self.images(start, start + count).map()
+
+
+class Formed(NamedTuple):
+    """A map that the forward has formed, and the logits of the softmax it came from, where they were seen."""
+
+    maps: Tensor
+    logits: Scores | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.maps.shape[2], self.maps.shape[3]
+
+    def map(self) -> Tensor:
+        """Shape: -> (B, nh, Nq, Nk)"""
+        return self.maps
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
+        yield from self.maps.split(images_at_once(*self.maps.shape[1:]))
+
+
+class HandedOut(NamedTuple):
+    """The map of a layer that has a method `attention`, called as the layer was; formed on demand."""
+
+    layer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: tuple[int, int] | None = None
+
+    @property
+    def logits(self) -> Scores | None:
+        known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
+        return scores(self.layer, *self.args, **self.kwargs) if known else None
+
+    def map(self) -> Tensor:
+        """Shape: -> (B, nh, Nq, Nk)"""
+        return self.layer.attention(*self.args, **self.kwargs)
+
+    def images(self, start: int, stop: int) -> "HandedOut":
+        """That of some images: of all tensors that are given for each image."""
+        count = len(self.args[0])
+
+        def part(value: Any) -> Any:
+            each = isinstance(value, Tensor) and value.ndim > 1 and len(value) == count
+            return value[start:stop] if each else value
+
+        kwargs = {name: part(value) for name, value in self.kwargs.items()}
+        return HandedOut(self.layer, tuple(map(part, self.args)), kwargs)
+
+    def pieces(self) -> Iterator[Tensor]:
+        """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
+        first = self.images(0, 1).map()
+        yield first
+        count = images_at_once(*first.shape[1:])
+        for start in range(1, len(self.args[0]), count):
+            yield self.images(start, start + count).map()
 
 
 @singledispatch
 def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
-    """The scores of a layer that is called with x and more, for each kind of layer that has them.
+    """The scores of a layer of ours that is called with x and more, where they are all that its maps are made of.
 
-    Raises: TypeError for another kind.
+    Raises: TypeError for another layer.
     """
     raise TypeError(f"the queries and keys of {type(layer).__name__} are unknown")
 
 
 @scores.register
 def plain(layer: Attention, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
-    """timm's Attention, masks included. Shape: x (B, N, C)"""
+    """timm's Attention, of which others of ours are made, masks included. Shape: x (B, N, C)"""
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
     return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, *args, **kwargs))
@@ -63,32 +182,6 @@ def gated(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
     return Scores(q * q.shape[-1] ** -0.5, k)
 
 
-def with_places(layer: Any, q: Tensor, k: Tensor, shared_rel_pos: Tensor | None) -> Scores:
-    """Scores with the relative positions of timm's layers, their own or shared."""
-    return Scores(q * layer.scale, k, layer.rel_pos.get_bias() if layer.rel_pos is not None else shared_rel_pos)
-
-
-@scores.register
-def on_maps(layer: Attention2d, x: Tensor, shared_rel_pos: Tensor | None = None) -> Scores:
-    """Attention of timm's CoAtNets. Shape: x (B, C, H, W)"""
-    qkv = layer.qkv(x).flatten(2)  # (B, 3 nh hd, N)
-    if layer.head_first:
-        q, k, _ = qkv.unflatten(1, (layer.num_heads, -1)).chunk(3, dim=2)  # (B, nh, hd, N)
-    else:
-        q, k, _ = qkv.unflatten(1, (3, layer.num_heads, -1)).unbind(1)
-    return with_places(layer, q.mT, k.mT, shared_rel_pos)
-
-
-@scores.register
-def on_windows(layer: AttentionCl, x: Tensor, shared_rel_pos: Tensor | None = None) -> Scores:
-    """Attention of timm's MaxViTs, window by window. Shape: x (B, ..., C)"""
-    qkv = layer.qkv(x).flatten(1, -2)  # (B, N, 3 nh hd)
-    if layer.head_first:
-        q, k, _ = qkv.unflatten(2, (layer.num_heads, -1)).transpose(1, 2).chunk(3, dim=3)
-    else:
-        q, k, _ = qkv.unflatten(2, (3, layer.num_heads, -1)).transpose(1, 3).unbind(2)
-    return with_places(layer, q, k, shared_rel_pos)
-
-
-SCORED = (Attention, RelativeAttention, GPSA, Attention2d, AttentionCl)
-"""Layers whose scores are known."""
+def hands_out_map(layer: nn.Module) -> bool:
+    """Whether the layer has a method `attention`."""
+    return callable(getattr(type(layer), "attention", None))

@@ -1,21 +1,30 @@
 """(model, loader) -> numbers."""
 
 from isomorph.evaluation.accuracy import answer, evaluate, tally
-from isomorph.evaluation.cost import count_macs, count_parameters, measure_cost, throughput
-from isomorph.evaluation.sizes import at_size, evaluation_config
+from isomorph.evaluation.cost import count_macs, count_parameters, measure_cost
+from isomorph.evaluation.memory import peak_bytes, saved_bytes
+from isomorph.evaluation.sizes import at_size, evaluation_config, refusal
+from isomorph.evaluation.speed import Speed, speeds, throughput
+from isomorph.evaluation.sweep import cost_rows
 from isomorph.evaluation.tally import SetTally, Tally, added
 
 __all__ = [
     "SetTally",
+    "Speed",
     "Tally",
     "added",
     "answer",
     "at_size",
+    "cost_rows",
     "count_macs",
     "count_parameters",
     "evaluate",
     "evaluation_config",
     "measure_cost",
+    "peak_bytes",
+    "refusal",
+    "saved_bytes",
+    "speeds",
     "tally",
     "throughput",
 ]

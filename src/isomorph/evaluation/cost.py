@@ -1,4 +1,4 @@
-"""What a model costs: parameters, multiply-accumulates, images a second."""
+"""What a model costs in numbers that need no clock, and those of `isomorph evaluate`."""
 
 import copy
 
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.layers.mode import eval_mode
+from isomorph.evaluation.speed import throughput
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -27,19 +27,6 @@ def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         shapes(image)
     return counter.get_total_flops() // 2
-
-
-@torch.no_grad()
-def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 32, seconds: float = 2.0) -> float:
-    """Images a second in eval mode: the median over runs of at least `seconds` in all, after a warm-up."""
-    from torch.utils.benchmark import Timer  # warns of a missing compiler when it is imported
-
-    parameter = next(model.parameters())
-    batch = torch.randn(batch_size, *input_size, device=parameter.device, dtype=parameter.dtype)
-    with eval_mode(model):
-        model(batch)
-        timer = Timer("model(batch)", globals={"model": model, "batch": batch}, num_threads=torch.get_num_threads())
-        return batch_size / timer.blocked_autorange(min_run_time=seconds).median
 
 
 def measure_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, float]:

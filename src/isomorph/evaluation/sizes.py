@@ -1,6 +1,8 @@
 """A model at another image size than its own."""
 
 import copy
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,26 +30,32 @@ def at_size(model: nn.Module, size: tuple[int, int]) -> nn.Module:
 
     Raises: UserError when the model takes no such images.
     """
-    problem = refusal(model, size)
+    problem = refusal(model, (channels(model), *size))
     if problem and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
-            model.set_input_size(img_size=size)  # type: ignore[operator]
-            problem = refusal(model, size)
+            with warnings.catch_warnings(action="ignore"):  # timm's interpolation of relative positions
+                model.set_input_size(img_size=size)  # type: ignore[operator]
+            problem = refusal(model, (channels(model), *size))
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
-            problem = str(error)
+            problem = " ".join(str(error).split())
     if problem:
-        raise UserError(f"the model takes no images of {size[0]} x {size[1]}: {' '.join(problem.split())}")
+        raise UserError(f"the model takes no images of {size[0]} x {size[1]}: {problem}")
     return model
 
 
 @torch.no_grad()
-def refusal(model: nn.Module, size: tuple[int, int]) -> str:
-    """What the model says against one image of this size; nothing where it takes it."""
+def refusal(model: nn.Module, size: Sequence[int]) -> str:
+    """What the model says against one image of this size (channels, height, width); nothing where it takes it."""
     parameter = next(model.parameters())
     try:
         with eval_mode(model):
-            model(torch.zeros(1, 3, *size, device=parameter.device, dtype=parameter.dtype))
+            model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
     except (RuntimeError, AssertionError, ValueError) as error:
-        return str(error) or type(error).__name__
+        return " ".join(str(error).split()) or type(error).__name__
     return ""
+
+
+def channels(model: nn.Module) -> int:
+    """Channels of the model's images."""
+    return getattr(model, "in_chans", None) or (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3,))[0]

@@ -31,7 +31,7 @@ from isomorph.data import (
     train_transform,
 )
 from isomorph.errors import UserError
-from isomorph.layers.mode import eval_mode
+from isomorph.evaluation import refusal
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
 from isomorph.training.checkpoint import load, load_weights, remember_base
@@ -97,18 +97,13 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     return resolve_data_config(given, model=model, use_test_size=False)
 
 
-@torch.no_grad()
 def refuse_blind(model: nn.Module, size: Sequence[int], who: str) -> None:
     """Raises: UserError when a model cannot take images of a size (channels, height, width)."""
-    try:
-        with eval_mode(model):
-            model(torch.zeros(1, *size))
-    except (RuntimeError, AssertionError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    if reason := refusal(model, size):
         raise UserError(
             f"{who} cannot take the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, or "
             "model.kwargs.img_size where the model has one"
-        ) from None
+        )
 
 
 def open_sources(recipe: Recipe) -> tuple[Data, Data]:

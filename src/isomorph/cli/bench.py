@@ -1,0 +1,68 @@
+"""The command that measures what models cost: bench."""
+
+import json
+import sys
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import track
+from timm.data import resolve_data_config
+
+from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.errors import UserError
+from isomorph.evaluation import cost_rows
+from isomorph.report import batch_cost_table, fixed_cost_table, show
+from isomorph.training.build import open_model
+from isomorph.training.runtime import open_runtime
+
+
+@app.command
+def bench(
+    model: str,
+    /,
+    *,
+    against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    batch_size: Annotated[list[int], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
+    size: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    seconds: float = 2.0,
+    peak: bool = True,
+    weights: Weights = None,
+    device: Device = "auto",
+    json_: Json = False,
+) -> None:
+    """What a model costs: parameters, MACs, activations, peak memory, images a second, by batch and resolution.
+
+    Parameters
+    ----------
+    model
+        A timm model (weights do not matter here), or a checkpoint written by isomorph.
+    against
+        Other models, timed in turns with it in the same process; ratios are to the first.
+    batch_size
+        Images per batch, one or several.
+    size
+        Height and width of square images, one or several; by default the model's own.
+    seconds
+        Time for each model at each size and batch, at least five passes.
+    peak
+        Measure peak memory too, on a CPU in a process of its own.
+    """
+    names = [model, *(against or [])]
+    if len(set(names)) < len(names):
+        raise UserError(f"--against names {names[-1]} twice; give other models")
+    nets = {name: open_model(name, weights if name == model else None, pretrained=False) for name in names}
+    height, width = resolve_data_config(model=nets[model], use_test_size=False)["input_size"][-2:]
+    sizes = [(n, n) for n in size] if size else [(height, width)]
+    for net in nets.values():
+        net.to(open_runtime(device).device)
+    bar, quiet = Console(stderr=True), not sys.stderr.isatty()
+    made = cost_rows(nets, sizes, batch_size, seconds, peak)
+    total = len(names) * len(sizes) * len(batch_size)
+    rows = list(track(made, "measuring", total, console=bar, transient=True, disable=quiet))
+    if json_:
+        print(json.dumps(rows))
+    else:
+        show(fixed_cost_table(rows))
+        print()
+        show(batch_cost_table(rows))

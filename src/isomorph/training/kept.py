@@ -1,0 +1,43 @@
+"""The models that a run has left behind, one after the other: what looks along a training reads them here."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import nn
+
+from isomorph.analysis import Trajectory, dials_along
+from isomorph.errors import UserError
+from isomorph.training.build import open_trained
+from isomorph.training.checkpoint import load
+from isomorph.training.snapshot import newest
+
+
+def kept_models(folder: str | Path) -> Iterator[tuple[float, nn.Module]]:
+    """Epoch and model of every checkpoint that `keep_every` left in a run's folder, then of the run as it is now.
+
+    Models are read one at a time, in eval mode.
+
+    Raises: UserError when the folder holds no run, or one that has not been evaluated yet.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder of a run")
+    named = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
+    epochs = sorted((int(match[1]), path) for path, match in named.items() if match)
+    for epoch, path in epochs:
+        yield epoch, load(path)
+    found = newest(folder)
+    now = found.values["progress"]["closed"] if found else None
+    if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
+        yield now, open_trained(folder)
+    elif not epochs:
+        raise UserError(f"{folder} holds no checkpoint of a run; keep some with keep_every=1 in its recipe")
+
+
+def dials_of_run(folder: str | Path) -> Trajectory:
+    """Gates, centres and spans along a run, from its folder: at every epoch that `keep_every` kept, and now.
+
+    Raises: UserError when the folder holds no checkpoint, or no model in it has a gated layer.
+    """
+    return dials_along(kept_models(folder))

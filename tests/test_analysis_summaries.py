@@ -1,0 +1,249 @@
+"""Entropy, rank, similarity of heads, logits, CKA and dials along a run, against closed forms; memory is bounded."""
+
+import math
+import subprocess
+import sys
+import weakref
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.analysis import along, pooled
+from isomorph.analysis.alignment import hsic
+from isomorph.analysis.scores import Scores
+from isomorph.analysis.summaries import entropy, matrix_rank
+
+
+def vit(**kwargs):
+    shape = dict(depth=2, embed_dim=24, num_heads=3, img_size=32, patch_size=8, num_classes=3)
+    return timm.create_model("vit_tiny_patch16_224", **{**shape, **kwargs})
+
+
+def uniform(model):
+    for block in model.blocks:
+        block.attn.qkv.weight.data[:48].zero_()
+        block.attn.qkv.bias.data[:48].zero_()
+    return model
+
+
+class TestSummaries:
+    def test_uniform_attention(self):
+        model, x, N = uniform(vit()), torch.randn(3, 3, 32, 32), 17
+        for found, expected in (
+            (iso.attention_entropy(model, x), math.log(N)),
+            (iso.effective_rank(model, x), 1.0),
+            ({name: stats.max_logit for name, stats in iso.logit_stats(model, x).items()}, 0.0),
+            ({name: stats.max_attention for name, stats in iso.logit_stats(model, x).items()}, 1 / N),
+        ):
+            assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
+            torch.testing.assert_close(found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(iso.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3))
+        cells = [(r, c) for r in range(4) for c in range(4)]
+        mean = sum(math.dist(a, b) for a in cells for b in cells) / 16**2
+        torch.testing.assert_close(iso.nonlocality(model, x)["blocks.0.attn"], torch.full((3,), mean * 16 / 17))
+
+    def test_identity_and_one_hot_maps(self):
+        N = 9
+        torch.testing.assert_close(matrix_rank(torch.eye(N)[None]), torch.tensor([float(N)]))
+        assert entropy(torch.eye(N)).abs().max() == 0
+        projector = torch.block_diag(*(torch.full((3, 3), 1 / 3) for _ in range(3)))
+        torch.testing.assert_close(matrix_rank(projector[None]), torch.tensor([3.0]), atol=1e-4, rtol=0)
+        assert entropy(torch.tensor([1.5, -0.5])).isnan()
+
+    def test_a_loader_is_the_mean_over_its_images(self):
+        model, x = vit(), torch.randn(10, 3, 32, 32)
+        loader = [(x[:4], torch.zeros(4)), (x[4:8], torch.zeros(4)), (x[8:], torch.zeros(2))]
+        for look in (iso.attention_entropy, iso.effective_rank, iso.head_similarity, iso.nonlocality):
+            whole, streamed = look(model, x), look(model, loader)
+            torch.testing.assert_close(streamed["blocks.1.attn"], whole["blocks.1.attn"], atol=1e-5, rtol=1e-5)
+        streamed, whole = iso.logit_stats(model, loader), iso.logit_stats(model, x)
+        torch.testing.assert_close(streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy)
+        torch.testing.assert_close(iso.map_similarity(model, loader), iso.map_similarity(model, x))
+        with pytest.raises(iso.UserError, match="no batch was given"):
+            iso.attention_entropy(model, [])
+
+    def test_pieces_are_the_map(self, monkeypatch):
+        monkeypatch.setattr("isomorph.analysis.scores.ENTRIES_AT_ONCE", 2 * 3 * 5 * 5)
+        found = Scores(torch.randn(5, 3, 5, 4), torch.randn(5, 3, 5, 4), torch.randn(5, 1, 5, 5))
+        pieces = list(found.pieces())
+        assert [len(piece) for piece in pieces] == [2, 2, 1]
+        torch.testing.assert_close(torch.cat(pieces), found.map())
+
+    def test_masked_logits_have_an_entropy(self):
+        from isomorph.analysis.logits import summarise
+
+        bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
+        stats = summarise(Scores(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))
+        expected = sum(math.log(n) for n in (1, 2, 3, 4)) / 4
+        torch.testing.assert_close(stats[2], torch.full((2,), expected))
+
+
+class Two(nn.Module):
+    """Two layers whose features are known."""
+
+    def __init__(self, first, second):
+        super().__init__()
+        self.a, self.b = nn.Linear(*first.shape[::-1], bias=False), nn.Linear(*second.shape[::-1], bias=False)
+        self.a.weight.data, self.b.weight.data = first, second
+
+    def forward(self, x):
+        return self.a(x), self.b(x)
+
+
+def rotation(n):
+    return torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0]
+
+
+class TestCKA:
+    def test_rotated_features_are_the_same(self):
+        turn, x = rotation(6), torch.randn(40, 6, dtype=torch.float64)
+        a, b = Two(torch.eye(6).double(), 2 * turn), Two(turn.T, 3 * torch.eye(6).double())
+        for found in (iso.cka(a, b, x, "?"), iso.covariance_cka(a, b, x, "?"), iso.cka(a, b, x.split(8), "?")):
+            assert (found.rows, found.columns) == (["a", "b"], ["a", "b"])
+            torch.testing.assert_close(found.matrix, torch.ones(2, 2).double())
+
+    def test_one_batch_is_the_formula(self):
+        x, y = torch.randn(12, 5, dtype=torch.float64), torch.randn(12, 7, dtype=torch.float64)
+
+        def slow(k, m):
+            n = len(k)
+            k, m = k - torch.diag(k.diag()), m - torch.diag(m.diag())
+            one = torch.ones(n, 1, dtype=k.dtype)
+            middle = (one.T @ k @ one) * (one.T @ m @ one) / ((n - 1) * (n - 2))
+            return ((k @ m).trace() + middle - 2 / (n - 2) * (one.T @ k @ m @ one)).item() / (n * (n - 3))
+
+        k, m = x @ x.T, y @ y.T
+        both = torch.stack([gram.clone().fill_diagonal_(0) for gram in (k, m)])
+        expected = [[slow(k, k), slow(k, m)], [slow(m, k), slow(m, m)]]
+        torch.testing.assert_close(hsic(both, both), torch.tensor(expected, dtype=torch.float64))
+        cross = torch.cat([x, y], 1)
+        model = Two(torch.eye(12).double()[:5], torch.eye(12).double()[5:])
+        found = iso.cka(model, model, cross, "?").matrix
+        assert found[0, 1].item() == pytest.approx(slow(k, m) / math.sqrt(slow(k, k) * slow(m, m)))
+        torch.testing.assert_close(found.diagonal(), torch.ones(2).double())
+
+    def test_unrelated_features_are_near_0_where_the_biased_form_is_not(self):
+        cross = torch.randn(400, 60, dtype=torch.float64)
+        model = Two(torch.eye(60).double()[:30], torch.eye(60).double()[30:])
+        found = iso.cka(model, model, cross.split(20), "?").matrix
+        assert abs(found[0, 1]) < 0.05
+        assert iso.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
+
+    def test_covariances_give_the_exact_number_of_all_images(self):
+        x = torch.randn(50, 6, dtype=torch.float64) + 100  # far from 0: rounding must not eat it
+        a, b = Two(torch.randn(4, 6).double(), torch.randn(3, 6).double()), Two(rotation(6), torch.randn(5, 6).double())
+        found = iso.covariance_cka(a, b, x.split(16), "?").matrix
+        expected = [[iso.linear_cka(f, g) for g in b(x)] for f in a(x)]
+        torch.testing.assert_close(found, torch.stack([torch.stack(row) for row in expected]).detach())
+
+    def test_layers_of_real_models(self):
+        x = torch.randn(8, 3, 32, 32)
+        a, b = vit(), timm.create_model("cifar_resnet20")
+        found = iso.cka(a, b, x, None, "layer?")
+        assert found.matrix.shape == (2, 3)
+        assert found.rows == ["blocks.0", "blocks.1"]
+        torch.testing.assert_close(iso.cka(a, a, x).matrix.diagonal(), torch.ones(2).double())
+        assert iso.cka(a, b, x, None, "layer?", read=pooled).matrix.shape == (2, 3)
+
+    @pytest.mark.parametrize(
+        ("batch", "where", "said"), [(3, "?", "at least 4 images"), (8, "c", "no layer of the model is selected")]
+    )
+    def test_what_cannot_be_compared_is_said(self, batch, where, said):
+        model = Two(torch.eye(4), torch.eye(4))
+        with pytest.raises(iso.UserError, match=said):
+            iso.cka(model, model, torch.randn(batch, 4), where)
+
+    def test_too_many_features_for_covariances_are_said(self, monkeypatch):
+        monkeypatch.setattr("isomorph.analysis.alignment.LARGEST", 10)
+        model = Two(torch.eye(4), torch.eye(4))
+        with pytest.raises(iso.UserError, match="covariances of these features take"):
+            iso.covariance_cka(model, model, torch.randn(8, 4), "?")
+
+
+class TestAlong:
+    def test_dials_follow_the_models_and_are_nan_before_there_are_any(self):
+        def models():
+            yield 0, timm.create_model("cifar_resnet20")
+            for epoch, gate in ((1, 3.0), (4, -3.0)):
+                yield epoch, timm.create_model("t_cifar_resnet20", gate=gate)
+
+        found = iso.dials_along(models())
+        assert found.moments.tolist() == [0, 1, 4]
+        gates = found.gates["layer3.0.conv1"]
+        assert gates.shape == (3, 9)
+        assert gates[0].isnan().all()
+        torch.testing.assert_close(gates[1:, 0], torch.sigmoid(torch.tensor([3.0, -3.0])))
+        assert found.centres["layer3.0.conv1"].shape == (3, 9, 2)
+        assert set(found.spans) == set(found.gates)
+
+    def test_nothing_to_follow_is_said(self):
+        with pytest.raises(iso.UserError, match="no gated attention layer"):
+            along([(0, timm.create_model("cifar_resnet20"))], iso.gates)
+        with pytest.raises(iso.UserError, match="no model was given"):
+            along([], iso.gates)
+
+    def test_a_folder_of_checkpoints(self, tmp_path):
+        for epoch, gate in ((10, 1.0), (2, 5.0)):
+            iso.save(timm.create_model("t_cifar_resnet20", gate=gate), tmp_path / f"epoch-{epoch}.safetensors")
+        found = iso.dials_of_run(tmp_path)
+        assert found.moments.tolist() == [2, 10]
+        torch.testing.assert_close(found.gates["layer3.0.conv1"][:, 0], torch.sigmoid(torch.tensor([5.0, 1.0])))
+        (tmp_path / "none").mkdir()
+        with pytest.raises(iso.UserError, match="holds no checkpoint of a run"):
+            iso.dials_of_run(tmp_path / "none")
+        with pytest.raises(iso.UserError, match="is no folder"):
+            iso.dials_of_run(tmp_path / "nowhere")
+
+
+class TestBoundedMemory:
+    """Of an image of 384 px in a network as deep as ViT-B, and of 2,000 images."""
+
+    def test_no_more_than_a_layers_pieces_exist(self, monkeypatch):
+        """Largest number of map entries alive at any time, counted when a piece is made."""
+        alive, peaks = weakref.WeakValueDictionary(), []
+        formed = Scores.map
+
+        def counted(self):
+            maps = formed(self)
+            alive[id(maps)] = maps
+            peaks.append(sum(one.numel() for one in alive.values()))
+            return maps
+
+        monkeypatch.setattr(Scores, "map", counted)
+        model = vit(depth=12, img_size=384, patch_size=16)
+        N, x = 24 * 24 + 1, torch.randn(1, 3, 384, 384)
+        for look in (iso.nonlocality, iso.attention_entropy, iso.head_similarity):
+            peaks.clear()
+            look(model, x)
+            assert len(peaks) == 12
+            assert max(peaks) <= 2 * 3 * N * N  # the piece that is read, and the one that is made
+
+    @pytest.mark.slow
+    def test_two_thousand_images_take_no_more_than_a_hundred(self):
+        """Growth of the process over a loader that makes its images as it goes."""
+        code = """
+import sys, resource, timm, torch, isomorph as iso
+model = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3, img_size=64, num_classes=3)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loader = lambda images: (torch.randn(50, 3, 64, 64) for _ in range(images // 50))
+def all_of(images):
+    for look in (iso.nonlocality, iso.attention_entropy, iso.effective_rank, iso.logit_stats, iso.head_similarity):
+        look(model, loader(images))
+    iso.cka(model, model, loader(images)); iso.covariance_cka(model, model, loader(images))
+    iso.feature_evolution(model, loader(images))
+all_of(100)
+before = peak()
+all_of(2000)
+print(peak() - before)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert int(done.stdout.split()[-1]) < 16 * 1024  # KiB; the images alone are 94 MiB
+
+
+def test_the_names_that_the_library_promises():
+    promised = "attention_maps gates spans centres nonlocality cka logit_stats feature_evolution dials_of_run cost_rows"
+    assert set(promised.split()) <= set(iso.__all__)
+    assert all(callable(getattr(iso, name)) for name in promised.split())

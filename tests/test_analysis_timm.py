@@ -1,0 +1,166 @@
+"""Maps of timm's attention layers are those that the forward applies, fused or not."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.analysis.layouts import REFUSED
+
+SMALL = {
+    "vit_tiny_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
+    "beit_base_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
+    "eva02_tiny_patch14_224": dict(img_size=28, depth=1, embed_dim=24, num_heads=3),
+    "cait_xxs24_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
+    "swin_tiny_patch4_window7_224": dict(img_size=32, window_size=4, embed_dim=24, depths=(2,), num_heads=(3,)),
+    "volo_d1_224": dict(img_size=64),
+    "twins_svt_small": dict(
+        img_size=32, embed_dims=(12, 12, 12, 12), num_heads=(3, 3, 3, 3), depths=(2, 1, 1, 1), wss=(4, 2, 1, 1)
+    ),
+    "pvt_v2_b0": {},
+    "hiera_tiny_224": dict(img_size=(64, 64)),
+    "vit_dwee_patch16_reg1_gap_256": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
+    "test_vit_relpos": dict(img_size=32, depth=1),
+    "nest_tiny": dict(img_size=64),
+}
+
+
+def built(name):
+    model = timm.create_model(name, num_classes=3, **SMALL[name]).eval()
+    size = SMALL[name].get("img_size", 64)
+    return model, torch.randn(2, 3, *((size, size) if isinstance(size, int) else size))
+
+
+def factors(model, x):
+    """Both factors of every product with a softmax's shape behind it that the model's plain form really takes."""
+    seen, plain = [], torch.Tensor.__matmul__
+
+    def noted(a, b):
+        seen.append((a.detach().clone(), b.detach().clone()))
+        return plain(a, b)
+
+    torch.Tensor.__matmul__ = noted
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        torch.Tensor.__matmul__ = plain
+    return seen
+
+
+def set_fused(model, fused):
+    for module in model.modules():
+        if hasattr(module, "fused_attn"):
+            module.fused_attn = fused
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_it_is_a_factor_of_a_product_in_the_plain_form_and_the_same_when_fused(name):
+    model, x = built(name)
+    set_fused(model, False)
+    maps, taken = iso.attention_maps(model, x), factors(model, x)
+    assert maps
+    for layer, found in maps.items():
+        same = [a for a, _ in taken if a.numel() == found.numel() and a.shape[-2:] == found.shape[-2:]]
+        same += [b.mT for _, b in taken if b.numel() == found.numel() and b.mT.shape[-2:] == found.shape[-2:]]
+        like = [form for a in same for form in as_laid_out(a, found.shape)]
+        assert any(torch.allclose(a, found, atol=1e-6) for a in like), f"{layer} {tuple(found.shape)}"
+    set_fused(model, True)
+    for layer, found in iso.attention_maps(model, x).items():
+        torch.testing.assert_close(found, maps[layer], atol=2e-5, rtol=1e-4)
+    if name == "vit_dwee_patch16_reg1_gap_256":
+        assert model.blocks[0].attn.fused_attn  # put back
+
+
+def as_laid_out(a, shape):
+    """A factor as it is, and with groups before or behind its heads, where that gives the shape of the maps."""
+    forms = [a, *([a.flatten(0, 1), a.transpose(1, 2).flatten(0, 1)] if a.ndim == 5 else [])]
+    return [form for form in forms if form.shape == shape]
+
+
+def test_the_output_of_swin_is_rebuilt_from_its_map():
+    model, x = built("swin_tiny_patch4_window7_224")
+    layer, seen = model.layers[0].blocks[1].attn, {}  # shifted windows, with a mask
+    layer.register_forward_hook(lambda _, args, out: seen.update(x=args[0], out=out))
+    maps = iso.attention_maps(model, x, "layers.0.blocks.1.attn")["layers.0.blocks.1.attn"]
+    values = layer.qkv(seen["x"])[..., 48:].unflatten(-1, (3, 8)).transpose(1, 2)
+    torch.testing.assert_close(layer.proj((maps @ values).transpose(1, 2).flatten(2)), seen["out"])
+
+
+def test_the_output_of_talking_heads_is_rebuilt_from_their_map():
+    model, x = built("cait_xxs24_224")
+    layer, seen = model.blocks[0].attn, {}
+    layer.register_forward_hook(lambda _, args, out: seen.update(x=args[0], out=out))
+    maps = iso.attention_maps(model, x, "blocks.0.attn")["blocks.0.attn"]
+    values = layer.qkv(seen["x"])[..., 48:].unflatten(-1, (3, 8)).transpose(1, 2)
+    torch.testing.assert_close(layer.proj((maps @ values).transpose(1, 2).flatten(2)), seen["out"])
+
+
+def test_torchs_own_attention_too():
+    layer = nn.MultiheadAttention(24, 3, batch_first=True).eval()
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = layer
+
+        def forward(self, x):
+            return self.attend(x, x, x, need_weights=False)[0]
+
+    x = torch.randn(2, 5, 24)
+    expected = layer(x, x, x, average_attn_weights=False)[1]
+    torch.testing.assert_close(iso.attention_maps(Model(), x)["attend"], expected)
+
+
+class TestWhere:
+    def model(self):
+        return timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=24, num_heads=3, img_size=32)
+
+    def test_only_what_is_asked_for_is_formed(self):
+        model, x = self.model(), torch.randn(2, 3, 32, 32)
+        everything = iso.attention_maps(model, x)
+        one = iso.attention_maps(model, x, where="blocks.1.*")
+        assert list(one) == ["blocks.1.attn"]
+        torch.testing.assert_close(one["blocks.1.attn"], everything["blocks.1.attn"])
+        assert list(iso.nonlocality(model, x, "blocks.[02].attn")) == ["blocks.0.attn", "blocks.2.attn"]
+        assert list(iso.looks(model, x, where="blocks.2.*")) == ["blocks.2.attn"]
+
+    def test_a_glob_without_attention_names_the_nearest(self):
+        with pytest.raises(iso.UserError, match=r"where='blocks\.7\.\*' matches no attention layer.*blocks\.\d\.attn"):
+            iso.attention_maps(self.model(), torch.randn(1, 3, 32, 32), "blocks.7.*")
+
+    def test_hooks_and_modes_are_as_before_even_after_an_error(self):
+        model = self.model().train()
+        with pytest.raises(AssertionError):
+            iso.attention_maps(model, torch.randn(1, 3, 40, 40))
+        assert model.training
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("edgenext_xx_small", "CrossCovarianceAttn.*from channels to channels"),
+        ("mobilevitv2_050", "LinearSelfAttention.*softmax of its keys alone"),
+        ("cifar_resnet20", "no attention layer whose map is known"),
+    ],
+)
+def test_attention_without_a_map_is_refused_with_its_reason(name, said):
+    model = timm.create_model(name)
+    with pytest.raises(iso.UserError, match=said):
+        iso.attention_maps(model, torch.randn(1, 3, 64, 64))
+
+
+def test_class_attention_of_xcit_has_a_map_its_channel_attention_none():
+    model = timm.create_model("xcit_nano_12_p8_224", img_size=32, depth=1, embed_dim=24, num_heads=3)
+    x = torch.randn(1, 3, 32, 32)
+    assert {tuple(found.shape) for found in iso.attention_maps(model, x).values()} == {(1, 3, 1, 17)}
+    with pytest.raises(iso.UserError, match=r"XCA.*channels"):
+        iso.attention_maps(model, x, "blocks.*")
+
+
+def test_refused_layers_exist():
+    for name in REFUSED:
+        module, _, kind = name.rpartition(".")
+        assert hasattr(__import__(module, fromlist=[kind]), kind) or kind == "LiteMLA", name

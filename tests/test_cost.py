@@ -1,0 +1,140 @@
+"""Cost against counting by hand: MACs are in test_evaluation; here memory, speed, sweeps and the command."""
+
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.cli import main
+from isomorph.evaluation import at_size, cost_rows, peak_bytes, saved_bytes, speeds
+
+
+def small_vit(**kwargs):
+    return timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3, img_size=32, **kwargs)
+
+
+class TestSavedBytes:
+    def test_a_linear_layer_keeps_its_input_and_a_relu_its_output(self):
+        assert saved_bytes(nn.Linear(10, 7), (5, 10), 3) == 4 * 5 * 10
+        model = nn.Sequential(nn.Linear(10, 7), nn.ReLU(), nn.Linear(7, 2))
+        assert saved_bytes(model, (5, 10), 3) == 4 * 5 * (10 + 7)  # ReLU's output is the second layer's input: once
+
+    def test_parameters_and_modes_are_left_alone(self):
+        model = timm.create_model("cifar_resnet20").eval()
+        model.bn1.train()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        assert saved_bytes(model, (3, 32, 32), 2) > 32 * 32 * 16 * 4
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert not model.training
+        assert model.bn1.training
+
+    def test_plain_attention_keeps_its_map(self):
+        model = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=3, img_size=64, patch_size=4)
+        for block in model.blocks:
+            block.attn.fused_attn = False
+        N = 16 * 16 + 1
+        assert saved_bytes(model, (3, 64, 64)) > 4 * 3 * N * N
+
+
+@pytest.mark.slow
+class TestPeak:
+    def test_it_is_what_a_pass_really_takes(self, tmp_path, monkeypatch):
+        """A module that another process can import, as it would import a user's."""
+        (tmp_path / "growing.py").write_text(
+            "import torch\nfrom torch import nn\n"
+            "class Grows(nn.Module):\n"
+            "    def __init__(self, n):\n        super().__init__()\n"
+            "        self.n, self.weight = n, nn.Parameter(torch.zeros(1))\n"
+            "    def forward(self, x):\n"
+            "        return x.mean() * self.weight + torch.ones(self.n, 2**18).sum() * 0\n"
+        )
+        monkeypatch.syspath_prepend(str(tmp_path))
+        from growing import Grows as Importable
+
+        found = peak_bytes(Importable(64), (3, 8, 8))
+        assert found is not None
+        assert found / 2**20 == pytest.approx(64, abs=8)
+
+    def test_training_takes_more_and_a_class_of_nowhere_is_unavailable(self):
+        class Nowhere(nn.Linear):
+            pass
+
+        assert peak_bytes(Nowhere(3, 3), (3,)) is None
+        model = timm.create_model("cifar_resnet20")
+        plain, training = (peak_bytes(model, (3, 64, 64), 8, train) for train in (False, True))
+        assert plain < training
+        assert training > 8 * saved_bytes(model, (3, 64, 64), 2) * 0.5
+
+
+def test_speeds_take_turns_and_have_quartiles():
+    order = []
+
+    class Notes(nn.Linear):
+        def forward(self, x):
+            order.append(self.out_features)
+            return super().forward(x)
+
+    found = speeds({"a": Notes(4, 1), "b": Notes(4, 2)}, (4,), batch_size=3, seconds=0.0, least=4)
+    assert order == [1, 1, 2, 2] + [1, 2] * 4
+    for speed in found.values():
+        assert speed.runs == 4
+        assert 0 < speed.low <= speed.median <= speed.high
+    with pytest.raises(iso.UserError, match="batches of 0"):
+        speeds({"a": nn.Linear(2, 2)}, (2,), batch_size=0)
+
+
+def test_rows_scale_with_the_resolution():
+    models = {"vit": small_vit(), "cnn": timm.create_model("cifar_resnet20")}
+    rows = list(cost_rows(models, [(32, 32), (64, 64)], (1, 2), seconds=0.0, peak=False))
+    assert [(row["height"], row["batch"], row["model"]) for row in rows] == [
+        (n, batch, name) for n in (32, 64) for batch in (1, 2) for name in models
+    ]
+    cnn = [row for row in rows if row["model"] == "cnn"]
+    assert cnn[2]["macs"] == pytest.approx(4 * cnn[0]["macs"], rel=1e-3)
+    assert cnn[2]["saved_bytes"] == pytest.approx(4 * cnn[0]["saved_bytes"], rel=0.01)
+    assert all(row["ratio"] == 1 for row in rows if row["model"] == "vit")
+    assert rows[0]["peak_bytes"] is None
+
+
+def test_a_size_that_a_model_does_not_take_is_said():
+    vit = small_vit()
+    assert at_size(vit, (32, 32)) is vit
+    assert at_size(vit, (64, 32))(torch.zeros(1, 3, 64, 32)).shape == (1, 1000)
+    assert vit.patch_embed.grid_size == (2, 2)
+    with pytest.raises(iso.UserError, match="takes no images of 5 x 5"):
+        at_size(vit, (5, 5))
+    with pytest.raises(iso.UserError, match="must be positive"):
+        list(cost_rows({"vit": vit}, [(0, 32)]))
+
+
+class TestCommand:
+    def test_two_models_in_one_table(self, capsys):
+        def call(line):
+            with pytest.raises(SystemExit, match="0"):
+                main(line.split())
+            return capsys.readouterr().out
+
+        two = "bench cifar_resnet20 --against t_cifar_resnet20 --batch-size 1 2"
+        rows = json.loads(call(f"{two} --seconds 0 --json --no-peak"))
+        assert [row["model"] for row in rows] == ["cifar_resnet20", "t_cifar_resnet20"] * 2
+        assert rows[0]["parameters"] == 269_722
+        assert "269,722" in call("bench cifar_resnet20 --batch-size 1 --seconds 0 --no-peak")
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            ("bench cifar_resnet20 --batch-size 0", "must be positive"),
+            ("bench cifar_resnet20 --against cifar_resnet20", "twice"),
+            ("bench vit_tiny_patch16_224 --size 5", "takes no images of 5 x 5"),
+            ("bench no_such_model", "no_such_model"),
+        ],
+    )
+    def test_what_cannot_be_measured_is_said_in_a_line(self, arguments, said, capsys):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments.split())
+        assert ended.value.code == 2
+        assert said in (error := capsys.readouterr().err)
+        assert error.count("\n") == 1
