@@ -43,6 +43,7 @@ from isomorph.layers import (
     ViTGPSA,
 )
 from isomorph.recipes import load_recipe
+from isomorph.suites import robustness
 from isomorph.surgery import (
     Anneal,
     AttentionToGPSA,
@@ -113,6 +114,7 @@ __all__ = [
     "recalibrate",
     "recast",
     "revert",
+    "robustness",
     "save",
     "spans",
     "targets",
