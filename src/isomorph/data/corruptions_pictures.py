@@ -58,18 +58,14 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 def picture_loader(pictures: Dataset[tuple[Tensor, int]], batch: int, workers: int) -> DataLoader[Any]:
     """Batches in order. Shape: -> (B, severities, 3, H, W) uint8, (B,)"""
-    return DataLoader(
-        pictures,
-        batch,
-        num_workers=workers,
-        worker_init_fn=start_worker,
-        pin_memory=torch.cuda.is_available(),
-    )
+    if workers:
+        leave_one_thread()
+    pinned = torch.cuda.is_available()
+    return DataLoader(pictures, batch, num_workers=workers, worker_init_fn=leave_signals_alone, pin_memory=pinned)
 
 
-def start_worker(worker: int) -> None:
-    """Workers share the cores out among themselves: each is one thread."""
-    leave_signals_alone(worker)
+def leave_one_thread() -> None:
+    """Ends OpenCV's threads: workers share the cores out among themselves, and one forked beside such threads hangs."""
     try:
         import cv2
     except ImportError:  # published or stored pictures need none

@@ -1,4 +1,4 @@
-"""ImageNet-C's snow and frost as its code draws them, brightness by table.
+"""ImageNet-C's snow, frost and spatter as its code draws them, brightness by table.
 
 Pictures are (H, W, 3) uint8; `draws` is the picture's own random stream. Needs OpenCV, scipy and
 imagecorruptions' textures.
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.random import RandomState
 from scipy.ndimage import zoom
 
-from isomorph.data.corruptions_blur import moved_blur, to_levels
+from isomorph.data.corruptions_blur import moved_blur, smooth, to_levels
 
 SNOW = (
     (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
@@ -29,6 +29,10 @@ FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
 TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 """The reference has a sixth, which its randint(5) never takes."""
 BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
+SPATTER = ((0.65, 0.3, 4, 0.69, 0.6), (0.65, 0.3, 3, 0.68, 0.6), (0.65, 0.3, 2, 0.68, 0.5))
+SPATTER += ((0.65, 0.3, 1, 0.65, 1.5), (0.67, 0.4, 1, 0.65, 1.5))
+"""Mean, deviation and smoothness of the liquid, threshold, and strength of the water or smoothness of the mud."""
+WATER, MUD = np.array([175, 238, 238]) / 255, np.array([63, 42, 20]) / 255
 
 
 def snow(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
@@ -89,3 +93,26 @@ def brighter(severity: int) -> np.ndarray:
     raised = np.minimum(value + BRIGHTNESS[severity - 1], 1)
     kept = np.divide(level, value, out=np.ones_like(level), where=value > 0)
     return to_levels(raised * kept)
+
+
+def spatter(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Drops of water, lit at their edges, up to severity 3; then splashes of mud."""
+    mean, deviation, sigma, threshold, last = SPATTER[severity - 1]
+    liquid = smooth(draws.normal(mean, deviation, picture.shape[:2]), sigma)
+    liquid[liquid < threshold] = 0
+    if severity > 3:
+        cover = smooth((liquid > threshold).astype(np.float32), last)[..., None]
+        cover[cover < 0.8] = 0
+        return to_levels(picture / 255 * (1 - cover) + cover * MUD)
+    drops = (liquid * 255).astype(np.uint8)
+    light = drops * edge_light(drops)
+    brightest = light.max()  # 0 where no drop has formed, as may be in a small picture: imagecorruptions divides by it
+    return to_levels(picture / 255 + last * light[..., None] / (brightest or 1) * WATER)
+
+
+def edge_light(drops: np.ndarray) -> np.ndarray:
+    """How brightly a drop shines by its distance to edges, as through an embossing filter. Shape: (H, W) -> (H, W)"""
+    distance = cv2.distanceTransform(255 - cv2.Canny(drops, 50, 150), cv2.DIST_L2, 5)
+    near = cv2.equalizeHist(cv2.blur(np.minimum(distance, 20), (3, 3)).astype(np.uint8))
+    embossed = cv2.filter2D(near, cv2.CV_8U, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]))
+    return cv2.blur(embossed, (3, 3)).astype(np.float32)
