@@ -65,7 +65,7 @@ def test_deterministic_ones_equal_the_reference(reference, name):
 
 @pytest.mark.parametrize("name", SAME_STREAM)
 def test_random_ones_draw_what_the_reference_draws(reference, name):
-    """The same seed gives the reference's picture; elastic: OpenCV rounds its affine map otherwise (docs/robustness.md)."""
+    """The same seed gives the reference's picture; OpenCV's affine map (elastic) rounds otherwise now."""
     folder, original, _ = reference
     expected = pixels_of(folder / f"{name}_3_seed0.png").astype(int)
     difference = np.abs(corrupt(original, name, 3, seed=0) - expected)
@@ -75,7 +75,7 @@ def test_random_ones_draw_what_the_reference_draws(reference, name):
 
 @pytest.mark.parametrize("name", [*SAME_STREAM, "impulse_noise"])
 def test_statistics_are_the_references(reference, name):
-    """Over the reference's own seeds nearly its numbers; impulse_noise, from another stream, within 4 errors of the mean."""
+    """Over the reference's own seeds its numbers; impulse_noise, from another stream, within 4 standard errors."""
     _, original, stats = reference
     for severity in SEVERITIES:
         known = stats[name][str(severity)]
