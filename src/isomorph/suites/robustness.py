@@ -89,13 +89,13 @@ def wanted_cells(
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def refuse_missing(folder: Path | None, corruptions: Iterable[str]) -> None:
+def refuse_missing(folder: Path | None, wanted: Mapping[str, Sequence[int]]) -> None:
     """Raises: UserError when what makes or holds the pictures is not there."""
     if folder is None:
         corrupters()
         return
-    for corruption in corruptions:
-        corruption_folder(folder, corruption)
+    for corruption, severities in wanted.items():
+        corruption_folder(folder, corruption, severities)
 
 
 def open_cache(top: Path, sight: Sight) -> PictureCache:

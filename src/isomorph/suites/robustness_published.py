@@ -1,12 +1,13 @@
 """The published folders of ImageNet-C: CORRUPTION/SEVERITY/WNID/*.JPEG, as its archives unpack."""
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
 from timm.data import ImageNetInfo
 
-from isomorph.data import Source
+from isomorph.data import CATEGORIES, Source
 from isomorph.data.folders import imagefolder
 from isomorph.errors import UserError
 
@@ -18,9 +19,7 @@ def published_cell(root: Path, corruption: str, severity: int, classes: int) -> 
 
     Raises: UserError when a folder is missing, or its classes are not the model's.
     """
-    folder = corruption_folder(root, corruption)
-    if not (folder / str(severity)).is_dir():
-        raise UserError(f"{folder} has no folder {severity}; it must hold one per severity, 1 to 5")
+    folder = corruption_folder(root, corruption, [severity])
     source = imagefolder("test", folder / str(severity))
     if classes == 1000:
         return by_wordnet(source, folder)
@@ -29,15 +28,22 @@ def published_cell(root: Path, corruption: str, severity: int, classes: int) -> 
     return source
 
 
-def corruption_folder(root: Path, corruption: str) -> Path:
-    """Raises: UserError when there is no folder of the suite or of the corruption."""
+def corruption_folder(root: Path, corruption: str, severities: Sequence[int]) -> Path:
+    """Raises: UserError when there is no folder of the suite, of the corruption, or of a severity."""
     if not root.is_dir():
         raise UserError(f"no folder {root}; give the one with ImageNet-C's CORRUPTION/SEVERITY/CLASS/*.JPEG")
     found = [root / corruption, *sorted(root.glob(f"*/{corruption}"))]
     for folder in found:
         if folder.is_dir():
+            missing = [severity for severity in severities if not (folder / str(severity)).is_dir()]
+            if missing:
+                raise UserError(f"{folder} has no folder {missing[0]}; it must hold one per severity, 1 to 5")
             return folder
-    below = [path.name for path in sorted((*root.glob("*"), *root.glob("*/*"))) if path.is_dir()]
+    below = [
+        path.name
+        for path in sorted((*root.glob("*"), *root.glob("*/*")))
+        if path.is_dir() and path.name not in CATEGORIES
+    ]
     close = get_close_matches(corruption, below, n=1)
     raise UserError(
         f"{root} has no folder {corruption}" + f"; nearest: {close[0]}" * bool(close) + "; unpack it, or choose others "
