@@ -1,7 +1,6 @@
 """The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -372,24 +371,23 @@ def test_the_package_is_asked_for_before_anything_is_written(net, tmp_path, monk
     corrupters.cache_clear()
 
 
-def isomorph(*arguments):
-    return subprocess.run([sys.executable, "-m", "isomorph", *map(str, arguments)], capture_output=True, text=True)
+def test_the_command(tmp_path, data_root, capsys):
+    from isomorph.cli import main
 
-
-@pytest.mark.slow
-def test_the_command(tmp_path, data_root):
     base = ["robustness", "cifar_resnet20", "--data", "cifar10", "--root", data_root, "--limit", 20]
     base += ["--corruption", "zoom_blur", "--corruption", "saturate", "--severity", 1, "--severity", 4]
     out = tmp_path / "cells.jsonl"
-    said = isomorph(*base, "--out", out, "--workers", 1, "--json")
-    assert (said.returncode, said.stderr) == (0, "")
-    result = json.loads(said.stdout)
+    main([str(part) for part in (*base, "--out", out, "--json")])
+    result = json.loads(capsys.readouterr().out)
     assert [cell["images"] for cell in result["cells"]] == [20] * 4
-    table = isomorph(*base, "--baseline", out)
-    assert table.returncode == 0
-    assert "mean corruption error, unnormalised" in table.stdout
-    assert "+0.00" in table.stdout
-    wrong = isomorph(*base, "--out", out, "--seed", 3)
-    assert wrong.returncode == 2
-    assert len(wrong.stderr.strip().splitlines()) == 1
-    assert "give another --out" in wrong.stderr
+    main([str(part) for part in (*base, "--baseline", out)])
+    table = capsys.readouterr()
+    assert "mean corruption error, unnormalised" in table.out
+    assert "+0.00" in table.out
+    assert not table.err
+    with pytest.raises(SystemExit) as left:
+        main([str(part) for part in (*base, "--out", out, "--seed", 3)])
+    assert left.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert "give another --out" in said

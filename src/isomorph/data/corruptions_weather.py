@@ -29,8 +29,13 @@ FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
 TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 """The reference has a sixth, which its randint(5) never takes."""
 BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
-SPATTER = ((0.65, 0.3, 4, 0.69, 0.6), (0.65, 0.3, 3, 0.68, 0.6), (0.65, 0.3, 2, 0.68, 0.5))
-SPATTER += ((0.65, 0.3, 1, 0.65, 1.5), (0.67, 0.4, 1, 0.65, 1.5))
+SPATTER = (
+    (0.65, 0.3, 4, 0.69, 0.6),
+    (0.65, 0.3, 3, 0.68, 0.6),
+    (0.65, 0.3, 2, 0.68, 0.5),
+    (0.65, 0.3, 1, 0.65, 1.5),
+    (0.67, 0.4, 1, 0.65, 1.5),
+)
 """Mean, deviation and smoothness of the liquid, threshold, and strength of the water or smoothness of the mud."""
 WATER, MUD = np.array([175, 238, 238]) / 255, np.array([63, 42, 20]) / 255
 
