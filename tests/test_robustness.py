@@ -374,20 +374,22 @@ def test_the_package_is_asked_for_before_anything_is_written(net, tmp_path, monk
 def test_the_command(tmp_path, data_root, capsys):
     from isomorph.cli import main
 
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main([str(part) for part in (*base, *arguments)])
+        return left.value.code, *capsys.readouterr()
+
     base = ["robustness", "cifar_resnet20", "--data", "cifar10", "--root", data_root, "--limit", 20]
     base += ["--corruption", "zoom_blur", "--corruption", "saturate", "--severity", 1, "--severity", 4]
-    out = tmp_path / "cells.jsonl"
-    main([str(part) for part in (*base, "--out", out, "--json")])
-    result = json.loads(capsys.readouterr().out)
-    assert [cell["images"] for cell in result["cells"]] == [20] * 4
-    main([str(part) for part in (*base, "--baseline", out)])
-    table = capsys.readouterr()
-    assert "mean corruption error, unnormalised" in table.out
-    assert "+0.00" in table.out
-    assert not table.err
-    with pytest.raises(SystemExit) as left:
-        main([str(part) for part in (*base, "--out", out, "--seed", 3)])
-    assert left.value.code == 2
-    said = capsys.readouterr().err
-    assert len(said.strip().splitlines()) == 1
-    assert "give another --out" in said
+    cells = tmp_path / "cells.jsonl"
+    code, out, err = run("--out", cells, "--json")
+    assert (code, err) == (0, "")
+    assert [cell["images"] for cell in json.loads(out)["cells"]] == [20] * 4
+    code, out, err = run("--baseline", cells)
+    assert (code, err) == (0, "")
+    assert "mean corruption error, unnormalised" in out
+    assert "+0.00" in out
+    code, out, err = run("--out", cells, "--seed", 3)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert "give another --out" in err
