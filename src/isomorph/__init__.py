@@ -48,6 +48,7 @@ from isomorph.layers import (
     ViTGPSA,
 )
 from isomorph.recipes import load_recipe
+from isomorph.suites import robustness
 from isomorph.surgery import (
     Anneal,
     AttentionToGPSA,
@@ -125,6 +126,7 @@ __all__ = [
     "recalibrate",
     "recast",
     "revert",
+    "robustness",
     "save",
     "spans",
     "suites",

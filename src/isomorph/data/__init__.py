@@ -1,6 +1,6 @@
 """Sources and streams of labelled images, their corrupted and reduced forms, and loaders."""
 
-from isomorph.data.corruptions import IMAGENET_C, Corrupted, Noisy
+from isomorph.data.corruptions import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Noisy, corrupt
 from isomorph.data.label_maps import MapLabels, MappedSource
 from isomorph.data.loaders import eval_loader, evaluation_transform, train_loader, train_transform
 from isomorph.data.opening import SOURCES, open_source
@@ -10,6 +10,8 @@ from isomorph.data.stream import STREAMS, Stream, open_stream
 from isomorph.data.streaming import stream_loader, stream_test_loader
 
 __all__ = [
+    "CATEGORIES",
+    "EXTRA",
     "IMAGENET_C",
     "SOURCES",
     "STREAMS",
@@ -23,6 +25,7 @@ __all__ = [
     "Source",
     "Stream",
     "class_fraction",
+    "corrupt",
     "eval_loader",
     "evaluation_transform",
     "first_classes",

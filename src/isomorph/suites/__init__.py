@@ -2,5 +2,6 @@
 
 from isomorph.suites.evaluating import Sweep, evaluate_suites
 from isomorph.suites.imagenet import SUITES, open_suites
+from isomorph.suites.robustness import robustness
 
-__all__ = ["SUITES", "Sweep", "evaluate_suites", "open_suites"]
+__all__ = ["SUITES", "Sweep", "evaluate_suites", "open_suites", "robustness"]

@@ -1,0 +1,103 @@
+"""The command that shows a model corrupted pictures: robustness."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import isomorph as iso
+from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.report import show
+from isomorph.suites.robustness_scores import headlines, robustness_rows
+from isomorph.training.build import evaluation_data, open_model
+from isomorph.training.runtime import open_runtime
+
+
+@app.command
+def robustness(
+    model: str,
+    /,
+    *,
+    suite: str = "imagenet-c",
+    data: str | None = None,
+    root: Path | None = None,
+    folder: Path | None = None,
+    corruption: tuple[str, ...] = (),
+    severity: tuple[int, ...] = (),
+    extra: bool = False,
+    out: Path | None = None,
+    baseline: Path | None = None,
+    cache: Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    size: tuple[int, int] | None = None,
+    classes: int | None = None,
+    weights: Weights = None,
+    batch_size: int = 100,
+    workers: int = 0,
+    device: Device = "auto",
+    json_: Json = False,
+) -> None:
+    """Accuracy under ImageNet-C's corruptions: by corruption, category and severity, and mCE.
+
+    Parameters
+    ----------
+    model
+        A timm model, or a checkpoint written by isomorph.
+    suite
+        imagenet-c.
+    data
+        Clean images, corrupted on the fly: as in evaluate. With --folder: the clean images for the relative mCE.
+    root
+        Folder of the data; by default $ISOMORPH_DATA, else ./data.
+    folder
+        The published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) instead of corrupting on the fly.
+    corruption
+        Only these (--corruption fog --corruption snow).
+    severity
+        Only these, of 1 to 5.
+    extra
+        The four further corruptions too: speckle_noise, gaussian_blur, spatter, saturate.
+    out
+        File of finished cells, a line each; a second call goes on from there.
+    baseline
+        Another model's --out or --json file: the gain beside it.
+    cache
+        Folder that keeps corrupted pictures for the next model: 150 KB each at 224 px.
+    limit
+        Only so many images, evenly spaced.
+    seed
+        Of the corruptions.
+    size
+        Height and width of the pictures; by default 224 x 224 for 1000 classes, else the model's own.
+    classes
+        Only the first so many classes of the data, as data.classes in training.
+    batch_size
+        Pictures per step.
+    workers
+        Processes that decode and corrupt.
+    """
+    net = open_model(model, weights)
+    source = None if folder and data is None else evaluation_data(net, data, root, None, classes)[0]
+    net.to(open_runtime(device).device)
+    options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
+    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, name=model)
+    options |= {"corruptions": corruption} if corruption else {}
+    options |= {"severities": severity} if severity else {}
+    bar, columns = Console(stderr=True), (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    quiet = not sys.stderr.isatty()
+    with Progress(*columns, TimeRemainingColumn(), console=bar, transient=True, disable=quiet) as shown:
+        task = shown.add_task("cells")
+
+        def tell(done: float, total: int, doing: str) -> None:
+            shown.update(task, completed=round(done, 1), total=total, description=doing)
+
+        result = iso.robustness(net, source, suite, progress=tell, **options)
+    if json_:
+        print(json.dumps(result))
+        return
+    show(robustness_rows(result))
+    print("\n" + "\n".join(headlines(result)))

@@ -1,0 +1,158 @@
+"""ImageNet-C's blurs, made fast: each within a level of the reference's code on the same draws.
+
+Pictures are (H, W, 3) uint8; `draws` is the picture's own random stream. Needs OpenCV and scipy.
+Source: Hendrycks and Dietterich 2019 (ImageNet-C), appendix; constants and order of draws as in its code.
+"""
+
+import math
+from functools import lru_cache
+
+import cv2
+import numpy as np
+from numpy.random import RandomState
+from scipy.ndimage import gaussian_filter1d
+
+DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
+"""Radius, and sigma of the softened edge."""
+GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
+"""Sigma, largest jump, rounds."""
+MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
+"""Radius and sigma."""
+ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
+"""End and step of the zoom factors, from 1 on."""
+GAUSSIAN = (1, 2, 3, 4, 6)
+
+
+def to_levels(picture: np.ndarray) -> np.ndarray:
+    """[0, 1] to uint8, clipped and cut off, not rounded, as in the reference."""
+    return (np.clip(picture, 0, 1) * 255).astype(np.uint8)
+
+
+def smooth(picture: np.ndarray, sigma: float) -> np.ndarray:
+    """Gaussian blur cut off at 4 sigma, the border repeated. Shape: (H, W, 3) -> (H, W, 3) float64"""
+    taps = gaussian_taps(sigma)
+    return cv2.sepFilter2D(picture, cv2.CV_64F, taps, taps, borderType=cv2.BORDER_REPLICATE)
+
+
+@lru_cache(16)
+def gaussian_taps(sigma: float) -> np.ndarray:
+    radius = int(4 * sigma + 0.5)
+    impulse = np.zeros(2 * radius + 1)
+    impulse[radius] = 1
+    return gaussian_filter1d(impulse, sigma, mode="constant")
+
+
+def gaussian_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    return to_levels(smooth(picture / 255, GAUSSIAN[severity - 1]))
+
+
+def defocus_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Convolution with a soft-edged disk."""
+    return to_levels(cv2.filter2D(picture / 255, -1, disk(*DEFOCUS[severity - 1])))
+
+
+@lru_cache(8)
+def disk(radius: int, sigma: float) -> np.ndarray:
+    extent, kernel = (8, 3) if radius <= 8 else (radius, 5)
+    rows, columns = np.mgrid[-extent : extent + 1, -extent : extent + 1]
+    inside = (rows**2 + columns**2 <= radius**2).astype(np.float32)
+    return cv2.GaussianBlur(inside / inside.sum(), (kernel, kernel), sigmaX=sigma)
+
+
+def glass_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Gaussian blur, pixels replaced by near ones, Gaussian blur.
+
+    The reference means to swap pixels; its tuple assignment of NumPy views copies one over the other. So does this.
+    """
+    sigma, reach, rounds = GLASS[severity - 1]
+    softened = (smooth(picture / 255, sigma) * 255).astype(np.uint8)
+    for _ in range(rounds):
+        softened = replaced(softened, reach, draws)
+    return to_levels(smooth(softened / 255, sigma))
+
+
+def replaced(picture: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
+    """Every pixel, from the last to the first, is overwritten by one at most `reach` away, as that one is by then.
+
+    Done at once: a pixel points at the one it copies; pointers to pixels overwritten before are followed to their end.
+    """
+    height, width = picture.shape[:2]
+    rows, columns = np.arange(height - reach, reach, -1), np.arange(width - reach, reach, -1)
+    jumps = draws.randint(-reach, reach, size=(len(rows), len(columns), 2))
+    here = rows[:, None] * width + columns
+    there = here + jumps[..., 1] * width + jumps[..., 0]
+    pixels = height * width
+    overwritten = np.zeros(pixels, bool)
+    overwritten[here] = True
+    pointers = np.arange(2 * pixels)  # first the pixels as they become, then as they were
+    pointers[:pixels] += pixels
+    pointers[here] = np.where((there > here) & overwritten[there], there, there + pixels)
+    while np.any(pointers[:pixels] < pixels):
+        pointers = pointers[pointers]
+    return picture.reshape(pixels, 3)[pointers[:pixels] - pixels].reshape(picture.shape)
+
+
+def motion_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    radius, sigma = MOTION[severity - 1]
+    moved = moved_blur(picture, radius, sigma, draws.uniform(-45, 45))
+    return np.clip(moved, 0, 255).astype(np.uint8)
+
+
+def moved_blur(picture: np.ndarray, radius: int, sigma: float, angle: float) -> np.ndarray:
+    """Half a Gaussian along a line, as ImageMagick's motion blur: whole-pixel steps, the border repeated.
+
+    Shape: (H, W) or (H, W, 3) -> the same, float32
+    """
+    width = 2 * radius + 1
+    weights = np.exp(-(np.arange(width) ** 2) / (2 * sigma**2))
+    weights /= weights.sum()
+    step = np.sin(np.deg2rad(angle)), np.cos(np.deg2rad(angle))
+    margin = width + 1
+    wide = cv2.copyMakeBorder(picture.astype(np.float32), *(margin,) * 4, cv2.BORDER_REPLICATE)
+    height, length = picture.shape[:2]
+    blurred = np.zeros(picture.shape, np.float32)
+    for i, weight in enumerate(weights):
+        down, right = (-math.ceil(i * part / math.hypot(*step) - 0.5) for part in step)
+        if abs(down) >= height or abs(right) >= length:  # beyond the picture: the reference stops here
+            break
+        top, left = margin - down, margin - right
+        cv2.scaleAdd(wide[top : top + height, left : left + length], float(weight), blurred, blurred)
+    return blurred
+
+
+def zoom_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Mean of the picture and its zooms about the centre."""
+    end, step = ZOOM[severity - 1]
+    sharp = (picture / 255).astype(np.float32)
+    factors = np.arange(1, end, step)
+    total = cv2.transpose(sharp)  # sums are over (W, H, 3): both stretches then move whole rows
+    for factor in factors:
+        tall = stretched(sharp, stretch(sharp.shape[0], factor))  # (H, W, 3)
+        total += stretched(cv2.transpose(tall), stretch(sharp.shape[1], factor))
+    return to_levels(cv2.transpose(total) / (len(factors) + 1))
+
+
+Stretch = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def stretched(picture: np.ndarray, places: Stretch) -> np.ndarray:
+    """Rows between rows: the middle, zoomed along the first side and cut to its length."""
+    before, after, share = places
+    first = picture.take(before, 0)
+    difference = picture.take(after, 0)
+    difference -= first
+    difference *= share[:, None, None]
+    first += difference
+    return first
+
+
+@lru_cache(256)
+def stretch(side: int, factor: float) -> Stretch:
+    """Where the pixels of a zoomed side come from: the one before, the one after, and the share of the latter."""
+    kept = math.ceil(side / factor)
+    length = round(kept * factor)
+    first = (length - side) // 2
+    places = np.arange(length)[first : first + side] * ((kept - 1) / max(1, length - 1))
+    before = np.minimum(places.astype(int), kept - 1)
+    start = (side - kept) // 2
+    return start + before, start + np.minimum(before + 1, kept - 1), (places - before).astype(np.float32)

@@ -1,0 +1,124 @@
+"""The file of finished cells: whose they are on the first line, then a line a cell."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.suites.robustness_scores import Cell, Cells
+
+KIND = "isomorph robustness"
+SAME_SIGHT = ("suite", "version", "source", "limit", "size", "seed", "pictures")
+"""What two models' results must share to be compared."""
+
+
+def weights_hash(model: nn.Module) -> str:
+    """What tells a model's weights from others: names and bytes of all that its state holds."""
+    known = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        kept = tensor.detach().cpu().contiguous()
+        known.update(f"{name} {kept.dtype} {tuple(kept.shape)}".encode())
+        known.update(kept.flatten().view(torch.uint8).numpy().data if kept.numel() else b"")
+    return known.hexdigest()[:16]
+
+
+class Journal:
+    """Cells of one model on one source, appended as they finish; in memory only without a path.
+
+    Raises: UserError when the file holds another model's or source's cells, or is something else.
+    """
+
+    def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
+        self.path, self.identity = path, dict(identity)
+        self.cells: dict[tuple[str, int], Cell] = {}
+        if path is None:
+            return
+        if path.exists() and path.stat().st_size:
+            found, cells, whole = read_journal(path)
+            refuse_another(path, found, self.identity)
+            self.cells.update(cells)
+            os.truncate(path, whole)  # a line cut short by a kill
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; give another --out") from None
+        self.append({"kind": KIND, **self.identity})
+
+    def add(self, corruption: str, severity: int, metrics: Mapping[str, Any]) -> None:
+        """Keeps a finished cell, and has it on disk before returning."""
+        cell = {"corruption": corruption, "severity": severity, **metrics}
+        self.cells[corruption, severity] = cell
+        self.append(cell)
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        if self.path is None:
+            return
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; give another --out") from None
+
+
+def read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
+    """Identity, cells, and how many bytes of the file are whole lines.
+
+    Raises: UserError when it is no such file, or damaged before its last line.
+    """
+    try:
+        block = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    whole = block.rfind(b"\n") + 1
+    try:
+        first, *others = [json.loads(line) for line in block[:whole].splitlines()]
+        if first.pop("kind") != KIND:
+            raise ValueError
+        return first, {(cell["corruption"], int(cell["severity"])): cell for cell in others}, whole
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise UserError(f"{path} is not a file of robustness cells, or is damaged; give another") from None
+
+
+def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
+    """Identity and cells of a baseline: a file written by --out, or what --json printed.
+
+    Raises: UserError when it is neither.
+    """
+    try:
+        result = json.loads(path.read_text())
+        cells = {(cell["corruption"], int(cell["severity"])): cell for cell in result["cells"]}
+        return {key: result[key] for key in ("model", *SAME_SIGHT)}, cells
+    except OSError as error:
+        raise UserError(f"cannot read the baseline {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        identity, found, _ = read_journal(path)
+        return identity, found
+
+
+def refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises: UserError when a file's cells are another model's or were measured otherwise."""
+    for key in wanted:
+        if found.get(key) != wanted[key] and key != "model":
+            raise UserError(
+                f"{path} holds cells of {found.get('model')} with {key} {found.get(key)}, not {wanted[key]} as of this "
+                f"{wanted['model']}; give another --out"
+            )
+
+
+def refuse_unlike(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raises: UserError when a baseline saw other pictures."""
+    for key in SAME_SIGHT:
+        if base.get(key) != identity[key]:
+            raise UserError(
+                f"the baseline {path} was measured with {key} {base.get(key)}, this model with {identity[key]}; "
+                "measure both on the same pictures"
+            )

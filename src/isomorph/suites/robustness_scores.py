@@ -1,0 +1,177 @@
+"""From cells (corruption, severity, metrics) to the measures that are published of them."""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C
+from isomorph.data.corruptions import SEVERITIES
+from isomorph.errors import UserError
+
+Cell = Mapping[str, Any]
+Cells = Mapping[tuple[str, int], Cell]
+
+ALEXNET = {
+    "gaussian_noise": 88.6428,
+    "shot_noise": 89.4468,
+    "impulse_noise": 92.2640,
+    "defocus_blur": 81.9880,
+    "glass_blur": 82.6268,
+    "motion_blur": 78.5948,
+    "zoom_blur": 79.8360,
+    "snow": 86.6816,
+    "frost": 82.6572,
+    "fog": 81.9324,
+    "brightness": 56.4592,
+    "contrast": 85.3204,
+    "elastic_transform": 64.6056,
+    "pixelate": 71.7840,
+    "jpeg_compression": 60.6500,
+}
+"""AlexNet's top-1 error (%) on ImageNet-C, mean over severities.
+
+Source: ImageNet-C's authors (github hendrycks/robustness, issue 10: by severity; these are the means); the model is
+torchvision's (issue 38).
+"""
+ALEXNET_CLEAN = 43.478
+"""Its error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1, 56.522 right; the paper prints 43.5."""
+
+
+class Score:
+    """Sums over images of one cell, so that nothing is kept of them."""
+
+    def __init__(self) -> None:
+        self.images, self.first, self.five, self.nll = 0, 0, 0, 0.0
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Shape: logits (B, num_classes), labels (B,)"""
+        right = logits.topk(min(5, logits.shape[1])).indices.eq(labels[:, None])  # (B, 5)
+        self.images += len(labels)
+        self.first += int(right[:, 0].sum())
+        self.five += int(right.any(1).sum())
+        self.nll += F.cross_entropy(logits.float(), labels, reduction="sum").item()
+
+    def metrics(self) -> dict[str, float]:
+        """top1 and top5 (%), nll (nats), images"""
+        share = 100 / self.images
+        return {
+            "top1": share * self.first,
+            "top5": share * self.five,
+            "nll": self.nll / self.images,
+            "images": self.images,
+        }
+
+
+def summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
+    """Accuracy by corruption, category and severity; mCE and relative mCE where they are defined.
+
+    Means by severity and over all are over the 15 corruptions of the suite; the extra ones stand by themselves.
+    mCE = mean over corruptions of (sum over severities of error / the same of AlexNet): for 1000 classes at 224 px
+    (`imagenet`) and all 75 cells. Relative mCE subtracts each net's clean error from both.
+
+    Source: Hendrycks and Dietterich 2019, section 4.1
+    """
+    by_corruption = means(cells, {name: (name,) for name in (*IMAGENET_C, *EXTRA)})
+    errors = {name: 100 - top1 for name, top1 in by_corruption.items() if name in IMAGENET_C}
+    found: dict[str, Any] = {
+        "by_corruption": by_corruption,
+        "by_category": means(cells, {**CATEGORIES, "extra": EXTRA}),
+        "by_severity": by_severity(cells),
+    }
+    if errors:
+        found |= {"mean_top1": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
+    if imagenet and all((name, severity) in cells for name in IMAGENET_C for severity in SEVERITIES):
+        found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C}
+        found["mce"] = mean(found["ce"].values())
+        if clean is not None:
+            worse = {name: errors[name] - (100 - clean["top1"]) for name in IMAGENET_C}
+            found["relative_mce"] = mean(100 * worse[name] / (ALEXNET[name] - ALEXNET_CLEAN) for name in IMAGENET_C)
+    return found
+
+
+def means(cells: Cells, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Mean top-1 of each group of corruptions, each by the mean over its severities; empty groups left out."""
+    found = {}
+    for group, names in groups.items():
+        rows = [[cell["top1"] for (name, _), cell in cells.items() if name == member] for member in names]
+        if any(rows):
+            found[group] = mean(mean(row) for row in rows if row)
+    return found
+
+
+def by_severity(cells: Cells) -> dict[int, float]:
+    """Mean top-1 over the suite's corruptions (over the extra ones where there are no others)."""
+    chosen = [key for key in cells if key[0] in IMAGENET_C] or list(cells)
+    return {
+        severity: mean(cells[key]["top1"] for key in chosen if key[1] == severity)
+        for severity in sorted({severity for _, severity in chosen})
+    }
+
+
+def against(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
+    """Gain over a baseline on the cells that both have: points of top-1, and in per cent of the baseline's.
+
+    `error_ratio` is the mCE with the baseline in AlexNet's place: mean over corruptions of error / its error (%).
+
+    Source: T-CNN Fig. 3 (relative improvement by category and by severity)
+    Raises: UserError when they have no cell in common.
+    """
+    common = [key for key in cells if key in base]
+    if not common:
+        raise UserError(f"the baseline {name} has none of these cells; measure both with the same options")
+    ours, theirs = ({key: kept[key] for key in common} for kept in (cells, base))
+    ours_found, theirs_found = (summary(kept, None, imagenet=False) for kept in (ours, theirs))
+    found: dict[str, Any] = {"model": name, "cells": len(common)}
+    for view in ("by_corruption", "by_category", "by_severity"):
+        pairs = {key: (ours_found[view][key], theirs_found[view][key]) for key in ours_found[view]}
+        found[view] = {
+            key: {"points": a - b, "relative": 100 * (a - b) / b if b else None} for key, (a, b) in pairs.items()
+        }
+    ratios = [
+        (100 - top1) / (100 - theirs_found["by_corruption"][key])
+        for key, top1 in ours_found["by_corruption"].items()
+        if key in IMAGENET_C and theirs_found["by_corruption"][key] < 100
+    ]
+    if ratios:
+        found["points"] = ours_found["mean_top1"] - theirs_found["mean_top1"]
+        found["error_ratio"] = 100 * mean(ratios)
+    return found
+
+
+def robustness_rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Head, and a row of top-1 (%) by severity for each corruption, category and the whole, for a terminal."""
+    severities = list(result["by_severity"])
+    cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
+    gain, ce = result.get("against", {}), result.get("ce", {})
+    heads = [f"{result['model']}: top-1 (%)", *map(str, severities), "mean"]
+    rows = [heads + ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)]
+    groups = {**{name: (name,) for name in result["by_corruption"]}, **CATEGORIES, "extra": EXTRA}
+    for view in ("by_corruption", "by_category"):
+        for name, top1 in result[view].items():
+            found = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
+            row = [name, *(f"{mean(part):.1f}" if part else "" for part in found), f"{top1:.2f}"]
+            points = gain.get(view, {}).get(name, {}).get("points")
+            more = [f"{ce[name]:.1f}" if name in ce else ""] * bool(ce)
+            rows.append(row + more + ["" if points is None else f"{points:+.2f}"] * bool(gain))
+    whole = ["all of the suite", *(f"{top1:.1f}" for top1 in result["by_severity"].values())]
+    whole.append(f"{result['mean_top1']:.2f}" if "mean_top1" in result else "")
+    more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
+    return [*rows, whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain)]
+
+
+def headlines(result: Mapping[str, Any]) -> list[str]:
+    """What to say below the table, a line each."""
+    lines = [f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"]
+    if result["clean"]:
+        lines.append(f"clean top-1 {result['clean']['top1']:.2f} %")
+    if "mce" in result:
+        relative = f", relative mCE {result['relative_mce']:.1f} %" if "relative_mce" in result else ""
+        lines.append(f"mCE {result['mce']:.1f} %{relative} (100 is AlexNet)")
+    elif "mean_error_unnormalised" in result:
+        lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
+    if "error_ratio" in (gain := result.get("against", {})):
+        lines.append(f"error beside {gain['model']}: {gain['error_ratio']:.1f} % of its ({gain['points']:+.2f} points)")
+    return lines

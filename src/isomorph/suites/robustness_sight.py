@@ -1,0 +1,112 @@
+"""What a model is shown: clean images framed as the suite asks, or the published pictures."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from timm.data import resolve_data_config
+from torch import nn
+
+from isomorph.data import Source
+from isomorph.data.corruptions import VERSION
+from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Frame, Pictures, fingerprint, frame_of, refuse_small
+from isomorph.errors import UserError
+from isomorph.suites.robustness_published import published_cell
+
+SUITES = ("imagenet-c",)
+PUBLISHED_SIZE = (224, 224)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What is shown to the model and how: the clean source, the published folder, size, frame, seed."""
+
+    source: Source | None
+    folder: Path | None
+    config: Mapping[str, Any]
+    frame: Frame
+    imagenet: bool
+    classes: int
+    seed: int
+    limit: int | None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        height, width = self.config["input_size"][-2:]
+        return height, width
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for two results to be comparable."""
+        source = f"published {self.folder.resolve()}" if self.folder else fingerprint(self.clean_source())
+        return {
+            "suite": SUITES[0],
+            "version": VERSION,
+            "source": source,
+            "limit": self.limit,
+            "size": list(self.size),
+            "seed": self.seed,
+            "pictures": self.described(),
+        }
+
+    def described(self) -> str:
+        """How the pictures came about, in words."""
+        if self.folder:
+            return "published pictures, as they are"
+        first = "shorter side to 256/224 of the size, middle cut out" if self.imagenet else "the model's own test crop"
+        return f"{first}, {self.size[1]} x {self.size[0]} px, then corrupted"
+
+    def clean_source(self) -> Source:
+        """The clean images, all or evenly spaced ones. Raises: UserError when there is no source."""
+        if self.source is None:
+            raise UserError("there are no clean images; give a source")
+        return some_of(self.source, self.limit)
+
+    def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Pictures]]:
+        """Datasets of a corruption's cells: all severities from one decoding, or each from its published folder."""
+        if self.folder is None:
+            source = self.clean_source()
+            yield tuple(severities), Pictures(source, self.frame, corruption, severities, self.seed)
+            return
+        for severity in severities:
+            cell = some_of(published_cell(self.folder, corruption, severity, self.classes), self.limit)
+            yield (severity,), Pictures(cell, self.frame)
+
+
+def some_of(source: Source, limit: int | None) -> Source:
+    """So many images, evenly spaced; all of them without a limit."""
+    if limit is None or limit >= len(source):
+        return source
+    return source.subset(np.linspace(0, len(source) - 1, limit).astype(int))
+
+
+def look(
+    model: nn.Module,
+    source: Source | None,
+    folder: Path | None,
+    size: tuple[int, int] | None,
+    seed: int,
+    limit: int | None,
+) -> Sight:
+    """What the model is shown. Raises: UserError when classes or sizes do not fit."""
+    if source is None and folder is None:
+        raise UserError("give a source of clean images, or the folder of the published suite")
+    classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
+    if source is not None and len(source.classes) != classes:
+        raise UserError(f"the model knows {classes} classes, the data has {len(source.classes)}: not the same labels")
+    own = resolve_data_config({}, model=model, use_test_size=True)
+    imagenet = classes == 1000
+    if size is None:
+        fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
+        size = own["input_size"][-2:] if fixed or not (imagenet or folder) else PUBLISHED_SIZE
+    if min(size) < 1:
+        raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
+    if folder and imagenet and tuple(size) != PUBLISHED_SIZE:
+        raise UserError(
+            f"the published pictures are 224 x 224, the model is to see {size[1]} x {size[0]}: resampling would change "
+            "the corruptions; corrupt on the fly instead (a source and no folder)"
+        )
+    config = {**own, "input_size": (3, *size), **(IMAGENET_FRAME if imagenet else {})}
+    refuse_small(config)
+    return Sight(source, folder, config, frame_of(config), imagenet, classes, seed, limit)

@@ -1,0 +1,262 @@
+"""ImageNet-C's corruptions against its own code's output; who draws what; pictures kept on disk."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import isomorph as iso
+from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, corrupt
+from isomorph.data import corruptions as seam
+from isomorph.data.corruptions import SEVERITIES, seed_of
+from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
+from isomorph.data.corruptions_digital import blurring, mirrored, sampled
+from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Pictures, frame_of, picture_loader
+
+ALL = (*IMAGENET_C, *EXTRA)
+DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
+DETERMINISTIC += ("gaussian_blur", "saturate")
+SAME_STREAM = ("gaussian_noise", "shot_noise", "speckle_noise", "glass_blur", "motion_blur", "snow", "frost", "fog")
+SAME_STREAM += ("elastic_transform", "spatter")
+"""Random ones whose draws follow the reference's, draw for draw; impulse_noise draws from a stream of its own."""
+MEASURES = ("mean", "std", "mad", "rmse", "frac_changed")
+
+
+@pytest.fixture
+def reference(data_root):
+    folder = data_root / "corruption_reference/imagenet224"
+    return folder, pixels_of(folder / "input.png"), json.loads((folder / "stats.json").read_text())
+
+
+def pixels_of(path):
+    return np.asarray(Image.open(path).convert("RGB"))
+
+
+def drawing(side=32, seed=0):
+    """A smooth picture with all levels, so that blurs and colours have something to do."""
+    rng = np.random.default_rng(seed)
+    coarse = Image.fromarray(rng.integers(0, 256, (5, 5, 3), np.uint8))
+    return np.asarray(coarse.resize((side, side), Image.Resampling.BICUBIC))
+
+
+def measured(corrupted, original):
+    difference = corrupted.astype(float) - original
+    changed = (difference != 0).mean()
+    spread = np.sqrt((difference**2).mean())
+    return corrupted.mean(), corrupted.std(), np.abs(difference).mean(), spread, changed
+
+
+def test_categories_are_the_papers():
+    assert [len(names) for names in CATEGORIES.values()] == [3, 4, 4, 4]
+    assert len(set(ALL)) == 19
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic_ones_equal_the_reference(reference, name):
+    folder, original, stats = reference
+    assert stats[name]["deterministic"]
+    for severity in SEVERITIES:
+        expected = pixels_of(folder / f"{name}_{severity}.png").astype(int)
+        assert np.abs(corrupt(original, name, severity, seed=0) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("name", SAME_STREAM)
+def test_random_ones_draw_what_the_reference_draws(reference, name):
+    """The same seed gives the reference's picture; OpenCV's affine map (elastic) rounds otherwise now."""
+    folder, original, _ = reference
+    expected = pixels_of(folder / f"{name}_3_seed0.png").astype(int)
+    difference = np.abs(corrupt(original, name, 3, seed=0) - expected)
+    assert difference.max() <= (4 if name == "elastic_transform" else 1)
+    assert (difference > 1).mean() < 1e-3
+
+
+@pytest.mark.parametrize("name", [*SAME_STREAM, "impulse_noise"])
+def test_statistics_are_the_references(reference, name):
+    """Over the reference's own seeds its numbers; impulse_noise, from another stream, within 4 standard errors."""
+    _, original, stats = reference
+    for severity in SEVERITIES:
+        known = stats[name][str(severity)]
+        draws = np.array([measured(corrupt(original, name, severity, s), original) for s in range(known["n"])])
+        mean, spread = np.array([known[key] for key in MEASURES]).T
+        if name == "impulse_noise":
+            error = np.sqrt((spread**2 + draws.std(0) ** 2) / known["n"]) + 1e-3
+            assert np.all(np.abs(draws.mean(0) - mean) < 4 * error)
+        else:
+            np.testing.assert_allclose(draws.mean(0), mean, atol=0.005)
+            np.testing.assert_allclose(draws.std(0), spread, atol=0.005)
+
+
+OWN = {"gaussian_blur", "defocus_blur", "motion_blur", "zoom_blur", "brightness", "contrast", "saturate"}
+OWN |= {"spatter"}
+
+
+@pytest.mark.parametrize("side", [33, 64])
+@pytest.mark.parametrize("name", sorted(OWN))
+def test_the_fast_forms_equal_the_packages(name, side):
+    from imagecorruptions import corrupt as package
+
+    original = drawing(side)
+    for severity in SEVERITIES:
+        np.random.seed(severity)
+        expected = package(original, severity, name).astype(int)
+        assert np.abs(corrupt(original, name, severity, severity) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("shape", [(32, 32), (40, 57)])
+def test_a_corruption_is_a_function_of_picture_and_seed(name, shape):
+    original = np.ascontiguousarray(drawing(64)[: shape[0], : shape[1]])
+    copy = original.copy()
+    np.random.seed(1)
+    first, state = corrupt(original, name, 3, seed=5), np.random.get_state()[1].copy()
+    np.random.seed(1)
+    assert np.array_equal(np.random.get_state()[1], state)  # others' draws are not touched
+    np.random.seed(2)
+    assert np.array_equal(first, corrupt(original, name, 3, seed=5))
+    assert np.array_equal(original, copy)
+    assert first.shape == original.shape
+    assert first.dtype == np.uint8
+    deterministic = np.array_equal(first, corrupt(original, name, 3, seed=6))
+    assert deterministic == (name in DETERMINISTIC)
+
+
+def test_severity_grows():
+    """Away from the picture, for those whose constants grow evenly."""
+    original = drawing(96)
+    for name in (*CATEGORIES["noise"], *DETERMINISTIC[:-1], "motion_blur", "speckle_noise"):
+        far = [np.abs(corrupt(original, name, s, 3).astype(int) - original).mean() for s in (1, 3, 5)]
+        assert far[0] < far[1] < far[2], name
+
+
+def test_a_picture_without_a_drop_stays_a_picture():
+    """imagecorruptions divides by the brightest drop; where none has formed the whole picture is lost."""
+    original = drawing()
+    assert all(corrupt(original, "spatter", 1, seed).mean() > 0.5 * original.mean() for seed in range(60))
+
+
+def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
+    from isomorph.data.corruptions_weather import TEXTURES, frost, frost_texture
+
+    assert "frost6.jpg" not in TEXTURES
+    black = np.zeros((400, 300, 3), np.uint8)
+    for seed in range(5):
+        seen = frost(black, 1, np.random.RandomState(seed))
+        assert seen.max() <= 0.4 * 255
+        assert seen.std() > 0
+    assert frost_texture(0).shape == (600, 900, 3)
+
+
+def test_replacing_at_once_is_replacing_one_by_one():
+    from isomorph.data.corruptions_blur import replaced
+
+    original = drawing(20)
+    for reach in (1, 2, 3):
+        slow, draws = original.copy(), np.random.RandomState(reach)
+        for row in range(20 - reach, reach, -1):
+            for column in range(20 - reach, reach, -1):
+                right, down = draws.randint(-reach, reach, size=2)
+                slow[row, column] = slow[row + down, column + right]
+        assert np.array_equal(replaced(original, reach, np.random.RandomState(reach)), slow)
+
+
+def test_sampling_and_blurring_are_scipys():
+    from scipy.ndimage import gaussian_filter, map_coordinates
+
+    rng = np.random.default_rng(0)
+    picture = rng.random((9, 12, 3))
+    rows, columns = rng.uniform(-12, 25, (2, 6, 7))
+    expected = [map_coordinates(picture[..., c], [rows, columns], order=1, mode="reflect") for c in range(3)]
+    np.testing.assert_allclose(sampled(picture, rows, columns), np.stack(expected, -1), atol=1e-6)
+    expected = gaussian_filter(picture[..., 0], 4.5, mode="reflect", truncate=3)
+    np.testing.assert_allclose(blurring(9, 4.5) @ picture[..., 0] @ blurring(12, 4.5).T, expected, atol=1e-12)
+    assert mirrored(np.arange(-3, 6), 3).tolist() == [2, 1, 0, 0, 1, 2, 2, 1, 0]
+
+
+def test_errors_are_one_clear_line(monkeypatch):
+    source = Source([Image.new("RGB", (31, 40))], [0], ["a"])
+    with pytest.raises(iso.UserError, match="'gausian_noise' is unknown; did you mean gaussian_noise"):
+        Corrupted(source, "gausian_noise", 3)
+    with pytest.raises(iso.UserError, match="'rain' is unknown"):
+        Corrupted(source, "rain", 3)
+    with pytest.raises(iso.UserError, match="severity 0 is not in 1 to 5"):
+        Corrupted(source, "fog", 0)
+    with pytest.raises(iso.UserError, match="32 px at least; this one is 31 x 40"):
+        Corrupted(source, "fog", 1).image(0)
+    seam.corrupters.cache_clear()
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    with pytest.raises(iso.UserError, match=r"pip install 'isomorph\[corruptions\]'"):
+        corrupt(drawing(), "fog", 1, 0)
+    seam.corrupters.cache_clear()
+
+
+def source_of(number=6, side=40):
+    pictures = [Image.fromarray(drawing(side, seed)) for seed in range(number)]
+    return Source(pictures, [i % 3 for i in range(number)], ["a", "b", "c"])
+
+
+CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_workers_and_subsets_change_nothing(workers):
+    source, frame = source_of(), frame_of(CONFIG)
+    whole = Pictures(source, frame, "impulse_noise", (2, 5))
+    (images, labels), *rest = picture_loader(whole, 6, workers)
+    assert not rest
+    assert images.shape == (6, 2, 3, 32, 32)
+    assert labels.tolist() == [0, 1, 2, 0, 1, 2]
+    part = Pictures(source.subset([4, 1]), frame, "impulse_noise", (5,))
+    (some, _), *_ = picture_loader(part, 6, workers)
+    assert torch.equal(some[:, 0], images[[4, 1], 1])
+    other = Pictures(source, frame, "impulse_noise", (2, 5), seed=1)
+    assert not torch.equal(other[0][0], images[0])
+
+
+def test_pictures_are_framed_then_corrupted():
+    source = source_of(1, 70)
+    frame = frame_of({**CONFIG, **IMAGENET_FRAME, "input_size": (3, 56, 56)})
+    framed = frame(source.image(0))
+    assert framed.size == (56, 56)
+    expected = source.image(0).resize((64, 64), Image.Resampling.BILINEAR).crop((4, 4, 60, 60))
+    assert np.array_equal(np.asarray(framed), np.asarray(expected))
+    seen = Pictures(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
+    assert np.array_equal(seen, corrupt(np.asarray(framed), "fog", 3, seed_of("fog", 3, 0)))
+
+
+def test_stored_pictures_are_the_pictures_or_none(tmp_path):
+    pictures = Pictures(source_of(), frame_of(CONFIG), "fog", (1, 4))
+    cache = PictureCache(tmp_path / "kept", {"source": "a"}, 6, (32, 32))
+    assert cache.stored("fog", 1) is None
+    half = CellWriter(cache, "fog", (1, 4))
+    half.add(pictures[0][0][None])
+    half.drop()
+    assert [path.name for path in cache.folder.iterdir()] == ["kind.json"]
+    writer = CellWriter(cache, "fog", (1, 4))
+    for i in range(6):
+        writer.add(pictures[i][0][None])
+    assert cache.stored("fog", 1) is None  # written, not finished
+    writer.finish()
+    cells = [cache.stored("fog", severity) for severity in (1, 4)]
+    kept = StoredPictures(cells, pictures.source.labels)
+    assert all(torch.equal(kept[i][0], pictures[i][0]) and kept[i][1] == pictures[i][1] for i in range(6))
+    assert PictureCache(tmp_path / "kept", {"source": "b"}, 6, (32, 32)).stored("fog", 1) is None
+    raw = cache.paths("fog", 4)[0]
+    block = bytearray(raw.read_bytes())
+    block[5000] ^= 1
+    raw.write_bytes(block)
+    assert cache.stored("fog", 4) is None
+    raw.write_bytes(block[:-1])
+    assert cache.stored("fog", 4) is None
+    assert cache.stored("fog", 1) is not None
+
+
+def test_a_cache_that_does_not_fit_is_refused_before_it_fills_the_disk(tmp_path):
+    cache = PictureCache(tmp_path, {}, 10**9, (224, 224))
+    with pytest.raises(iso.UserError, match=r"the cache needs 140\d+\.\d GiB"):
+        cache.refuse_full_disk(1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(iso.UserError, match="cannot write the cache"):
+        PictureCache(tmp_path / "file", {}, 1, (32, 32))

@@ -1,0 +1,395 @@
+"""The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import ImageNetInfo
+from torch import nn
+
+import isomorph as iso
+from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, eval_loader
+from isomorph.suites import robustness_journal
+from isomorph.suites.robustness_published import published_cell
+from isomorph.suites.robustness_scores import ALEXNET, ALEXNET_CLEAN, against, headlines, robustness_rows, summary
+
+FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
+BY_SEVERITY = {
+    "gaussian_noise": (0.69528, 0.82542, 0.93554, 0.98138, 0.99452),
+    "shot_noise": (0.71224, 0.85108, 0.93574, 0.98182, 0.99146),
+    "impulse_noise": (0.78374, 0.89808, 0.94870, 0.98720, 0.99548),
+    "defocus_blur": (0.65624, 0.73202, 0.85036, 0.91364, 0.94714),
+    "glass_blur": (0.64308, 0.75054, 0.88806, 0.91622, 0.93344),
+    "motion_blur": (0.58430, 0.70048, 0.82108, 0.89750, 0.92638),
+    "zoom_blur": (0.70008, 0.76992, 0.80784, 0.84198, 0.87198),
+    "snow": (0.71726, 0.88392, 0.86468, 0.91870, 0.94952),
+    "frost": (0.61390, 0.79734, 0.88790, 0.89942, 0.93430),
+    "fog": (0.67474, 0.76050, 0.84378, 0.87260, 0.94500),
+    "brightness": (0.45140, 0.48502, 0.54048, 0.62166, 0.72440),
+    "contrast": (0.64548, 0.76150, 0.88874, 0.97760, 0.99270),
+    "elastic_transform": (0.52596, 0.70116, 0.55686, 0.64076, 0.80554),
+    "pixelate": (0.52218, 0.54620, 0.73728, 0.87092, 0.91262),
+    "jpeg_compression": (0.51002, 0.54718, 0.57294, 0.65458, 0.74778),
+}
+"""AlexNet's errors by severity, as its authors gave them (github hendrycks/robustness, issue 10)."""
+
+
+def cells_of(errors):
+    return {
+        (name, i + 1): {"corruption": name, "severity": i + 1, "top1": 100 * (1 - error), "images": 7}
+        for name, row in errors.items()
+        for i, error in enumerate(row)
+    }
+
+
+def source_of(number=12, classes=10, side=32):
+    rng = np.random.default_rng(0)
+    pictures = [Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)) for _ in range(number)]
+    return Source(pictures, [i % classes for i in range(number)], [f"class {i}" for i in range(classes)])
+
+
+def numbers(result):
+    """All that was measured, in order; sums of other batches round otherwise."""
+    return [cell[key] for cell in [result["clean"], *result["cells"]] for key in ("top1", "top5", "nll", "images")]
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(1)
+    model = timm.create_model("cifar_resnet20", pretrained=False)
+    return model.train()
+
+
+class Brightness(nn.Module):
+    """Says class 1 for a picture brighter than the middle on average; 1000 classes at 224 px, or as told."""
+
+    def __init__(self, classes=1000, side=224, fixed=False):
+        super().__init__()
+        self.num_classes, self.middle = classes, nn.Parameter(torch.zeros(()))
+        self.pretrained_cfg = dict(input_size=(3, side, side), mean=(0.5,) * 3, std=(0.5,) * 3, fixed_input_size=fixed)
+        self.sizes = set()
+
+    def forward(self, x):
+        self.sizes.add(tuple(x.shape[-2:]))
+        logits = torch.zeros(len(x), self.num_classes)
+        logits[:, 1] = x.mean((1, 2, 3)) - self.middle
+        logits[:, 0] = self.middle - x.mean((1, 2, 3))
+        return logits
+
+
+def test_alexnet_is_a_hundred_by_definition():
+    import torchvision
+
+    for name, errors in BY_SEVERITY.items():
+        assert ALEXNET[name] == pytest.approx(100 * np.mean(errors), abs=1e-3)
+    kept = torchvision.models.AlexNet_Weights.IMAGENET1K_V1.meta["_metrics"]["ImageNet-1K"]["acc@1"]
+    assert pytest.approx(100 - kept) == ALEXNET_CLEAN
+    found = summary(cells_of(BY_SEVERITY), {"top1": kept}, imagenet=True)
+    assert found["mce"] == pytest.approx(100, abs=1e-3)
+    assert found["relative_mce"] == pytest.approx(100, abs=1e-3)
+    assert found["mean_error_unnormalised"] == pytest.approx(np.mean(list(ALEXNET.values())), abs=1e-3)
+
+
+def test_mce_is_a_mean_of_ratios():
+    half = {name: [error / 2 for error in row] for name, row in BY_SEVERITY.items()}
+    found = summary(cells_of({**half, "fog": BY_SEVERITY["fog"]}), {"top1": 80.0}, imagenet=True)
+    assert found["mce"] == pytest.approx((14 * 50 + 100) / 15, abs=1e-3)
+    assert found["ce"]["fog"] == pytest.approx(100, abs=1e-3)
+    relative = [(found["ce"][n] / 100 * ALEXNET[n] - 20) / (ALEXNET[n] - ALEXNET_CLEAN) for n in ALEXNET]
+    assert found["relative_mce"] == pytest.approx(100 * np.mean(relative), abs=1e-3)
+    found = summary(cells_of({"brightness": [1 - 0.6802] * 5}), None, imagenet=False)
+    assert 100 * found["mean_error_unnormalised"] / ALEXNET["brightness"] == pytest.approx(
+        56.64, abs=0.01
+    )  # ResNet-50's
+
+
+def test_mce_is_not_said_where_it_is_not_defined():
+    whole = cells_of(BY_SEVERITY)
+    assert "mce" not in summary(whole, None, imagenet=False)
+    assert "relative_mce" not in summary(whole, None, imagenet=True)
+    del whole["fog", 3]
+    assert "mce" not in summary(whole, None, imagenet=True)
+
+
+def test_means_by_category_and_severity():
+    rng = np.random.default_rng(0)
+    errors = {name: rng.random(5) for name in (*IMAGENET_C, *EXTRA)}
+    found = summary(cells_of(errors), None, imagenet=False)
+    for category, names in {**CATEGORIES, "extra": EXTRA}.items():
+        expected = 100 * (1 - np.mean([errors[name] for name in names]))
+        assert found["by_category"][category] == pytest.approx(expected)
+    suite = 100 * (1 - np.array([errors[name] for name in IMAGENET_C]))
+    assert list(found["by_severity"].values()) == pytest.approx(suite.mean(0).tolist())
+    assert found["mean_top1"] == pytest.approx(suite.mean())
+    only = summary(cells_of({"spatter": [0.1] * 5}), None, imagenet=False)
+    assert only["by_severity"] == pytest.approx(dict.fromkeys(range(1, 6), 90))
+    assert "mean_top1" not in only
+
+
+def test_the_gain_over_a_baseline():
+    base = cells_of(BY_SEVERITY)
+    ours = cells_of({name: [0.8 * error for error in row] for name, row in BY_SEVERITY.items()})
+    found = against(ours, base, "base")
+    assert found["error_ratio"] == pytest.approx(80)
+    mean = np.mean(list(BY_SEVERITY.values()), 0)
+    for severity, row in found["by_severity"].items():
+        assert row["points"] == pytest.approx(20 * mean[severity - 1])
+        assert row["relative"] == pytest.approx(20 * mean[severity - 1] / (1 - mean[severity - 1]))
+    del ours["fog", 1]
+    assert against(ours, base, "base")["cells"] == 74
+    with pytest.raises(iso.UserError, match="none of these cells"):
+        against({("fog", 1): base["fog", 1]}, {("snow", 1): base["snow", 1]}, "base")
+
+
+def test_cells_are_what_evaluate_says(net):
+    source = source_of()
+    found = iso.robustness(net, source, **FEW, batch_size=5)
+    assert net.training
+    config = net.pretrained_cfg if isinstance(net.pretrained_cfg, dict) else vars(net.pretrained_cfg)
+    config = {key: config[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
+    assert len(found["cells"]) == 6
+    clean = iso.evaluate(net, eval_loader(source, config))
+    for cell, seen in [(found["clean"], source)] + [
+        (cell, Corrupted(source, cell["corruption"], cell["severity"])) for cell in found["cells"]
+    ]:
+        expected = clean if seen is source else iso.evaluate(net, eval_loader(seen, config))
+        for key in ("top1", "top5", "nll", "images"):
+            assert cell[key] == pytest.approx(expected[key], rel=1e-4), key
+    assert "mce" not in found
+    assert "unnormalised" in headlines(found)[-1]
+    assert "ImageNet-C's constants" in headlines(found)[0]
+    assert [row[0] for row in robustness_rows(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
+
+
+def test_it_is_public():
+    assert "robustness" in iso.__all__
+    assert callable(iso.robustness)
+
+
+def test_workers_and_batches_change_nothing(net):
+    source = source_of()
+    plain = iso.robustness(net, source, **FEW)
+    for options in (dict(workers=2, batch_size=4), dict(batch_size=1)):
+        other = iso.robustness(net, source, **FEW, **options)
+        assert numbers(other) == pytest.approx(numbers(plain), rel=1e-5)
+    assert iso.robustness(net, source, **FEW, seed=1)["cells"] != plain["cells"]
+
+
+def test_a_killed_run_goes_on(net, tmp_path):
+    source, out, told = source_of(), tmp_path / "cells.jsonl", []
+    whole = iso.robustness(net, source, **FEW)
+
+    def stop(done, total, doing):
+        told.append((done, total))
+        if doing == "gaussian_noise":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        iso.robustness(net, source, **FEW, out=out, progress=stop)
+    assert len(out.read_text().splitlines()) == 1 + 1 + 2  # whose, clean, fog
+    with out.open("a") as file:
+        file.write('{"corruption": "gaussian_noi')
+    told.clear()
+    again = iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line))
+    assert again == whole
+    assert told[0] == (2, 6, "gaussian_noise")
+    assert told[-1] == (6, 6, "pixelate")
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(lines) == 8
+    told.clear()
+    assert iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line)) == whole
+    assert not told  # nothing was left to run
+
+
+def test_another_models_file_is_refused(net, tmp_path):
+    source, out = source_of(), tmp_path / "cells.jsonl"
+    one = dict(corruptions=["fog"], severities=[2], out=out)
+    iso.robustness(net, source, **one)
+    with pytest.raises(iso.UserError, match=r"holds cells of .* with seed 0, not 1") as caught:
+        iso.robustness(net, source, **one, seed=1)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(iso.UserError, match="with source"):
+        iso.robustness(net, source_of(13), **one)
+    nn.init.zeros_(net.conv1.weight)
+    before = out.read_text()
+    with pytest.raises(iso.UserError, match=r"holds cells of .* with weights"):
+        iso.robustness(net, source, **one)
+    assert out.read_text() == before
+    out.write_text("not cells\n")
+    with pytest.raises(iso.UserError, match="is not a file of robustness cells"):
+        iso.robustness(net, source, **one)
+    with pytest.raises(iso.UserError, match=r"cannot read .*: Is a directory"):
+        iso.robustness(net, source, **{**one, "out": tmp_path})
+
+
+def test_weights_tell_models_apart(net):
+    other = timm.create_model("cifar_resnet20", pretrained=False)
+    first = robustness_journal.weights_hash(net)
+    other.load_state_dict(net.state_dict())
+    assert robustness_journal.weights_hash(other) == first
+    with torch.no_grad():
+        next(other.parameters()).view(-1)[0] += 1e-3
+    assert robustness_journal.weights_hash(other) != first
+    assert robustness_journal.weights_hash(net.half()) != first
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_baseline_in_either_form(net, tmp_path, as_json):
+    source, base = source_of(), tmp_path / "base"
+    options = dict(FEW, baseline=base)
+    found = iso.robustness(net, source, **FEW, out=None if as_json else base, name="net")
+    if as_json:
+        base.write_text(json.dumps(found))
+    same = iso.robustness(net, source, **options)["against"]
+    assert same["points"] == 0
+    assert same["error_ratio"] == pytest.approx(100)
+    assert same["model"] == "net"
+    with pytest.raises(iso.UserError, match="was measured with source"):
+        iso.robustness(net, source, **options, limit=3)
+    with pytest.raises(iso.UserError, match="cannot read the baseline"):
+        iso.robustness(net, source, **FEW, baseline=tmp_path / "none")
+    with pytest.raises(iso.UserError, match="was measured with seed"):
+        iso.robustness(net, source, **options, seed=4)
+
+
+def test_a_cache_changes_nothing_and_is_used(net, tmp_path, monkeypatch):
+    source = source_of()
+    plain = numbers(iso.robustness(net, source, **FEW))
+    few = dict(FEW, severities=(1,))
+    iso.robustness(net, source, **few, cache=tmp_path)  # one severity stored, one to be made
+    assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
+    stored = sorted(path.name for path in tmp_path.rglob("*.raw"))
+    assert stored == sorted(f"{name}-{severity}.raw" for name in FEW["corruptions"] for severity in (1, 5))
+    monkeypatch.setattr("isomorph.data.corruptions_pictures.corrupt", None)  # cannot be called any more
+    assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
+    monkeypatch.undo()
+    damaged = next(tmp_path.rglob("fog-5.raw"))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
+    assert damaged.read_bytes().strip(b"\0")  # made anew
+
+
+def test_limit_takes_evenly_spaced_images_with_their_own_draws(net):
+    source = source_of()
+    part = iso.robustness(net, source, **FEW, limit=4)
+    expected = iso.robustness(net, source.subset([0, 3, 7, 11]), **FEW)
+    assert [cell["top1"] for cell in part["cells"]] == [cell["top1"] for cell in expected["cells"]]
+    assert part["images"] == 4
+
+
+FOG = dict(corruptions=["fog"], severities=[1])
+ONE = dict(corruptions=["brightness"], severities=[3])
+
+
+def test_imagenet_is_shown_as_imagenet_c_was_made():
+    source = source_of(2, 1000, 300)
+    model = Brightness(side=288)
+    found = iso.robustness(model, source, **ONE)
+    assert model.sizes == {(224, 224)}
+    assert found["size"] == [224, 224]
+    assert "256/224" in found["pictures"]
+    model = Brightness(side=96, fixed=True)
+    iso.robustness(model, source, **ONE)
+    assert model.sizes == {(96, 96)}
+    model = Brightness(classes=10, side=48)
+    assert "own test crop" in iso.robustness(model, source_of(), **ONE)["pictures"]
+    assert model.sizes == {(48, 48)}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """Two corruptions, one of them below its category, two of ImageNet's classes: 0 is black, 1 white."""
+    names = ImageNetInfo().label_names()
+    for place in ("fog", "noise/gaussian_noise"):
+        for severity in (1, 2):
+            for label, level in ((0, 0), (1, 255 if severity == 1 else 0)):
+                folder = tmp_path / place / str(severity) / names[label]
+                folder.mkdir(parents=True)
+                for i in range(3):
+                    Image.new("RGB", (224, 224), (level,) * 3).save(folder / f"ILSVRC2012_val_{i:08}.JPEG")
+    return tmp_path
+
+
+def test_the_published_folder(published):
+    model = Brightness()
+    found = iso.robustness(model, folder=published, corruptions=["fog", "gaussian_noise"], severities=[1, 2])
+    assert [cell["top1"] for cell in found["cells"]] == [100, 50, 100, 50]  # at severity 2 white is black
+    assert found["images"] == 6
+    assert found["clean"] is None
+    some = iso.robustness(model, folder=published, corruptions=["fog"], severities=[1], limit=2)
+    assert some["images"] == 2
+    cell = published_cell(published, "fog", 1, 1000)
+    assert len(cell.classes) == 1000
+    assert cell.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
+    assert other["cells"][0]["top1"] == 100
+
+
+def test_what_is_missing_is_said(published, tmp_path):
+    model = Brightness()
+    (published / "noise/shot_noises").mkdir()
+    cases = {
+        "no folder .*nowhere": dict(folder=tmp_path / "nowhere"),
+        "has no folder shot_noise; nearest: shot_noises": dict(folder=published, corruptions=["shot_noise"]),
+        "has no folder 5; it must hold one per severity": dict(folder=published, corruptions=["fog"], severities=[5]),
+        "did you mean frost": dict(folder=published, corruptions=["frist"]),
+        "severity 7": dict(folder=published, severities=[7]),
+        "at least one corruption": dict(folder=published, corruptions=[]),
+        "suite 'imagenet-d' is unknown": dict(folder=published, suite="imagenet-d"),
+        "give a source": {},
+        "knows 1000 classes, the data has 10": dict(source=source_of()),
+        "the published pictures are 224 x 224, the model is to see 96 x 96": dict(folder=published, size=(96, 96)),
+        "no pixel": dict(folder=published, size=(0, 3)),
+        "batch_size and limit": dict(folder=published, batch_size=0),
+        "those of a folder are on disk already": dict(folder=published, **FOG, cache=tmp_path / "c"),
+    }
+    for said, arguments in cases.items():
+        with pytest.raises(iso.UserError, match=said) as caught:
+            iso.robustness(model, **arguments)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(iso.UserError, match="has 2 classes, the model knows 3"):
+        iso.robustness(Brightness(3, 64), folder=published, corruptions=["fog"], severities=[1])
+    with pytest.raises(iso.UserError, match="32 px at least; the model sees 16 x 16"):
+        iso.robustness(Brightness(10, 16), source_of())
+    (published / "fog/1/n99999999").mkdir()
+    with pytest.raises(iso.UserError, match="classes that ImageNet-1k lacks: n99999999"):
+        iso.robustness(model, folder=published, corruptions=["fog"], severities=[1])
+
+
+def test_the_package_is_asked_for_before_anything_is_written(net, tmp_path, monkeypatch):
+    from isomorph.data.corruptions import corrupters
+
+    corrupters.cache_clear()
+    monkeypatch.setitem(sys.modules, "imagecorruptions", None)
+    with pytest.raises(iso.UserError, match="pip install"):
+        iso.robustness(net, source_of(), out=tmp_path / "cells.jsonl")
+    assert not list(tmp_path.iterdir())
+    corrupters.cache_clear()
+
+
+def test_the_command(tmp_path, data_root, capsys):
+    from isomorph.cli import main
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main([str(part) for part in (*base, *arguments)])
+        return left.value.code, *capsys.readouterr()
+
+    base = ["robustness", "cifar_resnet20", "--data", "cifar10", "--root", data_root, "--limit", 20]
+    base += ["--corruption", "zoom_blur", "--corruption", "saturate", "--severity", 1, "--severity", 4]
+    cells = tmp_path / "cells.jsonl"
+    code, out, err = run("--out", cells, "--json")
+    assert (code, err) == (0, "")
+    assert [cell["images"] for cell in json.loads(out)["cells"]] == [20] * 4
+    code, out, err = run("--baseline", cells)
+    assert (code, err) == (0, "")
+    assert "mean corruption error, unnormalised" in out
+    assert "+0.00" in out
+    code, out, err = run("--out", cells, "--seed", 3)
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert "give another --out" in err
