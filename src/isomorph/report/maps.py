@@ -1,0 +1,154 @@
+"""Attention maps for the page: every query of every head, in 256 levels a row, deflated."""
+
+import base64
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isomorph.analysis.attention import attention_layers, attention_map, visit
+from isomorph.analysis.places import Places, image_grid, places
+from isomorph.errors import UserError
+from isomorph.surgery.recast import Where, matches, nearest_names
+
+LEVELS = 255
+BUDGET = 7_300_000
+"""Characters that all maps of a page may take."""
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """The maps of one layer, rounded to levels between the smallest and the largest value of each row.
+
+    Keys are the prefix tokens, then the places without padding; what attention gives to padding is left out.
+
+    Shape: levels (B, heads, queries, keys), ranges (B, heads, queries, 2), entropy (heads,)
+    """
+
+    name: str
+    where: Places
+    levels: np.ndarray = field(repr=False)
+    ranges: np.ndarray = field(repr=False)
+    entropy: list[float]
+
+    @property
+    def keys(self) -> tuple[int, int]:
+        """Rows and columns of the keys, without padding."""
+        (height, width), (ph, pw) = self.where.keys, self.where.padding
+        return height - 2 * ph, width - 2 * pw
+
+    @property
+    def rounding(self) -> float:
+        """The largest difference to the map before rounding."""
+        return float((self.ranges[..., 1] - self.ranges[..., 0]).max()) / LEVELS / 2
+
+    def seen_from(self, image: int, row: float, column: float) -> np.ndarray:
+        """What every head looks at from a place, given as shares of height and width. Shape: -> (heads, h, w)"""
+        rows, columns = self.where.queries
+        query = self.where.prefix + min(int(row * rows), rows - 1) * columns + min(int(column * columns), columns - 1)
+        low, high = np.moveaxis(self.ranges[image][:, query, :, None], 1, 0)  # (heads, 1)
+        values = low + self.levels[image][:, query, self.where.prefix :] * ((high - low) / LEVELS)
+        return values.reshape(len(values), *self.keys)
+
+    def kept(self, step: int) -> list[int]:
+        """Queries that are kept: the prefix tokens, and the middle of every square of step x step places."""
+        (rows, columns), prefix = self.where.queries, self.where.prefix
+        first = (min(step // 2, rows - 1), min(step // 2, columns - 1))
+        grid = np.arange(rows * columns).reshape(rows, columns)[first[0] :: step, first[1] :: step]
+        return [*range(prefix), *(prefix + grid.ravel()).tolist()]
+
+    def packed(self, image: int, step: int = 1) -> str:
+        """The maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
+        queries = self.kept(step)
+        ranges, levels = (part[image][:, queries] for part in (self.ranges, self.levels))
+        return base64.b64encode(zlib.compress(ranges.astype("<f4").tobytes() + levels.tobytes(), 9)).decode()
+
+
+def rounded(maps: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels of the values between the smallest (or 0) and the largest of each row, and these.
+
+    Shape: (..., keys) -> uint8 (..., keys), (..., 2)
+    """
+    low, high = maps.amin(-1).clamp(max=0), maps.amax(-1).clamp(min=0)
+    scale = torch.where(high > low, high - low, 1)
+    levels = ((maps - low[..., None]) / scale[..., None] * LEVELS).round().to(torch.uint8)
+    return levels, torch.stack([low, high], -1)
+
+
+def mean_entropy(maps: Tensor) -> Tensor:
+    """Entropy in nats of what a query looks at, mean over images and queries; NaN where attention is negative.
+
+    Shape: (B, heads, queries, keys) -> (heads,)
+    """
+    return -torch.xlogy(maps, maps).sum(-1).mean((0, 2))
+
+
+def inner_keys(maps: Tensor, where: Places) -> Tensor:
+    """The maps without padded keys. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
+    (height, width), (ph, pw) = where.keys, where.padding
+    grid = maps[..., where.prefix :].unflatten(-1, where.keys)[..., ph : height - ph, pw : width - pw]
+    return torch.cat([maps[..., : where.prefix], grid.flatten(-2)], dim=-1)
+
+
+def chosen_layers(model: nn.Module, layers: Where | None) -> dict[str, nn.Module]:
+    """Attention layers whose map is known, or those of them that are asked for; none where the model has none.
+
+    Raises: UserError when the model has some, and none of them is asked for.
+    """
+    try:
+        found = attention_layers(model)
+    except UserError:
+        return {}
+    if layers is None:
+        return found
+    chosen = {name: layer for name, layer in found.items() if matches(layers, name, layer)}
+    if not chosen:
+        raise UserError(f"no attention layer matches {layers!r}{nearest_names(layers, list(found))}")
+    return chosen
+
+
+def gather_maps(model: nn.Module, batch: Tensor, layers: Where | None = None) -> tuple[dict[str, LayerMaps], list[str]]:
+    """The maps of the attention layers for a batch of images, by layer name; and what could not be drawn, and why.
+
+    Shape: batch (B, C, H, W)
+    """
+    found: dict[str, LayerMaps] = {}
+    problems: list[str] = []
+    named = chosen_layers(model, layers)
+    names = {id(layer): name for name, layer in named.items()}
+    grid = image_grid(model, batch)
+
+    def look(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        name = names[id(layer)]
+        try:
+            where = places(layer, x, *args, grid=grid, **kwargs)
+            maps = attention_map(layer, x, *args, **kwargs).float()
+            if len(maps) != len(batch):
+                raise UserError(f"it attends in {len(maps) // len(batch)} windows of each image")
+        except UserError as error:
+            problems.append(f"{name} is not drawn: {error}")
+            return x.new_empty(0)
+        levels, ranges = rounded(inner_keys(maps, where))
+        found[name] = LayerMaps(name, where, levels.cpu().numpy(), ranges.cpu().numpy(), mean_entropy(maps).tolist())
+        return x.new_empty(0)
+
+    if named:
+        visit(model, batch, look, named)
+    return found, problems
+
+
+def pack_all(layers: Sequence[LayerMaps], images: int, budget: int = BUDGET) -> tuple[int, dict[tuple[int, int], str]]:
+    """Packs all maps within a budget of characters: every query, or every second, third ... along rows and columns.
+
+    Returns the step, and the text of every (layer, image).
+    """
+    step = 0
+    while True:
+        step += 1
+        packed = {(i, b): layer.packed(b, step) for i, layer in enumerate(layers) for b in range(images)}
+        if sum(map(len, packed.values())) <= budget or all(len(m.kept(step)) <= m.where.prefix + 1 for m in layers):
+            return step, packed
