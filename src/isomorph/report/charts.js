@@ -28,6 +28,11 @@ function colours(hex) {
 }
 const css = rgb => `rgb(${rgb.join(" ")})`;
 const hue = i => `var(--s${i % 6})`;
+// A model has one colour on the whole page.
+function tint(series, i) {
+  const models = page.viewers.length ? page.viewers[0].models : [], at = models.indexOf(series[i].name);
+  return hue(at < 0 ? i : at);
+}
 
 function extent(values, floor = null) {
   let low = Infinity, high = -Infinity;
@@ -118,8 +123,8 @@ const painters = {
     spec.series.forEach((s, k) => {
       const shift = (k - (spec.series.length - 1) / 2) * Math.min(12, gap / 4);
       const mean = v => { const found = (v || []).filter(u => u !== null); return found.length ? found.reduce((a, b) => a + b) / found.length : null; };
-      stroke(s.values.map((v, i) => [place(i) + shift, mean(v) === null ? null : y(mean(v))]), hue(k), root, 1.6);
-      s.values.forEach((v, i) => (v || []).forEach(u => u !== null && svg("circle", {cx: place(i) + shift, cy: y(u), r: 3, fill: hue(k), opacity: .62}, root)));
+      stroke(s.values.map((v, i) => [place(i) + shift, mean(v) === null ? null : y(mean(v))]), tint(spec.series, k), root, 1.6);
+      s.values.forEach((v, i) => (v || []).forEach(u => u !== null && svg("circle", {cx: place(i) + shift, cy: y(u), r: 3, fill: tint(spec.series, k), opacity: .62}, root)));
     });
     return spec.layers.map((name, i) => ({x: place(i), text: `${name}: ` + spec.series.map(s => `${s.name} ${(s.values[i] || []).map(say).join(", ") || "–"}`).join(" · ")}));
   },
@@ -140,7 +145,7 @@ const painters = {
         const v = s.values[i];
         if (v === null) return;
         const at = y + 2 + k * (thick + 2);
-        svg("rect", {x: Math.min(x(0), x(v)), y: at, width: Math.max(1, Math.abs(x(v) - x(0))), height: thick, rx: 2, fill: hue(k)}, root);
+        svg("rect", {x: Math.min(x(0), x(v)), y: at, width: Math.max(1, Math.abs(x(v) - x(0))), height: thick, rx: 2, fill: tint(spec.series, k)}, root);
         svg("text", {x: Math.max(x(v), x(0)) + 5, y: at + thick - .5, style: "font-size: 9.5px"}, root, String(+v.toPrecision(3)));
       });
       return {x: null, y: y + row / 2, text: `${group}: ` + spec.series.map(s => `${s.name} ${say(s.values[i])}`).join(" · ") + (spec.y ? ` (${spec.y})` : "")};
@@ -149,22 +154,22 @@ const painters = {
   matrix(root, spec, width) {
     const rows = short(spec.rows), columns = short(spec.columns);
     const left = Math.min(width * .35, Math.max(...rows.names.map(n => n.length)) * 6.6 + 14), top = 22, bottom = 38;
-    const cell = clamp((width - left - 4) / columns.names.length, 5, 46), height = top + bottom + cell * rows.names.length;
+    const cell = clamp((width - left - 4) / columns.names.length, 5, 52), tall = Math.min(cell, rows.names.length > 12 ? 22 : 40), height = top + bottom + tall * rows.names.length;
     root.setAttribute("height", height);
     const table = page.colours[spec.low < 0 ? "split" : "depth"], stops = [];
     svg("text", {x: 0, y: 11}, root, rows.around ? `${spec.y} (${rows.around})` : spec.y);
     const every = Math.max(1, Math.ceil((Math.max(...columns.names.map(n => n.length)) * 6.5 + 5) / cell));
-    columns.names.forEach((name, j) => j % every || svg("text", {x: left + (j + .5) * cell, y: top + cell * rows.names.length + 14, "text-anchor": "middle"}, root, name));
+    columns.names.forEach((name, j) => j % every || svg("text", {x: left + (j + .5) * cell, y: top + tall * rows.names.length + 14, "text-anchor": "middle"}, root, name));
     svg("text", {x: left + cell * columns.names.length, y: height - 5, "text-anchor": "end"}, root, columns.around ? `${spec.x} (${columns.around})` : spec.x);
     spec.values.forEach((values, i) => {
-      if (i % Math.max(1, Math.ceil(13 / cell)) === 0)
-        svg("text", {x: left - 6, y: top + (i + .5) * cell + 4, "text-anchor": "end"}, root, rows.names[i]);
+      if (i % Math.max(1, Math.ceil(13 / tall)) === 0)
+        svg("text", {x: left - 6, y: top + (i + .5) * tall + 4, "text-anchor": "end"}, root, rows.names[i]);
       values.forEach((v, j) => {
         const rgb = v === null ? [128, 128, 128] : table[Math.round(clamp((v - spec.low) / (spec.high - spec.low), 0, 1) * 255)];
-        svg("rect", {x: left + j * cell, y: top + i * cell, width: cell - 1, height: cell - 1, rx: 2, fill: css(rgb)}, root);
+        svg("rect", {x: left + j * cell, y: top + i * tall, width: cell - 1, height: tall - 1, rx: 2, fill: css(rgb)}, root);
         const dark = rgb[0] * .3 + rgb[1] * .59 + rgb[2] * .11 < 140;
-        if (cell >= 30) svg("text", {x: left + (j + .5) * cell - .5, y: top + (i + .5) * cell + 3, "text-anchor": "middle", style: `font-size: 10px; fill: ${dark ? "#fff" : "#111"}`}, root, v === null ? "" : v.toFixed(Math.abs(v) >= 10 ? 0 : 2));
-        stops.push({x: left + (j + .5) * cell, y: top + (i + .5) * cell, box: cell, text: `${spec.rows[i]} × ${spec.columns[j]}: ${say(v)}`});
+        if (cell >= 30) svg("text", {x: left + (j + .5) * cell - .5, y: top + (i + .5) * tall + 3, "text-anchor": "middle", style: `font-size: 10px; fill: ${dark ? "#fff" : "#111"}`}, root, v === null ? "" : v.toFixed(Math.abs(v) >= 10 ? 0 : 2));
+        stops.push({x: left + (j + .5) * cell, y: top + (i + .5) * tall, box: [cell, tall], text: `${spec.rows[i]} × ${spec.columns[j]}: ${say(v)}`});
       });
     });
     stops.across = columns.names.length;
@@ -172,18 +177,18 @@ const painters = {
   },
 };
 function lineColour(spec, i) {
-  if (!spec.ordered) return hue(i);
+  if (!spec.ordered) return tint(spec.series, i);
   return css(page.colours.depth[Math.round(230 - 200 * i / Math.max(1, spec.series.length - 1))]);
 }
 
 function chart(host, spec) {
   const legend = el("div", {class: "legend"});
-  if (spec.series && (spec.series.length > 1 || spec.kind !== "matrix"))
-    spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${spec.kind === "lines" ? lineColour(spec, i) : hue(i)}`}), s.name)));
+  if (spec.series && (spec.series.length > 1 || (page.viewers.length && page.viewers[0].models.length > 1)))
+    spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${spec.kind === "lines" ? lineColour(spec, i) : tint(spec.series, i)}`}), s.name)));
   const hint = "Point at it, or use the arrow keys, to read the numbers.";
   const root = svg("svg", {tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": `${spec.title}. ${hint}`});
   const reading = el("p", {class: "reading quiet", "aria-live": "polite"}, hint);
-  host.append(legend, root, reading);
+  host.append(...(legend.children.length ? [legend] : []), root, reading);
   let stops = [], at = -1, cursor = null, drawn = 0;
   function rest(i) {
     if (!stops.length) return;
@@ -191,7 +196,7 @@ function chart(host, spec) {
     const stop = stops[at];
     reading.textContent = stop.text; reading.classList.remove("quiet");
     if (cursor) cursor.remove();
-    if (stop.box) cursor = svg("rect", {x: stop.x - stop.box / 2 - 1, y: stop.y - stop.box / 2 - 1, width: stop.box + 1, height: stop.box + 1, fill: "none", stroke: "var(--ink)", "stroke-width": 2, rx: 3}, root);
+    if (stop.box) cursor = svg("rect", {x: stop.x - stop.box[0] / 2 - 1, y: stop.y - stop.box[1] / 2 - 1, width: stop.box[0] + 1, height: stop.box[1] + 1, fill: "none", stroke: "var(--ink)", "stroke-width": 2, rx: 3}, root);
     else if (stop.x === null || stop.x === undefined) cursor = svg("line", {class: "cursor", x1: 0, x2: drawn, y1: stop.y, y2: stop.y}, root);
     else cursor = svg("line", {class: "cursor", x1: stop.x, x2: stop.x, y1: 16, y2: root.getAttribute("height") - 30}, root);
   }

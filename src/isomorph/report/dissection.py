@@ -195,7 +195,11 @@ def dissect(
         )
     if charts := reach_charts(by_name, subjects, batches):
         sections.append(
-            Section("How far, how sharp", f"On the {len(pictures)} images above; a dot is a head.", charts=charts)
+            Section(
+                "How far, how sharp",
+                "On the images above. A dot is a head; the line goes through the means of the layers.",
+                charts=charts,
+            )
         )
     if extras.batches:
         text = "Linear CKA of features averaged over the image: 1 alike up to rotation, 0 unrelated."

@@ -34,9 +34,9 @@ function viewer(host, number, data) {
   const cell = (share, size) => clamp(Math.floor(share * size), 0, size - 1);
   function query(of) {
     if (state.token >= 0 && state.token < of.prefix) return {index: state.token};
-    const step = data.step, at = [cell(state.y, of.queries[0]), cell(state.x, of.queries[1])];
-    const kept = at.map((v, i) => clamp(Math.floor(v / step), 0, of.kept[i] - 1));
-    return {index: of.prefix + kept[0] * of.kept[1] + kept[1], place: kept.map((v, i) => of.first[i] + v * step)};
+    const at = [cell(state.y, of.queries[0]), cell(state.x, of.queries[1])];
+    const kept = at.map((v, i) => clamp(Math.floor(v / data.step[i]), 0, of.kept[i] - 1));
+    return {index: of.prefix + kept[0] * of.kept[1] + kept[1], place: kept.map((v, i) => of.first[i] + v * data.step[i])};
   }
   function maps(layer, model) {
     const of = layers[layer].of[model];
@@ -75,7 +75,7 @@ function viewer(host, number, data) {
   if (images.length > 1) choices("Image", images.map(i => el("img", {src: i.uri, alt: i.name})), 0, i => { state.image = i; }, "pictures");
   choices("Show", ["One layer", "All layers"], 0, i => { state.all = i === 1; });
   choices("Colours", ["Each map", "One scale"], 0, i => { state.shared = i === 1; });
-  choices("Draw", ["Over the image", "Map alone"], 0, i => { state.over = i === 0; });
+  choices("Draw", ["Over image", "Map alone"], 0, i => { state.over = i === 0; });
   const prefix = Math.max(...layers.flatMap(l => l.of.map(o => o ? o.prefix : 0)));
   if (prefix) choices("Look from", ["A patch", ...Array.from({length: prefix}, (_, i) => prefix === 1 ? "Class token" : `Token ${i + 1}`)], 0, i => { state.token = i - 1; });
 
@@ -87,8 +87,8 @@ function viewer(host, number, data) {
     keys.append("Click ←↑→↓ [ ] Esc".split(" ").includes(part) ? el("kbd", {}, part) : part);
   const strength = el("canvas", {width: 256, height: 1, "aria-hidden": "true"}), ends = [el("span"), el("span")];
   const scale = el("div", {class: "scale"}, ends[0], strength, ends[1]);
-  bench.append(el("div", {class: "picture"}, canvas, readout, scale, keys), el("div", {class: "heads"}));
-  host.append(controls, bench);
+  bench.append(el("div", {class: "picture"}, canvas, readout, scale, keys), controls, el("div", {class: "heads"}));
+  host.append(bench);
   const panel = bench.lastChild;
 
   function greyed() {
@@ -152,7 +152,7 @@ function viewer(host, number, data) {
     ends[0].textContent = chosen && chosen.signed ? "negative" : "0";
     ends[1].textContent = state.shared ? "strongest shown" : "strongest of the map";
   }
-  function title(model) { return model === 2 ? "difference: second minus first" : models[model]; }
+  function title(model) { return model === 2 ? `${models[1]} minus ${models[0]}` : models[model]; }
   function place(of) {
     const at = query(of).place;
     return at ? `row ${at[0] + 1}, column ${at[1] + 1} of ${of.queries.join(" × ")}` : prefix === 1 ? "the class token" : `token ${state.token + 1}`;
@@ -177,7 +177,7 @@ function viewer(host, number, data) {
   }
   function makeTile(layer, model, head, gates) {
     const peakText = el("i", {style: "font-style: normal"}), picture = el("canvas"), label = `head ${head + 1}, ${layers[layer].name}, ${title(model)}`;
-    const name = gates && gates[head] !== null && model < 2 ? `${head + 1} · gate ${gates[head].toFixed(2)}` : `${head + 1}`;
+    const name = gates && gates[head] !== null && model < 2 ? `${head + 1} · gate ${gates[head].toFixed(2)}` : `head ${head + 1}`;
     const node = el("button", {class: "tile", type: "button", "aria-pressed": "false", "aria-label": label}, picture, el("span", {}, el("b", {}, name), peakText));
     const tile = {layer, model, head, node, canvas: picture, peak: peakText};
     node.dataset.tile = `${layer}-${model}-${head}`;
@@ -213,6 +213,7 @@ function viewer(host, number, data) {
         }
         section.append(box_);
       }
+      section.style.setProperty("--tile", with_.length && layers[with_[0]].of[model % 2].heads <= 6 ? "8.6rem" : "6.2rem");
       panel.append(section);
     }
   }
@@ -244,7 +245,7 @@ function viewer(host, number, data) {
   canvas.addEventListener("keydown", event => {
     const [rows, columns] = grid(), move = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]}[event.key];
     if (move) {
-      const step = data.step, at = [cell(state.y, rows) + move[0] * step, cell(state.x, columns) + move[1] * step];
+      const at = [cell(state.y, rows) + move[0] * data.step[0], cell(state.x, columns) + move[1] * data.step[1]];
       state.pinned = true;
       go((clamp(at[0], 0, rows - 1) + .5) / rows, (clamp(at[1], 0, columns - 1) + .5) / columns);
     } else if (event.key === "[" || event.key === "]") {

@@ -20,6 +20,11 @@ BUDGET = 7_300_000
 """Characters that all maps of a page may take."""
 
 
+def first_kept(grid: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
+    """The first row and column of queries that is kept: the middle of the first block."""
+    return min(step[0] // 2, grid[0] - 1), min(step[1] // 2, grid[1] - 1)
+
+
 @dataclass(frozen=True)
 class LayerMaps:
     """The maps of one layer, rounded to levels between the smallest and the largest value of each row.
@@ -54,14 +59,14 @@ class LayerMaps:
         values = low + self.levels[image][:, query, self.where.prefix :] * ((high - low) / LEVELS)
         return values.reshape(len(values), *self.keys)
 
-    def kept(self, step: int) -> list[int]:
-        """Queries that are kept: the prefix tokens, and the middle of every square of step x step places."""
+    def kept(self, step: tuple[int, int]) -> list[int]:
+        """Queries that are kept: the prefix tokens, and the middle of every block of step[0] x step[1] places."""
         (rows, columns), prefix = self.where.queries, self.where.prefix
-        first = (min(step // 2, rows - 1), min(step // 2, columns - 1))
-        grid = np.arange(rows * columns).reshape(rows, columns)[first[0] :: step, first[1] :: step]
+        first = first_kept(self.where.queries, step)
+        grid = np.arange(rows * columns).reshape(rows, columns)[first[0] :: step[0], first[1] :: step[1]]
         return [*range(prefix), *(prefix + grid.ravel()).tolist()]
 
-    def packed(self, image: int, step: int = 1) -> str:
+    def packed(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
         """The maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
         queries = self.kept(step)
         ranges, levels = (part[image][:, queries] for part in (self.ranges, self.levels))
@@ -141,14 +146,16 @@ def gather_maps(model: nn.Module, batch: Tensor, layers: Where | None = None) ->
     return found, problems
 
 
-def pack_all(layers: Sequence[LayerMaps], images: int, budget: int = BUDGET) -> tuple[int, dict[tuple[int, int], str]]:
-    """Packs all maps within a budget of characters: every query, or every second, third ... along rows and columns.
+def pack_all(
+    layers: Sequence[LayerMaps], images: int, budget: int = BUDGET
+) -> tuple[tuple[int, int], dict[tuple[int, int], str]]:
+    """Packs all maps within a budget of characters: every query, or every second row, then column, and so on.
 
-    Returns the step, and the text of every (layer, image).
+    Returns the steps along rows and columns, and the text of every (layer, image).
     """
-    step = 0
+    step = (1, 1)
     while True:
-        step += 1
         packed = {(i, b): layer.packed(b, step) for i, layer in enumerate(layers) for b in range(images)}
         if sum(map(len, packed.values())) <= budget or all(len(m.kept(step)) <= m.where.prefix + 1 for m in layers):
             return step, packed
+        step = (step[0] + 1, step[1]) if step[0] == step[1] else (step[0], step[1] + 1)

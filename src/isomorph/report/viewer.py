@@ -12,8 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from isomorph.report.charts import listed
-from isomorph.report.maps import BUDGET, LayerMaps, pack_all
+from isomorph.report.maps import BUDGET, LayerMaps, first_kept, pack_all
 
+ORDINAL = {2: "second", 3: "third"}
 SMALL = 96
 """Pictures with sides up to this are kept as they are (PNG), larger ones as JPEG."""
 
@@ -66,15 +67,17 @@ def paired(seen: Sequence[Seen]) -> list[tuple[str, list[LayerMaps | None]]]:
     return [(name, [model.maps.get(name) for model in seen]) for name in union]
 
 
-def geometry(maps: LayerMaps, step: int, gates: Sequence[float] | None) -> dict[str, Any]:
+def geometry(maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | None) -> dict[str, Any]:
     """What the script has to know of a layer to find a value in its maps."""
-    (rows, columns), first = maps.where.queries, [min(step // 2, size - 1) for size in maps.where.queries]
+    queries = maps.where.queries
+    first = first_kept(queries, step)
+    kept = [len(range(start, size, each)) for start, size, each in zip(first, queries, step, strict=True)]
     return {
         "heads": maps.levels.shape[1],
         "prefix": maps.where.prefix,
-        "queries": [rows, columns],
-        "first": first,
-        "kept": [len(range(start, size, step)) for start, size in zip(first, (rows, columns), strict=True)],
+        "queries": list(queries),
+        "first": list(first),
+        "kept": kept,
         "keys": list(maps.keys),
         "padded": any(maps.where.padding),
         "signed": bool((maps.ranges < 0).any()),
@@ -110,13 +113,11 @@ def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int 
     return Viewer(data, {f"{i}-{b}": text for (i, b), text in packed.items()}, note(flat, step), seen, pictures)
 
 
-def note(flat: Sequence[LayerMaps], step: int) -> str:
-    """One sentence on what was rounded or left out."""
+def note(flat: Sequence[LayerMaps], step: tuple[int, int]) -> str:
+    """One or two sentences on what was rounded or left out."""
     worst = max(maps.rounding for maps in flat)
-    text = (
-        f"Attention is stored in 256 levels of each row's own range; the largest rounding on this page is {worst:.1g}."
-    )
-    ordinal = {2: "second", 3: "third"}.get(step, f"{step}th")
-    return text + (
-        f" To keep the page small, only every {ordinal} row and column of queries is kept." if step > 1 else ""
-    )
+    text = f"Attention is stored in 256 levels of each row's range, rounded by {worst:.1g} at most on this page."
+    if step == (1, 1):
+        return text
+    rows, columns = ("every" if n == 1 else f"every {ORDINAL.get(n, f'{n}th')}" for n in step)
+    return f"{text} To keep the page small, {rows} row and {columns} column of queries is kept (see --megabytes)."
