@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,13 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 # Chromium reads commands from descriptor 3 and writes to 4; this puts our pipes there.
-LAUNCH = "import os, sys; a, b = map(int, sys.argv[1:3]); a = os.dup(a); b = os.dup(b); os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[3], sys.argv[3:])"
+LAUNCH = """
+import fcntl, os, sys
+commands, answers = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(commands, 3)
+os.dup2(answers, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 SCREENSHOTS = os.environ.get("ISOMORPH_SCREENSHOTS")
 
 
@@ -83,10 +90,11 @@ class Tab:
 
     def middle(self, selector: str, down: float = 0.5, across: float = 0.5) -> tuple[float, float]:
         """A point of an element in the window, as shares of its height and width."""
-        box = self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center', "
-            "behavior: 'instant'}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+        self.run(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
         )
+        found = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        box = self.run(f"(b => [b.left, b.top, b.width, b.height])({found})")
         return box[0] + across * box[2], box[1] + down * box[3]
 
     def hover(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
@@ -155,9 +163,10 @@ def open_tab():
         os.close(theirs_in)
         os.close(theirs_out)
         try:
-            with os.fdopen(ours_out, "wb", 0) as out, os.fdopen(ours_in, "rb") as back:
-                yield connect(out, back)
+            yield connect(ours_out, ours_in)
         finally:
+            os.close(ours_out)
+            os.close(ours_in)
             process.terminate()
             process.wait(20)
 
@@ -165,14 +174,16 @@ def open_tab():
 def connect(out, back) -> Tab:
     """Speaks with the browser: each message is JSON and a zero byte."""
     events: list[dict] = []
-    number, session = 0, {}
+    messages, number, session = Messages(back), 0, {}
 
     def send(method: str, **parameters):
         nonlocal number
         number += 1
-        out.write(json.dumps({"id": number, "method": method, "params": parameters, **session}).encode() + b"\0")
+        command = json.dumps({"id": number, "method": method, "params": parameters, **session}).encode() + b"\0"
+        while command:
+            command = command[os.write(out, command) :]
         while True:
-            message = read_message(back)
+            message = messages.next()
             if message.get("id") == number:
                 assert "error" not in message, f"{method}: {message['error']}"
                 return message["result"]
@@ -184,9 +195,18 @@ def connect(out, back) -> Tab:
     return Tab(send, events)
 
 
-def read_message(back) -> dict:
-    text = bytearray()
-    while (byte := back.read(1)) != b"\0":
-        assert byte, "the browser is gone"
-        text += byte
-    return json.loads(text)
+class Messages:
+    """The browser's messages, one after another; a test fails rather than waits for ever."""
+
+    def __init__(self, back) -> None:
+        self.back, self.text = back, bytearray()
+
+    def next(self, seconds: float = 120) -> dict:
+        while b"\0" not in self.text:
+            ready, _, _ = select.select([self.back], [], [], seconds)
+            assert ready, f"the browser says nothing for {seconds} s"
+            more = os.read(self.back, 1 << 16)
+            assert more, "the browser is gone"
+            self.text += more
+        message, _, self.text = self.text.partition(b"\0")
+        return json.loads(message)

@@ -129,7 +129,7 @@ def numbers(values: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def attention_section(models: dict[str, nn.Module], test: Source, config: dict[str, Any]) -> Section:
-    """Maps of two models on the first digits, under the pointer."""
+    """Maps of the models on the first digits, under the pointer."""
     batch = torch.stack([eval_loader(test, config).dataset[i][0] for i in range(4)])
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
     pictures = [Picture(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
@@ -154,7 +154,7 @@ def page_parts(
     lines = {name: Line(range(len(values)), values) for name, values in curves.items()}
     sections = [
         Section("Accuracy, clean and under noise", "One seed, small test set: one image is 0.22 points.", demo.table()),
-        attention_section({name: stages[name] for name in ("born exact", "paper, fine-tuned")}, test, config),
+        attention_section(stages, test, config),
         Section("Learning curves", charts=[Panel("Clean top-1", "epoch of fine-tuning (0: before)", "%", lines)]),
         Section(
             "Is the recast the same function?",

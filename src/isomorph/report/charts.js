@@ -30,8 +30,8 @@ const css = rgb => `rgb(${rgb.join(" ")})`;
 const hue = i => `var(--s${i % 6})`;
 // A model has one colour on the whole page.
 function tint(series, i) {
-  const models = page.viewers.length ? page.viewers[0].models : [], at = models.indexOf(series[i].name);
-  return hue(at < 0 ? i : at);
+  const models = page.viewers.length ? page.viewers[0].models : [];
+  return hue(series.every(s => models.includes(s.name)) ? models.indexOf(series[i].name) : i);
 }
 
 function extent(values, floor = null) {
@@ -88,7 +88,8 @@ const painters = {
     const pad = (y1 - y0) * .05, x = linear(x0, x1, margin.left, width - margin.right);
     const y = linear(y0 - pad, y1 + pad, height - margin.bottom, margin.top);
     axes(root, width, height, margin, y, spec.y);
-    for (const tick of ticks(x0, x1, Math.max(2, width / 90)))
+    const whole = spec.series.every(s => s.x.every(Number.isInteger));
+    for (const tick of ticks(x0, x1, Math.max(2, width / 90)).filter(t => !whole || Number.isInteger(t)))
       svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, say(tick));
     svg("text", {x: width - margin.right, y: height - 3, "text-anchor": "end"}, root, spec.x);
     spec.series.forEach((s, i) => {
@@ -185,7 +186,7 @@ function chart(host, spec) {
   const legend = el("div", {class: "legend"});
   if (spec.series && (spec.series.length > 1 || (page.viewers.length && page.viewers[0].models.length > 1)))
     spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${spec.kind === "lines" ? lineColour(spec, i) : tint(spec.series, i)}`}), s.name)));
-  const hint = "Point at it, or use the arrow keys, to read the numbers.";
+  const hint = "Point at it or use the arrow keys to read values.";
   const root = svg("svg", {tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": `${spec.title}. ${hint}`});
   const reading = el("p", {class: "reading quiet", "aria-live": "polite"}, hint);
   host.append(...(legend.children.length ? [legend] : []), root, reading);

@@ -25,6 +25,7 @@ const peak = rows => Math.max(1e-12, ...rows.filter(Boolean).map(r => r.places.r
 
 function viewer(host, number, data) {
   const {models, layers, images} = data, two = models.length === 2;
+  const DIFFERENCE = models.length, base = model => model === DIFFERENCE ? 1 : model;
   const state = {image: 0, layer: Math.floor(layers.length / 2), y: .5, x: .5, token: -1, all: false, shared: false, over: true, pinned: false, head: null};
   const store = new Map(), grey = new Map(), pictures = images.map(image => el("img", {src: image.uri, alt: image.name}));
   let tiles = [], queued = false;
@@ -49,7 +50,7 @@ function viewer(host, number, data) {
     return store.get(id);
   }
   function row(layer, model, head) {
-    if (model === 2) return minus(row(layer, 1, head), row(layer, 0, head));
+    if (model === DIFFERENCE) return minus(row(layer, 1, head), row(layer, 0, head));
     const of = layers[layer].of[model], found = maps(layer, model);
     return of && found && head < of.heads ? attention(of, found, head, query(of).index) : null;
   }
@@ -124,7 +125,7 @@ function viewer(host, number, data) {
     }
   }
   function drawTile(tile, top) {
-    const found = row(tile.layer, tile.model, tile.head), of = layers[tile.layer].of[tile.model % 2];
+    const found = row(tile.layer, tile.model, tile.head), of = layers[tile.layer].of[base(tile.model)];
     const [h, w] = of.keys, [ih, iw] = images[state.image].size, wide = state.all ? 72 : 168;
     const width = w * Math.max(1, Math.round(wide / w)), height = Math.round(width * ih / iw);
     if (tile.canvas.width !== width || tile.canvas.height !== height) { tile.canvas.width = width; tile.canvas.height = height; }
@@ -135,7 +136,7 @@ function viewer(host, number, data) {
     const own = top || peak([found]);
     paint(g, found, own, width, height);
     box(g, of, width, height, state.all ? 1.5 : 2);
-    tile.peak.textContent = tile.model === 2 ? `± ${say(+own.toPrecision(2))}` : `max ${say(+peak([found]).toPrecision(2))}`;
+    tile.peak.textContent = tile.model === DIFFERENCE ? `± ${say(+own.toPrecision(2))}` : `max ${say(+peak([found]).toPrecision(2))}`;
   }
   function drawPicture() {
     const [h, w] = images[state.image].size, times = Math.max(1, Math.round(640 / Math.max(h, w))), g = canvas.getContext("2d");
@@ -152,7 +153,7 @@ function viewer(host, number, data) {
     ends[0].textContent = chosen && chosen.signed ? "negative" : "0";
     ends[1].textContent = state.shared ? "strongest shown" : "strongest of the map";
   }
-  function title(model) { return model === 2 ? `${models[1]} minus ${models[0]}` : models[model]; }
+  function title(model) { return model === DIFFERENCE ? `${models[1]} minus ${models[0]}` : models[model]; }
   function place(of) {
     const at = query(of).place;
     return at ? `row ${at[0] + 1}, column ${at[1] + 1} of ${of.queries.join(" × ")}` : prefix === 1 ? "the class token" : `token ${state.token + 1}`;
@@ -161,13 +162,13 @@ function viewer(host, number, data) {
     const of = layers[state.layer].of.find(Boolean);
     if (!of) return;
     const lines = [el("b", {}, `From ${place(of)}`), state.pinned ? " (held). " : ". "];
-    const layer = tile ? tile.layer : state.layer, own = tile && layers[layer].of[tile.model % 2];
+    const layer = tile ? tile.layer : state.layer, own = tile && layers[layer].of[base(tile.model)];
     if (tile && key === null) lines.push(`Head ${tile.head + 1} of ${layers[layer].name}`);
     if (tile && key !== null) {
       lines.push(`Head ${tile.head + 1} looks at row ${Math.floor(key / own.keys[1]) + 1}, column ${key % own.keys[1] + 1} with `);
-      lines.push(models.map((name, m) => { const r = row(layer, m, tile.head); return r && key < r.places.length ? `${say(r.places[key])}${two ? ` (${name})` : ""}` : null; }).filter(Boolean).join(", "));
+      lines.push(models.map((name, m) => { const r = row(layer, m, tile.head); return r && key < r.places.length ? `${say(r.places[key])}${models.length > 1 ? ` (${name})` : ""}` : null; }).filter(Boolean).join(", "));
     }
-    const rest = tile && tile.model < 2 && row(layer, tile.model, tile.head);
+    const rest = tile && tile.model !== DIFFERENCE && row(layer, tile.model, tile.head);
     if (rest && of.prefix) lines.push(`; ${say(+rest.row.slice(0, rest.of.prefix).reduce((a, b) => a + b, 0).toPrecision(3))} goes to class and register tokens`);
     if (rest && rest.of.padded) lines.push(`; ${say(+Math.max(0, 1 - rest.row.reduce((a, b) => a + b, 0)).toPrecision(2))} goes to the padding`);
     const said = images[state.image].said;
@@ -177,17 +178,17 @@ function viewer(host, number, data) {
   }
   function makeTile(layer, model, head, gates) {
     const peakText = el("i", {style: "font-style: normal"}), picture = el("canvas"), label = `head ${head + 1}, ${layers[layer].name}, ${title(model)}`;
-    const name = gates && gates[head] !== null && model < 2 ? `${head + 1} · gate ${gates[head].toFixed(2)}` : `head ${head + 1}`;
+    const name = gates && gates[head] !== null && model !== DIFFERENCE ? `${head + 1} · gate ${gates[head].toFixed(2)}` : `head ${head + 1}`;
     const node = el("button", {class: "tile", type: "button", "aria-pressed": "false", "aria-label": label}, picture, el("span", {}, el("b", {}, name), peakText));
     const tile = {layer, model, head, node, canvas: picture, peak: peakText};
     node.dataset.tile = `${layer}-${model}-${head}`;
     node.addEventListener("click", () => {
       const same = state.head && state.head.layer === layer && state.head.model === model && state.head.head === head;
       state.head = same ? null : tile; state.layer = layer; slider.value = layer;
-      later(); tell();
+      update();
     });
     node.addEventListener("pointermove", event => {
-      const of = layers[layer].of[model % 2], b = picture.getBoundingClientRect();
+      const of = layers[layer].of[base(model)], b = picture.getBoundingClientRect();
       const r = cell((event.clientY - b.top) / b.height, of.keys[0]), c = cell((event.clientX - b.left) / b.width, of.keys[1]);
       tell(tile, r * of.keys[1] + c);
     });
@@ -199,21 +200,21 @@ function viewer(host, number, data) {
     panel.classList.toggle("all", state.all);
     const alike = layer => two && layers[layer].of.every(Boolean) && String(layers[layer].of[0].keys) === String(layers[layer].of[1].keys) && layers[layer].of[0].prefix === layers[layer].of[1].prefix;
     const shown = state.all ? layers.map((_, i) => i) : [state.layer], names = short(layers.map(l => l.name)).names;
-    for (const model of two && shown.some(alike) ? [0, 1, 2] : models.map((_, i) => i)) {
-      const section = el("div", {class: "row"}), with_ = shown.filter(l => model === 2 ? alike(l) : layers[l].of[model]);
-      section.append(el("h3", {}, el("i", {class: "dot", style: `background: ${model === 2 ? "var(--quiet)" : hue(model)}`}), title(model)));
+    for (const model of two && shown.some(alike) ? [0, 1, DIFFERENCE] : models.map((_, i) => i)) {
+      const section = el("div", {class: "row"}), with_ = shown.filter(l => model === DIFFERENCE ? alike(l) : layers[l].of[model]);
+      section.append(el("h3", {}, el("i", {class: "dot", style: `background: ${model === DIFFERENCE ? "var(--quiet)" : hue(model)}`}), title(model)));
       if (!with_.length) section.append(el("p", {class: "quiet"}, `${title(model)} has no attention here that can be drawn.`));
       for (const layer of with_) {
-        const of = layers[layer].of[model % 2], box_ = el("div", {class: "tiles"});
-        if (state.all) { box_.append(el("b", {}, names[layer])); section.style.setProperty("--heads", Math.max(...with_.map(l => layers[l].of[model % 2].heads))); }
+        const of = layers[layer].of[base(model)], box_ = el("div", {class: "tiles"});
+        if (state.all) { box_.append(el("b", {}, names[layer])); section.style.setProperty("--heads", Math.max(...with_.map(l => layers[l].of[base(model)].heads))); }
         for (let head = 0; head < of.heads; head++) {
-          if (model === 2 && head >= layers[layer].of[0].heads) break;
+          if (model === DIFFERENCE && head >= layers[layer].of[0].heads) break;
           const tile = makeTile(layer, model, head, of.gates);
           tiles.push(tile); box_.append(tile.node);
         }
         section.append(box_);
       }
-      section.style.setProperty("--tile", with_.length && layers[with_[0]].of[model % 2].heads <= 6 ? "8.6rem" : "6.2rem");
+      section.style.setProperty("--tile", with_.length && layers[with_[0]].of[base(model)].heads <= 6 ? "8.6rem" : "6.2rem");
       panel.append(section);
     }
   }
@@ -228,9 +229,9 @@ function viewer(host, number, data) {
   function redraw() {
     queued = false;
     const rowOf = t => row(t.layer, t.model, t.head);
-    const top = state.shared ? [0, 2].map(kind => peak(tiles.filter(t => (t.model === 2) === (kind === 2)).map(rowOf))) : [0, 0];
+    const top = state.shared ? [false, true].map(kind => peak(tiles.filter(t => (t.model === DIFFERENCE) === kind).map(rowOf))) : [0, 0];
     for (const tile of tiles) {
-      drawTile(tile, top[tile.model === 2 ? 1 : 0]);
+      drawTile(tile, top[tile.model === DIFFERENCE ? 1 : 0]);
       tile.node.setAttribute("aria-pressed", String(Boolean(state.head) && state.head.layer === tile.layer && state.head.model === tile.model && state.head.head === tile.head));
     }
     drawPicture();
