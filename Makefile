@@ -15,6 +15,7 @@ BROWSER = command -v chromium || command -v chromium-browser || command -v googl
 help:
 	@echo "make demo   recast a CNN as attention, verify, fine-tune, report (under 3 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
+	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
 	@echo "make evidence  the studies of docs/methods/{tcnn,convit,tdrl,refiner,coatnet}.md (about 45 minutes each)"
 

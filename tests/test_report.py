@@ -361,7 +361,7 @@ class TestCommands:
     def test_analyze(self, folder, capsys):
         done(
             "analyze tcnn.safetensors --against cnn.safetensors --image a.png --data digits --samples 8 --size 32 40 "
-            "--robustness r.jsonl --robustness r.jsonl --out page.html --figures figures --json"
+            "--robustness r.jsonl r.jsonl --out page.html --figures figures --json"
         )
         said = json.loads(capsys.readouterr().out)
         page = (folder / "page.html").read_text()

@@ -4,9 +4,10 @@ import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.cli.app import Device, Json, Weights, app
@@ -76,7 +77,7 @@ def analyze(
     data: str | None = None,
     root: Path | None = None,
     samples: int = 256,
-    robustness: list[Path] | None = None,
+    robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     weights: Weights = None,
     pretrained: bool = True,
     size: tuple[int, int] | None = None,
@@ -107,7 +108,7 @@ def analyze(
     samples
         Images for CKA.
     robustness
-        Results of `isomorph robustness` (.jsonl), of the model and then of the other.
+        Results of `isomorph robustness` (.jsonl): the model's, then the other's.
     pretrained
         Use the models' public weights.
     size
