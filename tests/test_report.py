@@ -35,6 +35,7 @@ from isomorph.report import (
     read_cells,
     read_runs,
     save_figures,
+    told_apart,
     view_config,
     write_page,
 )
@@ -347,6 +348,13 @@ def folder(tmp_path, monkeypatch):
     Path("recipe.json").write_text('{"name": "mine", "epochs": 7}')
     Path("r.jsonl").write_text('{"corruption": "fog", "severity": 1, "top1": 50}\n')
     return tmp_path
+
+
+def test_models_are_told_apart():
+    assert told_apart(["vit_tiny", "runs/a/model.safetensors"]) == ["vit_tiny", "a"]
+    assert told_apart(["x/cnn.safetensors", "x/tcnn.safetensors"]) == ["cnn", "tcnn"]
+    assert told_apart(["x/cnn.safetensors", "y/cnn.safetensors"]) == ["x/cnn.safetensors", "y/cnn.safetensors"]
+    assert told_apart(["vit_tiny", "vit_tiny"]) == ["vit_tiny (1)", "vit_tiny (2)"]
 
 
 def done(command):

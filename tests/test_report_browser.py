@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 import isomorph as iso
-from browser import open_tab
+from browser import find_chromium, open_tab
 from isomorph.report import (
     Bars,
     Dots,
@@ -42,8 +42,12 @@ def tab():
 
 
 @pytest.fixture(autouse=True)
-def fresh(tab):
+def fresh(request):
     """A wide light screen, no complaint so far; and none at the end of the test."""
+    if "tab" not in request.fixturenames:
+        yield
+        return
+    tab = request.getfixturevalue("tab")
     tab.screen(1280, 900)
     tab.events.clear()
     yield
@@ -332,3 +336,13 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
     tab.screen(390, 844, touch=True)
     tab.open(tmp_path / "page.html")
     assert tab.run("[document.documentElement.scrollWidth, innerWidth]") == [390, 390]
+
+
+def test_without_a_browser_it_is_said_and_fails_on_ci(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="make browser"):
+        find_chromium()
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="CI must have it"):
+        find_chromium()

@@ -122,8 +122,9 @@ def analyze(
     """
     if samples < 2 or megabytes < 0.5:
         raise UserError("--samples must be at least 2 and --megabytes at least 0.5")
-    names = told_apart(model, against) if against else told_apart(model, "")[:1]
-    wanted = zip([model, *([against] if against else [])], names, [weights, None], strict=False)
+    given = [model, *([against] if against else [])]
+    names = told_apart(given)
+    wanted = zip(given, names, [weights, None], strict=False)
     subjects = [open_subject(name, title, own, pretrained, size, device) for name, title, own in wanted]
     size = size or subjects[0].config["input_size"][-2:]
     subjects[1:] = [Subject(s.name, s.model, view_config(s.model, size), s.recipe) for s in subjects[1:]]

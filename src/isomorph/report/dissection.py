@@ -35,10 +35,20 @@ class Subject:
     recipe: Mapping[str, Any] | None = None
 
 
-def told_apart(first: str, second: str) -> tuple[str, str]:
-    """Short names of two models that differ: those of the files, else the whole."""
-    short = [Path(name).stem if name.endswith(".safetensors") else Path(name).name or name for name in (first, second)]
-    return (short[0], short[1]) if short[0] != short[1] else (first, second if second != first else f"{second} (again)")
+def short_name(name: str) -> str:
+    """What a model is called on the page: a run's folder for its checkpoints, else the file, else the name itself."""
+    path = Path(name)
+    if path.suffix == ".safetensors":
+        return path.parent.name if path.stem in ("model", "best") and path.parent.name else path.stem
+    return path.name or name
+
+
+def told_apart(names: Sequence[str]) -> list[str]:
+    """Short names of models, the whole ones where the short ones are alike, numbered where these are too."""
+    short = [short_name(name) for name in names]
+    if len(set(short)) == len(short):
+        return short
+    return list(names) if len(set(names)) == len(names) else [f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
 def recipe_beside(path: Path) -> dict[str, Any] | None:

@@ -34,9 +34,9 @@ def pooled_features(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tenso
 
         return hook
 
-    device = next(model.parameters()).device
+    like = next(model.parameters())
     for images, *_ in batches:
-        run_hooked(model, images.to(device), [modules[name].register_forward_hook(keep(name)) for name in channels])
+        run_hooked(model, images.to(like), [modules[name].register_forward_hook(keep(name)) for name in channels])
     if not all(seen.values()):
         raise UserError("there are no images to compare features on")
     return {name: torch.cat(parts) for name, parts in seen.items()}

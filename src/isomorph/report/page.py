@@ -24,12 +24,11 @@ COLOURS = {"heat": "magma", "split": "RdBu_r", "depth": "viridis"}
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with any of: a paragraph, attention maps, a table (its head first), charts, an SVG, a listing."""
+    """A heading with any of: a paragraph, attention maps, a table (its head first), charts, a listing."""
 
     title: str
     text: str = ""
     table: Sequence[Sequence[str]] = ()
-    figure: str = ""
     listing: str = ""
     charts: Sequence[Chart] = ()
     viewer: Viewer | None = None
