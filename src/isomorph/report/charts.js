@@ -149,7 +149,7 @@ const painters = {
         svg("rect", {x: Math.min(x(0), x(v)), y: at, width: Math.max(1, Math.abs(x(v) - x(0))), height: thick, rx: 2, fill: tint(spec.series, k)}, root);
         svg("text", {x: Math.max(x(v), x(0)) + 5, y: at + thick - .5, style: "font-size: 9.5px"}, root, String(+v.toPrecision(3)));
       });
-      return {x: null, y: y + row / 2, text: `${group}: ` + spec.series.map(s => `${s.name} ${say(s.values[i])}`).join(" · ") + (spec.y ? ` (${spec.y})` : "")};
+      return {x: null, y: y + (row - 5) / 2, band: row - 1, text: `${group}: ` + spec.series.map(s => `${s.name} ${say(s.values[i])}`).join(" · ") + (spec.y ? ` (${spec.y})` : "")};
     });
   },
   matrix(root, spec, width) {
@@ -198,7 +198,7 @@ function chart(host, spec) {
     reading.textContent = stop.text; reading.classList.remove("quiet");
     if (cursor) cursor.remove();
     if (stop.box) cursor = svg("rect", {x: stop.x - stop.box[0] / 2 - 1, y: stop.y - stop.box[1] / 2 - 1, width: stop.box[0] + 1, height: stop.box[1] + 1, fill: "none", stroke: "var(--ink)", "stroke-width": 2, rx: 3}, root);
-    else if (stop.x === null || stop.x === undefined) cursor = svg("line", {class: "cursor", x1: 0, x2: drawn, y1: stop.y, y2: stop.y}, root);
+    else if (stop.x === null || stop.x === undefined) cursor = svg("rect", {x: 0, y: stop.y - stop.band / 2, width: drawn, height: stop.band, rx: 4, fill: "var(--ink)", opacity: .08}, root);
     else cursor = svg("line", {class: "cursor", x1: stop.x, x2: stop.x, y1: 16, y2: root.getAttribute("height") - 30}, root);
   }
   function draw() {
