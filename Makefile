@@ -8,10 +8,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export MALLOC_TRIM_THRESHOLD_ ?= 4000000000
 export MALLOC_MMAP_THRESHOLD_ ?= 1000000000
 
-.PHONY: help env demo test check bench docs evidence
+# The pages of the report are tested in a real browser.
+BROWSER = command -v chromium || command -v chromium-browser || command -v google-chrome
+
+.PHONY: help env browser demo test check bench docs evidence
 help:
 	@echo "make demo   recast a CNN as attention, verify, fine-tune, report (under 3 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
+	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
 	@echo "make evidence  the studies of docs/methods/{tcnn,convit,tdrl,refiner,coatnet}.md (about 45 minutes each)"
 
@@ -32,11 +36,18 @@ env: $(VENV)/.dev
 demo: $(VENV)/.core
 	@$(BIN)/isomorph demo
 
-test: $(VENV)/.dev
+browser:
+	@{ $(BROWSER); } >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		echo "Installing Chromium for the tests of the pages (once) ..."; \
+		{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			chromium fonts-dejavu-core; } >/dev/null || echo "It could not be installed: tests of the pages will be skipped (on CI they fail)."; \
+	else echo "No Chromium: tests of the pages will be skipped. On Debian: sudo apt-get install chromium"; fi
+
+test: $(VENV)/.dev browser
 	@echo "Running all tests in two processes ..."
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
-check: $(VENV)/.dev
+check: $(VENV)/.dev browser
 	@echo "Checking format, lint, types and the fast tests ..."
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .

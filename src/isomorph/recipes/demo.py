@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 
-from isomorph.analysis import gates, looks, spans
+from isomorph.analysis import gates, spans
 from isomorph.data import Noisy, Source, eval_loader, open_source
 from isomorph.evaluation import count_macs, count_parameters, evaluate
 from isomorph.recipes import load_recipe
-from isomorph.report import Section, curves_figure, dials_figure, maps_figure, write_page
+from isomorph.report import Dots, Line, Panel, Picture, Section, Seen, build_viewer, gather_maps, write_page
 from isomorph.surgery import ConvToGPSA, Report, recast, verify
 from isomorph.training.build import data_config
 from isomorph.training.loop import train
@@ -123,6 +123,22 @@ def costs(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[
     return [["", "parameters", "MACs an image"], *rows]
 
 
+def numbers(values: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Values of heads by layer as plain numbers."""
+    return {layer: heads.tolist() for layer, heads in values.items()}
+
+
+def attention_section(models: dict[str, nn.Module], test: Source, config: dict[str, Any]) -> Section:
+    """Maps of the models on the first digits, under the pointer."""
+    batch = torch.stack([eval_loader(test, config).dataset[i][0] for i in range(4)])
+    mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
+    pictures = [Picture(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
+    seen = [Seen(name, gather_maps(model, batch)[0], numbers(gates(model))) for name, model in models.items()]
+    viewer = build_viewer(seen, pictures)
+    text = "Point at a patch of the digit: every head shows what it looks at from there."
+    return Section("Attention maps", f"{text} {viewer.note if viewer else ''}", viewer=viewer)
+
+
 def page_parts(
     demo: Demo,
     born: dict[str, nn.Module],
@@ -133,13 +149,13 @@ def page_parts(
     cost: list[list[str]],
 ) -> tuple[str, str, list[Section], str]:
     """Title, lead, sections and footer of the page."""
-    image = eval_loader(test, config).dataset[0][0]
-    mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
-    picture = (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
     stages = {"born exact": born["exact"], "born paper": born["paper"], "paper, fine-tuned": tuned["digits_paper"]}
+    opened, wide = ({name: numbers(dial(model)) for name, model in stages.items()} for dial in (gates, spans))
+    lines = {name: Line(range(len(values)), values) for name, values in curves.items()}
     sections = [
         Section("Accuracy, clean and under noise", "One seed, small test set: one image is 0.22 points.", demo.table()),
-        Section("Learning curves", figure=curves_figure(curves, "clean top-1, %")),
+        attention_section(stages, test, config),
+        Section("Learning curves", charts=[Panel("Clean top-1", "epoch of fine-tuning (0: before)", "%", lines)]),
         Section(
             "Is the recast the same function?",
             "The exact recast against the CNN on real digits: two input sizes, two precisions, layer by layer.",
@@ -148,21 +164,15 @@ def page_parts(
         Section(
             "Gates: place or content",
             "Sigma of the gate of every head: 1 looks at places only, 0 at content only.",
-            figure=dials_figure({name: gates(model) for name, model in stages.items()}, "sigma(gate)", 1.0),
+            charts=[Dots("Gates", "sigma(gate)", opened, 1.0)],
         ),
         Section(
             "Spans: how wide a head looks",
             "1 / locality of every head; a convolution has span 0.",
-            figure=dials_figure({name: spans(model) for name, model in stages.items()}, "1 / locality"),
+            charts=[Dots("Spans", "1 / locality", wide)],
         ),
+        Section("Cost", "1 MAC = 2 FLOPs; attention included.", cost),
     ]
-    for name, model in stages.items():
-        maps = {layer: pictures[0] for layer, pictures in looks(model, image[None]).items()}
-        opened = gates(model)
-        text = "Every head's map from the middle of the image (red square); its gate above it."
-        figure = maps_figure(picture, maps, opened, (0.56, 0.56))
-        sections.append(Section(f"Attention maps: {name}", text, figure=figure))
-    sections.append(Section("Cost", "1 MAC = 2 FLOPs; attention included.", cost))
     lead = (
         "A small CNN was trained on scikit-learn's digits; the six convolutions of its last stage were recast as gated "
         "positional self-attention with the same function, verified, and fine-tuned beside the CNN, budget alike."

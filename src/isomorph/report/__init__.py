@@ -1,20 +1,45 @@
 """Figures and the self-contained page."""
 
+from isomorph.report.charts import Bars, Chart, Dots, Line, Matrix, Panel
 from isomorph.report.cost import batch_cost_table, fixed_cost_table
-from isomorph.report.figures import curves_figure, dials_figure, maps_figure
+from isomorph.report.dissection import Extras, Subject, dissect, recipe_beside, told_apart
+from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
+from isomorph.report.papers import save_figures
+from isomorph.report.pictures import open_pictures, view_config
+from isomorph.report.robustness import open_results, read_cells
+from isomorph.report.runs import compare_runs, read_runs
 from isomorph.report.terminal import curve_rows, metric_rows, show
+from isomorph.report.viewer import Picture, Seen, build_viewer
 
 __all__ = [
+    "Bars",
+    "Chart",
+    "Dots",
+    "Extras",
+    "Line",
+    "Matrix",
+    "Panel",
+    "Picture",
     "Section",
+    "Seen",
+    "Subject",
     "batch_cost_table",
-    "cost_table",
+    "build_viewer",
+    "compare_runs",
     "curve_rows",
-    "curves_figure",
-    "dials_figure",
+    "dissect",
     "fixed_cost_table",
-    "maps_figure",
+    "gather_maps",
     "metric_rows",
+    "open_pictures",
+    "open_results",
+    "read_cells",
+    "read_runs",
+    "recipe_beside",
+    "save_figures",
     "show",
+    "told_apart",
+    "view_config",
     "write_page",
 ]

@@ -1,31 +1,44 @@
-"""Figures as SVG text, in one style that reads on light and dark pages."""
+"""Figures for papers and documentation, in one style: the page's charts, and attention maps, through matplotlib."""
 
 import io
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import singledispatch
+from typing import Any
 
 import matplotlib
 import numpy as np
 from torch import Tensor
 
+from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel
+
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
-STYLE: dict[str, Any] = {
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "savefig.facecolor": "none",
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "svg.fonttype": "none",
-}
+__all__ = ["Line", "Panel", "as_svg", "draw", "maps_figure", "matrices_figure", "panels_figure", "style"]
+
+
+@contextmanager
+def style(ink: str = INK) -> Iterator[None]:
+    """The style of every figure: text and axes in `ink` (grey reads on light and dark pages), no box, no background."""
+    inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
+    rest: dict[str, Any] = {
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": plt.cycler("color", PALETTE),
+        "grid.alpha": 0.2,
+        "axes.axisbelow": True,
+        "legend.frameon": False,
+        "legend.fontsize": 8,
+        "svg.fonttype": "none",
+        "pdf.fonttype": 42,
+    }
+    with plt.style.context({**dict.fromkeys(inked, ink), **dict.fromkeys(clear, "none"), **rest}):
+        yield
 
 
 def as_svg(figure: Any) -> str:
@@ -37,65 +50,128 @@ def as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def dials_figure(stages: Mapping[str, Mapping[str, Tensor]], label: str, limit: float | None = None) -> str:
-    """One value per head and layer (gates, spans), as a strip of dots per layer, one colour per stage of training."""
-    layers = list(next(iter(stages.values())))
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.2, 0.42 * len(layers) + 1.0))
-        for i, (stage, values) in enumerate(stages.items()):
-            shift = (i - (len(stages) - 1) / 2) * 0.22
-            for row, layer in enumerate(layers):
-                heads = values[layer].float().cpu().numpy()
-                name = stage if row == 0 else None
-                axes.scatter(
-                    heads, np.full(len(heads), row + shift), s=16, alpha=0.75, color=PALETTE[i % 6], label=name, lw=0
-                )
-        axes.set_yticks(range(len(layers)), layers)
-        axes.invert_yaxis()
-        axes.set_xlabel(label)
-        if limit is not None:
-            axes.set_xlim(-0.03 * limit, 1.03 * limit)
-        axes.grid(axis="x", color=INK, alpha=0.25)
-        axes.legend(loc="lower center", bbox_to_anchor=(0.45, 1.0), ncols=len(stages), frameon=False)
-        return as_svg(figure)
+def plot_panel(cell: Any, panel: Panel) -> None:
+    """Draws lines and their ranges on a pair of axes."""
+    shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
+    colours = shades if panel.ordered else [PALETTE[i % len(PALETTE)] for i in range(len(panel.lines))]
+    for (name, line), colour in zip(panel.lines.items(), colours, strict=True):
+        marker = "o" if len(line.x) < 30 else None
+        cell.plot(line.x, line.y, marker=marker, ms=3, lw=1.5, color=colour, label=name)
+        if line.low is not None and line.high is not None:
+            cell.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, lw=0)
+    cell.set_title(panel.title)
+    cell.set_xlabel(panel.x_label)
+    cell.set_ylabel(panel.y_label)
+    cell.grid()
+    cell.legend(fontsize=7, ncols=2 if len(panel.lines) > 3 else 1)
 
 
-def maps_figure(
-    image: np.ndarray, rows: Mapping[str, Tensor], gates: Mapping[str, Tensor], query: tuple[float, float]
-) -> str:
+@singledispatch
+def draw(chart: Any) -> Any:
+    """A chart of the page as a matplotlib figure; call it within `style`."""
+    raise TypeError(f"{type(chart).__name__} is no chart")
+
+
+@draw.register
+def draw_panel(chart: Panel) -> Any:
+    figure, axes = plt.subplots(figsize=(4.2, 2.7))
+    plot_panel(axes, chart)
+    return figure
+
+
+@draw.register
+def draw_dots(chart: Dots) -> Any:
+    layers = chart.layers
+    figure, axes = plt.subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
+    for i, (name, values) in enumerate(chart.series.items()):
+        shift, colour = (i - (len(chart.series) - 1) / 2) * 0.22, PALETTE[i % len(PALETTE)]
+        found = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
+        for at, heads in found:
+            axes.scatter([at] * len(heads), heads, s=14, alpha=0.65, color=colour, lw=0)
+        axes.plot([at for at, _ in found], [np.mean(heads) for _, heads in found], color=colour, lw=1.3, label=name)
+    axes.set_xticks(range(len(layers)), layers, rotation=35 if len(layers) < 30 else 90, ha="right")
+    axes.set_title(chart.title)
+    axes.set_ylabel(chart.y_label)
+    axes.set_ylim(bottom=min(0, axes.get_ylim()[0]), top=chart.limit)
+    axes.grid(axis="y")
+    axes.legend()
+    return figure
+
+
+@draw.register
+def draw_bars(chart: Bars) -> Any:
+    groups, number = chart.groups, len(chart.series)
+    figure, axes = plt.subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
+    for i, (name, values) in enumerate(chart.series.items()):
+        places = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
+        heights = [values.get(group, np.nan) for group in groups]
+        axes.barh(places, heights, 0.72 / number, color=PALETTE[i % len(PALETTE)], label=name)
+    axes.set_yticks(range(len(groups)), groups)
+    axes.invert_yaxis()
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.y_label)
+    axes.grid(axis="x")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+@draw.register
+def draw_matrix(chart: Matrix) -> Any:
+    figure, axes = plt.subplots(figsize=(0.26 * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
+    colours = "RdBu_r" if chart.low < 0 else "viridis"
+    values = np.array(chart.values, float)
+    image = axes.imshow(values, cmap=colours, vmin=chart.low, vmax=chart.high, interpolation="nearest")
+    axes.set_xticks(range(len(chart.columns)), chart.columns, rotation=90)
+    axes.set_yticks(range(len(chart.rows)), chart.rows)
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.column_label)
+    axes.set_ylabel(chart.row_label)
+    bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def plain_cell(cell: Any) -> None:
+    """Axes without ticks and frame, to show a picture."""
+    cell.set_xticks([])
+    cell.set_yticks([])
+    for spine in cell.spines.values():
+        spine.set_visible(False)
+
+
+def maps_figure(image: np.ndarray, rows: Mapping[str, np.ndarray], query: tuple[float, float]) -> Any:
     """Attention maps of every head (columns) for some layers (rows), beside the image and the query looked from.
 
-    Shape: image (H, W, 3) in 0..1; rows {title: (heads, h, w)}; gates {title: (heads,)}; query (row, column) in 0..1
+    Each map on a scale of its own; call it within `style`.
+
+    Shape: image (H, W, 3) in 0..1; rows {title: (heads, h, w)}; query (row, column) in 0..1
     """
-    heads = max(len(maps) for maps in rows.values())
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(len(rows), heads + 1, figsize=(0.92 * (heads + 1), 1.08 * len(rows)), squeeze=False)
-        for line, (title, maps) in zip(axes, rows.items(), strict=True):
-            for cell in line:
-                cell.set_xticks([])
-                cell.set_yticks([])
-                for spine in cell.spines.values():
-                    spine.set_visible(False)
-            line[0].imshow(image, interpolation="nearest")
-            height, width = image.shape[:2]
-            line[0].plot(query[1] * width - 0.5, query[0] * height - 0.5, "s", mfc="none", mec="#ff3b30", ms=7, mew=1.6)
-            line[0].set_ylabel(title, rotation=0, ha="right", va="center")
-            for head, cell in enumerate(line[1 : len(maps) + 1]):
-                cell.imshow(maps[head].float().cpu().numpy(), cmap="magma", interpolation="nearest", vmin=0)
-                cell.set_title(f"{float(gates[title][head]):.2f}", fontsize=7, color="#d1495b", pad=2)
-        figure.subplots_adjust(wspace=0.08, hspace=0.32)
-        return as_svg(figure)
+    heads, (height, width) = max(len(maps) for maps in rows.values()), image.shape[:2]
+    size = (0.92 * (heads + 1), 1.0 * len(rows) * height / width)
+    figure, axes = plt.subplots(len(rows), heads + 1, figsize=size, squeeze=False)
+    for line, (title, maps) in zip(axes, rows.items(), strict=True):
+        for cell in line:
+            plain_cell(cell)
+        line[0].imshow(image, interpolation="nearest")
+        line[0].plot(query[1] * width - 0.5, query[0] * height - 0.5, "s", mfc="none", mec="#ff3b30", ms=6, mew=1.4)
+        line[0].set_ylabel(title, rotation=0, ha="right", va="center")
+        for cell, values in zip(line[1:], maps, strict=False):
+            signed, top = bool((values < 0).any()), float(np.abs(values).max())
+            low, colours = (-top, "RdBu_r") if signed else (0.0, "magma")
+            cell.imshow(values, cmap=colours, interpolation="nearest", vmin=low, vmax=top, extent=(0, width, height, 0))
+    figure.subplots_adjust(wspace=0.06, hspace=0.08)
+    return figure
 
 
 def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Whole attention maps, one network a row, one block a column: queries down, keys across (Refiner Fig. 5).
+    """Whole attention maps as SVG text, one network a row, one block a column: queries down, keys across.
 
-    Red is attention, blue negative attention, each map on a scale of its own, given above it.
+    Red is attention, blue negative attention, each map on a scale of its own, given above it (Refiner Fig. 5).
 
     Shape: rows {network: {block: (N, N)}}
     """
     columns = max(len(maps) for maps in rows.values())
-    with plt.style.context(STYLE):
+    with style():
         size = (1.35 * columns + 0.6, 1.55 * len(rows))
         figure, axes = plt.subplots(len(rows), columns, figsize=size, squeeze=False)
         for line, (network, maps) in zip(axes, rows.items(), strict=True):
@@ -112,57 +188,14 @@ def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
         return as_svg(figure)
 
 
-def curves_figure(curves: Mapping[str, Sequence[float]], label: str) -> str:
-    """One line per run over epochs."""
-    with plt.style.context(STYLE):
-        figure, axes = plt.subplots(figsize=(7.2, 2.6))
-        for i, (name, values) in enumerate(curves.items()):
-            axes.plot(range(len(values)), values, marker="o", ms=3.5, color=PALETTE[i % 6], label=name)
-        axes.set_xlabel("epoch of fine-tuning (0: before)")
-        axes.set_ylabel(label)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        axes.grid(color=INK, alpha=0.25)
-        axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-        return as_svg(figure)
-
-
-class Line(NamedTuple):
-    """A line, and the range around it where there is one."""
-
-    x: Sequence[float]
-    y: Sequence[float]
-    low: Sequence[float] | None = None
-    high: Sequence[float] | None = None
-
-
-class Panel(NamedTuple):
-    """One pair of axes. `ordered` lines (blocks by depth) go from light to dark."""
-
-    title: str
-    x_label: str
-    y_label: str
-    lines: Mapping[str, Line]
-    ordered: bool = False
-
-
 def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
-    """Panels of lines side by side, each with its own legend."""
+    """Panels of lines side by side as SVG text, each with its own legend."""
     rows = -(-len(panels) // columns)
-    with plt.style.context(STYLE):
+    with style():
         figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.7 * rows), squeeze=False)
         for cell in axes.flat[len(panels) :]:
             cell.set_visible(False)
         for cell, panel in zip(axes.flat, panels, strict=False):
-            shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
-            colours = shades if panel.ordered else PALETTE
-            for (name, line), colour in zip(panel.lines.items(), colours, strict=False):
-                cell.plot(line.x, line.y, marker="o", ms=3, lw=1.5, color=colour, label=name)
-                if line.low is not None and line.high is not None:
-                    cell.fill_between(line.x, line.low, line.high, color=colour, alpha=0.2, lw=0)
-            cell.set_title(panel.title, fontsize=9)
-            cell.set_xlabel(panel.x_label)
-            cell.set_ylabel(panel.y_label)
-            cell.grid(color=INK, alpha=0.25)
-            cell.legend(frameon=False, fontsize=7, ncols=2 if len(panel.lines) > 3 else 1)
+            plot_panel(cell, panel)
         figure.tight_layout()
         return as_svg(figure)

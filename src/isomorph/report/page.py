@@ -1,26 +1,94 @@
-"""One self-contained HTML page: no network, no scripts, no files beside it."""
+"""One self-contained HTML page: no network, no server, no files beside it."""
 
+import base64
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from matplotlib import colormaps
+
+from isomorph.errors import UserError
+from isomorph.report.charts import Chart, as_json, numbers
+from isomorph.report.viewer import Viewer
+
+COLOURS = {"heat": "magma", "split": "RdBu_r", "depth": "viridis"}
+"""Colour maps of the page: attention, values around 0, shares and depth."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with any of: a paragraph, a table (first row is the head), a figure (SVG text), a listing."""
+    """A heading with any of: a paragraph, attention maps, a table (its head first), charts, a listing."""
 
     title: str
     text: str = ""
     table: Sequence[Sequence[str]] = ()
-    figure: str = ""
     listing: str = ""
+    charts: Sequence[Chart] = ()
+    viewer: Viewer | None = None
 
 
-def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> None:
-    """Renders the page and writes it."""
+@cache
+def part(name: str) -> str:
+    """A file of the page that lies beside this one."""
+    return files("isomorph.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def colour_table(name: str) -> str:
+    """256 colours as one string of hexadecimal digits."""
+    return (colormaps[name](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8).tobytes().hex()
+
+
+def render(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
+    """The page as text.
+
+    All that is given is escaped; the only script that the browser runs is the page's own, by its hash, and it can reach
+    no network (Content-Security-Policy).
+    """
+    charts: list[dict[str, Any]] = []
+    viewers: list[dict[str, Any]] = []
+    blobs: list[tuple[str, str]] = []
+    shown = []
+    for section in sections:
+        drawn = [
+            {"number": len(charts) + i, "title": c.title, "numbers": numbers(c)} for i, c in enumerate(section.charts)
+        ]
+        charts += [as_json(chart) for chart in section.charts]
+        viewer = None
+        if section.viewer:
+            viewer = {"number": len(viewers)}
+            blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
+            viewers.append(section.viewer.data)
+        shown.append({**vars(section), "charts": drawn, "viewer": viewer})
+    script = "".join(part(name) for name in ("charts.js", "maps.js", "start.js"))
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    colours = {use: colour_table(name) for use, name in COLOURS.items()}
     environment = Environment(loader=PackageLoader("isomorph.report", "."), autoescape=True, undefined=StrictUndefined)
-    page = environment.get_template("page.html.j2").render(title=title, lead=lead, sections=sections, footer=footer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    return environment.get_template("page.html.j2").render(
+        title=title,
+        lead=lead,
+        sections=shown,
+        footer=footer,
+        data={"charts": charts, "viewers": viewers, "colours": colours},
+        blobs=blobs,
+        style=Markup(part("page.css")),
+        script=Markup(script),
+        script_hash=f"sha256-{digest}",
+    )
+
+
+def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
+    """Renders the page and writes it; returns its size in bytes. Raises: UserError when it cannot be written."""
+    page = render(title, lead, sections, footer).encode("utf-8", "replace")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(page)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; give --out another place") from None
+    return len(page)

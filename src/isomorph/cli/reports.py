@@ -1,0 +1,165 @@
+"""Commands that write pages: analyze a model, compare runs."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from cyclopts import Parameter
+
+import isomorph as iso
+from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.data import eval_loader, open_source
+from isomorph.errors import UserError
+from isomorph.report import (
+    Extras,
+    Section,
+    Subject,
+    compare_runs,
+    dissect,
+    open_pictures,
+    open_results,
+    read_runs,
+    recipe_beside,
+    save_figures,
+    told_apart,
+    view_config,
+    write_page,
+)
+from isomorph.training.build import default_data, open_model, open_trained
+from isomorph.training.runtime import open_runtime
+
+
+def open_subject(
+    name: str, title: str, weights: Path | None, pretrained: bool, size: tuple[int, int] | None, device: str
+) -> Subject:
+    """A model by name, checkpoint or run folder, ready to be taken apart."""
+    path = Path(name)
+    model = open_trained(path) if path.is_dir() else open_model(name, weights, pretrained)
+    recipe = recipe_beside(path) if path.is_dir() or path.suffix == ".safetensors" else None
+    return Subject(title, model.to(open_runtime(device).device), view_config(model, size), recipe)
+
+
+def images_for(subjects: list[Subject], data: str | None, root: Path | None, samples: int) -> dict[str, Iterable[Any]]:
+    """A loader of the same first test images for each model, spread over the classes."""
+    source = open_source(data or default_data(subjects[0].model), "test", root)
+    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
+    return {s.name: eval_loader(source.subset(drawn.tolist()), s.config, 32) for s in subjects}
+
+
+def footer() -> str:
+    """What made the page, and when."""
+    made = f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
+    return f"{made}. This file loads nothing."
+
+
+def say(out: Path, size: int, sections: list[Section], figures: Path | None, json_: bool) -> None:
+    """Prints what was written, after writing the figures where they are wanted."""
+    drawn = save_figures(figures, sections) if figures else []
+    if json_:
+        print(json.dumps({"out": str(out), "bytes": size, "figures": [str(path) for path in drawn]}))
+    else:
+        more = f"\nfigures: {len(drawn)} files in {figures}" if figures else ""
+        print(f"page: {out}  ({size / 1e6:.2f} MB; open it in any browser){more}")
+
+
+@app.command
+def analyze(
+    model: str,
+    /,
+    *,
+    image: list[Path],
+    against: str | None = None,
+    out: Path = Path("isomorph-analysis.html"),
+    layers: list[str] | None = None,
+    data: str | None = None,
+    root: Path | None = None,
+    samples: int = 256,
+    robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
+    weights: Weights = None,
+    pretrained: bool = True,
+    size: tuple[int, int] | None = None,
+    figures: Path | None = None,
+    megabytes: float = 7.5,
+    speed: bool = False,
+    device: Device = "auto",
+    json_: Json = False,
+) -> None:
+    """Take a model apart, or two side by side, and write one HTML page: attention under the pointer, and much more.
+
+    Parameters
+    ----------
+    model
+        A timm model, a checkpoint written by isomorph, or the folder of a run.
+    image
+        An image file to look at; may be given several times.
+    against
+        Another model beside it: after recasting, after fine-tuning.
+    out
+        The page: one file, which loads nothing.
+    layers
+        Only attention layers that these globs match, like `blocks.1?.attn`.
+    data
+        Source of test images for CKA between layers; with --root alone, what the model was trained on.
+    root
+        Folder of that data.
+    samples
+        Images for CKA.
+    robustness
+        Results of `isomorph robustness` (.jsonl): the model's, then the other's.
+    pretrained
+        Use the models' public weights.
+    size
+        Height and width of the input; by default the model's own.
+    figures
+        Folder for every chart as PDF and SVG.
+    megabytes
+        Size of the page that attention maps are thinned out for.
+    speed
+        Measure images a second too.
+    """
+    if samples < 2 or megabytes < 0.5:
+        raise UserError("--samples must be at least 2 and --megabytes at least 0.5")
+    given = [model, *([against] if against else [])]
+    names = told_apart(given)
+    wanted = zip(given, names, [weights, None], strict=False)
+    subjects = [open_subject(name, title, own, pretrained, size, device) for name, title, own in wanted]
+    size = size or subjects[0].config["input_size"][-2:]
+    subjects[1:] = [Subject(s.name, s.model, view_config(s.model, size), s.recipe) for s in subjects[1:]]
+    results, problems = open_results(robustness or [], names)
+    pictures = open_pictures(image, dict(subjects[0].config))
+    batches = images_for(subjects, data, root, samples) if data or root else {}
+    extras = Extras(batches, results, problems, speed, int((megabytes - 0.4) * 1e6))
+    sections = dissect(subjects, pictures, layers, extras)
+    lead = "What each head looks at, layer by layer" + (": two models side by side." if against else ".")
+    written = write_page(out, " and ".join(names), lead, sections, footer())
+    say(out, written, sections, figures, json_)
+
+
+@app.command(name="compare")
+def compare_(
+    runs: list[Path],
+    /,
+    *,
+    out: Path = Path("isomorph-comparison.html"),
+    figures: Path | None = None,
+    json_: Json = False,
+) -> None:
+    """Compare runs: learning curves, final tables and the fields of the recipes that differ, in one HTML page.
+
+    Parameters
+    ----------
+    runs
+        Folders of runs, finished or not.
+    out
+        The page: one file, which loads nothing.
+    figures
+        Folder for every chart as PDF and SVG.
+    """
+    logs = read_runs(runs)
+    sections = compare_runs(logs)
+    title = f"{len(logs)} runs" if len(logs) > 1 else logs[0].name
+    size = write_page(out, title, ", ".join(log.name for log in logs), sections, footer())
+    say(out, size, sections, figures, json_)

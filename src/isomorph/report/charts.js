@@ -1,0 +1,232 @@
+"use strict";
+// Small charts as SVG, drawn for the width there is. Text comes in as text only, never as markup.
+const NS = "http://www.w3.org/2000/svg";
+function el(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (key in node && key !== "list" && typeof value !== "string") node[key] = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+function svg(tag, props = {}, parent = null, text = null) {
+  const node = document.createElementNS(NS, tag);
+  for (const [key, value] of Object.entries(props)) node.setAttribute(key, value);
+  if (text !== null) node.textContent = text;
+  if (parent) parent.append(node);
+  return node;
+}
+const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
+function say(value) {
+  if (value === null || value === undefined) return "–";
+  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(2);
+  return String(+value.toPrecision(4));
+}
+function colours(hex) {
+  return Array.from({length: 256}, (_, i) => [0, 2, 4].map(k => parseInt(hex.substr(6 * i + k, 2), 16)));
+}
+const css = rgb => `rgb(${rgb.join(" ")})`;
+const hue = i => `var(--s${i % 6})`;
+// A model has one colour on the whole page.
+function tint(series, i) {
+  const models = page.viewers.length ? page.viewers[0].models : [];
+  return hue(series.every(s => models.includes(s.name)) ? models.indexOf(series[i].name) : i);
+}
+
+function extent(values, floor = null) {
+  let low = Infinity, high = -Infinity;
+  for (const v of values) if (v !== null && v !== undefined) { low = Math.min(low, v); high = Math.max(high, v); }
+  if (!isFinite(low)) return [0, 1];
+  if (floor !== null) low = Math.min(low, floor);
+  if (low === high) { low -= .5; high += .5; }
+  return [low, high];
+}
+function ticks(low, high, count) {
+  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
+  return found;
+}
+// Names without what all of them share at both ends: blocks.0.attn, blocks.1.attn -> 0, 1.
+function short(names) {
+  if (names.length < 2) return {names, around: ""};
+  const parts = names.map(n => n.split("."));
+  let a = 0, b = 0;
+  const least = Math.min(...parts.map(p => p.length));
+  while (a < least - 1 && parts.every(p => p[a] === parts[0][a])) a++;
+  while (b < least - 1 - a && parts.every(p => p.at(-1 - b) === parts[0].at(-1 - b))) b++;
+  const around = a || b ? [...parts[0].slice(0, a), "*", ...(b ? parts[0].slice(-b) : [])].join(".") : "";
+  return {names: parts.map(p => p.slice(a, p.length - b).join(".")), around};
+}
+function axes(root, width, height, margin, y, label) {
+  for (const tick of ticks(y.low, y.high, 4)) {
+    svg("line", {class: "axis", x1: margin.left, x2: width - margin.right, y1: y(tick), y2: y(tick)}, root);
+    svg("text", {x: margin.left - 7, y: y(tick) + 4, "text-anchor": "end"}, root, say(tick));
+  }
+  svg("text", {x: margin.left - 7, y: 11, "text-anchor": "start", dx: 7 - margin.left}, root, label);
+}
+function linear(low, high, from, to) {
+  const scale = v => from + (v - low) / (high - low) * (to - from);
+  scale.low = low; scale.high = high;
+  return scale;
+}
+function stroke(points, colour, root, width = 2) {
+  let path = "", pen = "M";
+  for (const [x, y] of points) { if (y === null) pen = "M"; else { path += `${pen}${x.toFixed(1)} ${y.toFixed(1)}`; pen = "L"; } }
+  svg("path", {d: path, fill: "none", stroke: colour, "stroke-width": width, "stroke-linejoin": "round"}, root);
+}
+
+// Each painter draws and returns stops: {x, y?, text}, the places where the cursor rests.
+const painters = {
+  lines(root, spec, width) {
+    const height = 250, margin = {left: 46, right: 10, top: 22, bottom: 34};
+    root.setAttribute("height", height);
+    const [x0, x1] = extent(spec.series.flatMap(s => s.x));
+    const [y0, y1] = extent(spec.series.flatMap(s => [...s.y, ...(s.low || []), ...(s.high || [])]));
+    const pad = (y1 - y0) * .05, x = linear(x0, x1, margin.left, width - margin.right);
+    const y = linear(y0 - pad, y1 + pad, height - margin.bottom, margin.top);
+    axes(root, width, height, margin, y, spec.y);
+    const whole = spec.series.every(s => s.x.every(Number.isInteger));
+    for (const tick of ticks(x0, x1, Math.max(2, width / 90)).filter(t => !whole || Number.isInteger(t)))
+      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, say(tick));
+    svg("text", {x: width - margin.right, y: height - 3, "text-anchor": "end"}, root, spec.x);
+    spec.series.forEach((s, i) => {
+      const colour = lineColour(spec, i);
+      if (s.low && s.high) {
+        const up = s.x.map((v, k) => `${x(v)} ${y(s.high[k])}`), down = s.x.map((v, k) => `${x(v)} ${y(s.low[k])}`);
+        svg("path", {d: `M${[...up, ...down.reverse()].join("L")}Z`, fill: colour, opacity: .18}, root);
+      }
+      stroke(s.x.map((v, k) => [x(v), s.y[k] === null ? null : y(s.y[k])]), colour, root);
+      if (s.x.length < 30) s.x.forEach((v, k) => s.y[k] !== null && svg("circle", {cx: x(v), cy: y(s.y[k]), r: 2.6, fill: colour}, root));
+    });
+    const places = [...new Set(spec.series.flatMap(s => s.x))].sort((a, b) => a - b);
+    return places.map(place => ({x: x(place), text: `${spec.x} ${say(place)}: ` + spec.series.map(s => {
+      let k = 0;
+      s.x.forEach((v, j) => { if (Math.abs(v - place) < Math.abs(s.x[k] - place)) k = j; });
+      const inside = place >= s.x[0] && place <= s.x.at(-1);
+      return `${s.name} ${inside ? say(s.y[k]) : "–"}`;
+    }).join(" · ")}));
+  },
+  dots(root, spec, width) {
+    const height = 250, margin = {left: 46, right: 10, top: 22, bottom: 34};
+    root.setAttribute("height", height);
+    const all = spec.series.flatMap(s => s.values.flatMap(v => v || []));
+    const [low, top] = extent(all, 0), high = spec.limit ?? top + (top - low) * .04;
+    const y = linear(low, high, height - margin.bottom, margin.top);
+    const place = i => margin.left + (i + .5) * (width - margin.left - margin.right) / spec.layers.length;
+    const gap = (width - margin.left - margin.right) / spec.layers.length, {names, around} = short(spec.layers);
+    axes(root, width, height, margin, y, spec.y);
+    const longest = Math.max(...names.map(n => n.length)) * 6.5 + 6, every = Math.max(1, Math.ceil(longest / gap));
+    names.forEach((name, i) => i % every || svg("text", {x: place(i), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, name));
+    svg("text", {x: width - margin.right, y: height - 3, "text-anchor": "end"}, root, around ? `layer (${around})` : "layer");
+    spec.series.forEach((s, k) => {
+      const shift = (k - (spec.series.length - 1) / 2) * Math.min(12, gap / 4);
+      const mean = v => { const found = (v || []).filter(u => u !== null); return found.length ? found.reduce((a, b) => a + b) / found.length : null; };
+      stroke(s.values.map((v, i) => [place(i) + shift, mean(v) === null ? null : y(mean(v))]), tint(spec.series, k), root, 1.6);
+      s.values.forEach((v, i) => (v || []).forEach(u => u !== null && svg("circle", {cx: place(i) + shift, cy: y(u), r: 3, fill: tint(spec.series, k), opacity: .62}, root)));
+    });
+    return spec.layers.map((name, i) => ({x: place(i), text: `${name}: ` + spec.series.map(s => `${s.name} ${(s.values[i] || []).map(say).join(", ") || "–"}`).join(" · ")}));
+  },
+  bars(root, spec, width) {
+    const thick = spec.series.length > 3 ? 6 : 9, row = spec.series.length * (thick + 2) + 9, top = 20;
+    const widest = Math.min(width * .42, Math.max(...spec.groups.map(g => g.length)) * 6.6 + 12);
+    const height = top + row * spec.groups.length + 4, [low, high] = extent(spec.series.flatMap(s => s.values), 0);
+    const x = linear(Math.min(0, low), Math.max(high, 0), widest, width - 46);
+    root.setAttribute("height", height);
+    for (const tick of ticks(x.low, x.high, Math.max(2, (width - widest) / 90))) {
+      svg("line", {class: "axis", x1: x(tick), x2: x(tick), y1: top - 4, y2: height}, root);
+      svg("text", {x: x(tick), y: 11, "text-anchor": "middle"}, root, say(tick));
+    }
+    return spec.groups.map((group, i) => {
+      const y = top + i * row;
+      svg("text", {x: widest - 8, y: y + row / 2, "text-anchor": "end"}, root, group.length * 6.6 > widest ? group.slice(0, widest / 6.6 - 2) + "…" : group);
+      spec.series.forEach((s, k) => {
+        const v = s.values[i];
+        if (v === null) return;
+        const at = y + 2 + k * (thick + 2);
+        svg("rect", {x: Math.min(x(0), x(v)), y: at, width: Math.max(1, Math.abs(x(v) - x(0))), height: thick, rx: 2, fill: tint(spec.series, k)}, root);
+        svg("text", {x: Math.max(x(v), x(0)) + 5, y: at + thick - .5, style: "font-size: 9.5px"}, root, String(+v.toPrecision(3)));
+      });
+      return {x: null, y: y + (row - 5) / 2, band: row - 1, text: `${group}: ` + spec.series.map(s => `${s.name} ${say(s.values[i])}`).join(" · ") + (spec.y ? ` (${spec.y})` : "")};
+    });
+  },
+  matrix(root, spec, width) {
+    const rows = short(spec.rows), columns = short(spec.columns);
+    const left = Math.min(width * .35, Math.max(...rows.names.map(n => n.length)) * 6.6 + 14), top = 22, bottom = 38;
+    const cell = clamp((width - left - 4) / columns.names.length, 5, 52), tall = Math.min(cell, rows.names.length > 12 ? 22 : 40), height = top + bottom + tall * rows.names.length;
+    root.setAttribute("height", height);
+    const table = page.colours[spec.low < 0 ? "split" : "depth"], stops = [];
+    svg("text", {x: 0, y: 11}, root, rows.around ? `${spec.y} (${rows.around})` : spec.y);
+    const every = Math.max(1, Math.ceil((Math.max(...columns.names.map(n => n.length)) * 6.5 + 5) / cell));
+    columns.names.forEach((name, j) => j % every || svg("text", {x: left + (j + .5) * cell, y: top + tall * rows.names.length + 14, "text-anchor": "middle"}, root, name));
+    svg("text", {x: left + cell * columns.names.length, y: height - 5, "text-anchor": "end"}, root, columns.around ? `${spec.x} (${columns.around})` : spec.x);
+    spec.values.forEach((values, i) => {
+      if (i % Math.max(1, Math.ceil(13 / tall)) === 0)
+        svg("text", {x: left - 6, y: top + (i + .5) * tall + 4, "text-anchor": "end"}, root, rows.names[i]);
+      values.forEach((v, j) => {
+        const rgb = v === null ? [128, 128, 128] : table[Math.round(clamp((v - spec.low) / (spec.high - spec.low), 0, 1) * 255)];
+        svg("rect", {x: left + j * cell, y: top + i * tall, width: cell - 1, height: tall - 1, rx: 2, fill: css(rgb)}, root);
+        const dark = rgb[0] * .3 + rgb[1] * .59 + rgb[2] * .11 < 140;
+        if (cell >= 30) svg("text", {x: left + (j + .5) * cell - .5, y: top + (i + .5) * tall + 3, "text-anchor": "middle", style: `font-size: 10px; fill: ${dark ? "#fff" : "#111"}`}, root, v === null ? "" : v.toFixed(Math.abs(v) >= 10 ? 0 : 2));
+        stops.push({x: left + (j + .5) * cell, y: top + (i + .5) * tall, box: [cell, tall], text: `${spec.rows[i]} × ${spec.columns[j]}: ${say(v)}`});
+      });
+    });
+    stops.across = columns.names.length;
+    return stops;
+  },
+};
+function lineColour(spec, i) {
+  if (!spec.ordered) return tint(spec.series, i);
+  return css(page.colours.depth[Math.round(230 - 200 * i / Math.max(1, spec.series.length - 1))]);
+}
+
+function chart(host, spec) {
+  const legend = el("div", {class: "legend"});
+  if (spec.series && (spec.series.length > 1 || (page.viewers.length && page.viewers[0].models.length > 1)))
+    spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${spec.kind === "lines" ? lineColour(spec, i) : tint(spec.series, i)}`}), s.name)));
+  const hint = "Point at it or use the arrow keys to read values.";
+  const root = svg("svg", {tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": `${spec.title}. ${hint}`});
+  const reading = el("p", {class: "reading quiet", "aria-live": "polite"}, hint);
+  host.append(...(legend.children.length ? [legend] : []), root, reading);
+  let stops = [], at = -1, cursor = null, drawn = 0;
+  function rest(i) {
+    if (!stops.length) return;
+    at = clamp(i, 0, stops.length - 1);
+    const stop = stops[at];
+    reading.textContent = stop.text; reading.classList.remove("quiet");
+    if (cursor) cursor.remove();
+    if (stop.box) cursor = svg("rect", {x: stop.x - stop.box[0] / 2 - 1, y: stop.y - stop.box[1] / 2 - 1, width: stop.box[0] + 1, height: stop.box[1] + 1, fill: "none", stroke: "var(--ink)", "stroke-width": 2, rx: 3}, root);
+    else if (stop.x === null || stop.x === undefined) cursor = svg("rect", {x: 0, y: stop.y - stop.band / 2, width: drawn, height: stop.band, rx: 4, fill: "var(--ink)", opacity: .08}, root);
+    else cursor = svg("line", {class: "cursor", x1: stop.x, x2: stop.x, y1: 16, y2: root.getAttribute("height") - 30}, root);
+  }
+  function draw() {
+    const width = Math.floor(host.clientWidth);
+    if (!width || width === drawn) return;
+    drawn = width; cursor = null;
+    root.replaceChildren();
+    root.setAttribute("width", width); root.style.width = `${width}px`;
+    stops = painters[spec.kind](root, spec, width);
+    if (at >= 0) rest(at);
+  }
+  root.addEventListener("pointermove", event => {
+    const box = root.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    let best = 0, least = Infinity;
+    stops.forEach((stop, i) => {
+      const distance = (stop.x == null ? 0 : Math.abs(stop.x - x)) + (stop.y == null ? 0 : Math.abs(stop.y - y));
+      if (distance < least) { least = distance; best = i; }
+    });
+    rest(best);
+  });
+  root.addEventListener("pointerdown", event => root.dispatchEvent(new PointerEvent("pointermove", event)));
+  root.addEventListener("keydown", event => {
+    const across = stops.across || 1;
+    const move = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: across, ArrowUp: -across, Home: -stops.length, End: stops.length}[event.key];
+    if (move === undefined) return;
+    event.preventDefault();
+    rest(at < 0 ? 0 : at + move);
+  });
+  new ResizeObserver(draw).observe(host);
+  draw();
+}

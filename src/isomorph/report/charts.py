@@ -1,0 +1,169 @@
+"""What a chart shows, apart from how it is drawn: the page draws it in the browser, papers through matplotlib."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import singledispatch
+from typing import Any, NamedTuple
+
+Table = list[list[str]]
+NUMBERS = 40
+"""Points of a curve up to which its numbers are listed under it."""
+
+
+class Line(NamedTuple):
+    """A line, and the range around it where there is one."""
+
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
+
+
+class Panel(NamedTuple):
+    """One pair of axes with lines. `ordered` lines (blocks by depth) go from light to dark."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Line]
+    ordered: bool = False
+
+
+@dataclass(frozen=True)
+class Dots:
+    """One value per head and layer (gates, spans, nonlocality): layers across, a dot a head, a line through the means.
+
+    A layer that a series does not have is left open. `limit` is the top of the axis where it has one.
+    """
+
+    title: str
+    y_label: str
+    series: Mapping[str, Mapping[str, Sequence[float]]]
+    limit: float | None = None
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers of all series, in their order."""
+        return list(dict.fromkeys(layer for values in self.series.values() for layer in values))
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A group of bars for each name, a bar for each series: {series: {name: value}}."""
+
+    title: str
+    y_label: str
+    series: Mapping[str, Mapping[str, float]]
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the groups of all series, in their order."""
+        return list(dict.fromkeys(name for values in self.series.values() for name in values))
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Numbers in rows and columns, by colour from `low` to `high`; around a middle of 0 where low is negative."""
+
+    title: str
+    row_label: str
+    column_label: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    values: Sequence[Sequence[float]] = field(repr=False)
+    low: float = 0.0
+    high: float = 1.0
+
+
+Chart = Panel | Dots | Bars | Matrix
+
+
+def plain(value: float) -> float | None:
+    """The number to six digits, or None where it is none: JSON has no NaN."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def listed(values: Sequence[float] | None) -> list[float | None] | None:
+    """Several of them."""
+    return None if values is None else [plain(value) for value in values]
+
+
+@singledispatch
+def as_json(chart: Any) -> dict[str, Any]:
+    """The chart as the page's script takes it."""
+    raise TypeError(f"{type(chart).__name__} is no chart")
+
+
+@as_json.register
+def panel_json(chart: Panel) -> dict[str, Any]:
+    series = [{"name": name, **{k: listed(v) for k, v in line._asdict().items()}} for name, line in chart.lines.items()]
+    found = {"kind": "lines", "title": chart.title, "x": chart.x_label, "y": chart.y_label}
+    return {**found, "ordered": chart.ordered, "series": series}
+
+
+@as_json.register
+def dots_json(chart: Dots) -> dict[str, Any]:
+    series = [
+        {"name": name, "values": [listed(values.get(layer)) for layer in chart.layers]}
+        for name, values in chart.series.items()
+    ]
+    found = {"kind": "dots", "title": chart.title, "y": chart.y_label, "layers": chart.layers}
+    return {**found, "limit": chart.limit, "series": series}
+
+
+@as_json.register
+def bars_json(chart: Bars) -> dict[str, Any]:
+    series = [
+        {"name": name, "values": [plain(values.get(group, math.nan)) for group in chart.groups]}
+        for name, values in chart.series.items()
+    ]
+    return {"kind": "bars", "title": chart.title, "y": chart.y_label, "groups": chart.groups, "series": series}
+
+
+@as_json.register
+def matrix_json(chart: Matrix) -> dict[str, Any]:
+    labels = {"x": chart.column_label, "y": chart.row_label, "rows": list(chart.rows), "columns": list(chart.columns)}
+    values = [listed(row) for row in chart.values]
+    return {"kind": "matrix", "title": chart.title, **labels, "values": values, "low": chart.low, "high": chart.high}
+
+
+def number(value: float | None) -> str:
+    """A number as tables show it."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+@singledispatch
+def numbers(chart: Any) -> Table:
+    """The chart's numbers as a table, the first row its head; none where they are too many to be read."""
+    raise TypeError(f"{type(chart).__name__} is no chart")
+
+
+@numbers.register
+def panel_numbers(chart: Panel) -> Table:
+    places = sorted({x for line in chart.lines.values() for x in line.x})
+    if len(places) > NUMBERS:
+        return []
+    found = [dict(zip(line.x, line.y, strict=True)) for line in chart.lines.values()]
+    return [[chart.x_label, *chart.lines], *([number(x), *(number(y.get(x)) for y in found)] for x in places)]
+
+
+@numbers.register
+def dots_numbers(chart: Dots) -> Table:
+    rows = []
+    for layer in chart.layers:
+        cells = [", ".join(map(number, values.get(layer, ()))) or "-" for values in chart.series.values()]
+        rows.append([layer, *cells])
+    return [["layer", *chart.series], *rows]
+
+
+@numbers.register
+def bars_numbers(chart: Bars) -> Table:
+    rows = [[group, *(number(values.get(group)) for values in chart.series.values())] for group in chart.groups]
+    return [["", *chart.series], *rows]
+
+
+@numbers.register
+def matrix_numbers(chart: Matrix) -> Table:
+    head = [f"{chart.row_label} \\ {chart.column_label}", *chart.columns]
+    return [head, *([name, *map(number, row)] for name, row in zip(chart.rows, chart.values, strict=True))]

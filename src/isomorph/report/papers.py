@@ -1,0 +1,58 @@
+"""The figures of a page as files for papers: PDF and SVG."""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+
+from isomorph.errors import UserError
+from isomorph.report.figures import draw, maps_figure, style
+from isomorph.report.page import Section
+from isomorph.report.viewer import Viewer
+
+ROWS = 12
+"""Layers of a figure of attention maps; of deeper models, so many evenly spread ones."""
+MIDDLE = (0.5, 0.5)
+
+
+def file_stem(title: str) -> str:
+    """A title as the name of a file."""
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
+
+
+def map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
+    """The maps of each model on each image from its middle, by title."""
+    for b, picture in enumerate(viewer.pictures):
+        image = np.broadcast_to(picture.pixels.clamp(0, 1).cpu().numpy(), (3, *picture.pixels.shape[1:]))
+        for model in viewer.seen:
+            layers = list(model.maps.values())
+            chosen = np.unique(np.linspace(0, len(layers) - 1, min(ROWS, len(layers))).round().astype(int))
+            rows = {layers[i].name: layers[i].seen_from(b, *MIDDLE) for i in chosen}
+            if rows:
+                yield f"attention {model.name} {picture.name}", maps_figure(image.transpose(1, 2, 0), rows, MIDDLE)
+
+
+def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
+    """Writes every chart of a page, and its attention maps from the middle of the image, as PDF and SVG; the paths.
+
+    Raises: UserError when the folder cannot be written.
+    """
+    paths: list[Path] = []
+    with style("black"):
+        for section in sections:
+            titled = ((chart.title, draw(chart)) for chart in section.charts)
+            for title, figure in [*titled, *(map_figures(section.viewer) if section.viewer else ())]:
+                found = [folder / f"{file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
+                try:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    for path in found:
+                        figure.savefig(path, bbox_inches="tight")
+                except OSError as error:
+                    raise UserError(f"cannot write figures to {folder}: {error.strerror}") from None
+                finally:
+                    plt.close(figure)
+                paths += found
+    return paths

@@ -1,0 +1,196 @@
+"""`isomorph compare` as a page: what runs left in their folders, side by side."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from isomorph.errors import UserError
+from isomorph.report.charts import Chart, Line, Panel, Table
+from isomorph.report.page import Section
+from isomorph.report.terminal import UNITS
+
+POINTS = 600
+"""Points of a curve that are drawn; of longer logs, means over as many equal parts."""
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a run left: recipe, rows of its logs, and a line for each thing that is missing or cut short."""
+
+    name: str
+    recipe: Mapping[str, Any]
+    epochs: Rows = field(repr=False)
+    steps: Rows = field(repr=False)
+    monitor: Rows = field(repr=False)
+    problems: list[str] = field(default_factory=list)
+
+
+def read_rows(path: Path) -> tuple[Rows, str]:
+    """The rows of a log that are whole, and a line where it is missing or some are not."""
+    if not path.is_file():
+        return [], f"no {path.name}"
+    rows: Rows = []
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows += [row] if isinstance(row, dict) else []
+    lost = len(lines) - len(rows)
+    return rows, f"{lost} of {len(lines)} lines of {path.name} cannot be read" if lost else ""
+
+
+def read_run(folder: Path) -> Log:
+    """Reads a run's folder, however far the run came. Raises: UserError when it is no folder of a run."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder of a run")
+    (epochs, a), (steps, b), (monitor, c) = (
+        read_rows(folder / f"{name}.jsonl") for name in ("log", "steps", "monitor")
+    )
+    recipe: Any = {}
+    problems = [a, b, c if monitor else ""]
+    try:
+        recipe = json.loads((folder / "recipe.json").read_text())
+    except FileNotFoundError:
+        problems.append("no recipe.json")
+    except ValueError:
+        problems.append("recipe.json cannot be read")
+    recipe = recipe if isinstance(recipe, dict) else {}
+    if not (epochs or steps or recipe):
+        raise UserError(f"{folder} is no folder of a run: it has no log.jsonl, steps.jsonl or recipe.json to read")
+    return Log(folder.name or str(folder), recipe, epochs, steps, monitor, [problem for problem in problems if problem])
+
+
+def read_runs(folders: Sequence[Path]) -> list[Log]:
+    """Reads several; names that are alike become whole paths. Raises: UserError as `read_run` does."""
+    logs = [read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
+    names = [log.name for log in logs]
+    whole = [log.name if names.count(log.name) == 1 else str(folder) for log, folder in zip(logs, folders, strict=True)]
+    if len(set(whole)) < len(whole):
+        raise UserError("a run is named twice; give each once")
+    return [
+        Log(name, *(getattr(log, key) for key in ("recipe", "epochs", "steps", "monitor", "problems")))
+        for name, log in zip(whole, logs, strict=True)
+    ]
+
+
+def curve(rows: Rows, x: str, y: str) -> Line | None:
+    """The values of `y` along `x` where both are finite numbers, thinned to means; None without two of them."""
+    points = sorted((float(row[x]), float(row[y])) for row in rows if is_number(row.get(x)) and is_number(row.get(y)))
+    if len(points) > POINTS:
+        cuts = [round(i * len(points) / POINTS) for i in range(POINTS + 1)]
+        parts = [points[a:b] for a, b in pairwise(cuts)]
+        points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
+    return Line(*map(list, zip(*points, strict=True))) if points else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def peaks(log: Log, key: str, pick: Any) -> Rows:
+    """What the attention monitor saw, one number a step: `pick` (max, mean) over layers."""
+    rows = []
+    for row in log.monitor:
+        values = [v for v in row[key].values() if is_number(v)] if isinstance(row.get(key), dict) else []
+        rows += [{"step": row.get("step"), key: pick(values)}] if values else []
+    return rows
+
+
+CURVES = (
+    ("Training loss by step", "steps", "step", "loss", "loss"),
+    ("Loss by epoch", "epochs", "epoch", "loss", "loss"),
+    ("Top-1", "epochs", "epoch", "top1", "%"),
+    ("NLL on the test set", "epochs", "epoch", "nll", "nats"),
+    ("Reconstruction", "epochs", "epoch", "reconstruction", "MSE"),
+    ("Alignment with the teacher", "epochs", "epoch", "alignment", "smooth L1"),
+    ("Learning rate", "steps", "step", "lr", "rate"),
+    ("Images a second", "steps", "step", "images_per_second", "images / s"),
+)
+"""Title, log, what is along the axis, what is up it, unit."""
+
+
+def run_charts(logs: Sequence[Log]) -> list[Chart]:
+    """The curves that the logs hold, one line a run."""
+    wanted = [
+        (title, x, unit, {log.name: curve(getattr(log, rows), x, y) for log in logs})
+        for title, rows, x, y, unit in CURVES
+    ]
+    for title, key, pick in (
+        ("Largest attention logit, worst layer", "max_logit", max),
+        ("Attention entropy, mean over layers", "entropy", fmean),
+    ):
+        wanted.append(
+            (
+                title,
+                "step",
+                key.replace("_", " "),
+                {log.name: curve(peaks(log, key, pick), "step", key) for log in logs},
+            )
+        )
+    charts: list[Chart] = []
+    for title, x, unit, lines in wanted:
+        found = {name: line for name, line in lines.items() if line}
+        charts += [Panel(title, x, unit, found)] if found else []
+    return charts
+
+
+def final_table(logs: Sequence[Log]) -> Table:
+    """Epochs done, best top-1, and what the last evaluated epoch measured."""
+    keys = [k for k in UNITS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)]
+    rows = []
+    for log in logs:
+        last = {k: row[k] for row in log.epochs for k in keys if is_number(row.get(k))}
+        top = [row["top1"] for row in log.epochs if is_number(row.get("top1"))]
+        seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
+        done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
+        cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
+        rows.append([log.name, done, f"{max(top):.2f}" if top else "-", *cells, f"{seconds:,.0f}"])
+    return [["", "epochs", "best top-1 (%)", *(UNITS[k][0] for k in keys), "seconds"], *rows]
+
+
+def flat(values: Any, name: str = "") -> dict[str, str]:
+    """The fields of a recipe by dotted name, as text."""
+    if isinstance(values, Mapping) and values:
+        return {
+            k: v for key, value in values.items() for k, v in flat(value, f"{name}.{key}" if name else str(key)).items()
+        }
+    return {name: json.dumps(values)}
+
+
+def recipe_table(logs: Sequence[Log]) -> Table:
+    """The fields in which the recipes differ, a row a field; only its head where none do."""
+    recipes = [flat(log.recipe) if log.recipe else {} for log in logs]
+    names = list(dict.fromkeys(name for recipe in recipes for name in recipe))
+    rows = [
+        [name, *(recipe.get(name, "-") for recipe in recipes)]
+        for name in names
+        if len({r.get(name) for r in recipes}) > 1
+    ]
+    return [["field", *(log.name for log in logs)], *rows]
+
+
+def compare_runs(logs: Sequence[Log]) -> list[Section]:
+    """All sections of the page of some runs."""
+    problems = " ".join(f"{log.name}: {'; '.join(log.problems)}." for log in logs if log.problems)
+    longest = max((len(log.steps) for log in logs), default=0)
+    thinned = (
+        f"Of logs with more than {POINTS} lines, means over {POINTS} equal parts are drawn." if longest > POINTS else ""
+    )
+    sections = [Section("At the end", problems, final_table(logs))]
+    if charts := run_charts(logs):
+        sections.append(Section("Learning curves", thinned, charts=charts))
+    differing = recipe_table(logs)
+    if len(logs) > 1 and len(differing) > 1:
+        sections.append(Section("Where the recipes differ", "Every other field is the same.", differing))
+    elif len(logs) > 1:
+        sections.append(Section("Where the recipes differ", "They do not: the recipes are the same, field by field."))
+    return sections

@@ -1,0 +1,212 @@
+"""A headless Chromium for tests, driven over a pipe with the DevTools protocol: no driver, no package, no port."""
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-extensions",
+    "--disable-sync",
+    "--no-first-run",
+    "--hide-scrollbars",
+    "--force-color-profile=srgb",
+    "--remote-debugging-pipe",
+)
+# Chromium reads commands from descriptor 3 and writes to 4; this puts our pipes there.
+LAUNCH = """
+import fcntl, os, sys
+commands, answers = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
+os.dup2(commands, 3)
+os.dup2(answers, 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+SCREENSHOTS = os.environ.get("ISOMORPH_SCREENSHOTS")
+
+
+def find_chromium() -> str:
+    """The browser. Skips the test without one; on CI, where `make browser` installs it, the test fails."""
+    for name in NAMES:
+        if found := shutil.which(name):
+            return found
+    said = "needs Chromium: `make browser` installs it on Debian as root (apt-get install chromium)"
+    if os.environ.get("CI"):
+        pytest.fail(f"CI must have it: {said}")
+    pytest.skip(said)
+
+
+class Tab:
+    """One page in the browser: what it logs, what its script gives, its keys and pointer, its picture."""
+
+    def __init__(self, send, events) -> None:
+        self.send, self.events = send, events
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            send(f"{domain}.enable")
+
+    def screen(self, width: int, height: int, dark: bool = False, touch: bool = False) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": touch}
+        self.send("Emulation.setDeviceMetricsOverride", **size)
+        self.send("Emulation.setTouchEmulationEnabled", enabled=touch)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.send("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, path: Path) -> None:
+        self.send("Page.navigate", url=path.resolve().as_uri())
+        self.wait("document.readyState === 'complete'")
+        self.settle()
+
+    def run(self, script: str):
+        """The value of an expression in the page."""
+        found = self.send("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def wait(self, condition: str, seconds: float = 30) -> None:
+        end = time.monotonic() + seconds
+        while not self.run(f"Boolean({condition})"):
+            assert time.monotonic() < end, f"never: {condition}"
+            time.sleep(0.03)
+
+    def settle(self) -> None:
+        """Waits until the page has drawn what it was asked to draw."""
+        self.run("new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")
+        self.wait("[...document.querySelectorAll('.viewer')].every(v => v.dataset.ready === 'yes')")
+
+    def middle(self, selector: str, down: float = 0.5, across: float = 0.5) -> tuple[float, float]:
+        """A point of an element in the window, as shares of its height and width."""
+        self.run(
+            f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center', behavior: 'instant'}})"
+        )
+        found = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
+        box = self.run(f"(b => [b.left, b.top, b.width, b.height])({found})")
+        return box[0] + across * box[2], box[1] + down * box[3]
+
+    def hover(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
+        x, y = self.middle(selector, down, across)
+        self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.settle()
+
+    def click(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
+        x, y = self.middle(selector, down, across)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.settle()
+
+    def tap(self, selector: str, down: float = 0.5, across: float = 0.5) -> None:
+        x, y = self.middle(selector, down, across)
+        self.send("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
+        self.send("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.settle()
+
+    def press(self, key: str) -> None:
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
+        named = {"key": key, "code": key, "windowsVirtualKeyCode": codes.get(key, 0)}
+        self.send("Input.dispatchKeyEvent", type="keyDown" if text else "rawKeyDown", **named, **text)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **named)
+        self.settle()
+
+    def picture(self, path: Path, whole: bool = True) -> Path:
+        """A screenshot; kept in $ISOMORPH_SCREENSHOTS too, for people to look at."""
+        found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(found["data"]))
+        if SCREENSHOTS:
+            Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, Path(SCREENSHOTS) / path.name)
+        return path
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console, exceptions, and requests to anywhere but the page itself."""
+        found = []
+        for event in self.events:
+            given, kind = event["params"], event["method"]
+            if kind == "Runtime.exceptionThrown":
+                found.append(given["exceptionDetails"].get("exception", {}).get("description", "exception"))
+            elif kind == "Runtime.consoleAPICalled" and given["type"] in ("error", "warning", "assert"):
+                found.append(str(given["args"]))
+            elif kind == "Log.entryAdded" and given["entry"]["level"] in ("error", "warning"):
+                found.append(given["entry"]["text"])
+            elif kind == "Network.requestWillBeSent" and not given["request"]["url"].startswith(("file:", "data:")):
+                found.append(f"asked for {given['request']['url']}")
+        return found
+
+
+@contextmanager
+def open_tab():
+    """A browser with one empty page; it is ended with the block."""
+    program = find_chromium()
+    (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        command = [sys.executable, "-c", LAUNCH, str(theirs_in), str(theirs_out), program, *FLAGS]
+        process = subprocess.Popen(
+            [*command, f"--user-data-dir={home}", "about:blank"],
+            pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs_in)
+        os.close(theirs_out)
+        try:
+            yield connect(ours_out, ours_in)
+        finally:
+            os.close(ours_out)
+            os.close(ours_in)
+            process.terminate()
+            process.wait(20)
+
+
+def connect(out, back) -> Tab:
+    """Speaks with the browser: each message is JSON and a zero byte."""
+    events: list[dict] = []
+    messages, number, session = Messages(back), 0, {}
+
+    def send(method: str, **parameters):
+        nonlocal number
+        number += 1
+        command = json.dumps({"id": number, "method": method, "params": parameters, **session}).encode() + b"\0"
+        while command:
+            command = command[os.write(out, command) :]
+        while True:
+            message = messages.next()
+            if message.get("id") == number:
+                assert "error" not in message, f"{method}: {message['error']}"
+                return message["result"]
+            if "method" in message:
+                events.append(message)
+
+    target = send("Target.createTarget", url="about:blank")["targetId"]
+    session = {"sessionId": send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+    return Tab(send, events)
+
+
+class Messages:
+    """The browser's messages, one after another; a test fails rather than waits for ever."""
+
+    def __init__(self, back) -> None:
+        self.back, self.text = back, bytearray()
+
+    def next(self, seconds: float = 120) -> dict:
+        while b"\0" not in self.text:
+            ready, _, _ = select.select([self.back], [], [], seconds)
+            assert ready, f"the browser says nothing for {seconds} s"
+            more = os.read(self.back, 1 << 16)
+            assert more, "the browser is gone"
+            self.text += more
+        message, _, self.text = self.text.partition(b"\0")
+        return json.loads(message)

@@ -1,0 +1,419 @@
+"""What the report's pages are made of: rounded maps, logs, results, figures, and the commands that write them."""
+
+import base64
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import isomorph as iso
+from isomorph.analysis.places import Places
+from isomorph.cli import main
+from isomorph.report import (
+    Bars,
+    Dots,
+    Extras,
+    Line,
+    Matrix,
+    Panel,
+    Picture,
+    Section,
+    Seen,
+    Subject,
+    build_viewer,
+    compare_runs,
+    dissect,
+    gather_maps,
+    open_pictures,
+    read_cells,
+    read_runs,
+    save_figures,
+    told_apart,
+    view_config,
+    write_page,
+)
+from isomorph.report.charts import as_json, numbers
+from isomorph.report.likeness import pooled_features
+from isomorph.report.maps import LayerMaps, inner_keys, mean_entropy, pack_all, rounded
+from isomorph.report.page import render
+from isomorph.report.robustness import means, open_results, robustness_charts
+from isomorph.report.runs import POINTS, curve, flat
+
+
+def small_vit(**changes):
+    arguments = dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5) | changes
+    return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+
+
+def unpacked(text, heads, queries, keys):
+    """The obvious way back from the packed text, row by row."""
+    data = zlib.decompress(base64.b64decode(text))
+    split = heads * queries * 2 * 4
+    ranges = np.frombuffer(data[:split], "<f4").reshape(heads, queries, 2)
+    levels = np.frombuffer(data[split:], np.uint8).reshape(heads, queries, keys)
+    low, high = ranges[..., :1], ranges[..., 1:]
+    return low + levels * (high - low) / 255
+
+
+class TestMaps:
+    def test_the_page_holds_the_maps_to_half_a_level(self):
+        model, x = small_vit(), torch.randn(2, 3, 32, 48)
+        found, problems = gather_maps(model, x)
+        assert problems == []
+        for name, maps in iso.attention_maps(model, x).items():
+            for image in range(2):
+                back = unpacked(found[name].packed(image), 3, 25, 25)
+                assert abs(back - maps[image].numpy()).max() <= found[name].rounding * 1.001
+            assert found[name].rounding <= maps.max().item() / 510 * 1.001
+            assert found[name].where.queries == (4, 6)
+
+    def test_negative_attention_keeps_its_sign(self):
+        maps = torch.tensor([[-1.0, 0.0, 3.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
+        levels, ranges = rounded(maps)
+        assert ranges.tolist() == [[-1.0, 3.0], [0.0, 0.0], [0.0, 0.5]]
+        back = ranges[:, :1] + levels * (ranges[:, 1:] - ranges[:, :1]) / 255
+        assert torch.allclose(back, maps, atol=4 / 510)
+
+    def test_entropy_of_uniform_and_of_one_hot_attention(self):
+        uniform, sharp = torch.full((2, 3, 4, 8), 1 / 8), torch.zeros(2, 3, 4, 8)
+        sharp[..., 5] = 1
+        assert torch.allclose(mean_entropy(uniform), torch.full((3,), math.log(8)))
+        assert mean_entropy(sharp).tolist() == [0, 0, 0]
+        assert mean_entropy(-uniform).isnan().all()
+
+    def test_padding_is_cut_off_the_keys(self):
+        where = Places((2, 3), (4, 5), padding=(1, 1), prefix=1)
+        keys = torch.arange(1 + 4 * 5.0).expand(1, 1, 7, -1)
+        assert inner_keys(keys, where)[0, 0, 0].tolist() == [0, 7, 8, 9, 12, 13, 14]
+
+    @pytest.mark.parametrize("step", [(1, 1), (2, 1), (2, 2), (3, 2), (9, 9)])
+    def test_thinning_keeps_the_middle_of_blocks(self, step):
+        maps = LayerMaps(
+            "a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)), [0.0]
+        )
+        rows = sorted({min(step[0] // 2, 4) + i * step[0] for i in range(5)} & set(range(5)))
+        columns = sorted({min(step[1] // 2, 5) + i * step[1] for i in range(6)} & set(range(6)))
+        assert maps.kept(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
+
+    def test_a_budget_thins_queries_and_says_so(self):
+        found, _ = gather_maps(small_vit(), torch.randn(1, 3, 32, 48))
+        layers, pictures = list(found.values()), [Picture("a", torch.rand(3, 32, 48))]
+        step, packed = pack_all(layers, 1, budget=4000)
+        assert step[0] > 1
+        assert sum(map(len, packed.values())) <= 4000
+        assert "only" not in build_viewer([Seen("m", found)], pictures).note
+        assert "To keep the page small" in build_viewer([Seen("m", found)], pictures, 4000).note
+
+    def test_two_small_vits_stay_under_8_megabytes_at_worst(self, tmp_path):
+        """Maps of noise compress least: 12 layers of 6 heads on 14 x 14 patches and a class token, twice."""
+        draw = np.random.default_rng(0)
+        levels = draw.integers(0, 256, (1, 6, 197, 197), dtype=np.uint8)
+        ranges = draw.random((1, 6, 197, 2), dtype=np.float32)
+        where = Places((14, 14), (14, 14), prefix=1)
+        maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges, [0.0] * 6) for i in range(12)}
+        viewer = build_viewer([Seen("a", maps), Seen("b", maps)], [Picture("x", torch.rand(3, 224, 224))])
+        assert write_page(tmp_path / "page.html", "t", "l", [Section("s", viewer=viewer)]) < 8_000_000
+
+    def test_seen_from_a_place_is_that_row_of_the_map(self):
+        model, x = small_vit(), torch.randn(1, 3, 32, 48)
+        found, _ = gather_maps(model, x, "blocks.1.*")
+        assert list(found) == ["blocks.1.attn"]
+        row = iso.attention_maps(model, x)["blocks.1.attn"][0, :, 1 + 2 * 6 + 4, 1:].unflatten(-1, (4, 6))
+        seen = found["blocks.1.attn"].seen_from(0, 2.5 / 4, 4.5 / 6)
+        assert abs(seen - row.numpy()).max() <= found["blocks.1.attn"].rounding * 1.001
+
+    def test_layers_that_are_not_there(self):
+        with pytest.raises(iso.UserError, match=r"no attention layer matches .*nearest names: blocks"):
+            gather_maps(small_vit(), torch.randn(1, 3, 32, 48), ["blocks.9.attn"])
+
+    def test_windows_are_said_not_drawn(self):
+        model = timm.create_model("maxvit_pico_rw_256", img_size=128, num_classes=2).eval()
+        assert model.stages[0].blocks[0].attn_block is not None
+        found, problems = gather_maps(model, torch.randn(1, 3, 128, 128), "stages.0.blocks.0.attn_block.attn")
+        assert not found
+        assert problems == ["stages.0.blocks.0.attn_block.attn is not drawn: it attends in 64 windows of each image"]
+
+
+MODELS = {
+    "vit": lambda: small_vit(),
+    "registers": lambda: small_vit(reg_tokens=2),
+    "no class token": lambda: small_vit(class_token=False, global_pool="avg"),
+    "gated": lambda: iso.recast(small_vit(), iso.AttentionToGPSA(init="paper"), "blocks.[01].attn"),
+    "refined": lambda: iso.recast(small_vit(), iso.AttentionToRefined(init="paper"), "blocks.*.attn"),
+    "unreduced": lambda: iso.recast(small_vit(), iso.AttentionToRefined(init="paper", reduce=False), "blocks.*.attn"),
+    "t-cnn": lambda: iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?"),
+    "cnn": lambda: timm.create_model("cifar_resnet20"),
+    "convit": lambda: timm.create_model(
+        "convit_ti", img_size=(32, 48), patch_size=8, depth=3, local_up_to_layer=2, embed_dim=32, num_heads=4
+    ),
+    "coatnet": lambda: timm.create_model(
+        "coatnet_0", layout="C-T-T-T", depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 16), head_dim=8, img_size=(32, 48)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_has_its_page(name, tmp_path):
+    model = MODELS[name]().eval()
+    pictures = [Picture("a", torch.rand(3, 32, 48)), Picture("b", torch.rand(3, 32, 48))]
+    subject = Subject(name, model, {"input_size": (3, 32, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    sections = dissect([subject], pictures)
+    titles = [section.title for section in sections]
+    assert ("network without attention" in sections[0].text) == (name == "cnn")
+    assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn", "convit"))
+    assert titles[-2:] == ["Cost", f"How {name} was made"]
+    if name != "cnn":
+        maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
+        assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
+        assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Entropy"}
+    assert write_page(tmp_path / "page.html", name, "", sections) > 10_000
+
+
+class TestPage:
+    def test_what_is_given_cannot_become_code(self):
+        nasty = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+        panel = Panel(nasty, nasty, nasty, {nasty: Line([1.0], [2.0])})
+        section = Section(nasty, nasty, [[nasty], [nasty]], listing=nasty, charts=[panel])
+        page = render(nasty, nasty, [section, section, section], nasty)
+        assert "<img" not in page
+        assert page.count("<script") == page.count("</script>") == 2
+        assert "alert(1)" in page
+
+    def test_it_loads_nothing(self):
+        page = render("t", "l", [Section("s", charts=[Bars("b", "u", {"a": {"x": 1.0}})])])
+        assert "default-src 'none'" in page
+        assert not re.search(r"(src|href)=\"?(https?:)?//", page)
+        assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
+
+    def test_a_place_that_cannot_be_written(self, tmp_path):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(iso.UserError, match="cannot write"):
+            write_page(tmp_path / "file/page.html", "t", "l", [])
+
+    def test_numbers_that_are_none_become_nothing(self):
+        chart = Panel("t", "x", "y", {"a": Line([0.0, 1.0], [math.nan, 2.0])})
+        assert as_json(chart)["series"][0]["y"] == [None, 2.0]
+        assert numbers(chart) == [["x", "a"], ["0", "-"], ["1", "2"]]
+        assert numbers(Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}}))[1:] == [
+            ["l", "1, 2", "-"],
+            ["m", "-", "3"],
+        ]
+
+
+class TestLikeness:
+    def test_features_are_means_over_places(self):
+        model, x = small_vit(), torch.randn(5, 3, 32, 48)
+        found = pooled_features(model, [(x[:3], None), (x[3:], None)])
+        tokens = model.forward_intermediates(x, norm=False, return_prefix_tokens=True, output_fmt="NLC")[1]
+        for (name, pooled), (places, prefix) in zip(found.items(), tokens, strict=True):
+            assert torch.allclose(pooled, torch.cat([prefix, places], 1).mean(1), atol=1e-5), name
+
+    def test_a_model_is_like_itself(self):
+        model = timm.create_model("cifar_resnet20").eval()
+        config = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        loader = [(torch.randn(16, 3, 32, 32), None)]
+        subjects = [Subject(name, model, config) for name in ("a", "b")]
+        sections = dissect(subjects, [Picture("x", torch.rand(3, 32, 32))], extras=Extras({"a": loader, "b": loader}))
+        between = next(section for section in sections if section.title == "Likeness of layers").charts[0]
+        assert isinstance(between, Matrix)
+        assert torch.tensor(between.values).diagonal().allclose(torch.ones(len(between.rows)), atol=1e-5)
+
+
+class TestRobustness:
+    def write(self, path, gain=0.0, end=""):
+        rows = [{"corruption": c, "severity": s, "top1": 50 + gain - s, "extra": 1} for c in "xy" for s in (1, 2)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+        return path
+
+    def test_half_written_results_are_read(self, tmp_path):
+        cells, skipped = read_cells(self.write(tmp_path / "a.jsonl", end='{"corruption": "z", "sev\n\n[]\n'))
+        assert cells == {("x", 1): 49, ("x", 2): 48, ("y", 1): 49, ("y", 2): 48}
+        assert skipped == 2
+        assert means(cells, 0) == {"x": 48.5, "y": 48.5}
+        assert means(cells, 1) == {"severity 1": 49, "severity 2": 48}
+
+    def test_two_models_side_by_side(self, tmp_path):
+        paths = [self.write(tmp_path / "a.jsonl"), self.write(tmp_path / "b.jsonl", 3)]
+        results, problems = open_results(paths, ["cnn", "t-cnn"])
+        *_, change = robustness_charts(results)
+        assert list(results) == ["cnn", "t-cnn"]
+        assert not problems
+        assert change.values == [[3, 3], [3, 3]]
+        assert (change.low, change.high) == (-3, 3)
+
+    @pytest.mark.parametrize("text", [None, "", "nonsense\n", '{"corruption": "x"}\n'])
+    def test_what_is_no_result(self, tmp_path, text):
+        if text is not None:
+            (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(iso.UserError, match="isomorph robustness writes"):
+            read_cells(tmp_path / "a.jsonl")
+
+
+def write_run(folder, lr=0.1, epochs=3, end=""):
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").write_text(json.dumps({"epochs": 4, "optim": {"lr": lr, "name": "sgd"}}))
+    rows = [{"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "lr": lr, "seconds": 2.0} for e in range(1, epochs + 1)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    steps = [{"epoch": 1, "step": s, "loss": 1 / s, "lr": lr} for s in range(1, 30)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in steps))
+    return folder
+
+
+class TestRuns:
+    def test_runs_side_by_side(self, tmp_path):
+        logs = read_runs(
+            [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')]
+        )
+        last, curves, recipes = compare_runs(logs)
+        assert last.text == "b: 1 of 3 lines of log.jsonl cannot be read."
+        assert [row[:4] for row in last.table[1:]] == [
+            ["a", "3 of 4", "30.00", "30.00"],
+            ["b", "2 of 4", "20.00", "20.00"],
+        ]
+        top1 = next(chart for chart in curves.charts if chart.title == "Top-1")
+        assert list(top1.lines["b"].y) == [10, 20]
+        assert recipes.table == [["field", "a", "b"], ["optim.lr", "0.1", "0.2"]]
+
+    def test_what_is_missing_is_said_in_a_line(self, tmp_path):
+        run = write_run(tmp_path / "a")
+        (run / "log.jsonl").unlink()
+        (run / "recipe.json").write_text("{")
+        assert compare_runs(read_runs([run]))[0].text == "a: no log.jsonl; recipe.json cannot be read."
+
+    def test_runs_of_one_name_go_by_their_paths(self, tmp_path):
+        runs = [write_run(tmp_path / "x/run"), write_run(tmp_path / "y/run")]
+        assert [log.name for log in read_runs(runs)] == list(map(str, runs))
+        with pytest.raises(iso.UserError, match="named twice"):
+            read_runs([runs[0], runs[0]])
+
+    def test_long_curves_are_thinned_to_means(self):
+        rows = [{"step": i, "loss": float(i % 2)} for i in range(10 * POINTS)]
+        line = curve([*rows, {"step": 3, "loss": math.nan}, {"step": None, "loss": 1}], "step", "loss")
+        assert len(line.x) == POINTS
+        assert set(line.y) == {0.5}
+
+    def test_recipes_are_flattened(self):
+        assert flat({"a": {"b": [1, 2], "c": {}}, "d": None}) == {"a.b": "[1, 2]", "a.c": "{}", "d": "null"}
+
+
+def test_figures_are_pdf_and_svg(tmp_path):
+    found, _ = gather_maps(small_vit(), torch.randn(1, 3, 32, 48))
+    charts = [
+        Panel("Loss: by step", "step", "loss", {"a": Line([0, 1], [1, 2], [0, 1], [2, 3]), "b": Line([0], [1])}),
+        Dots("Gates", "sigma", {"a": {"x": [0.1, 0.2], "y": [0.3]}, "b": {"y": [0.5]}}, 1.0),
+        Bars("Robust", "%", {"a": {"fog": 1.0}, "b": {"fog": 2.0, "snow": 3.0}}),
+        Matrix("CKA", "a", "b", ["r"], ["c", "d"], [[0.5, math.nan]]),
+    ]
+    viewer = build_viewer([Seen("m", found)], [Picture("x.png", torch.rand(3, 32, 48))])
+    paths = save_figures(tmp_path, [Section("s", charts=charts, viewer=viewer)])
+    names = ["loss-by-step", "gates", "robust", "cka", "attention-m-x-png"]
+    assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("pdf", "svg")]
+    for path in paths:
+        assert path.read_bytes().startswith(b"%PDF" if path.suffix == ".pdf" else b"<?xml")
+
+
+class TestPictures:
+    def test_size_and_channels_are_the_models(self, tmp_path):
+        Image.new("RGB", (60, 40), (255, 0, 0)).save(tmp_path / "a.png")
+        model = timm.create_model("cifar_resnet20", in_chans=1)
+        config = view_config(model, (24, 32))
+        (picture,) = open_pictures([tmp_path / "a.png"], config)
+        assert config["input_size"] == (1, 24, 32)
+        assert picture.pixels.shape == (1, 24, 32)
+        assert picture.uri().startswith("data:image/png;base64,")
+
+    def test_a_fixed_grid_of_patches_is_resized(self):
+        model = small_vit()
+        config = view_config(model, (64, 40))
+        assert model(torch.randn(1, *config["input_size"])).shape == (1, 5)
+        with pytest.raises(iso.UserError, match="no pixel"):
+            view_config(model, (0, 4))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 60, 3), dtype=np.uint8)).save("a.png")
+    Path("b.png").write_bytes(b"no image")
+    cnn = timm.create_model("cifar_resnet20").eval()
+    iso.save(cnn, "cnn.safetensors")
+    iso.save(iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.2.conv?"), "tcnn.safetensors")
+    Path("recipe.json").write_text('{"name": "mine", "epochs": 7}')
+    Path("r.jsonl").write_text('{"corruption": "fog", "severity": 1, "top1": 50}\n')
+    return tmp_path
+
+
+def test_models_are_told_apart():
+    assert told_apart(["vit_tiny", "runs/a/model.safetensors"]) == ["vit_tiny", "a"]
+    assert told_apart(["x/cnn.safetensors", "x/tcnn.safetensors"]) == ["cnn", "tcnn"]
+    assert told_apart(["x/cnn.safetensors", "y/cnn.safetensors"]) == ["x/cnn.safetensors", "y/cnn.safetensors"]
+    assert told_apart(["vit_tiny", "vit_tiny"]) == ["vit_tiny (1)", "vit_tiny (2)"]
+
+
+def done(command):
+    """Runs a command that must succeed."""
+    with pytest.raises(SystemExit) as stop:
+        main(command.split())
+    assert stop.value.code == 0
+
+
+class TestCommands:
+    @pytest.mark.slow
+    def test_analyze(self, folder, capsys):
+        done(
+            "analyze tcnn.safetensors --against cnn.safetensors --image a.png --data digits --samples 8 --size 32 40 "
+            "--robustness r.jsonl r.jsonl --out page.html --figures figures --json"
+        )
+        said = json.loads(capsys.readouterr().out)
+        page = (folder / "page.html").read_text()
+        assert said["bytes"] == len(page.encode()) < 1_000_000
+        assert len(said["figures"]) > 10
+        for text in (
+            "tcnn and cnn",
+            "ConvToGPSA(init=&#39;paper&#39;",
+            "&#34;epochs&#34;: 7",
+            "Likeness of layers",
+            "fog",
+        ):
+            assert text in page, text
+
+    def test_compare(self, folder, capsys):
+        write_run(folder / "a")
+        write_run(folder / "b", 0.3)
+        done("compare a b --out page.html")
+        assert "page: page.html" in capsys.readouterr().out
+        assert "optim.lr" in (folder / "page.html").read_text()
+
+    @pytest.mark.parametrize(
+        ("command", "expected"),
+        {
+            "analyze cnn.safetensors --image b.png": "b.png cannot be read as an image",
+            "analyze cnn.safetensors --image c.png": "no image c.png",
+            "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
+            "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
+            "analyze tcnn.safetensors --image a.png --layers nothing.*": "no attention layer matches",
+            "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
+            "analyze cnn.safetensors --image a.png --samples 1": "--samples must be at least 2",
+            "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
+            "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
+            "compare nowhere": "nowhere is no folder of a run",
+            "compare .": "page.html|",
+        }.items(),
+    )
+    def test_bad_input_is_one_line(self, folder, capsys, command, expected):
+        if command == "compare .":
+            (folder / "recipe.json").unlink()
+            expected = "it has no log.jsonl, steps.jsonl or recipe.json"
+        with pytest.raises(SystemExit) as stop:
+            main(command.split())
+        assert stop.value.code == 2
+        said = capsys.readouterr().err.strip()
+        assert expected in said
+        assert len(said.splitlines()) == 1
