@@ -219,7 +219,7 @@ BAD = {
     "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another name"),
     "fuse suffix": (["fuse", "few.safetensors", "--out", "few.pth"], "must end in .safetensors"),
     "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "must not be negative"),
-    "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer whose queries"),
+    "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer whose map"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
 }
 

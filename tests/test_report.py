@@ -130,7 +130,7 @@ class TestMaps:
         assert abs(seen - row.numpy()).max() <= found["blocks.1.attn"].rounding * 1.001
 
     def test_layers_that_are_not_there(self):
-        with pytest.raises(iso.UserError, match=r"no attention layer matches .*nearest names: blocks"):
+        with pytest.raises(iso.UserError, match=r"matches no attention layer; nearest names: blocks"):
             gather_maps(small_vit(), torch.randn(1, 3, 32, 48), ["blocks.9.attn"])
 
     def test_windows_are_said_not_drawn(self):
@@ -398,7 +398,7 @@ class TestCommands:
             "analyze cnn.safetensors --image c.png": "no image c.png",
             "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
-            "analyze tcnn.safetensors --image a.png --layers nothing.*": "no attention layer matches",
+            "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
             "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
             "analyze cnn.safetensors --image a.png --samples 1": "--samples must be at least 2",
             "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",

@@ -185,7 +185,7 @@ def test_the_monitor_watches_every_block(tmp_path):
 
 def test_a_model_without_attention_cannot_be_monitored(tmp_path):
     recipe = dict(model=dict(name="cifar_resnet20"), data=dict(source="digits"), monitor_every=5, out=str(tmp_path))
-    with pytest.raises(iso.UserError, match="no attention layer whose queries and keys are known"):
+    with pytest.raises(iso.UserError, match="no attention layer whose map is known"):
         iso.train(check(recipe), show=False)
 
 
