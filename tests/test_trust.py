@@ -14,6 +14,7 @@ import torch
 
 import isomorph as iso
 from isomorph.training import Diverged, Stopped
+from isomorph.training.build import open_model
 from isomorph.training.journal import alone_in, rows_of
 from isomorph.training.loop import train_epoch
 from isomorph.training.recipe import changes, check, identity, with_defaults
@@ -285,6 +286,7 @@ def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     iso.train(tiny(tmp_path, epochs=1), show=False)
     path = tmp_path / "model.safetensors"
     written, changed, weights = path.read_bytes(), path.stat().st_mtime_ns, iso.load(path).state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in open_model(str(tmp_path)).state_dict().items())
     iso.train(tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
     path.write_bytes(written[:-10])
@@ -297,6 +299,7 @@ def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
     with pytest.raises(iso.UserError, match="without a snapshot to go on from"):
         iso.train(tiny(tmp_path, epochs=1), show=False)
     assert path.stat().st_mtime_ns == changed
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in open_model(str(tmp_path)).state_dict().items())
 
 
 def test_a_foreign_state_is_said(tmp_path):

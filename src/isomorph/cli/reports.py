@@ -28,7 +28,7 @@ from isomorph.report import (
     view_config,
     write_page,
 )
-from isomorph.training.build import default_data, open_model, open_trained
+from isomorph.training.build import default_data, open_model
 from isomorph.training.runtime import open_runtime
 
 
@@ -37,7 +37,7 @@ def open_subject(
 ) -> Subject:
     """A model by name, checkpoint or run folder, ready to be taken apart."""
     path = Path(name)
-    model = open_trained(path) if path.is_dir() else open_model(name, weights, pretrained)
+    model = open_model(name, weights, pretrained)
     recipe = recipe_beside(path) if path.is_dir() or path.suffix == ".safetensors" else None
     return Subject(title, model.to(open_runtime(device).device), view_config(model, size), recipe)
 

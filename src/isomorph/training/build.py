@@ -177,11 +177,11 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
 
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:
-    """A model by timm name (with its public weights, those of a file, or none), or a checkpoint written by isomorph."""
-    if name.endswith(".safetensors"):
+    """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run."""
+    if name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name)):
         if weights:
-            raise UserError(f"{name} is a checkpoint already; --weights goes with a model's name")
-        return load(name)
+            raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
+        return open_trained(Path(name))
     refuse_unknown(name)
     public = timm.get_pretrained_cfg(name)
     if pretrained and weights is None and not (public and public.has_weights):
@@ -202,6 +202,8 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     if path.suffix == ".safetensors":
         return load(path)
     found = newest(path) if path.is_dir() else None
+    if found is None and (path / "model.safetensors").is_file():
+        return load(path / "model.safetensors")
     if found is None:
         raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
     if not (path / "best.safetensors").is_file():

@@ -258,15 +258,18 @@ def parse(text: str) -> Any:
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
-    """One line per field: its flag, what it is, its default."""
-    lines = []
+    """One line per field: its flag, what it is, its default; groups of fields after the others, under their names."""
+    lines, groups = [], []
     for name, field in part.model_fields.items():
         kinds = [field.annotation, *typing.get_args(field.annotation)]
         group = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
         if group:
-            lines.append(document_fields(group, f"{prefix}{name}."))
+            title = " ".join((group.__doc__ or "").split("\n\n")[0].split())
+            groups.append(
+                f"\n**{prefix.removeprefix('--')}{name}** {title}\n\n{document_fields(group, f'{prefix}{name}.')}"
+            )
         else:
             default = "" if field.is_required() else f" [{field.default}]"
             text = (field.description or "").replace("*", r"\*")  # globs are no emphasis: the help is Markdown
             lines.append(f"* `{prefix}{name}` {text}{default}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *groups])
