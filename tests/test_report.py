@@ -215,6 +215,14 @@ class TestLikeness:
         for (name, pooled), (places, prefix) in zip(found.items(), tokens, strict=True):
             assert torch.allclose(pooled, torch.cat([prefix, places], 1).mean(1), atol=1e-5), name
 
+    def test_features_with_channels_last_are_means_over_places_too(self):
+        arguments = dict(img_size=64, window_size=4, embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_classes=2)
+        model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
+        found = pooled_features(model, [(x := torch.randn(3, 3, 64, 64), None)])
+        pictures = model.forward_intermediates(x, norm=False, output_fmt="NCHW")[1]
+        for name, picture in zip(found, pictures, strict=True):
+            assert torch.allclose(found[name], picture.mean((2, 3)), atol=1e-5), name
+
     def test_a_model_is_like_itself(self):
         model = timm.create_model("cifar_resnet20").eval()
         config = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}

@@ -39,16 +39,26 @@ def vectors(output: Tensor) -> Tensor:
     return output.flatten(1).float()
 
 
+def channels_second(output: Tensor, channels: int | None) -> Tensor:
+    """A picture-like output as (B, C, H, W), though the layer give (B, H, W, C), as Swin does."""
+    last = output.ndim == 4 and channels == output.shape[-1] != output.shape[1]
+    return output.movedim(-1, 1) if last else output
+
+
 @torch.no_grad()
 def features(
     model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor] = vectors
 ) -> dict[str, Tensor]:
-    """What is read from what each layer gives, at once, in eval mode. Shape: -> {name: (B, features)}"""
+    """What is read from what each layer gives, at once, in eval mode; pictures as (B, C, H, W).
+
+    Shape: -> {name: (B, features)}
+    """
     seen: dict[str, Tensor] = {}
+    channels = {info["module"]: info["num_chs"] for info in getattr(model, "feature_info", [])}
 
     def keep(name: str) -> Any:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
-            seen[name] = read(output[0] if isinstance(output, tuple) else output)
+            seen[name] = read(channels_second(output[0] if isinstance(output, tuple) else output, channels.get(name)))
 
         return hook
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis import linear_cka
-from isomorph.analysis.taps import run_hooked
+from isomorph.analysis.alignment import pooled
+from isomorph.analysis.evolution import feature_layers, features
 from isomorph.errors import UserError
 from isomorph.report.charts import Matrix
 
@@ -18,28 +19,11 @@ def pooled_features(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tenso
     Shape: batches of (images (B, C, H, W), ...) -> {name: (images, channels)}
     Raises: UserError when there are no such layers or no images.
     """
-    modules = dict(model.named_modules())
-    channels = {
-        info["module"]: info["num_chs"] for info in getattr(model, "feature_info", ()) if info["module"] in modules
-    }
-    if not channels:
-        raise UserError("timm names no layers of this model that give features")
-    seen: dict[str, list[Tensor]] = {name: [] for name in channels}
-
-    def keep(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            found = (output[0] if isinstance(output, tuple) else output).float()
-            last = found.ndim == 3 or found.shape[1] != channels[name]
-            seen[name].append((found.flatten(1, -2).mean(1) if last else found.flatten(2).mean(2)).cpu())
-
-        return hook
-
-    like = next(model.parameters())
-    for images, *_ in batches:
-        run_hooked(model, images.to(like), [modules[name].register_forward_hook(keep(name)) for name in channels])
-    if not all(seen.values()):
+    layers, like = feature_layers(model, None, 1), next(model.parameters())
+    parts = [features(model, images.to(like), layers, pooled) for images, *_ in batches]
+    if not parts:
         raise UserError("there are no images to compare features on")
-    return {name: torch.cat(parts) for name, parts in seen.items()}
+    return {name: torch.cat([part[name].float().cpu() for part in parts]) for name in parts[0]}
 
 
 def similarity_chart(title: str, names: tuple[str, str], a: dict[str, Tensor], b: dict[str, Tensor]) -> Matrix:
