@@ -39,9 +39,9 @@ def vectors(output: Tensor) -> Tensor:
     return output.flatten(1).float()
 
 
-def channels_second(output: Tensor, channels: int | None) -> Tensor:
-    """A picture-like output as (B, C, H, W), though the layer give (B, H, W, C), as Swin does."""
-    last = output.ndim == 4 and channels == output.shape[-1] != output.shape[1]
+def channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tensor:
+    """A picture-like output as (B, C, H, W), though the model's layers give (B, H, W, C), as timm says of Swin's."""
+    last = output.ndim == 4 and getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
     return output.movedim(-1, 1) if last else output
 
 
@@ -54,11 +54,10 @@ def features(
     Shape: -> {name: (B, features)}
     """
     seen: dict[str, Tensor] = {}
-    channels = {info["module"]: info["num_chs"] for info in getattr(model, "feature_info", [])}
 
     def keep(name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
-            seen[name] = read(channels_second(output[0] if isinstance(output, tuple) else output, channels.get(name)))
+        def hook(layer: nn.Module, _: Any, output: Any) -> None:
+            seen[name] = read(channels_second(model, layer, output[0] if isinstance(output, tuple) else output))
 
         return hook
 
