@@ -251,7 +251,6 @@ def test_the_names_that_the_library_promises():
 
 def test_layers_that_give_channels_last_are_read_as_pictures():
     """Blocks of Swin, which timm's feature_info does not name, on a grid as large as their channels."""
-    from isomorph.analysis.alignment import pooled
     from isomorph.analysis.evolution import feature_layers, features
 
     arguments = dict(img_size=64, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2), num_classes=2)

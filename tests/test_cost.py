@@ -128,7 +128,7 @@ class TestCommand:
         [
             ("bench cifar_resnet20 --batch-size 0", "must be positive"),
             ("bench cifar_resnet20 --against cifar_resnet20", "twice"),
-            ("bench vit_tiny_patch16_224 --size 5", "takes no images of 5 x 5"),
+            ("bench vit_tiny_patch16_224 --size 5 5", "takes no images of 5 x 5"),
             ("bench no_such_model", "no_such_model"),
         ],
     )

@@ -7,11 +7,10 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 from rich.progress import track
-from timm.data import resolve_data_config
 
 from isomorph.cli.app import Device, Json, Weights, app
 from isomorph.errors import UserError
-from isomorph.evaluation import cost_rows
+from isomorph.evaluation import cost_rows, evaluation_config
 from isomorph.report import batch_cost_table, fixed_cost_table, show
 from isomorph.training.build import open_model
 from isomorph.training.runtime import open_runtime
@@ -24,7 +23,7 @@ def bench(
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     batch_size: Annotated[list[int], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    size: tuple[tuple[int, int], ...] = (),
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,
@@ -36,13 +35,13 @@ def bench(
     Parameters
     ----------
     model
-        A timm model (weights do not matter here), or a checkpoint written by isomorph.
+        A timm model (weights do not matter here), a checkpoint written by isomorph, or the folder of a run.
     against
         Other models, timed in turns with it in the same process; ratios are to the first.
     batch_size
         Images per batch, one or several.
     size
-        Height and width of square images, one or several; by default the model's own.
+        Height and width of the images, one pair or several (--size 160 160 --size 224 320); by default the model's own.
     seconds
         Time for each model at each size and batch, at least five passes.
     peak
@@ -50,10 +49,9 @@ def bench(
     """
     names = [model, *(against or [])]
     if len(set(names)) < len(names):
-        raise UserError(f"--against names {names[-1]} twice; give other models")
+        raise UserError(f"{max(names, key=names.count)} is named twice; give --against other models")
     nets = {name: open_model(name, weights if name == model else None, pretrained=False) for name in names}
-    height, width = resolve_data_config(model=nets[model], use_test_size=False)["input_size"][-2:]
-    sizes = [(n, n) for n in size] if size else [(height, width)]
+    sizes = size or [evaluation_config(nets[model])["input_size"][-2:]]
     for net in nets.values():
         net.to(open_runtime(device).device)
     bar, quiet = Console(stderr=True), not sys.stderr.isatty()

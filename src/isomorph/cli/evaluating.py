@@ -51,7 +51,7 @@ def evaluate_(
     Parameters
     ----------
     model
-        A timm model, or a checkpoint written by isomorph.
+        A timm model, a checkpoint written by isomorph, or the folder of a run.
     suite
         imagenet, real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several
         times. Each is looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.

@@ -46,7 +46,7 @@ def robustness(
     Parameters
     ----------
     model
-        A timm model, or a checkpoint written by isomorph.
+        A timm model, a checkpoint written by isomorph, or the folder of a run.
     suite
         imagenet-c.
     data

@@ -93,7 +93,7 @@ def recast(
     Parameters
     ----------
     model
-        A timm model, or a checkpoint written by isomorph.
+        A timm model, a checkpoint written by isomorph, or the folder of a run.
     where
         Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
     out
