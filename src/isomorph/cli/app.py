@@ -13,6 +13,7 @@ app = App(
     version=iso.__version__,
     exit_on_error=False,
     print_error=False,
+    default_parameter=Parameter(negative_iterable=()),
 )
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print plain JSON for machines.")]
 Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model instead of its public weights.")]
