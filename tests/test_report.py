@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import isomorph as iso
+from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
 from isomorph.report import (
@@ -40,7 +41,7 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.charts import as_json, numbers
-from isomorph.report.likeness import pooled_features
+from isomorph.report.likeness import alignments
 from isomorph.report.maps import LayerMaps, inner_keys, mean_entropy, pack_all, rounded
 from isomorph.report.page import render
 from isomorph.report.robustness import means, open_results, robustness_charts
@@ -50,6 +51,25 @@ from isomorph.report.runs import POINTS, curve, flat
 def small_vit(**changes):
     arguments = dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5) | changes
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+
+
+def small_swin():
+    arguments = dict(img_size=64, window_size=4, embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_classes=2)
+    return timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
+
+
+class Columns(torch.nn.Module):
+    """Features that are some of the input's numbers."""
+
+    feature_info = [{"module": "layer", "num_chs": 0}]
+
+    def __init__(self, start, stop):
+        super().__init__()
+        self.layer = torch.nn.Identity()
+        self.scale, self.start, self.stop = torch.nn.Parameter(torch.ones(())), start, stop
+
+    def forward(self, x):
+        return self.layer(self.scale * x[:, self.start : self.stop])
 
 
 def unpacked(text, heads, queries, keys):
@@ -208,20 +228,45 @@ class TestPage:
 
 
 class TestLikeness:
-    def test_features_are_means_over_places(self):
-        model, x = small_vit(), torch.randn(5, 3, 32, 48)
-        found = pooled_features(model, [(x[:3], None), (x[3:], None)])
-        tokens = model.forward_intermediates(x, norm=False, return_prefix_tokens=True, output_fmt="NLC")[1]
-        for (name, pooled), (places, prefix) in zip(found.items(), tokens, strict=True):
-            assert torch.allclose(pooled, torch.cat([prefix, places], 1).mean(1), atol=1e-5), name
+    def test_matrices_are_the_unbiased_cka_of_means_over_places(self):
+        a, b, x = small_vit(), small_vit(embed_dim=12, depth=2), torch.randn(19, 3, 32, 48)
+        loaders = {name: [(part, None) for part in (x * scale).split(8)] for name, scale in (("a", 1), ("b", 3))}
+        found = alignments({"a": a, "b": b}, loaders)
+        assert list(found) == [("a", "b"), ("a", "a"), ("b", "b")]
+
+        def gram(model, images):
+            tokens = model.forward_intermediates(images, norm=False, return_prefix_tokens=True, output_fmt="NLC")[1]
+            means = [torch.cat([prefix, places], 1).mean(1).double() for places, prefix in tokens]
+            return torch.stack([(m @ m.T).fill_diagonal_(0) for m in means])
+
+        with torch.no_grad():
+            grams = [(gram(a, part), gram(b, 3 * part)) for part in x[:16].split(8)]  # the last 3 are too few
+        cross, own_a, own_b = (sum(hsic(pair[i], pair[j]) for pair in grams) for i, j in ((0, 1), (0, 0), (1, 1)))
+        expected = cross / (own_a.diagonal()[:, None] * own_b.diagonal()).sqrt()
+        torch.testing.assert_close(found["a", "b"].matrix, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found["b", "b"].matrix.diagonal(), torch.ones(2).double())
+
+    def test_unrelated_models_are_near_0(self):
+        a, b = Columns(0, 200), Columns(200, 400)
+        x = torch.randn(256, 400)
+        loader = [(part, None) for part in x.split(32)]
+        found = alignments({"a": a, "b": b}, {"a": loader, "b": loader})
+        assert abs(found["a", "b"].matrix.item()) < 0.05
+        assert iso.linear_cka(x[:, :200], x[:, 200:]) > 0.35  # what the biased form says of them
+        assert found["a", "a"].matrix.item() == pytest.approx(1)
 
     def test_features_with_channels_last_are_means_over_places_too(self):
-        arguments = dict(img_size=64, window_size=4, embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_classes=2)
-        model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
-        found = pooled_features(model, [(x := torch.randn(3, 3, 64, 64), None)])
-        pictures = model.forward_intermediates(x, norm=False, output_fmt="NCHW")[1]
-        for name, picture in zip(found, pictures, strict=True):
-            assert torch.allclose(found[name], picture.mean((2, 3)), atol=1e-5), name
+        model, x = small_swin(), torch.randn(6, 3, 64, 64)
+        found = alignments({"a": model}, {"a": [(x, None)]})["a", "a"].matrix
+        with torch.no_grad():
+            first, last = (f.mean((2, 3)) for f in model.forward_intermediates(x, norm=False, output_fmt="NCHW")[1])
+        both = [torch.stack([(f.double() @ f.double().T).fill_diagonal_(0)]) for f in (first, last)]
+        cross, one, other = (hsic(both[i], both[j]).item() for i, j in ((0, 1), (0, 0), (1, 1)))
+        assert found[0, 1].item() == pytest.approx(cross / math.sqrt(one * other), abs=1e-3)
+
+    def test_too_few_images_are_said(self):
+        with pytest.raises(iso.UserError, match="at least 4 images; the largest here has 3"):
+            alignments({"a": small_vit()}, {"a": [(torch.randn(3, 3, 32, 48), None)]})
 
     def test_a_model_is_like_itself(self):
         model = timm.create_model("cifar_resnet20").eval()
@@ -408,7 +453,7 @@ class TestCommands:
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
             "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
             "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
-            "analyze cnn.safetensors --image a.png --samples 1": "--samples must be at least 2",
+            "analyze cnn.safetensors --image a.png --samples 3": "--samples must be at least 4",
             "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
             "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
             "compare nowhere": "nowhere is no folder of a run",

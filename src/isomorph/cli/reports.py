@@ -106,7 +106,7 @@ def analyze(
     root
         Folder of that data.
     samples
-        Images for CKA.
+        Images for CKA, 4 at least.
     robustness
         Results of `isomorph robustness` (.jsonl): the model's, then the other's.
     pretrained
@@ -120,8 +120,8 @@ def analyze(
     speed
         Measure images a second too.
     """
-    if samples < 2 or megabytes < 0.5:
-        raise UserError("--samples must be at least 2 and --megabytes at least 0.5")
+    if samples < 4 or megabytes < 0.5:
+        raise UserError("--samples must be at least 4 and --megabytes at least 0.5")
     given = [model, *([against] if against else [])]
     names = told_apart(given)
     wanted = zip(given, names, [weights, None], strict=False)

@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, throughput
 from isomorph.layers.mode import eval_mode
 from isomorph.report.charts import Chart, Dots, Table
-from isomorph.report.likeness import pooled_features, similarity_chart
+from isomorph.report.likeness import alignments, similarity_chart
 from isomorph.report.maps import BUDGET, LayerMaps, gather_maps
 from isomorph.report.page import Section
 from isomorph.report.pictures import normalised
@@ -177,10 +177,8 @@ class Extras:
 
 def likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
     """CKA between the layers of the two models and within each. Raises: UserError when there are no features."""
-    found = {s.name: pooled_features(s.model, batches[s.name]) for s in subjects}
-    names = list(found)
-    pairs = [(names[0], names[-1]), *((name, name) for name in names if len(names) > 1)]
-    return [similarity_chart(f"{a} x {b}" if a != b else f"Within {a}", (a, b), found[a], found[b]) for a, b in pairs]
+    found = alignments({s.name: s.model for s in subjects}, batches)
+    return [similarity_chart(names, matrix) for names, matrix in found.items()]
 
 
 def dissect(
@@ -212,7 +210,10 @@ def dissect(
             )
         )
     if extras.batches:
-        text = "Linear CKA of features averaged over the image: 1 alike up to rotation, 0 unrelated."
+        text = (
+            "Linear CKA of features averaged over the image, unbiased (HSIC of minibatches): 1 alike up to rotation, "
+            "near 0 unrelated; by chance it may fall a little below 0."
+        )
         sections.append(Section("Likeness of layers", text, charts=likeness_charts(subjects, extras.batches)))
     if extras.results:
         table, charts = robustness_table(extras.results), robustness_charts(extras.results)
