@@ -17,6 +17,8 @@ import isomorph as iso
 from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
+from isomorph.cli.reports import images_for
+from isomorph.data.sources import Source
 from isomorph.report import (
     Bars,
     Dots,
@@ -408,6 +410,26 @@ def test_models_are_told_apart():
     assert told_apart(["x/cnn.safetensors", "x/tcnn.safetensors"]) == ["cnn", "tcnn"]
     assert told_apart(["x/cnn.safetensors", "y/cnn.safetensors"]) == ["x/cnn.safetensors", "y/cnn.safetensors"]
     assert told_apart(["vit_tiny", "vit_tiny"]) == ["vit_tiny (1)", "vit_tiny (2)"]
+
+
+def test_models_are_compared_on_the_same_pictures(monkeypatch):
+    pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
+    source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
+    monkeypatch.setattr("isomorph.cli.reports.open_source", lambda *_: source)
+    alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
+    a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
+    b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
+    subjects = [Subject("a", small_vit(), a), Subject("b", small_vit(), b)]
+    loaders = images_for(subjects, "given", None, 36)
+    seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
+    plain = {
+        s.name: seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects
+    }
+    assert plain["a"].shape == (36, 3, 24, 32)
+    torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
+    assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
+    again = torch.cat([labels for _, labels in images_for(subjects, "given", None, 36)["a"]])
+    assert again.tolist() == seen["a"][1].tolist()
 
 
 def done(command):

@@ -31,6 +31,9 @@ from isomorph.report import (
 from isomorph.training.build import default_data, open_model
 from isomorph.training.runtime import open_runtime
 
+FRAME = ("crop_pct", "crop_mode", "interpolation")
+"""What of a model's data config makes the picture, beside its size; the rest is how the picture is normalised."""
+
 
 def open_subject(
     name: str, title: str, weights: Path | None, pretrained: bool, size: tuple[int, int] | None, device: str
@@ -43,10 +46,14 @@ def open_subject(
 
 
 def images_for(subjects: list[Subject], data: str | None, root: Path | None, samples: int) -> dict[str, Iterable[Any]]:
-    """A loader of the same first test images for each model, spread over the classes."""
+    """A loader for each model of the same pictures: test images drawn at random, the same ones at every call.
+
+    All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
+    """
     source = open_source(data or default_data(subjects[0].model), "test", root)
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
-    return {s.name: eval_loader(source.subset(drawn.tolist()), s.config, 32) for s in subjects}
+    frame = {key: subjects[0].config[key] for key in FRAME}
+    return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
 
 
 def footer() -> str:
