@@ -44,7 +44,7 @@ from isomorph.report import (
 )
 from isomorph.report.charts import as_json, numbers
 from isomorph.report.likeness import alignments
-from isomorph.report.maps import LayerMaps, inner_keys, mean_entropy, pack_all, rounded
+from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
 from isomorph.report.robustness import means, open_results, robustness_charts
 from isomorph.report.runs import POINTS, curve, flat
@@ -103,13 +103,6 @@ class TestMaps:
         back = ranges[:, :1] + levels * (ranges[:, 1:] - ranges[:, :1]) / 255
         assert torch.allclose(back, maps, atol=4 / 510)
 
-    def test_entropy_of_uniform_and_of_one_hot_attention(self):
-        uniform, sharp = torch.full((2, 3, 4, 8), 1 / 8), torch.zeros(2, 3, 4, 8)
-        sharp[..., 5] = 1
-        assert torch.allclose(mean_entropy(uniform), torch.full((3,), math.log(8)))
-        assert mean_entropy(sharp).tolist() == [0, 0, 0]
-        assert mean_entropy(-uniform).isnan().all()
-
     def test_padding_is_cut_off_the_keys(self):
         where = Places((2, 3), (4, 5), padding=(1, 1), prefix=1)
         keys = torch.arange(1 + 4 * 5.0).expand(1, 1, 7, -1)
@@ -117,9 +110,7 @@ class TestMaps:
 
     @pytest.mark.parametrize("step", [(1, 1), (2, 1), (2, 2), (3, 2), (9, 9)])
     def test_thinning_keeps_the_middle_of_blocks(self, step):
-        maps = LayerMaps(
-            "a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)), [0.0]
-        )
+        maps = LayerMaps("a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)))
         rows = sorted({min(step[0] // 2, 4) + i * step[0] for i in range(5)} & set(range(5)))
         columns = sorted({min(step[1] // 2, 5) + i * step[1] for i in range(6)} & set(range(6)))
         assert maps.kept(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
@@ -139,7 +130,7 @@ class TestMaps:
         levels = draw.integers(0, 256, (1, 6, 197, 197), dtype=np.uint8)
         ranges = draw.random((1, 6, 197, 2), dtype=np.float32)
         where = Places((14, 14), (14, 14), prefix=1)
-        maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges, [0.0] * 6) for i in range(12)}
+        maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges) for i in range(12)}
         viewer = build_viewer([Seen("a", maps), Seen("b", maps)], [Picture("x", torch.rand(3, 224, 224))])
         assert write_page(tmp_path / "page.html", "t", "l", [Section("s", viewer=viewer)]) < 8_000_000
 
@@ -196,6 +187,27 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
         assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
         assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Entropy"}
     assert write_page(tmp_path / "page.html", name, "", sections) > 10_000
+
+
+@pytest.mark.parametrize("layers", [None, "layers.1.*"])
+def test_layers_that_are_not_drawn_have_their_numbers(layers):
+    model, picture = small_swin(), Picture("a", torch.rand(3, 64, 64))
+    subject = Subject("swin", model, {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    sections = dissect([subject], [picture], layers)
+    assert sections[0].viewer is None
+    assert sections[0].text.startswith("No attention layer can be drawn. swin: layers.")
+    assert "layers.1.blocks.0.attn is not drawn: it attends in 4 windows" in sections[0].text
+    batch = (picture.pixels[None] - 0.5) / 0.5
+    where = layers or "*"
+    logits = {name: found.max_logit for name, found in iso.logit_stats(model, batch, where).items()}
+    expected = [iso.nonlocality(model, batch, where), iso.attention_entropy(model, batch, where), logits]
+    charts = next(section.charts for section in sections if section.title == "How far, how sharp")
+    assert len(charts) == 3
+    for chart, found in zip(charts, expected, strict=True):
+        names = [f"layers.{i}.blocks.0.attn" for i in ((1,) if layers else (0, 1))]
+        assert list(found) == chart.layers == names
+        for name in names:
+            assert chart.series["swin"][name] == pytest.approx(found[name].flatten().tolist(), rel=1e-4)
 
 
 class TestPage:
