@@ -17,7 +17,7 @@ import isomorph as iso
 from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
-from isomorph.cli.reports import images_for
+from isomorph.cli.reports import dials_kept, images_for
 from isomorph.data.sources import Source
 from isomorph.report import (
     Bars,
@@ -47,7 +47,7 @@ from isomorph.report.likeness import alignments
 from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
 from isomorph.report.robustness import means, open_results, robustness_charts
-from isomorph.report.runs import POINTS, curve, flat
+from isomorph.report.runs import POINTS, along_epochs, curve, flat
 
 
 def small_vit(**changes):
@@ -477,6 +477,30 @@ class TestCommands:
         done("compare a b --out page.html")
         assert "page: page.html" in capsys.readouterr().out
         assert "optim.lr" in (folder / "page.html").read_text()
+
+    def test_compare_draws_gates_along_training(self, folder, capsys):
+        for name in ("gated", "plain", "none"):
+            write_run(folder / name)
+        for epoch, gate in ((1, 4.0), (3, -1.0)):
+            iso.save(timm.create_model("t_cifar_resnet20", gate=gate), folder / f"gated/epoch-{epoch}.safetensors")
+        iso.save(timm.create_model("cifar_resnet20"), folder / "plain/epoch-1.safetensors")
+        found = dials_kept([folder / "gated", folder / "plain", folder / "none"], ["g", "p", "n"])
+        assert list(found) == ["g"]
+        sections = {section.title: section for section in compare_runs(read_runs([folder / "gated"]), found)}
+        gates, spans = sections["Gates and spans along training"].charts
+        assert list(gates.lines) == list(spans.lines) == list(found["g"].gates)
+        line = gates.lines["layer3.0.conv1"]
+        assert line.x == [1, 3]
+        assert line.y == pytest.approx([1 / (1 + math.exp(-4)), 1 / (1 + math.exp(1))])
+        assert line.low == pytest.approx(line.y) == line.high
+        done("compare gated plain none --out page.html")
+        assert "Gates along training: gated" in (folder / "page.html").read_text()
+        assert "Gates along training: plain" not in (folder / "page.html").read_text()
+
+    def test_layers_are_drawn_from_the_epoch_they_are_there(self):
+        nan = math.nan
+        line = along_epochs(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[nan, nan], [1.0, 3.0], [0.0, 1.0]]))
+        assert line == ([2, 4], [2, 0.5], [1, 0], [3, 1])
 
     @pytest.mark.parametrize(
         ("command", "expected"),

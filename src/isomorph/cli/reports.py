@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import torch
 from cyclopts import Parameter
 
 import isomorph as iso
+from isomorph.analysis import Trajectory
 from isomorph.cli.app import Device, Json, Weights, app
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
@@ -28,6 +30,7 @@ from isomorph.report import (
     view_config,
     write_page,
 )
+from isomorph.training import dials_of_run
 from isomorph.training.build import default_data, open_model
 from isomorph.training.runtime import open_runtime
 
@@ -54,6 +57,15 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
     frame = {key: subjects[0].config[key] for key in FRAME}
     return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
+
+
+def dials_kept(folders: Iterable[Path], names: Iterable[str]) -> dict[str, Trajectory]:
+    """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out."""
+    found = {}
+    for folder, name in zip(folders, names, strict=True):
+        with suppress(UserError):  # nothing was kept, or nothing in it is gated
+            found[name] = dials_of_run(folder)
+    return found
 
 
 def footer() -> str:
@@ -154,7 +166,7 @@ def compare_(
     figures: Path | None = None,
     json_: Json = False,
 ) -> None:
-    """Compare runs: learning curves, final tables and the fields of the recipes that differ, in one HTML page.
+    """Compare runs in one HTML page: learning curves, gates along training, final tables, recipe fields that differ.
 
     Parameters
     ----------
@@ -166,7 +178,7 @@ def compare_(
         Folder for every chart as PDF and SVG.
     """
     logs = read_runs(runs)
-    sections = compare_runs(logs)
+    sections = compare_runs(logs, dials_kept(runs, [log.name for log in logs]))
     title = f"{len(logs)} runs" if len(logs) > 1 else logs[0].name
     size = write_page(out, title, ", ".join(log.name for log in logs), sections, footer())
     say(out, size, sections, figures, json_)
