@@ -12,7 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.analysis import along, pooled
-from isomorph.analysis.alignment import hsic
+from isomorph.analysis.alignment import cka_of_pairs, hsic
 from isomorph.analysis.scores import Scores
 from isomorph.analysis.summaries import entropy, matrix_rank
 
@@ -131,6 +131,20 @@ class TestCKA:
         found = iso.cka(model, model, cross.split(20), "?").matrix
         assert abs(found[0, 1]) < 0.05
         assert iso.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
+
+    def test_a_small_last_batch_is_skipped(self):
+        x, model = torch.randn(19, 6, dtype=torch.float64), Two(rotation(6)[:3], rotation(6)[3:])
+        torch.testing.assert_close(
+            iso.cka(model, model, x.split(8), "?").matrix, iso.cka(model, model, x[:16].split(8), "?").matrix
+        )
+
+    def test_a_batch_for_each_model(self):
+        x, shift = torch.randn(16, 6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+        a, b = Two(rotation(6)[:3], rotation(6)[3:]), Two(rotation(6), rotation(6)[:2])
+        found = cka_of_pairs(a, b, [(part, 2 * part + shift) for part in x.split(8)], "?").matrix
+        torch.testing.assert_close(found, iso.cka(a, b, x.split(8), "?").matrix)
+        with pytest.raises(iso.UserError, match="the same images, not on 8 and 7"):
+            cka_of_pairs(a, b, [(x[:8], x[:7])], "?")
 
     def test_covariances_give_the_exact_number_of_all_images(self):
         x = torch.randn(50, 6, dtype=torch.float64) + 100  # far from 0: rounding must not eat it

@@ -14,8 +14,11 @@ import torch
 from PIL import Image
 
 import isomorph as iso
+from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
+from isomorph.cli.reports import dials_kept, images_for
+from isomorph.data.sources import Source
 from isomorph.report import (
     Bars,
     Dots,
@@ -40,16 +43,35 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.charts import as_json, numbers
-from isomorph.report.likeness import pooled_features
-from isomorph.report.maps import LayerMaps, inner_keys, mean_entropy, pack_all, rounded
+from isomorph.report.likeness import alignments
+from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
 from isomorph.report.robustness import means, open_results, robustness_charts
-from isomorph.report.runs import POINTS, curve, flat
+from isomorph.report.runs import POINTS, along_epochs, curve, flat
 
 
 def small_vit(**changes):
     arguments = dict(img_size=(32, 48), patch_size=8, embed_dim=24, depth=3, num_heads=3, num_classes=5) | changes
     return timm.create_model("vit_tiny_patch16_224", **arguments).eval()
+
+
+def small_swin():
+    arguments = dict(img_size=64, window_size=4, embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_classes=2)
+    return timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
+
+
+class Columns(torch.nn.Module):
+    """Features that are some of the input's numbers."""
+
+    feature_info = [{"module": "layer", "num_chs": 0}]
+
+    def __init__(self, start, stop):
+        super().__init__()
+        self.layer = torch.nn.Identity()
+        self.scale, self.start, self.stop = torch.nn.Parameter(torch.ones(())), start, stop
+
+    def forward(self, x):
+        return self.layer(self.scale * x[:, self.start : self.stop])
 
 
 def unpacked(text, heads, queries, keys):
@@ -81,13 +103,6 @@ class TestMaps:
         back = ranges[:, :1] + levels * (ranges[:, 1:] - ranges[:, :1]) / 255
         assert torch.allclose(back, maps, atol=4 / 510)
 
-    def test_entropy_of_uniform_and_of_one_hot_attention(self):
-        uniform, sharp = torch.full((2, 3, 4, 8), 1 / 8), torch.zeros(2, 3, 4, 8)
-        sharp[..., 5] = 1
-        assert torch.allclose(mean_entropy(uniform), torch.full((3,), math.log(8)))
-        assert mean_entropy(sharp).tolist() == [0, 0, 0]
-        assert mean_entropy(-uniform).isnan().all()
-
     def test_padding_is_cut_off_the_keys(self):
         where = Places((2, 3), (4, 5), padding=(1, 1), prefix=1)
         keys = torch.arange(1 + 4 * 5.0).expand(1, 1, 7, -1)
@@ -95,9 +110,7 @@ class TestMaps:
 
     @pytest.mark.parametrize("step", [(1, 1), (2, 1), (2, 2), (3, 2), (9, 9)])
     def test_thinning_keeps_the_middle_of_blocks(self, step):
-        maps = LayerMaps(
-            "a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)), [0.0]
-        )
+        maps = LayerMaps("a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)))
         rows = sorted({min(step[0] // 2, 4) + i * step[0] for i in range(5)} & set(range(5)))
         columns = sorted({min(step[1] // 2, 5) + i * step[1] for i in range(6)} & set(range(6)))
         assert maps.kept(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
@@ -117,7 +130,7 @@ class TestMaps:
         levels = draw.integers(0, 256, (1, 6, 197, 197), dtype=np.uint8)
         ranges = draw.random((1, 6, 197, 2), dtype=np.float32)
         where = Places((14, 14), (14, 14), prefix=1)
-        maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges, [0.0] * 6) for i in range(12)}
+        maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges) for i in range(12)}
         viewer = build_viewer([Seen("a", maps), Seen("b", maps)], [Picture("x", torch.rand(3, 224, 224))])
         assert write_page(tmp_path / "page.html", "t", "l", [Section("s", viewer=viewer)]) < 8_000_000
 
@@ -176,6 +189,27 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     assert write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
+@pytest.mark.parametrize("layers", [None, "layers.1.*"])
+def test_layers_that_are_not_drawn_have_their_numbers(layers):
+    model, picture = small_swin(), Picture("a", torch.rand(3, 64, 64))
+    subject = Subject("swin", model, {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    sections = dissect([subject], [picture], layers)
+    assert sections[0].viewer is None
+    assert sections[0].text.startswith("No attention layer can be drawn. swin: layers.")
+    assert "layers.1.blocks.0.attn is not drawn: it attends in 4 windows" in sections[0].text
+    batch = (picture.pixels[None] - 0.5) / 0.5
+    where = layers or "*"
+    logits = {name: found.max_logit for name, found in iso.logit_stats(model, batch, where).items()}
+    expected = [iso.nonlocality(model, batch, where), iso.attention_entropy(model, batch, where), logits]
+    charts = next(section.charts for section in sections if section.title == "How far, how sharp")
+    assert len(charts) == 3
+    for chart, found in zip(charts, expected, strict=True):
+        names = [f"layers.{i}.blocks.0.attn" for i in ((1,) if layers else (0, 1))]
+        assert list(found) == chart.layers == names
+        for name in names:
+            assert chart.series["swin"][name] == pytest.approx(found[name].flatten().tolist(), rel=1e-4)
+
+
 class TestPage:
     def test_what_is_given_cannot_become_code(self):
         nasty = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -208,20 +242,45 @@ class TestPage:
 
 
 class TestLikeness:
-    def test_features_are_means_over_places(self):
-        model, x = small_vit(), torch.randn(5, 3, 32, 48)
-        found = pooled_features(model, [(x[:3], None), (x[3:], None)])
-        tokens = model.forward_intermediates(x, norm=False, return_prefix_tokens=True, output_fmt="NLC")[1]
-        for (name, pooled), (places, prefix) in zip(found.items(), tokens, strict=True):
-            assert torch.allclose(pooled, torch.cat([prefix, places], 1).mean(1), atol=1e-5), name
+    def test_matrices_are_the_unbiased_cka_of_means_over_places(self):
+        a, b, x = small_vit(), small_vit(embed_dim=12, depth=2), torch.randn(19, 3, 32, 48)
+        loaders = {name: [(part, None) for part in (x * scale).split(8)] for name, scale in (("a", 1), ("b", 3))}
+        found = alignments({"a": a, "b": b}, loaders)
+        assert list(found) == [("a", "b"), ("a", "a"), ("b", "b")]
+
+        def gram(model, images):
+            tokens = model.forward_intermediates(images, norm=False, return_prefix_tokens=True, output_fmt="NLC")[1]
+            means = [torch.cat([prefix, places], 1).mean(1).double() for places, prefix in tokens]
+            return torch.stack([(m @ m.T).fill_diagonal_(0) for m in means])
+
+        with torch.no_grad():
+            grams = [(gram(a, part), gram(b, 3 * part)) for part in x[:16].split(8)]  # the last 3 are too few
+        cross, own_a, own_b = (sum(hsic(pair[i], pair[j]) for pair in grams) for i, j in ((0, 1), (0, 0), (1, 1)))
+        expected = cross / (own_a.diagonal()[:, None] * own_b.diagonal()).sqrt()
+        torch.testing.assert_close(found["a", "b"].matrix, expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found["b", "b"].matrix.diagonal(), torch.ones(2).double())
+
+    def test_unrelated_models_are_near_0(self):
+        a, b = Columns(0, 200), Columns(200, 400)
+        x = torch.randn(256, 400)
+        loader = [(part, None) for part in x.split(32)]
+        found = alignments({"a": a, "b": b}, {"a": loader, "b": loader})
+        assert abs(found["a", "b"].matrix.item()) < 0.05
+        assert iso.linear_cka(x[:, :200], x[:, 200:]) > 0.35  # what the biased form says of them
+        assert found["a", "a"].matrix.item() == pytest.approx(1)
 
     def test_features_with_channels_last_are_means_over_places_too(self):
-        arguments = dict(img_size=64, window_size=4, embed_dim=8, depths=(1, 1), num_heads=(1, 2), num_classes=2)
-        model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
-        found = pooled_features(model, [(x := torch.randn(3, 3, 64, 64), None)])
-        pictures = model.forward_intermediates(x, norm=False, output_fmt="NCHW")[1]
-        for name, picture in zip(found, pictures, strict=True):
-            assert torch.allclose(found[name], picture.mean((2, 3)), atol=1e-5), name
+        model, x = small_swin(), torch.randn(6, 3, 64, 64)
+        found = alignments({"a": model}, {"a": [(x, None)]})["a", "a"].matrix
+        with torch.no_grad():
+            first, last = (f.mean((2, 3)) for f in model.forward_intermediates(x, norm=False, output_fmt="NCHW")[1])
+        both = [torch.stack([(f.double() @ f.double().T).fill_diagonal_(0)]) for f in (first, last)]
+        cross, one, other = (hsic(both[i], both[j]).item() for i, j in ((0, 1), (0, 0), (1, 1)))
+        assert found[0, 1].item() == pytest.approx(cross / math.sqrt(one * other), abs=1e-3)
+
+    def test_too_few_images_are_said(self):
+        with pytest.raises(iso.UserError, match="at least 4 images; the largest here has 3"):
+            alignments({"a": small_vit()}, {"a": [(torch.randn(3, 3, 32, 48), None)]})
 
     def test_a_model_is_like_itself(self):
         model = timm.create_model("cifar_resnet20").eval()
@@ -365,6 +424,26 @@ def test_models_are_told_apart():
     assert told_apart(["vit_tiny", "vit_tiny"]) == ["vit_tiny (1)", "vit_tiny (2)"]
 
 
+def test_models_are_compared_on_the_same_pictures(monkeypatch):
+    pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
+    source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
+    monkeypatch.setattr("isomorph.cli.reports.open_source", lambda *_: source)
+    alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
+    a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
+    b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
+    subjects = [Subject("a", small_vit(), a), Subject("b", small_vit(), b)]
+    loaders = images_for(subjects, "given", None, 36)
+    seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
+    plain = {
+        s.name: seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects
+    }
+    assert plain["a"].shape == (36, 3, 24, 32)
+    torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
+    assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
+    again = torch.cat([labels for _, labels in images_for(subjects, "given", None, 36)["a"]])
+    assert again.tolist() == seen["a"][1].tolist()
+
+
 def done(command):
     """Runs a command that must succeed."""
     with pytest.raises(SystemExit) as stop:
@@ -399,6 +478,30 @@ class TestCommands:
         assert "page: page.html" in capsys.readouterr().out
         assert "optim.lr" in (folder / "page.html").read_text()
 
+    def test_compare_draws_gates_along_training(self, folder, capsys):
+        for name in ("gated", "plain", "none"):
+            write_run(folder / name)
+        for epoch, gate in ((1, 4.0), (3, -1.0)):
+            iso.save(timm.create_model("t_cifar_resnet20", gate=gate), folder / f"gated/epoch-{epoch}.safetensors")
+        iso.save(timm.create_model("cifar_resnet20"), folder / "plain/epoch-1.safetensors")
+        found = dials_kept([folder / "gated", folder / "plain", folder / "none"], ["g", "p", "n"])
+        assert list(found) == ["g"]
+        sections = {section.title: section for section in compare_runs(read_runs([folder / "gated"]), found)}
+        gates, spans = sections["Gates and spans along training"].charts
+        assert list(gates.lines) == list(spans.lines) == list(found["g"].gates)
+        line = gates.lines["layer3.0.conv1"]
+        assert line.x == [1, 3]
+        assert line.y == pytest.approx([1 / (1 + math.exp(-4)), 1 / (1 + math.exp(1))])
+        assert line.low == pytest.approx(line.y) == line.high
+        done("compare gated plain none --out page.html")
+        assert "Gates along training: gated" in (folder / "page.html").read_text()
+        assert "Gates along training: plain" not in (folder / "page.html").read_text()
+
+    def test_layers_are_drawn_from_the_epoch_they_are_there(self):
+        nan = math.nan
+        line = along_epochs(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[nan, nan], [1.0, 3.0], [0.0, 1.0]]))
+        assert line == ([2, 4], [2, 0.5], [1, 0], [3, 1])
+
     @pytest.mark.parametrize(
         ("command", "expected"),
         {
@@ -408,7 +511,7 @@ class TestCommands:
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
             "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
             "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
-            "analyze cnn.safetensors --image a.png --samples 1": "--samples must be at least 2",
+            "analyze cnn.safetensors --image a.png --samples 3": "--samples must be at least 4",
             "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
             "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
             "compare nowhere": "nowhere is no folder of a run",

@@ -1,7 +1,7 @@
 """Centred kernel alignment between all layers of two networks, over a loader, in memory that does not grow with it."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from isomorph.surgery.recast import Where
 
 LARGEST = 2**28
 """Numbers that `covariance_cka` may keep: 2 GiB."""
+
+LEAST = 4
+"""Images of a batch that unbiased HSIC can be taken of: it divides by n - 3."""
 
 Reading = Callable[[Tensor], Tensor]
 
@@ -38,7 +41,6 @@ def pooled(output: Tensor) -> Tensor:
     return output.mean(1) if output.ndim == 3 else output.flatten(2).mean(2) if output.ndim == 4 else output.flatten(1)
 
 
-@torch.no_grad()
 def cka(
     a: nn.Module,
     b: nn.Module,
@@ -54,23 +56,57 @@ def cka(
     unrelated features, where the biased form lies high. Gram matrices of one batch are all that is kept.
 
     `where` selects layers (of `b`: `other_where`, or else the same), by default those that timm's `feature_info` names.
-    `read`: features of an image from what a layer gives, by default all of it.
+    `read`: features of an image from what a layer gives, by default all of it. Batches of fewer than 4 images (a last
+    one) are skipped.
 
     Shape: a batch (B, C, H, W), or a loader of such -> CKA, (layers of a, layers of b)
     Source: Nguyen, Raghu, Kornblith (2021), eq. 2 to 4; HSIC1: Song et al. (2012), eq. 5
-    Raises: UserError when a batch has fewer than 4 images, or a model no such layer.
+    Raises: UserError when no batch has 4 images, or a model no such layer.
+    """
+    return cka_of_pairs(a, b, ((batch, batch) for batch in batches(data)), where, other_where, read)
+
+
+@torch.no_grad()
+def cka_of_pairs(
+    a: nn.Module,
+    b: nn.Module,
+    pairs: Iterable[tuple[Tensor, Tensor]],
+    where: Where | None = None,
+    other_where: Where | None = None,
+    read: Reading = flat,
+) -> CKA:
+    """`cka` of two models that take the same images differently: normalised, resized, each in its own way.
+
+    Shape: pairs of batches of the same images, (B, C, H, W) for a and (B, C', H', W') for b -> CKA
+    Raises: UserError as `cka` does, or when a pair is of different numbers of images.
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
     cross, own_a, own_b = 0.0, 0.0, 0.0  # type: Any, Any, Any
-    for batch in batches(data):
-        if len(batch) < 4:
-            raise UserError(
-                f"unbiased CKA takes batches of at least 4 images, this one has {len(batch)}; drop the last"
-            )
-        x, y = grams(a, batch, rows, read), grams(b, batch, columns, read)
+    for one, other in comparable(pairs):
+        x, y = grams(a, one, rows, read), grams(b, other, columns, read)
         cross = cross + hsic(x, y)
         own_a, own_b = own_a + hsic_own(x), own_b + hsic_own(y)
     return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
+
+
+Batches = TypeVar("Batches", bound=Sequence[Tensor])
+
+
+def comparable(given: Iterable[Batches]) -> Iterator[Batches]:
+    """Those of several models' batches of the same images that unbiased HSIC can be taken of: of 4 images at least.
+
+    Raises: UserError when none is large enough, or the models' batches are of different numbers of images.
+    """
+    largest = 0
+    for several in given:
+        sizes = [len(batch) for batch in several]
+        if len(set(sizes)) > 1:
+            raise UserError(f"CKA compares models on the same images, not on {' and '.join(map(str, sizes))} of them")
+        largest = max(largest, *sizes)
+        if sizes[0] >= LEAST:
+            yield several
+    if largest < LEAST:
+        raise UserError(f"unbiased CKA takes batches of at least {LEAST} images; the largest here has {largest}")
 
 
 def grams(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Reading) -> Tensor:
@@ -84,7 +120,7 @@ def grams(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: R
         x = x - x.mean(0)  # HSIC does not see the mean; without it less is lost to rounding
         return (x @ x.T).fill_diagonal_(0.0)
 
-    found = features(model, batch.to(next(model.parameters()).device), layers, gram)
+    found = features(model, batch.to(next(model.parameters())), layers, gram)
     if missing := [name for name in layers if name not in found]:
         raise UserError(f"{missing[0]} does not run when the model does: it has no features")
     return torch.stack([value.cpu() for value in found.values()])
@@ -123,6 +159,10 @@ def covariance_cka(
     |Cov(x, y)|^2 / (|Cov(x, x)| |Cov(y, y)|), as `linear_cka` of all features would give; for few features, so by
     default the mean over tokens or places of what a layer gives (`pooled`). Memory goes with features squared, not with
     images. Arguments as `cka`.
+
+    This is the biased estimate: it is not near 0 for unrelated features unless the images are many more than the
+    features. Of n images unrelated features of p and q independent channels read about
+    1 / sqrt((1 + n / p) (1 + n / q)): 0.75 for 768 channels and 256 images. `cka` has no such bias.
 
     Shape: a batch (B, C, H, W), or a loader of such -> CKA, (layers of a, layers of b)
     Source: Kornblith et al. (2019) eq. 3

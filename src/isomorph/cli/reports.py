@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import torch
 from cyclopts import Parameter
 
 import isomorph as iso
+from isomorph.analysis import Trajectory
 from isomorph.cli.app import Device, Json, Weights, app
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
@@ -28,8 +30,12 @@ from isomorph.report import (
     view_config,
     write_page,
 )
+from isomorph.training import dials_of_run
 from isomorph.training.build import default_data, open_model
 from isomorph.training.runtime import open_runtime
+
+FRAME = ("crop_pct", "crop_mode", "interpolation")
+"""What of a model's data config makes the picture, beside its size; the rest is how the picture is normalised."""
 
 
 def open_subject(
@@ -43,10 +49,23 @@ def open_subject(
 
 
 def images_for(subjects: list[Subject], data: str | None, root: Path | None, samples: int) -> dict[str, Iterable[Any]]:
-    """A loader of the same first test images for each model, spread over the classes."""
+    """A loader for each model of the same pictures: test images drawn at random, the same ones at every call.
+
+    All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
+    """
     source = open_source(data or default_data(subjects[0].model), "test", root)
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
-    return {s.name: eval_loader(source.subset(drawn.tolist()), s.config, 32) for s in subjects}
+    frame = {key: subjects[0].config[key] for key in FRAME}
+    return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
+
+
+def dials_kept(folders: Iterable[Path], names: Iterable[str]) -> dict[str, Trajectory]:
+    """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out."""
+    found = {}
+    for folder, name in zip(folders, names, strict=True):
+        with suppress(UserError):  # nothing was kept, or nothing in it is gated
+            found[name] = dials_of_run(folder)
+    return found
 
 
 def footer() -> str:
@@ -106,7 +125,7 @@ def analyze(
     root
         Folder of that data.
     samples
-        Images for CKA.
+        Images for CKA, 4 at least.
     robustness
         Results of `isomorph robustness` (.jsonl): the model's, then the other's.
     pretrained
@@ -120,8 +139,8 @@ def analyze(
     speed
         Measure images a second too.
     """
-    if samples < 2 or megabytes < 0.5:
-        raise UserError("--samples must be at least 2 and --megabytes at least 0.5")
+    if samples < 4 or megabytes < 0.5:
+        raise UserError("--samples must be at least 4 and --megabytes at least 0.5")
     given = [model, *([against] if against else [])]
     names = told_apart(given)
     wanted = zip(given, names, [weights, None], strict=False)
@@ -147,7 +166,7 @@ def compare_(
     figures: Path | None = None,
     json_: Json = False,
 ) -> None:
-    """Compare runs: learning curves, final tables and the fields of the recipes that differ, in one HTML page.
+    """Compare runs in one HTML page: learning curves, gates along training, final tables, recipe fields that differ.
 
     Parameters
     ----------
@@ -159,7 +178,7 @@ def compare_(
         Folder for every chart as PDF and SVG.
     """
     logs = read_runs(runs)
-    sections = compare_runs(logs)
+    sections = compare_runs(logs, dials_kept(runs, [log.name for log in logs]))
     title = f"{len(logs)} runs" if len(logs) > 1 else logs[0].name
     size = write_page(out, title, ", ".join(log.name for log in logs), sections, footer())
     say(out, size, sections, figures, json_)

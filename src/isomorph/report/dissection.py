@@ -10,13 +10,13 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from isomorph.analysis import gates, logit_stats, nonlocality, spans
+from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality, spans
 from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, throughput
 from isomorph.layers.mode import eval_mode
 from isomorph.report.charts import Chart, Dots, Table
-from isomorph.report.likeness import pooled_features, similarity_chart
-from isomorph.report.maps import BUDGET, LayerMaps, gather_maps
+from isomorph.report.likeness import alignments, similarity_chart
+from isomorph.report.maps import BUDGET, gather_maps
 from isomorph.report.page import Section
 from isomorph.report.pictures import normalised
 from isomorph.report.robustness import Cells, robustness_charts, robustness_table
@@ -81,11 +81,6 @@ def optional(analysis: Callable[..., Mapping[str, Any]], *arguments: Any) -> Map
         return {}
 
 
-def kept(found: Mapping[str, Any], layers: Mapping[str, Any]) -> dict[str, Any]:
-    """What was found of some layers."""
-    return {name: value for name, value in found.items() if name in layers}
-
-
 def dots(title: str, label: str, found: Mapping[str, Mapping[str, Tensor]], limit: float | None = None) -> list[Dots]:
     """A chart of one value per head and layer for each model that has any; none where no model has."""
     series = {
@@ -106,14 +101,13 @@ def dial_charts(subjects: Sequence[Subject]) -> list[Chart]:
     ]
 
 
-def reach_charts(
-    seen: Mapping[str, Mapping[str, LayerMaps]], subjects: Sequence[Subject], batches: Mapping[str, Tensor]
-) -> list[Chart]:
-    """Nonlocality, entropy and largest logit by layer."""
-    drawn = [s for s in subjects if seen[s.name]]
-    far = {s.name: kept(optional(nonlocality, s.model, batches[s.name]), seen[s.name]) for s in drawn}
-    entropy = {name: {n: torch.tensor(maps.entropy) for n, maps in layers.items()} for name, layers in seen.items()}
-    logits = {s.name: kept(optional(logit_stats, s.model, batches[s.name]), seen[s.name]) for s in drawn}
+def reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
+    """Nonlocality, entropy and largest logit of the layers that are looked at, drawn or not (windows are not)."""
+    where = "*" if layers is None else layers
+    far, entropy, logits = (
+        {s.name: optional(analysis, s.model, batches[s.name], where) for s in subjects}
+        for analysis in (nonlocality, attention_entropy, logit_stats)
+    )
     largest = {name: {n: stats.max_logit for n, stats in found.items()} for name, found in logits.items()}
     return [
         *dots("Nonlocality: how far a head looks", "steps of the grid", far),
@@ -152,12 +146,14 @@ def story(subject: Subject) -> str:
 def map_section(seen: Sequence[Seen], pictures: Sequence[Picture], problems: Sequence[str], budget: int) -> Section:
     """The section that the page opens with: the viewer, or why there is none."""
     viewer = build_viewer(seen, pictures, budget)
+    if viewer is None and problems:
+        return Section("Attention", " ".join(["No attention layer can be drawn.", *problems]))
     if viewer is None:
         text = (
             "No attention layer whose map is known: this is a network without attention, or with a kind that isomorph "
             "does not read. Recast it (isomorph recast) to have something to look at."
         )
-        return Section("Attention", " ".join([text, *problems]))
+        return Section("Attention", text)
     text = (
         "Point at a patch of the image, touch it, or use the arrow keys: every head shows what it looks at from there."
     )
@@ -177,10 +173,8 @@ class Extras:
 
 def likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
     """CKA between the layers of the two models and within each. Raises: UserError when there are no features."""
-    found = {s.name: pooled_features(s.model, batches[s.name]) for s in subjects}
-    names = list(found)
-    pairs = [(names[0], names[-1]), *((name, name) for name in names if len(names) > 1)]
-    return [similarity_chart(f"{a} x {b}" if a != b else f"Within {a}", (a, b), found[a], found[b]) for a, b in pairs]
+    found = alignments({s.name: s.model for s in subjects}, batches)
+    return [similarity_chart(names, matrix) for names, matrix in found.items()]
 
 
 def dissect(
@@ -198,12 +192,11 @@ def dissect(
         seen.append(Seen(s.name, maps, opened, predictions(s.model, batches[s.name])))
         problems += [f"{s.name}: {problem}." for problem in said]
     sections = [map_section(seen, pictures, problems, extras.budget)]
-    by_name = {one.name: one.maps for one in seen}
     if charts := dial_charts(subjects):
         sections.append(
             Section("Gates and spans", "A dot is a head; the line goes through the means of the layers.", charts=charts)
         )
-    if charts := reach_charts(by_name, subjects, batches):
+    if charts := reach_charts(subjects, batches, layers):
         sections.append(
             Section(
                 "How far, how sharp",
@@ -212,7 +205,10 @@ def dissect(
             )
         )
     if extras.batches:
-        text = "Linear CKA of features averaged over the image: 1 alike up to rotation, 0 unrelated."
+        text = (
+            "Linear CKA of features averaged over the image, unbiased (HSIC of minibatches): 1 alike up to rotation, "
+            "near 0 unrelated; by chance it may fall a little below 0."
+        )
         sections.append(Section("Likeness of layers", text, charts=likeness_charts(subjects, extras.batches)))
     if extras.results:
         table, charts = robustness_table(extras.results), robustness_charts(extras.results)

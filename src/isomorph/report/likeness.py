@@ -1,32 +1,42 @@
 """CKA between the layers of two models, from features that are averaged over the image."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from isomorph.analysis import linear_cka
-from isomorph.analysis.alignment import pooled
-from isomorph.analysis.evolution import feature_layers, features
-from isomorph.errors import UserError
+from isomorph.analysis.alignment import CKA, comparable, grams, hsic, pooled
+from isomorph.analysis.batches import batches
+from isomorph.analysis.evolution import feature_layers
 from isomorph.report.charts import Matrix
 
 
-def pooled_features(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
-    """What each layer that timm names for the model gives, averaged over places, in eval mode.
+@torch.no_grad()
+def alignments(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[Any]]) -> dict[tuple[str, str], CKA]:
+    """Unbiased linear CKA of `iso.cka` with read=pooled, between two models and within each, in one pass.
 
-    Shape: batches of (images (B, C, H, W), ...) -> {name: (images, channels)}
-    Raises: UserError when there are no such layers or no images.
+    Each model has its own loader of the same images, made as it takes them. Gram matrices of one batch are all that is
+    kept. One model is compared with itself.
+
+    Shape: loaders of (images (B, C, H, W), ...) -> {(model, model): (layers, layers)}
+    Raises: UserError when a model has no layers that timm names, or no batch has 4 images.
     """
-    layers, like = feature_layers(model, None, 1), next(model.parameters())
-    parts = [features(model, images.to(like), layers, pooled) for images, *_ in batches]
-    if not parts:
-        raise UserError("there are no images to compare features on")
-    return {name: torch.cat([part[name].float().cpu() for part in parts]) for name in parts[0]}
+    names = list(models)
+    pairs = dict.fromkeys([(names[0], names[-1]), *((name, name) for name in names)])
+    layers = {name: feature_layers(model, None, 1) for name, model in models.items()}
+    sums: dict[tuple[str, str], Any] = dict.fromkeys(pairs, 0.0)
+    for several in comparable(zip(*(batches(loaders[name]) for name in names), strict=True)):
+        found = {name: grams(models[name], x, layers[name], pooled) for name, x in zip(names, several, strict=True)}
+        sums = {(a, b): total + hsic(found[a], found[b]) for (a, b), total in sums.items()}
+    own = {name: sums[name, name].diagonal() for name in names}
+    return {
+        (a, b): CKA(total / (own[a][:, None] * own[b]).sqrt(), list(layers[a]), list(layers[b]))
+        for (a, b), total in sums.items()
+    }
 
 
-def similarity_chart(title: str, names: tuple[str, str], a: dict[str, Tensor], b: dict[str, Tensor]) -> Matrix:
-    """Linear CKA of every layer of one model (down) with every layer of the other (across)."""
-    values = [[float(linear_cka(x, y)) for y in b.values()] for x in a.values()]
-    return Matrix(title, *names, list(a), list(b), values)
+def similarity_chart(names: tuple[str, str], found: CKA) -> Matrix:
+    """CKA of every layer of one model (down) with every layer of the other (across)."""
+    a, b = names
+    return Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, found.rows, found.columns, found.matrix.tolist())

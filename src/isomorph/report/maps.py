@@ -31,14 +31,13 @@ class LayerMaps:
 
     Keys are the prefix tokens, then the places without padding; what attention gives to padding is left out.
 
-    Shape: levels (B, heads, queries, keys), ranges (B, heads, queries, 2), entropy (heads,)
+    Shape: levels (B, heads, queries, keys), ranges (B, heads, queries, 2)
     """
 
     name: str
     where: Places
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
-    entropy: list[float]
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -84,14 +83,6 @@ def rounded(maps: Tensor) -> tuple[Tensor, Tensor]:
     return levels, torch.stack([low, high], -1)
 
 
-def mean_entropy(maps: Tensor) -> Tensor:
-    """Entropy in nats of what a query looks at, mean over images and queries; NaN where attention is negative.
-
-    Shape: (B, heads, queries, keys) -> (heads,)
-    """
-    return -torch.xlogy(maps, maps).sum(-1).mean((0, 2))
-
-
 def inner_keys(maps: Tensor, where: Places) -> Tensor:
     """The maps without padded keys. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
     (height, width), (ph, pw) = where.keys, where.padding
@@ -118,7 +109,7 @@ def gather_maps(model: nn.Module, batch: Tensor, layers: Where | None = None) ->
             problems.append(f"{frame.name} is not drawn: {error}")
             return None
         levels, ranges = rounded(inner_keys(maps, where))
-        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), mean_entropy(maps).tolist())
+        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy())
 
     try:
         return observe(model, batch, look, "*" if layers is None else layers), problems

@@ -9,6 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from torch import Tensor
+
+from isomorph.analysis import Trajectory
 from isomorph.errors import UserError
 from isomorph.report.charts import Chart, Line, Panel, Table
 from isomorph.report.page import Section
@@ -178,8 +181,25 @@ def recipe_table(logs: Sequence[Log]) -> Table:
     return [["field", *(log.name for log in logs)], *rows]
 
 
-def compare_runs(logs: Sequence[Log]) -> list[Section]:
-    """All sections of the page of some runs."""
+def dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
+    """Gates and spans along the epochs that runs kept: a chart a run, a line a layer, the range of its heads."""
+    charts: list[Chart] = []
+    for run, found in dials.items():
+        for title, unit, values in (("Gates", "sigma(gate)", found.gates), ("Spans", "1 / locality", found.spans)):
+            lines = {layer: along_epochs(found.moments, heads) for layer, heads in values.items()}
+            charts.append(Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True))
+    return charts
+
+
+def along_epochs(moments: Tensor, heads: Tensor) -> Line:
+    """Mean and range of a layer's heads at the epochs at which it was there. Shape: (T,), (T, heads)"""
+    there = ~heads.isnan().all(1)
+    heads = heads[there].double()
+    return Line(*(part.tolist() for part in (moments[there], heads.mean(1), heads.amin(1), heads.amax(1))))
+
+
+def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = None) -> list[Section]:
+    """All sections of the page of some runs; `dials` are those of the runs that kept models with gated layers."""
     problems = " ".join(f"{log.name}: {'; '.join(log.problems)}." for log in logs if log.problems)
     longest = max((len(log.steps) for log in logs), default=0)
     thinned = (
@@ -188,6 +208,9 @@ def compare_runs(logs: Sequence[Log]) -> list[Section]:
     sections = [Section("At the end", problems, final_table(logs))]
     if charts := run_charts(logs):
         sections.append(Section("Learning curves", thinned, charts=charts))
+    if charts := dial_panels(dials or {}):
+        text = "At the epochs that keep_every kept. A line is a layer, the mean over its heads; the range is theirs."
+        sections.append(Section("Gates and spans along training", text, charts=charts))
     differing = recipe_table(logs)
     if len(logs) > 1 and len(differing) > 1:
         sections.append(Section("Where the recipes differ", "Every other field is the same.", differing))
