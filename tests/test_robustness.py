@@ -300,6 +300,27 @@ def test_imagenet_is_shown_as_imagenet_c_was_made():
     assert model.sizes == {(48, 48)}
 
 
+def test_a_fixed_grid_is_fitted_to_another_size(tmp_path):
+    torch.manual_seed(0)
+    small = dict(img_size=32, patch_size=8, embed_dim=12, depth=1, num_heads=2, num_classes=10)
+    vit = timm.create_model("vit_tiny_patch16_224", pretrained=False, **small)
+    before, out = robustness_journal.weights_hash(vit), tmp_path / "cells.jsonl"
+    found = iso.robustness(vit, source_of(), **ONE, size=(64, 48), out=out)
+    assert found["size"] == [64, 48]
+    assert robustness_journal.weights_hash(vit) == before == found["weights"]
+    assert vit.patch_embed.img_size == (32, 32)
+    fitted = timm.create_model("vit_tiny_patch16_224", pretrained=False, **small)
+    fitted.load_state_dict(vit.state_dict())
+    fitted.set_input_size(img_size=(64, 48))
+    same = iso.robustness(fitted, source_of(), **ONE, size=(64, 48))
+    assert numbers(found) == pytest.approx(numbers(same), rel=1e-6)
+    out.unlink()
+    stiff = timm.create_model("mixer_s32_224", pretrained=False, img_size=32, num_classes=10)
+    with pytest.raises(iso.UserError, match="the model takes no images of 64 x 64"):
+        iso.robustness(stiff, source_of(), **ONE, size=(64, 64), out=out)
+    assert not out.exists()
+
+
 @pytest.fixture
 def published(tmp_path):
     """Two corruptions, one of them below its category, two of ImageNet's classes: 0 is black, 1 white."""

@@ -13,6 +13,7 @@ from isomorph.data.corruptions import CONSTANTS, SEVERITIES, corrupters, refuse_
 from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
 from isomorph.data.corruptions_pictures import CLEAN, Pictures, picture_loader
 from isomorph.errors import UserError
+from isomorph.evaluation import at_size
 from isomorph.layers.mode import eval_mode
 from isomorph.suites.robustness_journal import Journal, read_result, refuse_unlike, weights_hash
 from isomorph.suites.robustness_published import corruption_folder
@@ -63,6 +64,7 @@ def robustness(
     place = Path(folder).expanduser() if folder else None
     sight = look(model, source, place, size, seed, limit)
     refuse_missing(place, wanted)
+    fitted = at_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
@@ -71,7 +73,7 @@ def robustness(
     stored = open_cache(Path(cache), sight) if cache else None
     report = Report(journal, wanted, progress or (lambda done, total, doing: None))
     for job in jobs(sight, report.missing, stored):
-        run(model, sight, job, report, batch_size, workers)
+        run(fitted, sight, job, report, batch_size, workers)
     found = conclude(journal, wanted, sight)
     return found | ({"against": against(report.cells, base[1], base[0]["model"])} if base else {})
 
