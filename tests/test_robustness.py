@@ -157,7 +157,8 @@ def test_cells_are_what_evaluate_says(net):
         (cell, Corrupted(source, cell["corruption"], cell["severity"])) for cell in found["cells"]
     ]:
         expected = clean if seen is source else iso.evaluate(net, eval_loader(seen, config))
-        for key in ("top1", "top5", "nll", "images"):
+        assert {*expected} <= {*cell}
+        for key in expected:
             assert cell[key] == pytest.approx(expected[key], rel=1e-4), key
     assert "mce" not in found
     assert "unnormalised" in headlines(found)[-1]
@@ -224,6 +225,28 @@ def test_another_models_file_is_refused(net, tmp_path):
         iso.robustness(net, source, **one)
     with pytest.raises(iso.UserError, match=r"cannot read .*: Is a directory"):
         iso.robustness(net, source, **{**one, "out": tmp_path})
+
+
+def test_a_file_from_before_ece_is_read(net, tmp_path):
+    source, out = source_of(), tmp_path / "cells.jsonl"
+    iso.robustness(net, source, **FOG, out=out)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    out.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "ece"}) + "\n" for line in lines))
+    found = iso.robustness(net, source, **ONE, out=out)
+    assert "ece" in found["cells"][0]
+    assert "ece" not in found["clean"]
+    both = dict(corruptions=["fog", "brightness"], severities=[1, 3])
+    again = iso.robustness(net, source, **both, out=out, baseline=out)
+    assert ["ece" in cell for cell in again["cells"]] == [False, True, True, True]
+    assert headlines(again)
+    assert robustness_rows(again)
+
+
+def test_a_label_beyond_the_classes_is_refused(net):
+    net.reset_classifier(3)
+    net.num_classes = 10  # what it says of itself is not what its head gives
+    with pytest.raises(iso.UserError, match="the data has class 9, but the model knows 3 classes"):
+        iso.robustness(net, source_of(), **FOG)
 
 
 def test_weights_tell_models_apart(net):

@@ -13,11 +13,11 @@ from isomorph.data.corruptions import CONSTANTS, SEVERITIES, corrupters, refuse_
 from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
 from isomorph.data.corruptions_pictures import CLEAN, Pictures, picture_loader
 from isomorph.errors import UserError
-from isomorph.evaluation import at_size
+from isomorph.evaluation import Tally, at_size
 from isomorph.layers.mode import eval_mode
 from isomorph.suites.robustness_journal import Journal, read_result, refuse_unlike, weights_hash
 from isomorph.suites.robustness_published import corruption_folder
-from isomorph.suites.robustness_scores import Cell, Score, against, summary
+from isomorph.suites.robustness_scores import Cell, against, summary
 from isomorph.suites.robustness_sight import PUBLISHED_SIZE, SUITES, Sight, look
 
 Progress = Callable[[float, int, str], None]
@@ -153,11 +153,13 @@ def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: in
     name, severities, pictures, writer = job
     loader = picture_loader(pictures, max(1, batch_size // len(severities)), workers)
     report.tell(0, job)
-    scores, seen = [Score() for _ in severities], 0
+    tallies: list[Tally] = []
+    seen = 0
     try:
         for logits, labels in predictions(model, loader, sight.config, writer):
-            for score, part in zip(scores, logits.unbind(1), strict=True):
-                score.add(part, labels)
+            tallies = tallies or [Tally(logits.shape[-1]) for _ in severities]
+            for tally, part in zip(tallies, logits.unbind(1), strict=True):
+                tally.add(part, labels)
             seen += len(labels)
             report.tell(seen / len(pictures), job)  # type: ignore[arg-type]
         if writer:
@@ -166,8 +168,8 @@ def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: in
         if writer:
             writer.drop()
         raise
-    for severity, score in zip(severities, scores, strict=True):
-        report.journal.add(name, severity, score.metrics())
+    for severity, tally in zip(severities, tallies, strict=True):
+        report.journal.add(name, severity, tally.metrics())
 
 
 @torch.no_grad()
@@ -185,11 +187,7 @@ def predictions(
             if writer:
                 writer.add(pictures)
             levels = pictures.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
-            logits = model(((levels / 255 - mean) / std).to(parameter.dtype)).float().cpu()
-            if int(labels.max()) >= logits.shape[1]:
-                raise UserError(
-                    f"the data has class {int(labels.max())}, but the model knows {logits.shape[1]} classes"
-                )
+            logits = model(((levels / 255 - mean) / std).to(parameter.dtype)).float()
             yield logits.unflatten(0, pictures.shape[:2]), labels  # (B, severities, K)
 
 
