@@ -1,6 +1,7 @@
 """The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -55,6 +56,12 @@ def source_of(number=12, classes=10, side=32):
 def numbers(result):
     """All that was measured, in order; sums of other batches round otherwise."""
     return [cell[key] for cell in [result["clean"], *result["cells"]] for key in ("top1", "top5", "nll", "images")]
+
+
+def imagenet_source(number, classes, side):
+    source = source_of(number, classes, side)
+    source.classes = tuple(ImageNetInfo().label_names()[:classes])
+    return source
 
 
 @pytest.fixture
@@ -309,7 +316,7 @@ ONE = dict(corruptions=["brightness"], severities=[3])
 
 
 def test_imagenet_is_shown_as_imagenet_c_was_made():
-    source = source_of(2, 1000, 300)
+    source = imagenet_source(2, 1000, 300)
     model = Brightness(side=288)
     found = iso.robustness(model, source, **ONE)
     assert model.sizes == {(224, 224)}
@@ -373,6 +380,22 @@ def test_the_published_folder(published):
     assert other["cells"][0]["top1"] == 100
 
 
+@pytest.mark.parametrize("names", ["wnids", "numbers", "moved"])
+def test_imagenets_labels_go_by_name(names):
+    wnids = ImageNetInfo().label_names()
+    black, white = (Image.new("RGB", (224, 224), (level,) * 3) for level in (30, 220))
+    called = {"wnids": [wnids[0], wnids[1]], "numbers": ["0", "1"], "moved": [wnids[7], wnids[0], wnids[1]]}[names]
+    first = len(called) - 2
+    source = Source([black, white], [first, first + 1], called)
+    with pytest.raises(iso.UserError, match="--partial"):
+        iso.robustness(Brightness(), source, **ONE)
+    assert iso.robustness(Brightness(), source, **ONE, partial=True)["clean"]["top1"] == 100
+    swapped = Source([black, white], [0, 1], [wnids[1], wnids[0]])
+    assert iso.robustness(Brightness(), swapped, **ONE, partial=True)["clean"]["top1"] == 0
+    with pytest.raises(iso.UserError, match="the data has class 'class 0'; classes must be called by wnid"):
+        iso.robustness(Brightness(), source_of(2, 1000), **ONE)
+
+
 def test_what_is_missing_is_said(published, tmp_path):
     model = Brightness()
     (published / "noise/shot_noises").mkdir()
@@ -399,8 +422,8 @@ def test_what_is_missing_is_said(published, tmp_path):
         iso.robustness(Brightness(3, 64), folder=published, corruptions=["fog"], severities=[1])
     with pytest.raises(iso.UserError, match="32 px at least; the model sees 16 x 16"):
         iso.robustness(Brightness(10, 16), source_of())
-    (published / "fog/1/n99999999").mkdir()
-    with pytest.raises(iso.UserError, match="classes that ImageNet-1k lacks: n99999999"):
+    shutil.copytree(published / "fog/1" / ImageNetInfo().label_names()[0], published / "fog/1/n99999999")
+    with pytest.raises(iso.UserError, match="fog/1 has class n99999999, which is none of ImageNet-1k's"):
         iso.robustness(model, folder=published, corruptions=["fog"], severities=[1])
 
 

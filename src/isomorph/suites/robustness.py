@@ -38,6 +38,7 @@ def robustness(
     size: tuple[int, int] | None = None,
     seed: int = 0,
     limit: int | None = None,
+    partial: bool = False,
     batch_size: int = 100,
     workers: int = 0,
     out: str | Path | None = None,
@@ -52,7 +53,8 @@ def robustness(
     crop), then corrupted, each by a draw of its own, so that workers and order change nothing. With `folder` the
     published pictures are read instead, and `source`, if any, is for the clean error. `out` keeps finished cells: a
     second call goes on from there. `cache` keeps corrupted pictures. `baseline` is another model's `out`, or its
-    result as JSON.
+    result as JSON. For 1000 classes labels go by the names of the source's classes: wnids, ImageNet's numbers or
+    English names; `partial` allows a part of them.
 
     Raises: UserError when something does not fit, is missing, or is unknown; in one line.
     """
@@ -62,7 +64,7 @@ def robustness(
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     wanted = wanted_cells(corruptions, severities, extra)
     place = Path(folder).expanduser() if folder else None
-    sight = look(model, source, place, size, seed, limit)
+    sight = look(model, source, place, size, seed, limit, partial)
     refuse_missing(place, wanted)
     fitted = at_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
