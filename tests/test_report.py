@@ -18,7 +18,7 @@ from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
 from isomorph.cli.reports import dials_kept, images_for
-from isomorph.data.sources import Source
+from isomorph.data import Source
 from isomorph.report import (
     Bars,
     Dots,
@@ -35,7 +35,6 @@ from isomorph.report import (
     dissect,
     gather_maps,
     open_pictures,
-    read_cells,
     read_runs,
     save_figures,
     told_apart,
@@ -46,8 +45,10 @@ from isomorph.report.charts import as_json, numbers
 from isomorph.report.likeness import alignments
 from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
-from isomorph.report.robustness import means, open_results, robustness_charts
+from isomorph.report.robustness import robustness_charts, robustness_table
 from isomorph.report.runs import POINTS, along_epochs, curve, flat
+from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results
+from isomorph.suites.robustness_scores import summary
 
 
 def small_vit(**changes):
@@ -293,34 +294,84 @@ class TestLikeness:
         assert torch.tensor(between.values).diagonal().allclose(torch.ones(len(between.rows)), atol=1e-5)
 
 
-class TestRobustness:
-    def write(self, path, gain=0.0, end=""):
-        rows = [{"corruption": c, "severity": s, "top1": 50 + gain - s, "extra": 1} for c in "xy" for s in (1, 2)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
-        return path
+def write_cells(path, gain=0.0, corruptions=("fog", "snow", "saturate"), model="net", **sight):
+    """A file as `isomorph robustness --out` writes it, by what writes it."""
+    journal = Journal(path, {"model": model, "weights": model, **dict.fromkeys(SAME_SIGHT, 0), **sight})
+    journal.add("clean", 0, {"top1": 90.0 + gain, "images": 10})
+    for name in corruptions:
+        for severity in (1, 2):
+            journal.add(name, severity, {"top1": 50.0 + gain - severity - len(name), "images": 10})
+    return path
 
-    def test_half_written_results_are_read(self, tmp_path):
-        cells, skipped = read_cells(self.write(tmp_path / "a.jsonl", end='{"corruption": "z", "sev\n\n[]\n'))
-        assert cells == {("x", 1): 49, ("x", 2): 48, ("y", 1): 49, ("y", 2): 48}
-        assert skipped == 2
-        assert means(cells, 0) == {"x": 48.5, "y": 48.5}
-        assert means(cells, 1) == {"severity 1": 49, "severity 2": 48}
+
+class TestRobustness:
+    def test_a_page_says_what_the_suite_says(self, tmp_path):
+        rng = np.random.default_rng(0)
+        source = Source(
+            [Image.fromarray(x) for x in rng.integers(0, 256, (10, 32, 32, 3), np.uint8)], range(10), "0123456789"
+        )
+        model = timm.create_model("cifar_resnet20", pretrained=False)
+        asked = dict(corruptions=["snow", "fog", "saturate"], severities=(1, 5), out=tmp_path / "a.jsonl", name="net")
+        found = iso.robustness(model, source, **asked)
+        (tmp_path / "a.json").write_text(json.dumps(found))
+        for name in ("a.jsonl", "a.json"):
+            results, problems = read_results([tmp_path / name], ["net"])
+            assert not problems
+            ours, levels, cells, extra, extra_levels, extra_cells = robustness_charts(results)
+            suite = {name: top1 for name, top1 in found["by_corruption"].items() if name != "saturate"}
+            assert ours.series == {"net": pytest.approx(suite)}
+            assert list(levels.series["net"].values()) == pytest.approx(list(found["by_severity"].values()))
+            assert (cells.rows, extra_cells.rows) == (["snow", "fog"], ["saturate"])
+            assert extra.series == {"net": {"saturate": pytest.approx(found["by_category"]["extra"])}}
+            assert len(extra_levels.series["net"]) == 2
+            means = [f"{value:.4g}" for value in (found["mean_top1"], found["by_category"]["extra"])]
+            clean = f"{found['clean']['top1']:.4g}"
+            assert robustness_table(results)[1] == ["net", clean, "4", means[0], "2", means[1]]
+
+    def test_uneven_cells_are_averaged_as_the_suite_does(self):
+        tops = {("fog", 1): 40.0, ("fog", 2): 20.0, ("snow", 1): 60.0, ("saturate", 1): 99.0, ("clean", 0): 95.0}
+        told = summary({key: {"top1": top1} for key, top1 in tops.items() if key[1]}, None, imagenet=False)
+        assert told["mean_top1"] == 45
+        assert robustness_table({"net": tops})[1] == ["net", "95", "3", "45", "1", "99"]
+        only = robustness_charts({"net": {("saturate", 1): 99.0}})
+        assert [chart.title.split(":")[0] for chart in only] == ["Extra corruptions"] * 3
+
+    def test_a_line_cut_short_is_said(self, tmp_path):
+        path = write_cells(tmp_path / "a.jsonl")
+        whole = read_results([path], ["net"])
+        with path.open("a") as file:
+            file.write('{"corruption": "frost", "sev')
+        results, problems = read_results([path], ["net"])
+        assert results == whole[0]
+        assert not whole[1]
+        assert problems == ["a.jsonl: its last line is cut short and is left out."]
 
     def test_two_models_side_by_side(self, tmp_path):
-        paths = [self.write(tmp_path / "a.jsonl"), self.write(tmp_path / "b.jsonl", 3)]
-        results, problems = open_results(paths, ["cnn", "t-cnn"])
-        *_, change = robustness_charts(results)
+        paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", 3, model="other")]
+        results, problems = read_results(paths, ["cnn", "t-cnn"])
+        _, _, change, _, _, extra = robustness_charts(results)
         assert list(results) == ["cnn", "t-cnn"]
         assert not problems
-        assert change.values == [[3, 3], [3, 3]]
+        assert (change.rows, change.values) == (["snow", "fog"], [[3, 3], [3, 3]])
         assert (change.low, change.high) == (-3, 3)
+        assert (extra.rows, extra.values) == (["saturate"], [[3, 3]])
+        assert [row[1] for row in robustness_table(results)[1:]] == ["90", "93"]
 
-    @pytest.mark.parametrize("text", [None, "", "nonsense\n", '{"corruption": "x"}\n'])
+    def test_other_pictures_are_refused(self, tmp_path):
+        paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", seed=1)]
+        with pytest.raises(iso.UserError, match=r"b\.jsonl was measured with seed 1, net with 0"):
+            read_results(paths, ["cnn", "t-cnn"])
+
+    @pytest.mark.parametrize("text", [None, "", "nonsense\n", '{"corruption": "x"}\n', "[]", "{}"])
     def test_what_is_no_result(self, tmp_path, text):
         if text is not None:
             (tmp_path / "a.jsonl").write_text(text)
         with pytest.raises(iso.UserError, match="isomorph robustness writes"):
-            read_cells(tmp_path / "a.jsonl")
+            read_results([tmp_path / "a.jsonl"], ["net"])
+
+    def test_a_file_without_a_cell(self, tmp_path):
+        with pytest.raises(iso.UserError, match="no finished cell"):
+            read_results([write_cells(tmp_path / "a.jsonl", corruptions=())], ["net"])
 
 
 def write_run(folder, lr=0.1, epochs=3, end=""):
@@ -413,7 +464,7 @@ def folder(tmp_path, monkeypatch):
     iso.save(cnn, "cnn.safetensors")
     iso.save(iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.2.conv?"), "tcnn.safetensors")
     Path("recipe.json").write_text('{"name": "mine", "epochs": 7}')
-    Path("r.jsonl").write_text('{"corruption": "fog", "severity": 1, "top1": 50}\n')
+    write_cells(Path("r.jsonl"))
     return tmp_path
 
 

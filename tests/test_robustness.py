@@ -1,6 +1,7 @@
 """The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -55,6 +56,12 @@ def source_of(number=12, classes=10, side=32):
 def numbers(result):
     """All that was measured, in order; sums of other batches round otherwise."""
     return [cell[key] for cell in [result["clean"], *result["cells"]] for key in ("top1", "top5", "nll", "images")]
+
+
+def imagenet_source(number, classes, side):
+    source = source_of(number, classes, side)
+    source.classes = tuple(ImageNetInfo().label_names()[:classes])
+    return source
 
 
 @pytest.fixture
@@ -157,7 +164,8 @@ def test_cells_are_what_evaluate_says(net):
         (cell, Corrupted(source, cell["corruption"], cell["severity"])) for cell in found["cells"]
     ]:
         expected = clean if seen is source else iso.evaluate(net, eval_loader(seen, config))
-        for key in ("top1", "top5", "nll", "images"):
+        assert {*expected} <= {*cell}
+        for key in expected:
             assert cell[key] == pytest.approx(expected[key], rel=1e-4), key
     assert "mce" not in found
     assert "unnormalised" in headlines(found)[-1]
@@ -226,6 +234,28 @@ def test_another_models_file_is_refused(net, tmp_path):
         iso.robustness(net, source, **{**one, "out": tmp_path})
 
 
+def test_a_file_from_before_ece_is_read(net, tmp_path):
+    source, out = source_of(), tmp_path / "cells.jsonl"
+    iso.robustness(net, source, **FOG, out=out)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    out.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "ece"}) + "\n" for line in lines))
+    found = iso.robustness(net, source, **ONE, out=out)
+    assert "ece" in found["cells"][0]
+    assert "ece" not in found["clean"]
+    both = dict(corruptions=["fog", "brightness"], severities=[1, 3])
+    again = iso.robustness(net, source, **both, out=out, baseline=out)
+    assert ["ece" in cell for cell in again["cells"]] == [False, True, True, True]
+    assert headlines(again)
+    assert robustness_rows(again)
+
+
+def test_a_label_beyond_the_classes_is_refused(net):
+    net.reset_classifier(3)
+    net.num_classes = 10  # what it says of itself is not what its head gives
+    with pytest.raises(iso.UserError, match="the data has class 9, but the model knows 3 classes"):
+        iso.robustness(net, source_of(), **FOG)
+
+
 def test_weights_tell_models_apart(net):
     other = timm.create_model("cifar_resnet20", pretrained=False)
     first = robustness_journal.weights_hash(net)
@@ -250,7 +280,7 @@ def test_a_baseline_in_either_form(net, tmp_path, as_json):
     assert same["model"] == "net"
     with pytest.raises(iso.UserError, match="was measured with source"):
         iso.robustness(net, source, **options, limit=3)
-    with pytest.raises(iso.UserError, match="cannot read the baseline"):
+    with pytest.raises(iso.UserError, match=r"no results .*none"):
         iso.robustness(net, source, **FEW, baseline=tmp_path / "none")
     with pytest.raises(iso.UserError, match="was measured with seed"):
         iso.robustness(net, source, **options, seed=4)
@@ -286,7 +316,7 @@ ONE = dict(corruptions=["brightness"], severities=[3])
 
 
 def test_imagenet_is_shown_as_imagenet_c_was_made():
-    source = source_of(2, 1000, 300)
+    source = imagenet_source(2, 1000, 300)
     model = Brightness(side=288)
     found = iso.robustness(model, source, **ONE)
     assert model.sizes == {(224, 224)}
@@ -298,6 +328,27 @@ def test_imagenet_is_shown_as_imagenet_c_was_made():
     model = Brightness(classes=10, side=48)
     assert "own test crop" in iso.robustness(model, source_of(), **ONE)["pictures"]
     assert model.sizes == {(48, 48)}
+
+
+def test_a_fixed_grid_is_fitted_to_another_size(tmp_path):
+    torch.manual_seed(0)
+    small = dict(img_size=32, patch_size=8, embed_dim=12, depth=1, num_heads=2, num_classes=10)
+    vit = timm.create_model("vit_tiny_patch16_224", pretrained=False, **small)
+    before, out = robustness_journal.weights_hash(vit), tmp_path / "cells.jsonl"
+    found = iso.robustness(vit, source_of(), **ONE, size=(64, 48), out=out)
+    assert found["size"] == [64, 48]
+    assert robustness_journal.weights_hash(vit) == before == found["weights"]
+    assert vit.patch_embed.img_size == (32, 32)
+    fitted = timm.create_model("vit_tiny_patch16_224", pretrained=False, **small)
+    fitted.load_state_dict(vit.state_dict())
+    fitted.set_input_size(img_size=(64, 48))
+    same = iso.robustness(fitted, source_of(), **ONE, size=(64, 48))
+    assert numbers(found) == pytest.approx(numbers(same), rel=1e-6)
+    out.unlink()
+    stiff = timm.create_model("mixer_s32_224", pretrained=False, img_size=32, num_classes=10)
+    with pytest.raises(iso.UserError, match="the model takes no images of 64 x 64"):
+        iso.robustness(stiff, source_of(), **ONE, size=(64, 64), out=out)
+    assert not out.exists()
 
 
 @pytest.fixture
@@ -329,6 +380,22 @@ def test_the_published_folder(published):
     assert other["cells"][0]["top1"] == 100
 
 
+@pytest.mark.parametrize("names", ["wnids", "numbers", "moved"])
+def test_imagenets_labels_go_by_name(names):
+    wnids = ImageNetInfo().label_names()
+    black, white = (Image.new("RGB", (224, 224), (level,) * 3) for level in (30, 220))
+    called = {"wnids": [wnids[0], wnids[1]], "numbers": ["0", "1"], "moved": [wnids[7], wnids[0], wnids[1]]}[names]
+    first = len(called) - 2
+    source = Source([black, white], [first, first + 1], called)
+    with pytest.raises(iso.UserError, match="--partial"):
+        iso.robustness(Brightness(), source, **ONE)
+    assert iso.robustness(Brightness(), source, **ONE, partial=True)["clean"]["top1"] == 100
+    swapped = Source([black, white], [0, 1], [wnids[1], wnids[0]])
+    assert iso.robustness(Brightness(), swapped, **ONE, partial=True)["clean"]["top1"] == 0
+    with pytest.raises(iso.UserError, match="the data has class 'class 0'; classes must be called by wnid"):
+        iso.robustness(Brightness(), source_of(2, 1000), **ONE)
+
+
 def test_what_is_missing_is_said(published, tmp_path):
     model = Brightness()
     (published / "noise/shot_noises").mkdir()
@@ -355,8 +422,8 @@ def test_what_is_missing_is_said(published, tmp_path):
         iso.robustness(Brightness(3, 64), folder=published, corruptions=["fog"], severities=[1])
     with pytest.raises(iso.UserError, match="32 px at least; the model sees 16 x 16"):
         iso.robustness(Brightness(10, 16), source_of())
-    (published / "fog/1/n99999999").mkdir()
-    with pytest.raises(iso.UserError, match="classes that ImageNet-1k lacks: n99999999"):
+    shutil.copytree(published / "fog/1" / ImageNetInfo().label_names()[0], published / "fog/1/n99999999")
+    with pytest.raises(iso.UserError, match="fog/1 has class n99999999, which is none of ImageNet-1k's"):
         iso.robustness(model, folder=published, corruptions=["fog"], severities=[1])
 
 

@@ -22,7 +22,6 @@ from isomorph.report import (
     compare_runs,
     dissect,
     open_pictures,
-    open_results,
     read_runs,
     recipe_beside,
     save_figures,
@@ -30,6 +29,7 @@ from isomorph.report import (
     view_config,
     write_page,
 )
+from isomorph.suites.robustness_journal import read_results
 from isomorph.training import dials_of_run
 from isomorph.training.build import default_data, open_model
 from isomorph.training.runtime import open_runtime
@@ -127,7 +127,7 @@ def analyze(
     samples
         Images for CKA, 4 at least.
     robustness
-        Results of `isomorph robustness` (.jsonl): the model's, then the other's.
+        Results of `isomorph robustness` (--out, or what --json printed): the model's, then the other's.
     pretrained
         Use the models' public weights.
     size
@@ -147,7 +147,7 @@ def analyze(
     subjects = [open_subject(name, title, own, pretrained, size, device) for name, title, own in wanted]
     size = size or subjects[0].config["input_size"][-2:]
     subjects[1:] = [Subject(s.name, s.model, view_config(s.model, size), s.recipe) for s in subjects[1:]]
-    results, problems = open_results(robustness or [], names)
+    results, problems = read_results(robustness or [], names)
     pictures = open_pictures(image, dict(subjects[0].config))
     batches = images_for(subjects, data, root, samples) if data or root else {}
     extras = Extras(batches, results, problems, speed, int((megabytes - 0.4) * 1e6))

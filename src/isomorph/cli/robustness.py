@@ -7,13 +7,21 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import nn
 
 import isomorph as iso
 from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.data import Source, first_classes, open_source
 from isomorph.report import show
 from isomorph.suites.robustness_scores import headlines, robustness_rows
-from isomorph.training.build import evaluation_data, open_model
+from isomorph.training.build import default_data, open_model
 from isomorph.training.runtime import open_runtime
+
+
+def clean_images(net: nn.Module, data: str | None, root: Path | None, classes: int | None) -> Source:
+    """The test split of a source, by default the model's own; only its first classes where a number is given."""
+    source = open_source(data or default_data(net), "test", root)
+    return source if classes is None else first_classes(source, classes)
 
 
 @app.command
@@ -32,6 +40,7 @@ def robustness(
     baseline: Path | None = None,
     cache: Path | None = None,
     limit: int | None = None,
+    partial: bool = False,
     seed: int = 0,
     size: tuple[int, int] | None = None,
     classes: int | None = None,
@@ -69,6 +78,8 @@ def robustness(
         Folder that keeps corrupted pictures for the next model: 150 KB each at 224 px.
     limit
         Only so many images, evenly spaced.
+    partial
+        Allow a part of ImageNet's classes; labels go by the names of the classes.
     seed
         Of the corruptions.
     size
@@ -81,12 +92,11 @@ def robustness(
         Processes that decode and corrupt.
     """
     net = open_model(model, weights)
-    source = None if folder and data is None else evaluation_data(net, data, root, None, classes)[0]
+    source = None if folder and data is None else clean_images(net, data, root, classes)
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
-    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, name=model)
-    options |= {"corruptions": corruption} if corruption else {}
-    options |= {"severities": severity} if severity else {}
+    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, name=model, partial=partial)
+    options |= {key: kept for key, kept in (("corruptions", corruption), ("severities", severity)) if kept}
     bar, columns = Console(stderr=True), (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     quiet = not sys.stderr.isatty()
     with Progress(*columns, TimeRemainingColumn(), console=bar, transient=True, disable=quiet) as shown:

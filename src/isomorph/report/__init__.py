@@ -7,7 +7,6 @@ from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
 from isomorph.report.papers import save_figures
 from isomorph.report.pictures import open_pictures, view_config
-from isomorph.report.robustness import open_results, read_cells
 from isomorph.report.runs import compare_runs, read_runs
 from isomorph.report.terminal import curve_rows, metric_rows, show
 from isomorph.report.viewer import Picture, Seen, build_viewer
@@ -33,8 +32,6 @@ __all__ = [
     "gather_maps",
     "metric_rows",
     "open_pictures",
-    "open_results",
-    "read_cells",
     "read_runs",
     "recipe_beside",
     "save_figures",

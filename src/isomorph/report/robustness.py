@@ -1,46 +1,36 @@
 """Robustness results as charts: by corruption, by severity, and model against model."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
-from isomorph.errors import UserError
+from isomorph.data import EXTRA, IMAGENET_C
+from isomorph.data.corruptions_pictures import CLEAN
 from isomorph.report.charts import Bars, Chart, Matrix, Table, number
 
-Cells = dict[tuple[str, int], float]
-"""Top-1 (%) by corruption and severity."""
+Cells = Mapping[tuple[str, int], float]
+"""Top-1 (%) by corruption and severity; of the clean images as (clean, 0)."""
 
 
-def read_cells(path: Path) -> tuple[Cells, int]:
-    """Results of `isomorph robustness`, a line a cell with corruption, severity and top1; and how many lines are none.
-
-    Raises: UserError when the file is missing or has no such line.
-    """
-    if not path.is_file():
-        raise UserError(f"no results {path}; isomorph robustness writes them")
-    cells: Cells = {}
-    skipped = 0
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-            cells[str(row["corruption"]), int(row["severity"])] = float(row["top1"])
-        except (ValueError, KeyError, TypeError):
-            skipped += bool(line.strip())
-    if not cells:
-        raise UserError(f"{path} has no line with corruption, severity and top1; isomorph robustness writes such files")
-    return cells, skipped
+def part(cells: Cells, corruptions: Sequence[str]) -> Cells:
+    """The cells of some corruptions, in their order, by severity."""
+    known = [cell for cell in cells if cell[0] in corruptions]
+    return {cell: cells[cell] for cell in sorted(known, key=lambda cell: (corruptions.index(cell[0]), cell[1]))}
 
 
-def means(cells: Cells, by: int) -> dict[str, float]:
-    """Mean top-1 by corruption (0) or severity (1)."""
-    names = list(dict.fromkeys(cell[by] for cell in cells))
-    names = names if by == 0 else sorted(names)
-    return {f"severity {n}" if by else str(n): fmean(v for c, v in cells.items() if c[by] == n) for n in names}
+def by_corruption(cells: Cells) -> dict[str, float]:
+    """Mean top-1 over severities."""
+    names = dict.fromkeys(name for name, _ in cells)
+    return {name: fmean(top1 for cell, top1 in cells.items() if cell[0] == name) for name in names}
 
 
-def grid(title: str, values: Mapping[tuple[str, int], float], low: float, high: float) -> Matrix:
+def by_severity(cells: Cells) -> dict[str, float]:
+    """Mean top-1 over corruptions."""
+    levels = sorted({severity for _, severity in cells})
+    return {f"severity {s}": fmean(top1 for cell, top1 in cells.items() if cell[1] == s) for s in levels}
+
+
+def grid(title: str, values: Cells, low: float, high: float) -> Matrix:
     """Corruptions down, severities across."""
     rows, columns = list(dict.fromkeys(c for c, _ in values)), sorted({s for _, s in values})
     numbers = [[values.get((row, column), math.nan) for column in columns] for row in rows]
@@ -48,36 +38,41 @@ def grid(title: str, values: Mapping[tuple[str, int], float], low: float, high: 
 
 
 def robustness_charts(results: Mapping[str, Cells]) -> list[Chart]:
+    """Charts of the suite's 15 corruptions, then of the extra ones by themselves; neither has the clean images."""
+    return [*charts_of("", results, IMAGENET_C), *charts_of("Extra corruptions: ", results, EXTRA)]
+
+
+def charts_of(head: str, results: Mapping[str, Cells], corruptions: Sequence[str]) -> list[Chart]:
     """Bars by corruption and by severity; the difference of two models cell by cell, or the one model's cells."""
+    kept = {name: cells for name, all_ in results.items() if (cells := part(all_, corruptions))}
+    if not kept:
+        return []
     charts: list[Chart] = [
-        Bars("By corruption, mean over severities", "top-1, %", {n: means(c, 0) for n, c in results.items()}),
-        Bars("By severity, mean over corruptions", "top-1, %", {n: means(c, 1) for n, c in results.items()}),
+        Bars(f"{head}By corruption, mean over severities", "top-1, %", {n: by_corruption(c) for n, c in kept.items()}),
+        Bars(f"{head}By severity, mean over corruptions", "top-1, %", {n: by_severity(c) for n, c in kept.items()}),
     ]
-    if len(results) == 2:
-        (first, a), (second, b) = results.items()
+    if len(kept) == 2:
+        (first, a), (second, b) = kept.items()
         change = {cell: b[cell] - a[cell] for cell in a if cell in b}
         top = max((abs(value) for value in change.values()), default=0.0) or 1.0
-        return [*charts, grid(f"Points gained: {second} minus {first}", change, -top, top)] if change else charts
-    return [*charts, *(grid(f"Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in results.items())]
+        gained = f"{head}Points gained: {second} minus {first}"
+        return [*charts, grid(gained, change, -top, top)] if change else charts
+    return [*charts, *(grid(f"{head}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in kept.items())]
 
 
 def robustness_table(results: Mapping[str, Cells]) -> Table:
-    """Cells measured and mean top-1 of each model, over the cells that all of them have."""
-    shared = [cell for cell in next(iter(results.values())) if all(cell in cells for cells in results.values())]
+    """Clean top-1 of each model, and its means over the suite's and the extra cells that all of them have."""
     rows = [
-        [name, str(len(cells)), number(fmean(cells[cell] for cell in shared) if shared else math.nan)]
-        for name, cells in results.items()
+        ["", "clean top-1 (%)"],
+        *([name, number(cells.get((CLEAN, 0), math.nan))] for name, cells in results.items()),
     ]
-    return [["", "cells", f"mean top-1 (%) over {len(shared)} shared cells"], *rows]
-
-
-def open_results(paths: Sequence[Path], names: Sequence[str]) -> tuple[dict[str, Cells], list[str]]:
-    """Results by model: a file for each name, else by the files' own; and a line for each file that was cut short."""
-    labels = list(names) if len(paths) == len(names) else [path.stem for path in paths]
-    results: dict[str, Cells] = {}
-    problems = []
-    for label, path in zip(labels, paths, strict=True):
-        results[label if label not in results else str(path)], skipped = read_cells(path)
-        if skipped:
-            problems.append(f"{path.name}: {skipped} lines could not be read and are left out.")
-    return results, problems
+    for title, corruptions in (("", IMAGENET_C), ("extra: ", EXTRA)):
+        kept = [part(cells, corruptions) for cells in results.values()]
+        if not any(kept):
+            continue
+        shared = [cell for cell in kept[0] if all(cell in cells for cells in kept)]
+        means = [by_corruption({cell: cells[cell] for cell in shared}) for cells in kept]
+        rows[0] += [f"{title}cells", f"{title}mean top-1 (%) over {len(shared)} shared cells"]
+        for row, cells, found in zip(rows[1:], kept, means, strict=True):
+            row += [str(len(cells)), number(fmean(found.values()) if found else math.nan)]
+    return rows

@@ -1,5 +1,6 @@
 """From the names of a source's classes to ImageNet's labels: by name, never by the place in a list alone."""
 
+import copy
 import re
 from collections.abc import Iterable, Sequence
 
@@ -37,6 +38,17 @@ def imagenet_classes(source: Source, suite: str, kept: np.ndarray | None, title:
     labels[list(names)] = found
     refuse_strangers(dict(zip(names.values(), found, strict=True)), suite, kept, title)
     return labels
+
+
+def with_imagenet_labels(source: Source, title: str) -> Source:
+    """The same images with ImageNet-1k's 1000 labels in place of the source's own, by the names of its classes.
+
+    Raises: UserError naming a class that ImageNet-1k does not have.
+    """
+    named = copy.copy(source)
+    named.labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
+    named.classes = imagenet_labels().wnids
+    return named
 
 
 def by_number(names: Iterable[str], kept: np.ndarray | None) -> list[int]:

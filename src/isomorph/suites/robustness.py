@@ -13,10 +13,11 @@ from isomorph.data.corruptions import CONSTANTS, SEVERITIES, corrupters, refuse_
 from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
 from isomorph.data.corruptions_pictures import CLEAN, Pictures, picture_loader
 from isomorph.errors import UserError
+from isomorph.evaluation import Tally, at_size
 from isomorph.layers.mode import eval_mode
 from isomorph.suites.robustness_journal import Journal, read_result, refuse_unlike, weights_hash
 from isomorph.suites.robustness_published import corruption_folder
-from isomorph.suites.robustness_scores import Cell, Score, against, summary
+from isomorph.suites.robustness_scores import Cell, against, summary
 from isomorph.suites.robustness_sight import PUBLISHED_SIZE, SUITES, Sight, look
 
 Progress = Callable[[float, int, str], None]
@@ -37,6 +38,7 @@ def robustness(
     size: tuple[int, int] | None = None,
     seed: int = 0,
     limit: int | None = None,
+    partial: bool = False,
     batch_size: int = 100,
     workers: int = 0,
     out: str | Path | None = None,
@@ -51,7 +53,8 @@ def robustness(
     crop), then corrupted, each by a draw of its own, so that workers and order change nothing. With `folder` the
     published pictures are read instead, and `source`, if any, is for the clean error. `out` keeps finished cells: a
     second call goes on from there. `cache` keeps corrupted pictures. `baseline` is another model's `out`, or its
-    result as JSON.
+    result as JSON. For 1000 classes labels go by the names of the source's classes: wnids, ImageNet's numbers or
+    English names; `partial` allows a part of them.
 
     Raises: UserError when something does not fit, is missing, or is unknown; in one line.
     """
@@ -61,8 +64,9 @@ def robustness(
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     wanted = wanted_cells(corruptions, severities, extra)
     place = Path(folder).expanduser() if folder else None
-    sight = look(model, source, place, size, seed, limit)
+    sight = look(model, source, place, size, seed, limit, partial)
     refuse_missing(place, wanted)
+    fitted = at_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
@@ -71,7 +75,7 @@ def robustness(
     stored = open_cache(Path(cache), sight) if cache else None
     report = Report(journal, wanted, progress or (lambda done, total, doing: None))
     for job in jobs(sight, report.missing, stored):
-        run(model, sight, job, report, batch_size, workers)
+        run(fitted, sight, job, report, batch_size, workers)
     found = conclude(journal, wanted, sight)
     return found | ({"against": against(report.cells, base[1], base[0]["model"])} if base else {})
 
@@ -151,11 +155,13 @@ def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: in
     name, severities, pictures, writer = job
     loader = picture_loader(pictures, max(1, batch_size // len(severities)), workers)
     report.tell(0, job)
-    scores, seen = [Score() for _ in severities], 0
+    tallies: list[Tally] = []
+    seen = 0
     try:
         for logits, labels in predictions(model, loader, sight.config, writer):
-            for score, part in zip(scores, logits.unbind(1), strict=True):
-                score.add(part, labels)
+            tallies = tallies or [Tally(logits.shape[-1]) for _ in severities]
+            for tally, part in zip(tallies, logits.unbind(1), strict=True):
+                tally.add(part, labels)
             seen += len(labels)
             report.tell(seen / len(pictures), job)  # type: ignore[arg-type]
         if writer:
@@ -164,8 +170,8 @@ def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: in
         if writer:
             writer.drop()
         raise
-    for severity, score in zip(severities, scores, strict=True):
-        report.journal.add(name, severity, score.metrics())
+    for severity, tally in zip(severities, tallies, strict=True):
+        report.journal.add(name, severity, tally.metrics())
 
 
 @torch.no_grad()
@@ -183,11 +189,7 @@ def predictions(
             if writer:
                 writer.add(pictures)
             levels = pictures.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
-            logits = model(((levels / 255 - mean) / std).to(parameter.dtype)).float().cpu()
-            if int(labels.max()) >= logits.shape[1]:
-                raise UserError(
-                    f"the data has class {int(labels.max())}, but the model knows {logits.shape[1]} classes"
-                )
+            logits = model(((levels / 255 - mean) / std).to(parameter.dtype)).float()
             yield logits.unflatten(0, pictures.shape[:2]), labels  # (B, severities, K)
 
 

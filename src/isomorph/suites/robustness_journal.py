@@ -3,13 +3,14 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from isomorph.data.corruptions_pictures import CLEAN
 from isomorph.errors import UserError
 from isomorph.suites.robustness_scores import Cell, Cells
 
@@ -83,25 +84,56 @@ def read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell
         first, *others = [json.loads(line) for line in block[:whole].splitlines()]
         if first.pop("kind") != KIND:
             raise ValueError
-        return first, {(cell["corruption"], int(cell["severity"])): cell for cell in others}, whole
+        return first, by_place(others), whole
     except (ValueError, KeyError, AttributeError, TypeError):
-        raise UserError(f"{path} is not a file of robustness cells, or is damaged; give another") from None
+        raise UserError(
+            f"{path} is not a file of robustness cells, or is damaged; isomorph robustness writes them"
+        ) from None
+
+
+def by_place(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
+    """Cells by corruption and severity. Raises: ValueError, KeyError, TypeError for what is none."""
+    return {(str(cell["corruption"]), int(cell["severity"])): {**cell, "top1": float(cell["top1"])} for cell in lines}
 
 
 def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
-    """Identity and cells of a baseline: a file written by --out, or what --json printed.
+    """Identity and cells, the clean one too, of a file written by --out, or of what --json printed.
 
     Raises: UserError when it is neither.
     """
     try:
         result = json.loads(path.read_text())
-        cells = {(cell["corruption"], int(cell["severity"])): cell for cell in result["cells"]}
+        clean = result["clean"]
+        cells = by_place([*result["cells"], *([clean] if clean else [])])
         return {key: result[key] for key in ("model", *SAME_SIGHT)}, cells
     except OSError as error:
-        raise UserError(f"cannot read the baseline {path}: {error.strerror}") from None
+        raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
     except (ValueError, KeyError, TypeError):
         identity, found, _ = read_journal(path)
         return identity, found
+
+
+def read_results(
+    paths: Sequence[Path], names: Sequence[str]
+) -> tuple[dict[str, dict[tuple[str, int], float]], list[str]]:
+    """Top-1 (%) by cell of each model, a file for each name, else by the files' own; and what is missing, a line each.
+
+    Raises: UserError when a file is no result, has no cell, or was measured on other pictures than the first.
+    """
+    labels = list(names) if len(paths) == len(names) else [path.stem for path in paths]
+    results: dict[str, dict[tuple[str, int], float]] = {}
+    identities, problems = [], []
+    for label, path in zip(labels, paths, strict=True):
+        identity, cells = read_result(path)
+        if not set(cells) - {(CLEAN, 0)}:
+            raise UserError(f"{path} has no finished cell yet; call isomorph robustness with it again")
+        identities.append(identity)
+        refuse_unlike(str(path), identity, identities[0])
+        results[label if label not in results else str(path)] = {key: cell["top1"] for key, cell in cells.items()}
+        block = path.read_bytes()
+        if block.startswith(b'{"kind"') and not block.endswith(b"\n"):
+            problems.append(f"{path.name}: its last line is cut short and is left out.")
+    return results, problems
 
 
 def refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
@@ -115,10 +147,10 @@ def refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
 
 
 def refuse_unlike(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raises: UserError when a baseline saw other pictures."""
+    """Raises: UserError when the results of a file are of other pictures."""
     for key in SAME_SIGHT:
-        if base.get(key) != identity[key]:
+        if base.get(key) != identity.get(key):
             raise UserError(
-                f"the baseline {path} was measured with {key} {base.get(key)}, this model with {identity[key]}; "
+                f"{path} was measured with {key} {base.get(key)}, {identity.get('model')} with {identity.get(key)}; "
                 "measure both on the same pictures"
             )

@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-import numpy as np
-from timm.data import ImageNetInfo
-
 from isomorph.data import CATEGORIES, Source
 from isomorph.data.folders import imagefolder
 from isomorph.errors import UserError
+from isomorph.suites.imagenet_classes import with_imagenet_labels
 
 
 def published_cell(root: Path, corruption: str, severity: int, classes: int) -> Source:
@@ -22,7 +20,7 @@ def published_cell(root: Path, corruption: str, severity: int, classes: int) -> 
     folder = corruption_folder(root, corruption, [severity])
     source = imagefolder("test", folder / str(severity))
     if classes == 1000:
-        return by_wordnet(source, folder)
+        return with_imagenet_labels(source, str(folder / str(severity)))
     if len(source.classes) != classes:
         raise UserError(f"{folder / str(severity)} has {len(source.classes)} classes, the model knows {classes}")
     return source
@@ -49,15 +47,3 @@ def corruption_folder(root: Path, corruption: str, severities: Sequence[int]) ->
         f"{root} has no folder {corruption}" + f"; nearest: {close[0]}" * bool(close) + "; unpack it, or choose others "
         "with --corruption"
     )
-
-
-def by_wordnet(source: Source, folder: Path) -> Source:
-    """The source with ImageNet-1k's labels. Raises: UserError for a folder that is no WordNet id of its classes."""
-    number = {name: i for i, name in enumerate(ImageNetInfo().label_names())}
-    strange = [name for name in source.classes if name not in number]
-    if strange:
-        raise UserError(
-            f"{folder} has classes that ImageNet-1k lacks: {', '.join(strange[:3])}; name folders by WordNet id"
-        )
-    places = np.asarray([number[name] for name in source.classes])
-    return Source(source.pictures, places[source.labels], tuple(number))

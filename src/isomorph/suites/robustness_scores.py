@@ -4,9 +4,6 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor
-
 from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C
 from isomorph.data.corruptions import SEVERITIES
 from isomorph.errors import UserError
@@ -38,31 +35,6 @@ torchvision's (issue 38).
 """
 ALEXNET_CLEAN = 43.478
 """Its error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1, 56.522 right; the paper prints 43.5."""
-
-
-class Score:
-    """Sums over images of one cell, so that nothing is kept of them."""
-
-    def __init__(self) -> None:
-        self.images, self.first, self.five, self.nll = 0, 0, 0, 0.0
-
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Shape: logits (B, num_classes), labels (B,)"""
-        right = logits.topk(min(5, logits.shape[1])).indices.eq(labels[:, None])  # (B, 5)
-        self.images += len(labels)
-        self.first += int(right[:, 0].sum())
-        self.five += int(right.any(1).sum())
-        self.nll += F.cross_entropy(logits.float(), labels, reduction="sum").item()
-
-    def metrics(self) -> dict[str, float]:
-        """top1 and top5 (%), nll (nats), images"""
-        share = 100 / self.images
-        return {
-            "top1": share * self.first,
-            "top5": share * self.five,
-            "nll": self.nll / self.images,
-            "images": self.images,
-        }
 
 
 def summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from isomorph.data import Source
 from isomorph.data.corruptions import VERSION
 from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Frame, Pictures, fingerprint, frame_of, refuse_small
 from isomorph.errors import UserError
+from isomorph.suites.imagenet_classes import with_imagenet_labels
 from isomorph.suites.robustness_published import published_cell
 
 SUITES = ("imagenet-c",)
@@ -81,6 +82,17 @@ def some_of(source: Source, limit: int | None) -> Source:
     return source.subset(np.linspace(0, len(source) - 1, limit).astype(int))
 
 
+def labelled(source: Source, classes: int, imagenet: bool, partial: bool) -> Source:
+    """The source with the model's labels. Raises: UserError when its classes are not the model's."""
+    if len(source.classes) != classes and not (imagenet and partial):
+        hint = "; to use a part of ImageNet's classes: --partial (partial=True)" if imagenet else ""
+        raise UserError(
+            f"the model knows {classes} classes, the data has {len(source.classes)}: not the same labels (trained with "
+            f"data.classes? then give --classes){hint}"
+        )
+    return with_imagenet_labels(source, "the data") if imagenet else source
+
+
 def look(
     model: nn.Module,
     source: Source | None,
@@ -88,15 +100,19 @@ def look(
     size: tuple[int, int] | None,
     seed: int,
     limit: int | None,
+    partial: bool = False,
 ) -> Sight:
-    """What the model is shown. Raises: UserError when classes or sizes do not fit."""
+    """What the model is shown; a source for a model of 1000 classes gets ImageNet's labels by the names of its classes.
+
+    Raises: UserError when classes or sizes do not fit.
+    """
     if source is None and folder is None:
         raise UserError("give a source of clean images, or the folder of the published suite")
     classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
-    if source is not None and len(source.classes) != classes:
-        raise UserError(f"the model knows {classes} classes, the data has {len(source.classes)}: not the same labels")
-    own = resolve_data_config({}, model=model, use_test_size=True)
     imagenet = classes == 1000
+    if source is not None:
+        source = labelled(source, classes, imagenet, partial)
+    own = resolve_data_config({}, model=model, use_test_size=True)
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
         size = own["input_size"][-2:] if fixed or not (imagenet or folder) else PUBLISHED_SIZE
