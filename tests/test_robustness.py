@@ -173,6 +173,13 @@ def test_cells_are_what_evaluate_says(net):
     assert [row[0] for row in robustness_rows(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
 
 
+def test_a_part_of_the_suite_is_not_called_the_suite(net):
+    found = iso.robustness(net, source_of(), corruptions=["fog", "speckle_noise"], severities=[1])
+    assert robustness_rows(found)[-1][0] == "1 of the suite's 15"
+    found = iso.robustness(net, source_of(), corruptions=["speckle_noise"], severities=[1])
+    assert [row[0] for row in robustness_rows(found)[1:]] == ["speckle_noise", "extra"]
+
+
 def test_it_is_public():
     assert "robustness" in iso.__all__
     assert callable(iso.robustness)

@@ -128,7 +128,11 @@ def robustness_rows(result: Mapping[str, Any]) -> list[list[str]]:
             points = gain.get(view, {}).get(name, {}).get("points")
             more = [f"{ce[name]:.1f}" if name in ce else ""] * bool(ce)
             rows.append(row + more + ["" if points is None else f"{points:+.2f}"] * bool(gain))
-    whole = ["all of the suite", *(f"{top1:.1f}" for top1 in result["by_severity"].values())]
+    suite = [name for name in result["by_corruption"] if name in IMAGENET_C]
+    if not suite:
+        return rows
+    part = "all of the suite" if len(suite) == len(IMAGENET_C) else f"{len(suite)} of the suite's {len(IMAGENET_C)}"
+    whole = [part, *(f"{top1:.1f}" for top1 in result["by_severity"].values())]
     whole.append(f"{result['mean_top1']:.2f}" if "mean_top1" in result else "")
     more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
     return [*rows, whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain)]
