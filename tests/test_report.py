@@ -478,7 +478,7 @@ def test_models_are_told_apart():
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
     pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
     source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
-    monkeypatch.setattr("isomorph.cli.reports.open_source", lambda *_: source)
+    monkeypatch.setattr("isomorph.training.build.open_source", lambda *_: source)
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")

@@ -1,14 +1,11 @@
 """The command that measures what models cost: bench."""
 
 import json
-import sys
 from typing import Annotated
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import track
 
-from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.cli.app import Device, Json, Weights, app, bar
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
 from isomorph.report import batch_cost_table, fixed_cost_table, show
@@ -54,10 +51,9 @@ def bench(
     sizes = size or [evaluation_config(nets[model])["input_size"][-2:]]
     for net in nets.values():
         net.to(open_runtime(device).device)
-    bar, quiet = Console(stderr=True), not sys.stderr.isatty()
     made = cost_rows(nets, sizes, batch_size, seconds, peak)
     total = len(names) * len(sizes) * len(batch_size)
-    rows = list(track(made, "measuring", total, console=bar, transient=True, disable=quiet))
+    rows = list(bar(made, "measuring", total))
     if json_:
         print(json.dumps(rows))
     else:

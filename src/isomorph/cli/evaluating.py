@@ -1,16 +1,12 @@
 """The command that evaluates a model."""
 
 import json
-import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from rich.console import Console
-from rich.progress import track
 
-from isomorph.cli.app import Device, Json, Weights, app
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
@@ -19,20 +15,14 @@ from isomorph.training.build import evaluation_data, open_model
 from isomorph.training.runtime import open_runtime
 
 
-def bar(batches: Iterable[Any], title: str, total: int) -> Iterable[Any]:
-    """Batches with a progress bar, on a terminal."""
-    console, quiet = Console(stderr=True), not sys.stderr.isatty()
-    return track(batches, title, total, console=console, transient=True, disable=quiet)
-
-
 @app.command(name="evaluate")
 def evaluate_(
-    model: str,
+    model: Model,
     /,
     *,
     suite: Annotated[list[str] | None, Parameter(negative="")] = None,
     data: str | None = None,
-    root: Path | None = None,
+    root: Root = None,
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
     batch_size: int = 100,
@@ -50,16 +40,12 @@ def evaluate_(
 
     Parameters
     ----------
-    model
-        A timm model, a checkpoint written by isomorph, or the folder of a run.
     suite
         imagenet, real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several
         times. Each is looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
     data
         cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on. With --suite: the
         form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.
-    root
-        Folder of the data; by default $ISOMORPH_DATA, else ./data.
     partial
         Allow a suite that lacks classes or images.
     batch_size

@@ -12,8 +12,8 @@ from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, Weights, app
-from isomorph.data import eval_loader, open_source
+from isomorph.cli.app import Device, Json, Model, Weights, app
+from isomorph.data import eval_loader
 from isomorph.errors import UserError
 from isomorph.report import (
     Extras,
@@ -31,7 +31,7 @@ from isomorph.report import (
 )
 from isomorph.suites.robustness_journal import read_results
 from isomorph.training import dials_of_run
-from isomorph.training.build import default_data, open_model
+from isomorph.training.build import images_to_test, open_model
 from isomorph.training.runtime import open_runtime
 
 FRAME = ("crop_pct", "crop_mode", "interpolation")
@@ -53,7 +53,7 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
 
     All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
     """
-    source = open_source(data or default_data(subjects[0].model), "test", root)
+    source = images_to_test(subjects[0].model, data, root)
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
     frame = {key: subjects[0].config[key] for key in FRAME}
     return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
@@ -86,7 +86,7 @@ def say(out: Path, size: int, sections: list[Section], figures: Path | None, jso
 
 @app.command
 def analyze(
-    model: str,
+    model: Model,
     /,
     *,
     image: list[Path],
@@ -110,8 +110,6 @@ def analyze(
 
     Parameters
     ----------
-    model
-        A timm model, a checkpoint written by isomorph, or the folder of a run.
     image
         An image file to look at; may be given several times.
     against

@@ -7,31 +7,23 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import nn
 
 import isomorph as iso
-from isomorph.cli.app import Device, Json, Weights, app
-from isomorph.data import Source, first_classes, open_source
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app
 from isomorph.report import show
 from isomorph.suites.robustness_scores import headlines, robustness_rows
-from isomorph.training.build import default_data, open_model
+from isomorph.training.build import images_to_test, open_model
 from isomorph.training.runtime import open_runtime
-
-
-def clean_images(net: nn.Module, data: str | None, root: Path | None, classes: int | None) -> Source:
-    """The test split of a source, by default the model's own; only its first classes where a number is given."""
-    source = open_source(data or default_data(net), "test", root)
-    return source if classes is None else first_classes(source, classes)
 
 
 @app.command
 def robustness(
-    model: str,
+    model: Model,
     /,
     *,
     suite: str = "imagenet-c",
     data: str | None = None,
-    root: Path | None = None,
+    root: Root = None,
     folder: Path | None = None,
     corruption: tuple[str, ...] = (),
     severity: tuple[int, ...] = (),
@@ -54,14 +46,10 @@ def robustness(
 
     Parameters
     ----------
-    model
-        A timm model, a checkpoint written by isomorph, or the folder of a run.
     suite
         imagenet-c.
     data
         Clean images, corrupted on the fly: as in evaluate. With --folder: the clean images for the relative mCE.
-    root
-        Folder of the data; by default $ISOMORPH_DATA, else ./data.
     folder
         The published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) instead of corrupting on the fly.
     corruption
@@ -92,7 +80,7 @@ def robustness(
         Processes that decode and corrupt.
     """
     net = open_model(model, weights)
-    source = None if folder and data is None else clean_images(net, data, root, classes)
+    source = None if folder and data is None else images_to_test(net, data, root, classes)
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
     options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, name=model, partial=partial)

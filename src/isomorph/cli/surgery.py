@@ -11,7 +11,7 @@ from cyclopts import Parameter, Token
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from isomorph.cli.app import Json, Weights, app
+from isomorph.cli.app import Json, Model, Weights, app
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters
@@ -75,7 +75,7 @@ class RuleFields:
 
 @app.command
 def recast(
-    model: str,
+    model: Model,
     /,
     *,
     where: list[str],
@@ -92,8 +92,6 @@ def recast(
 
     Parameters
     ----------
-    model
-        A timm model, a checkpoint written by isomorph, or the folder of a run.
     where
         Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
     out

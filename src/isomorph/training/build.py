@@ -31,7 +31,7 @@ from isomorph.data import (
     train_transform,
 )
 from isomorph.errors import UserError
-from isomorph.evaluation import refusal
+from isomorph.evaluation import evaluation_config, refusal
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
 from isomorph.training.checkpoint import load, load_weights, remember_base
@@ -225,6 +225,12 @@ def default_data(model: nn.Module) -> str:
     return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
 
 
+def images_to_test(model: nn.Module, data: str | None, root: Path | None, classes: int | None = None) -> Source:
+    """The test split of a source, by default the model's own; only its first classes where a number is given."""
+    source = open_source(data or default_data(model), "test", root)
+    return source if classes is None else first_classes(source, classes)
+
+
 def evaluation_data(
     model: nn.Module,
     data: str | None = None,
@@ -236,18 +242,14 @@ def evaluation_data(
 
     Raises: UserError when the data is missing, the size has no pixel, or the classes are not those of the model.
     """
-    if size and min(size) < 1:
-        raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
-    source = open_source(data or default_data(model), "test", root)
-    if classes is not None:
-        source = first_classes(source, classes)
+    config, source = evaluation_config(model, size), images_to_test(model, data, root, classes)
     known, found = getattr(model, "num_classes", len(source.classes)), len(source.classes)
     if known != found:
         raise UserError(
             f"the model knows {known} classes, the data has {found}: these labels are not its own "
             "(trained with data.classes? then give --classes)"
         )
-    return source, resolve_data_config({"input_size": (3, *size)} if size else {}, model=model, use_test_size=True)
+    return source, config
 
 
 def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
