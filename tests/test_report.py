@@ -18,7 +18,7 @@ from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
 from isomorph.cli.reports import dials_kept, images_for
-from isomorph.data import Source
+from isomorph.data import Source, evaluation_transform
 from isomorph.report import (
     Bars,
     Dots,
@@ -34,6 +34,7 @@ from isomorph.report import (
     compare_runs,
     dissect,
     gather_maps,
+    lead_of,
     open_pictures,
     read_runs,
     save_figures,
@@ -46,9 +47,11 @@ from isomorph.report.likeness import alignments
 from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
 from isomorph.report.robustness import robustness_charts, robustness_table
-from isomorph.report.runs import POINTS, along_epochs, curve, flat
+from isomorph.report.runs import POINTS, along_epochs, curve, flat, paths_of
+from isomorph.report.subjects import framed, predictions
 from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results
 from isomorph.suites.robustness_scores import summary
+from isomorph.training.checkpoint import remember_data
 
 
 def small_vit(**changes):
@@ -89,7 +92,7 @@ class TestMaps:
     def test_the_page_holds_the_maps_to_half_a_level(self):
         model, x = small_vit(), torch.randn(2, 3, 32, 48)
         found, problems = gather_maps(model, x)
-        assert problems == []
+        assert problems == {}
         for name, maps in iso.attention_maps(model, x).items():
             for image in range(2):
                 back = unpacked(found[name].packed(image), 3, 25, 25)
@@ -152,7 +155,7 @@ class TestMaps:
         assert model.stages[0].blocks[0].attn_block is not None
         found, problems = gather_maps(model, torch.randn(1, 3, 128, 128), "stages.0.blocks.0.attn_block.attn")
         assert not found
-        assert problems == ["stages.0.blocks.0.attn_block.attn is not drawn: it attends in 64 windows of each image"]
+        assert problems == {"stages.0.blocks.0.attn_block.attn": "it attends in 64 windows of each image"}
 
 
 MODELS = {
@@ -173,14 +176,17 @@ MODELS = {
 }
 
 
+CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_has_its_page(name, tmp_path):
     model = MODELS[name]().eval()
     pictures = [Picture("a", torch.rand(3, 32, 48)), Picture("b", torch.rand(3, 32, 48))]
-    subject = Subject(name, model, {"input_size": (3, 32, 48), "mean": (0.5,) * 3, "std": (0.5,) * 3})
-    sections = dissect([subject], pictures)
+    sections = dissect([subject := Subject(name, model, CONFIG | {"input_size": (3, 32, 48)})], pictures)
     titles = [section.title for section in sections]
-    assert ("network without attention" in sections[0].text) == (name == "cnn")
+    assert ("no attention to draw" in sections[0].text) == (name == "cnn")
+    assert lead_of([subject], sections).startswith("What it says" if name == "cnn" else "What each head looks at")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn", "convit"))
     assert titles[-2:] == ["Cost", f"How {name} was made"]
     if name != "cnn":
@@ -193,11 +199,14 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
 @pytest.mark.parametrize("layers", [None, "layers.1.*"])
 def test_layers_that_are_not_drawn_have_their_numbers(layers):
     model, picture = small_swin(), Picture("a", torch.rand(3, 64, 64))
-    subject = Subject("swin", model, {"input_size": (3, 64, 64), "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    subject = Subject("swin", model, CONFIG | {"input_size": (3, 64, 64)})
     sections = dissect([subject], [picture], layers)
     assert sections[0].viewer is None
-    assert sections[0].text.startswith("No attention layer can be drawn. swin: layers.")
-    assert "layers.1.blocks.0.attn is not drawn: it attends in 4 windows" in sections[0].text
+    assert sections[0].text.endswith("No attention layer of it can be drawn.")
+    summary, lines = sections[0].fold
+    assert summary == ("1 attention layer is not drawn" if layers else "2 attention layers are not drawn")
+    assert lines[-1] == "layers.1.blocks.0.attn: it attends in 4 windows of each image."
+    assert [shot.name for shot in sections[0].shots] == ["a"]
     batch = (picture.pixels[None] - 0.5) / 0.5
     where = layers or "*"
     logits = {name: found.max_logit for name, found in iso.logit_stats(model, batch, where).items()}
@@ -209,6 +218,54 @@ def test_layers_that_are_not_drawn_have_their_numbers(layers):
         assert list(found) == chart.layers == names
         for name in names:
             assert chart.series["swin"][name] == pytest.approx(found[name].flatten().tolist(), rel=1e-4)
+
+
+class TestWords:
+    @pytest.mark.parametrize("mode", ["center", "squash", "border"])
+    def test_how_a_picture_is_framed(self, mode):
+        """The sizes that are said are those that timm's transform takes."""
+        config = CONFIG | {"input_size": (3, 64, 64), "crop_mode": mode, "crop_pct": 0.8}
+        said = framed(config)
+        start = {"center": "resized to cover", "squash": "stretched to", "border": "fitted into"}[mode]
+        assert f"{start} 80 x 80 px" in said
+        assert "then its middle 64 x 64 px cut out" in said
+        resize, crop = evaluation_transform(config).transforms[:2]
+        assert set(np.atleast_1d(resize.size)) == {80}
+        assert tuple(crop.size) == (64, 64)
+
+    def test_nothing_is_cut_where_all_is_shown(self):
+        said = framed(CONFIG | {"input_size": (3, 64, 64), "crop_mode": "squash", "crop_pct": 1.0})
+        assert (
+            said
+            == "Each picture is stretched to 64 x 64 px whatever its shape (bicubic): that is all a model sees of it."
+        )
+
+    def test_classes_have_names(self):
+        class Fixed(torch.nn.Module):
+            def __init__(self, logits, **config):
+                super().__init__()
+                self.logits, self.pretrained_cfg = logits, config
+
+            def forward(self, x):
+                return self.logits.expand(len(x), -1)
+
+        logits = torch.tensor([0.9, 0.0987, 0.001, 0.0003]).log()[None]
+        named = Fixed(logits, label_names=("cat", "dog", "cow", "ape"))
+        x = torch.randn(2, 3, 4, 4)
+        assert predictions(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
+        assert predictions(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
+        thousand = torch.zeros(1, 1000)
+        thousand[0, 1] = 20
+        assert predictions(Fixed(thousand), x)[0].startswith("goldfish (100%)")
+        assert predictions(Fixed(torch.zeros(1, 1)), x) == ["", ""]
+
+    def test_a_run_keeps_the_names_of_its_classes(self, tmp_path):
+        model = timm.create_model("cifar_resnet20")
+        assert model.pretrained_cfg["label_names"][3] == "cat"
+        remember_data(model, {"label_names": [f"kind {i}" for i in range(10)]})
+        iso.save(model, tmp_path / "a.safetensors")
+        found = predictions(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
+        assert found[0].startswith("kind ")
 
 
 class TestPage:
@@ -285,7 +342,7 @@ class TestLikeness:
 
     def test_a_model_is_like_itself(self):
         model = timm.create_model("cifar_resnet20").eval()
-        config = {"input_size": (3, 32, 32), "mean": (0.5,) * 3, "std": (0.5,) * 3}
+        config = CONFIG | {"input_size": (3, 32, 32)}
         loader = [(torch.randn(16, 3, 32, 32), None)]
         subjects = [Subject(name, model, config) for name in ("a", "b")]
         sections = dissect(subjects, [Picture("x", torch.rand(3, 32, 32))], extras=Extras({"a": loader, "b": loader}))
@@ -376,7 +433,9 @@ class TestRobustness:
 
 def write_run(folder, lr=0.1, epochs=3, end=""):
     folder.mkdir(parents=True)
-    (folder / "recipe.json").write_text(json.dumps({"epochs": 4, "optim": {"lr": lr, "name": "sgd"}}))
+    (folder / "recipe.json").write_text(
+        json.dumps({"name": "r", "model": {"name": "net"}, "epochs": 4, "optim": {"lr": lr}})
+    )
     rows = [{"epoch": e, "loss": 1 / e, "top1": 10.0 * e, "lr": lr, "seconds": 2.0} for e in range(1, epochs + 1)]
     (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
     steps = [{"epoch": 1, "step": s, "loss": 1 / s, "lr": lr} for s in range(1, 30)]
@@ -390,10 +449,10 @@ class TestRuns:
             [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')]
         )
         last, curves, recipes = compare_runs(logs)
-        assert last.text == "b: 1 of 3 lines of log.jsonl cannot be read."
-        assert [row[:4] for row in last.table[1:]] == [
-            ["a", "3 of 4", "30.00", "30.00"],
-            ["b", "2 of 4", "20.00", "20.00"],
+        assert last.fold.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
+        assert [row[:6] for row in last.table[1:]] == [
+            ["a", "r", "net", "3 of 4", "30.00", "30.00"],
+            ["b", "r", "net", "2 of 4", "20.00", "20.00"],
         ]
         top1 = next(chart for chart in curves.charts if chart.title == "Top-1")
         assert list(top1.lines["b"].y) == [10, 20]
@@ -403,7 +462,14 @@ class TestRuns:
         run = write_run(tmp_path / "a")
         (run / "log.jsonl").unlink()
         (run / "recipe.json").write_text("{")
-        assert compare_runs(read_runs([run]))[0].text == "a: no log.jsonl; recipe.json cannot be read."
+        assert compare_runs(read_runs([run]))[0].fold.lines == [
+            "a: no log.jsonl.",
+            "a: recipe.json cannot be read.",
+        ]
+
+    def test_a_curve_needs_two_points(self, tmp_path):
+        logs = read_runs([write_run(tmp_path / "a", epochs=1)])
+        assert "Top-1" not in [chart.title for section in compare_runs(logs) for chart in section.charts]
 
     def test_runs_of_one_name_go_by_their_paths(self, tmp_path):
         runs = [write_run(tmp_path / "x/run"), write_run(tmp_path / "y/run")]
@@ -535,11 +601,17 @@ class TestCommands:
         for epoch, gate in ((1, 4.0), (3, -1.0)):
             iso.save(timm.create_model("t_cifar_resnet20", gate=gate), folder / f"gated/epoch-{epoch}.safetensors")
         iso.save(timm.create_model("cifar_resnet20"), folder / "plain/epoch-1.safetensors")
-        found = dials_kept([folder / "gated", folder / "plain", folder / "none"], ["g", "p", "n"])
-        assert list(found) == ["g"]
-        sections = {section.title: section for section in compare_runs(read_runs([folder / "gated"]), found)}
-        gates, spans = sections["Gates and spans along training"].charts
-        assert list(gates.lines) == list(spans.lines) == list(found["g"].gates)
+        (folder / "gated/epoch-2.safetensors").write_bytes(b"cut short")
+        folders = [folder / "gated", folder / "plain", folder / "none"]
+        logs = read_runs(folders)
+        found = dials_kept(folders, logs)
+        assert list(found) == ["gated"]
+        sections = {section.title: section for section in compare_runs(logs, found)}
+        assert any("epoch-2.safetensors is not a readable" in line for line in sections["At the end"].fold.lines)
+        gates, spans, ways = sections["Gates, spans and centres along training"].charts
+        assert list(gates.lines) == list(spans.lines) == list(ways.series) == list(found["gated"].gates)
+        centres = iso.load(folder / "gated/epoch-3.safetensors").layer3[0].conv1.centre
+        assert [path[1] for path in ways.series["layer3.0.conv1"]] == [pytest.approx(c) for c in centres.tolist()]
         line = gates.lines["layer3.0.conv1"]
         assert line.x == [1, 3]
         assert line.y == pytest.approx([1 / (1 + math.exp(-4)), 1 / (1 + math.exp(1))])
@@ -550,6 +622,7 @@ class TestCommands:
 
     def test_layers_are_drawn_from_the_epoch_they_are_there(self):
         nan = math.nan
+        assert paths_of(torch.tensor([[[nan, nan]], [[1.0, 2.0]], [[3.0, 4.0]]])) == [[(1, 2), (3, 4)]]
         line = along_epochs(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[nan, nan], [1.0, 3.0], [0.0, 1.0]]))
         assert line == ([2, 4], [2, 0.5], [1, 0], [3, 1])
 

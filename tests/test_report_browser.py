@@ -25,13 +25,16 @@ from isomorph.report import (
     read_runs,
     write_page,
 )
-from isomorph.report.page import colour_table
+from isomorph.report.charts import Paths
+from isomorph.report.page import Fold, colour_table
 from isomorph.report.pictures import normalised
+from isomorph.report.subjects import predictions
 from test_report import small_vit, write_run
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 NAMES = ("<img src=x onerror=alert(1)>", "gated & tuned")
 CONFIG = {"input_size": (3, 32, 48), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+CONFIG |= {"crop_pct": 1.0, "crop_mode": "center", "interpolation": "bicubic"}
 GRID = (4, 6)
 
 
@@ -264,7 +267,7 @@ def test_strides_padding_and_stages_of_a_t_cnn(tab, tmp_path):
 
     cnn = timm.create_model("cifar_resnet20").eval()
     tcnn = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.0.conv?")
-    config = {"input_size": (3, 40, 32), "mean": (0.5,) * 3, "std": (0.25,) * 3}
+    config = CONFIG | {"input_size": (3, 40, 32)}
     pictures = [Picture("x", torch.rand(3, 40, 32))]
     sections = dissect([Subject("T-CNN", tcnn, config), Subject("CNN", cnn, config)], pictures)
     write_page(tmp_path / "page.html", "T-CNN", "", sections)
@@ -286,6 +289,29 @@ def test_strides_padding_and_stages_of_a_t_cnn(tab, tmp_path):
     assert abs(shown - places[7, 12]) <= row.max() / 510 + 1e-3 * row.max()
     padding = float(re.search(r"; ([\d.e-]+) goes to the padding", said)[1])
     assert abs(padding - (1 - places.sum())) < 0.02
+
+
+def test_without_maps_the_page_shows_pictures_and_answers(tab, tmp_path):
+    import timm
+
+    cnn = timm.create_model("cifar_resnet20").eval()
+    pictures = [Picture(name, torch.rand(3, 40, 32)) for name in ("x.png", "y.png")]
+    sections = dissect([Subject("CNN", cnn, CONFIG | {"input_size": (3, 40, 32)})], pictures)
+    write_page(tmp_path / "page.html", "CNN", "", sections)
+    tab.open(tmp_path / "page.html")
+    tab.picture(tmp_path / "cnn-light.png")
+    assert tab.run("[...document.images].every(image => image.naturalHeight === 40 && image.naturalWidth === 32)")
+    said = tab.run("[...document.querySelectorAll('figcaption')].map(e => e.textContent)")
+    answers = predictions(cnn, normalised(pictures, CONFIG))
+    assert said == [f"{p.name}{answer}" for p, answer in zip(pictures, answers, strict=True)]
+
+
+def test_layers_that_are_not_drawn_are_folded_away(tab, tmp_path):
+    section = Section("Attention", "None.", fold=Fold("2 layers", ["a, b: windows.", "c: unknown."]))
+    write_page(tmp_path / "page.html", "Swin", "", [section])
+    tab.open(tmp_path / "page.html")
+    assert not tab.run("document.querySelector('details').open")
+    assert tab.run("[...document.querySelectorAll('details li')].map(e => e.textContent)") == section.fold.lines
 
 
 def test_thinned_maps_show_a_query_that_is_kept(tab, tmp_path):
@@ -311,6 +337,7 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
     charts = [
         Bars("Robustness", "%", {"a": {"fog": 41.5, "snow": 12.0}, "b": {"fog": 40.0}}),
         Dots("Gates", "sigma", {"a": {"l.0.x": [0.25, 0.5], "l.1.x": [0.75]}}, 1.0),
+        Paths("Centres", {"l.0": [[(0.0, 1.0), (0.5, 1.25)], [(1.0, 0.0), (2.0, -1.0)]], "l.1": [[(1.0, 1.0)]]}),
         Matrix("CKA", "a", "b", ["r1", "r2"], ["c1", "c2"], [[1.0, 0.25], [0.5, 0.125]]),
     ]
     write_page(tmp_path / "page.html", "Runs", "", [*compare_runs(logs), Section("More", charts=charts)])
@@ -328,6 +355,7 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
     assert reading("Top-1", "ArrowRight", "ArrowRight") == "epoch 2: a 20 · b 20"
     assert reading("Robustness", "ArrowDown") == "fog: a 41.5 · b 40 (%)"
     assert reading("Gates", "ArrowRight") == "l.0.x: a 0.25, 0.5"
+    assert reading("Centres", "ArrowRight", "ArrowRight") == "l.0, head 2: from 1, 0 to 2, -1"
     assert reading("CKA", "ArrowRight", "ArrowDown", "ArrowRight") == f"r2 {TIMES} c2: 0.125"
     tab.hover(f".card:nth-child({titles.index('Top-1') + 1}) .chart svg", 0.5, 0.98)
     assert tab.run(f"document.querySelectorAll('.reading')[{titles.index('Top-1')}].textContent").startswith(

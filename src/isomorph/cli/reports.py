@@ -21,6 +21,7 @@ from isomorph.report import (
     Subject,
     compare_runs,
     dissect,
+    lead_of,
     open_pictures,
     read_runs,
     recipe_beside,
@@ -29,6 +30,7 @@ from isomorph.report import (
     view_config,
     write_page,
 )
+from isomorph.report.runs import Log
 from isomorph.suites.robustness_journal import read_results
 from isomorph.training import dials_of_run
 from isomorph.training.build import images_to_test, open_model
@@ -59,12 +61,15 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
     return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
 
 
-def dials_kept(folders: Iterable[Path], names: Iterable[str]) -> dict[str, Trajectory]:
-    """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out."""
+def dials_kept(folders: Iterable[Path], logs: Iterable[Log]) -> dict[str, Trajectory]:
+    """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out.
+
+    Kept checkpoints that cannot be read are said among the log's problems.
+    """
     found = {}
-    for folder, name in zip(folders, names, strict=True):
+    for folder, log in zip(folders, logs, strict=True):
         with suppress(UserError):  # nothing was kept, or nothing in it is gated
-            found[name] = dials_of_run(folder)
+            found[log.name] = dials_of_run(folder, damaged=log.problems)
     return found
 
 
@@ -135,7 +140,7 @@ def analyze(
     megabytes
         Size of the page that attention maps are thinned out for.
     speed
-        Measure images a second too.
+        Measure images a second and peak memory too.
     """
     if samples < 4 or megabytes < 0.5:
         raise UserError("--samples must be at least 4 and --megabytes at least 0.5")
@@ -150,8 +155,7 @@ def analyze(
     batches = images_for(subjects, data, root, samples) if data or root else {}
     extras = Extras(batches, results, problems, speed, int((megabytes - 0.4) * 1e6))
     sections = dissect(subjects, pictures, layers, extras)
-    lead = "What each head looks at, layer by layer" + (": two models side by side." if against else ".")
-    written = write_page(out, " and ".join(names), lead, sections, footer())
+    written = write_page(out, " and ".join(names), lead_of(subjects, sections), sections, footer())
     say(out, written, sections, figures, json_)
 
 
@@ -176,7 +180,7 @@ def compare_(
         Folder for every chart as PDF and SVG.
     """
     logs = read_runs(runs)
-    sections = compare_runs(logs, dials_kept(runs, [log.name for log in logs]))
+    sections = compare_runs(logs, dials_kept(runs, logs))
     title = f"{len(logs)} runs" if len(logs) > 1 else logs[0].name
     size = write_page(out, title, ", ".join(log.name for log in logs), sections, footer())
     say(out, size, sections, figures, json_)

@@ -5,7 +5,7 @@ from isomorph.evaluation.cost import count_macs, count_parameters, measure_cost
 from isomorph.evaluation.memory import peak_bytes, saved_bytes
 from isomorph.evaluation.sizes import at_size, evaluation_config, refusal
 from isomorph.evaluation.speed import Speed, speeds, throughput
-from isomorph.evaluation.sweep import cost_rows
+from isomorph.evaluation.sweep import cost_rows, fixed_cost
 from isomorph.evaluation.tally import SetTally, Tally, added
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "count_parameters",
     "evaluate",
     "evaluation_config",
+    "fixed_cost",
     "measure_cost",
     "peak_bytes",
     "refusal",

@@ -21,6 +21,9 @@ from isomorph.models.staged import StagedNet
 BLOCKS = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
 """Blocks in each stage."""
 
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+"""CIFAR-10's, in the order of its labels."""
+
 PUBLIC_FILES = {"cifar_resnet20": "resnet20-12fca82f.th", "cifar_resnet44": "resnet44-014dd654.th"}
 PUBLIC_FILES |= {"cifar_resnet32": "resnet32-d509ac18.th", "cifar_resnet56": "resnet56-4bfd9763.th"}
 PUBLIC_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
@@ -164,6 +167,7 @@ def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
         "std": (0.229, 0.224, 0.225),
         "first_conv": "conv1",
         "classifier": "linear",
+        "label_names": CLASSES,
         "fixed_input_size": False,
         "license": "bsd-2-clause",
         **kwargs,

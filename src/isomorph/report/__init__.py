@@ -2,12 +2,13 @@
 
 from isomorph.report.charts import Bars, Chart, Dots, Line, Matrix, Panel
 from isomorph.report.cost import batch_cost_table, fixed_cost_table
-from isomorph.report.dissection import Extras, Subject, dissect, recipe_beside, told_apart
+from isomorph.report.dissection import Extras, dissect, lead_of
 from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
 from isomorph.report.papers import save_figures
 from isomorph.report.pictures import open_pictures, view_config
 from isomorph.report.runs import compare_runs, read_runs
+from isomorph.report.subjects import Subject, recipe_beside, told_apart
 from isomorph.report.terminal import curve_rows, metric_rows, show
 from isomorph.report.viewer import Picture, Seen, build_viewer
 
@@ -30,6 +31,7 @@ __all__ = [
     "dissect",
     "fixed_cost_table",
     "gather_maps",
+    "lead_of",
     "metric_rows",
     "open_pictures",
     "read_runs",

@@ -49,6 +49,11 @@ function ticks(low, high, count) {
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
   return found;
 }
+// Ends of an axis that hold all values and lie on its ticks.
+function ends(low, high, count) {
+  const found = ticks(low, high, count), step = found.length > 1 ? found[1] - found[0] : high - low;
+  return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step].map(v => +v.toPrecision(12));
+}
 // Names without what all of them share at both ends: blocks.0.attn, blocks.1.attn -> 0, 1.
 function short(names) {
   if (names.length < 2) return {names, around: ""};
@@ -85,8 +90,8 @@ const painters = {
     root.setAttribute("height", height);
     const [x0, x1] = extent(spec.series.flatMap(s => s.x));
     const [y0, y1] = extent(spec.series.flatMap(s => [...s.y, ...(s.low || []), ...(s.high || [])]));
-    const pad = (y1 - y0) * .05, x = linear(x0, x1, margin.left, width - margin.right);
-    const y = linear(y0 - pad, y1 + pad, height - margin.bottom, margin.top);
+    const x = linear(x0, x1, margin.left, width - margin.right);
+    const y = linear(...ends(y0, y1, 4), height - margin.bottom - 5, margin.top + 3);
     axes(root, width, height, margin, y, spec.y);
     const whole = spec.series.every(s => s.x.every(Number.isInteger));
     for (const tick of ticks(x0, x1, Math.max(2, width / 90)).filter(t => !whole || Number.isInteger(t)))
@@ -113,8 +118,8 @@ const painters = {
     const height = 250, margin = {left: 46, right: 10, top: 22, bottom: 34};
     root.setAttribute("height", height);
     const all = spec.series.flatMap(s => s.values.flatMap(v => v || []));
-    const [low, top] = extent(all, 0), high = spec.limit ?? top + (top - low) * .04;
-    const y = linear(low, high, height - margin.bottom, margin.top);
+    const [low, top] = extent(all, 0);
+    const y = linear(...ends(low, spec.limit ?? top, 4), height - margin.bottom, margin.top);
     const place = i => margin.left + (i + .5) * (width - margin.left - margin.right) / spec.layers.length;
     const gap = (width - margin.left - margin.right) / spec.layers.length, {names, around} = short(spec.layers);
     axes(root, width, height, margin, y, spec.y);
@@ -133,7 +138,7 @@ const painters = {
     const thick = spec.series.length > 3 ? 6 : 9, row = spec.series.length * (thick + 2) + 9, top = 20;
     const widest = Math.min(width * .42, Math.max(...spec.groups.map(g => g.length)) * 6.6 + 12);
     const height = top + row * spec.groups.length + 4, [low, high] = extent(spec.series.flatMap(s => s.values), 0);
-    const x = linear(Math.min(0, low), Math.max(high, 0), widest, width - 46);
+    const x = linear(...ends(low, Math.max(high, 0), Math.max(2, (width - widest) / 90)), widest, width - 46);
     root.setAttribute("height", height);
     for (const tick of ticks(x.low, x.high, Math.max(2, (width - widest) / 90))) {
       svg("line", {class: "axis", x1: x(tick), x2: x(tick), y1: top - 4, y2: height}, root);
@@ -176,6 +181,27 @@ const painters = {
     stops.across = columns.names.length;
     return stops;
   },
+  paths(root, spec, width) {
+    const side = Math.min(width - 56, 340), margin = {left: 46, right: width - 46 - side, top: 22, bottom: 34}, height = margin.top + side + margin.bottom;
+    root.setAttribute("height", height);
+    const [low, high] = ends(-spec.reach, spec.reach, 4);
+    const x = linear(low, high, margin.left, margin.left + side), y = linear(low, high, margin.top, margin.top + side), stops = [];
+    axes(root, width, height, margin, y, "row");
+    for (const tick of ticks(low, high, 4)) {
+      svg("line", {class: "axis", x1: x(tick), x2: x(tick), y1: margin.top, y2: margin.top + side}, root);
+      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, say(tick));
+    }
+    svg("text", {x: margin.left + side, y: height - 3, "text-anchor": "end"}, root, "column, steps of the grid");
+    svg("path", {d: `M${x(0) - 5} ${y(0)}h10M${x(0)} ${y(0) - 5}v10`, stroke: "var(--ink)", "stroke-width": 1.5}, root);
+    spec.series.forEach((s, i) => s.paths.forEach((path, head) => {
+      const colour = lineColour(spec, i), at = path.map(([r, c]) => [x(c), y(r)]), [first, last] = [at[0], at.at(-1)];
+      stroke(at, colour, root, 1.4);
+      svg("circle", {cx: first[0], cy: first[1], r: 3.2, fill: "none", stroke: colour}, root);
+      svg("circle", {cx: last[0], cy: last[1], r: 3.2, fill: colour}, root);
+      stops.push({x: last[0], y: last[1], box: [11, 11], text: `${s.name}, head ${head + 1}: from ${path[0].map(say).join(", ")} to ${path.at(-1).map(say).join(", ")}`});
+    }));
+    return stops;
+  },
 };
 function lineColour(spec, i) {
   if (!spec.ordered) return tint(spec.series, i);
@@ -185,7 +211,7 @@ function lineColour(spec, i) {
 function chart(host, spec) {
   const legend = el("div", {class: "legend"});
   if (spec.series && (spec.series.length > 1 || (page.viewers.length && page.viewers[0].models.length > 1)))
-    spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${spec.kind === "lines" ? lineColour(spec, i) : tint(spec.series, i)}`}), s.name)));
+    spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${lineColour(spec, i)}`}), s.name)));
   const hint = "Point at it or use the arrow keys to read values.";
   const root = svg("svg", {tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": `${spec.title}. ${hint}`});
   const reading = el("p", {class: "reading quiet", "aria-live": "polite"}, hint);

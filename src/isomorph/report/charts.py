@@ -76,7 +76,24 @@ class Matrix:
     high: float = 1.0
 
 
-Chart = Panel | Dots | Bars | Matrix
+class Paths(NamedTuple):
+    """Ways in the plane around a query at (0, 0), in steps of the grid: a ring where each begins, a dot where it ends.
+
+    {layer: a path for each head, of (row, column) places}; rows go down. Layers go from light to dark.
+    """
+
+    title: str
+    series: Mapping[str, Sequence[Sequence[tuple[float, float]]]]
+
+    @property
+    def reach(self) -> float:
+        """The largest row or column, either way; 1 at least."""
+        return max(
+            [1.0, *(abs(v) for heads in self.series.values() for path in heads for place in path for v in place)]
+        )
+
+
+Chart = Panel | Dots | Bars | Matrix | Paths
 
 
 def plain(value: float) -> float | None:
@@ -133,6 +150,15 @@ def number(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
+@as_json.register
+def paths_json(chart: Paths) -> dict[str, Any]:
+    series = [
+        {"name": layer, "paths": [[listed(place) for place in path] for path in heads]}
+        for layer, heads in chart.series.items()
+    ]
+    return {"kind": "paths", "title": chart.title, "ordered": True, "reach": chart.reach, "series": series}
+
+
 @singledispatch
 def numbers(chart: Any) -> Table:
     """The chart's numbers as a table, the first row its head; none where they are too many to be read."""
@@ -167,3 +193,13 @@ def bars_numbers(chart: Bars) -> Table:
 def matrix_numbers(chart: Matrix) -> Table:
     head = [f"{chart.row_label} \\ {chart.column_label}", *chart.columns]
     return [head, *([name, *map(number, row)] for name, row in zip(chart.rows, chart.values, strict=True))]
+
+
+@numbers.register
+def paths_numbers(chart: Paths) -> Table:
+    rows = [
+        [f"{layer}, head {i + 1}", *(", ".join(map(number, place)) for place in (path[0], path[-1]))]
+        for layer, heads in chart.series.items()
+        for i, path in enumerate(heads)
+    ]
+    return [["row, column", "first", "last"], *rows]

@@ -1,76 +1,24 @@
 """`isomorph analyze` as a page: one model, or two side by side, taken apart layer by layer."""
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import torch
-from timm.data import ImageNetInfo
-from torch import Tensor, nn
+from torch import Tensor
 
 from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality, spans
 from isomorph.errors import UserError
-from isomorph.evaluation import count_macs, count_parameters, throughput
-from isomorph.layers.mode import eval_mode
-from isomorph.report.charts import Chart, Dots, Table
+from isomorph.evaluation import cost_rows, fixed_cost
+from isomorph.report.charts import Chart, Dots
+from isomorph.report.cost import batch_cost_table, fixed_cost_table
 from isomorph.report.likeness import alignments, similarity_chart
 from isomorph.report.maps import BUDGET, gather_maps
-from isomorph.report.page import Section
+from isomorph.report.page import Fold, Section, Shot
 from isomorph.report.pictures import normalised
 from isomorph.report.robustness import Cells, robustness_charts, robustness_table
+from isomorph.report.subjects import Subject, framed, predictions, story
 from isomorph.report.viewer import Picture, Seen, build_viewer
-from isomorph.surgery import edits
 from isomorph.surgery.recast import Where
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A model to take apart: its name on the page, how its images are made, and the recipe that trained it, if any."""
-
-    name: str
-    model: nn.Module = field(repr=False)
-    config: Mapping[str, Any] = field(repr=False)
-    recipe: Mapping[str, Any] | None = None
-
-
-def short_name(name: str) -> str:
-    """What a model is called on the page: a run's folder for its checkpoints, else the file, else the name itself."""
-    path = Path(name)
-    if path.suffix == ".safetensors":
-        return path.parent.name if path.stem in ("model", "best") and path.parent.name else path.stem
-    return path.name or name
-
-
-def told_apart(names: Sequence[str]) -> list[str]:
-    """Short names of models, the whole ones where the short ones are alike, numbered where these are too."""
-    short = [short_name(name) for name in names]
-    if len(set(short)) == len(short):
-        return short
-    return list(names) if len(set(names)) == len(names) else [f"{name} ({i + 1})" for i, name in enumerate(short)]
-
-
-def recipe_beside(path: Path) -> dict[str, Any] | None:
-    """The recipe of the run whose folder or checkpoint this is, where there is one that can be read."""
-    folder = path if path.is_dir() else path.parent
-    try:
-        found = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-@torch.no_grad()
-def predictions(model: nn.Module, batch: Tensor) -> list[str]:
-    """The class that the model gives each image and its probability, in words; nothing of a model without classes."""
-    with eval_mode(model):
-        logits = model(batch)
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
-        return [""] * len(batch)
-    shares, classes = logits.float().softmax(-1).max(-1)
-    named = ImageNetInfo().index_to_description if logits.shape[1] == 1000 else "class {}".format
-    return [f"{named(int(c))} ({float(p):.0%})" for p, c in zip(shares, classes, strict=True)]
 
 
 def optional(analysis: Callable[..., Mapping[str, Any]], *arguments: Any) -> Mapping[str, Any]:
@@ -116,48 +64,64 @@ def reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], lay
     ]
 
 
-def cost_table(subjects: Sequence[Subject], timed: bool) -> Table:
-    """Parameters, MACs and, if wanted, images a second of each model."""
-    head = ["", "input", "parameters", "M MACs an image", *["images / s, batch 32"] * timed]
-    rows = []
-    for s in subjects:
-        size = tuple(s.config["input_size"])
-        speed = [f"{throughput(s.model, size):,.0f}"] * timed if timed else []
-        macs = f"{count_macs(s.model, size) / 1e6:,.1f}"
-        rows.append([s.name, " x ".join(map(str, size)), f"{count_parameters(s.model):,}", macs, *speed])
-    return [head, *rows]
+def untimed(subject: Subject) -> dict[str, Any]:
+    """A row of `cost_rows` without what takes time to measure."""
+    _, height, width = subject.config["input_size"]
+    cost = fixed_cost(subject.model, subject.config["input_size"])
+    return {"model": subject.name, "height": height, "width": width, **cost}
 
 
-def story(subject: Subject) -> str:
-    """What is recorded of how the model was made: its base, the edits in order, the recipe."""
-    base = getattr(subject.model, "isomorph_base", None) or {
-        "name": (getattr(subject.model, "pretrained_cfg", None) or {}).get("architecture", type(subject.model).__name__)
-    }
-    lines = ["base: " + json.dumps(base, default=str)]
-    for edit in edits(subject.model):
-        names = ", ".join(edit.names[:6]) + ", ..." * (len(edit.names) > 6)
-        lines.append(f"edit: {edit.rule} on {len(edit.names)} modules: {names}")
-    lines += ["edit: none"] * (len(lines) == 1)
-    if subject.recipe:
-        lines.append("recipe: " + json.dumps(subject.recipe, indent=2, default=str))
-    return "\n".join(lines)
+def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
+    """What each model costs at the size of the page's images; timed: speed and peak memory too, of both in turns."""
+    models = {s.name: s.model for s in subjects}
+    size = subjects[0].config["input_size"][-2:]
+    rows = list(cost_rows(models, [size])) if timed else [untimed(s) for s in subjects]
+    text = "Of one image. 1 MAC = 2 FLOPs, attention included. Saved: what a training step keeps for its backward pass."
+    sections = [Section("Cost", text, fixed_cost_table(rows))]
+    if timed:
+        text = "On this machine, model after model in turns; memory at its peak on top of the model, without and with "
+        sections.append(Section("Speed and memory", f"{text}a backward pass.", batch_cost_table(rows)))
+    return sections
 
 
-def map_section(seen: Sequence[Seen], pictures: Sequence[Picture], problems: Sequence[str], budget: int) -> Section:
-    """The section that the page opens with: the viewer, or why there is none."""
-    viewer = build_viewer(seen, pictures, budget)
-    if viewer is None and problems:
-        return Section("Attention", " ".join(["No attention layer can be drawn.", *problems]))
-    if viewer is None:
+def unseen(missing: Mapping[str, Mapping[str, str]]) -> Fold | None:
+    """Layers that are not drawn, those of one reason together; {model: {layer: reason}}."""
+    reasons: dict[str, list[str]] = {}
+    for model, layers in missing.items():
+        for layer, reason in layers.items():
+            reasons.setdefault(reason, []).append(f"{model}: {layer}" if len(missing) > 1 else layer)
+    count = sum(map(len, reasons.values()))
+    lines = [f"{', '.join(layers)}: {reason}." for reason, layers in reasons.items()]
+    return Fold(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
+
+
+def map_section(
+    seen: Sequence[Seen], pictures: Sequence[Picture], missing: Mapping[str, Mapping[str, str]], how: str, budget: int
+) -> Section:
+    """The section that the page opens with: the viewer, or the pictures by themselves where no map can be drawn."""
+    viewer, fold = build_viewer(seen, pictures, budget), unseen(missing)
+    if viewer:
         text = (
-            "No attention layer whose map is known: this is a network without attention, or with a kind that isomorph "
-            "does not read. Recast it (isomorph recast) to have something to look at."
+            "Point at a patch of the image, touch it, or use the arrow keys: every head shows what it looks at from "
+            f"there. {how} {viewer.note}"
         )
-        return Section("Attention", text)
-    text = (
-        "Point at a patch of the image, touch it, or use the arrow keys: every head shows what it looks at from there."
+        return Section("Attention", text, viewer=viewer, fold=fold)
+    none = (
+        "No attention layer of it can be drawn."
+        if fold
+        else "There is no attention to draw: recast the model (isomorph recast) to have some."
     )
-    return Section("Attention", " ".join([text, viewer.note, *problems]), viewer=viewer)
+    shots = [
+        Shot(p.uri(), p.name, [f"{m.name}: {m.said[b]}" if len(seen) > 1 else m.said[b] for m in seen if m.said[b]])
+        for b, p in enumerate(pictures)
+    ]
+    return Section("What the model says", f"{how} {none}", shots=shots, fold=fold)
+
+
+def lead_of(subjects: Sequence[Subject], sections: Sequence[Section]) -> str:
+    """The sentence under the title: what there is to see."""
+    kind = "What each head looks at, layer by layer" if sections[0].viewer else "What it says, and what it costs"
+    return kind + (": two models side by side." if len(subjects) > 1 else ".")
 
 
 @dataclass(frozen=True)
@@ -184,14 +148,13 @@ def dissect(
     extras = extras or Extras()
     seen: list[Seen] = []
     batches: dict[str, Tensor] = {}
-    problems: list[str] = []
+    missing: dict[str, dict[str, str]] = {}
     for s in subjects:
         batches[s.name] = normalised(pictures, dict(s.config)).to(next(s.model.parameters()))
-        maps, said = gather_maps(s.model, batches[s.name], layers)
+        maps, missing[s.name] = gather_maps(s.model, batches[s.name], layers)
         opened = {name: values.tolist() for name, values in optional(gates, s.model).items()}
         seen.append(Seen(s.name, maps, opened, predictions(s.model, batches[s.name])))
-        problems += [f"{s.name}: {problem}." for problem in said]
-    sections = [map_section(seen, pictures, problems, extras.budget)]
+    sections = [map_section(seen, pictures, missing, framed(subjects[0].config), extras.budget)]
     if charts := dial_charts(subjects):
         sections.append(
             Section("Gates and spans", "A dot is a head; the line goes through the means of the layers.", charts=charts)
@@ -212,6 +175,7 @@ def dissect(
         sections.append(Section("Likeness of layers", text, charts=likeness_charts(subjects, extras.batches)))
     if extras.results:
         table, charts = robustness_table(extras.results), robustness_charts(extras.results)
-        sections.append(Section("Robustness", " ".join(extras.problems), table, charts=charts))
-    sections.append(Section("Cost", "1 MAC = 2 FLOPs, attention included.", cost_table(subjects, extras.timed)))
+        fold = Fold("What could not be read", extras.problems) if extras.problems else None
+        sections.append(Section("Robustness", "", table, charts=charts, fold=fold))
+    sections += cost_sections(subjects, extras.timed)
     return [*sections, *(Section(f"How {s.name} was made", listing=story(s)) for s in subjects)]

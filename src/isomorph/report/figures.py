@@ -10,7 +10,7 @@ import matplotlib
 import numpy as np
 from torch import Tensor
 
-from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel
+from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -128,6 +128,27 @@ def draw_matrix(chart: Matrix) -> Any:
     axes.set_ylabel(chart.row_label)
     bar = figure.colorbar(image, ax=axes, fraction=0.046, pad=0.03)
     bar.outline.set_visible(False)
+    return figure
+
+
+@draw.register
+def draw_paths(chart: Paths) -> Any:
+    figure, axes = plt.subplots(figsize=(3.6, 3.6))
+    shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(chart.series)))
+    for (layer, heads), colour in zip(chart.series.items(), shades, strict=True):
+        for i, path in enumerate(heads):
+            rows, columns = zip(*path, strict=True)
+            axes.plot(columns, rows, color=colour, lw=1, label=None if i else layer)
+            axes.plot(columns[0], rows[0], "o", mfc="none", color=colour, ms=4)
+            axes.plot(columns[-1], rows[-1], "o", color=colour, ms=4)
+    axes.plot(0, 0, "+", color=INK, ms=8)
+    axes.set(xlim=(-1.08 * chart.reach, 1.08 * chart.reach), ylim=(1.08 * chart.reach, -1.08 * chart.reach))
+    axes.set_aspect("equal")
+    axes.set_title(chart.title)
+    axes.set_xlabel("column, steps of the grid")
+    axes.set_ylabel("row")
+    axes.grid()
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return figure
 
 

@@ -21,6 +21,8 @@ function minus(a, b) {
   const row = a.row.map((v, k) => v - b.row[k]);
   return {row, of: a.of, places: row.subarray(a.of.prefix), signed: true};
 }
+// Two digits, always: 0.10, not 0.1.
+const twoDigits = value => value && Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(2);
 const peak = rows => Math.max(1e-12, ...rows.filter(Boolean).map(r => r.places.reduce((m, v) => Math.max(m, Math.abs(v)), 0)));
 
 function viewer(host, number, data) {
@@ -136,7 +138,7 @@ function viewer(host, number, data) {
     const own = top || peak([found]);
     paint(g, found, own, width, height);
     box(g, of, width, height, state.all ? 1.5 : 2);
-    tile.peak.textContent = tile.model === DIFFERENCE ? `± ${say(+own.toPrecision(2))}` : `max ${say(+peak([found]).toPrecision(2))}`;
+    tile.peak.textContent = tile.model === DIFFERENCE ? `± ${twoDigits(own)}` : `max ${twoDigits(peak([found]))}`;
   }
   function drawPicture() {
     const [h, w] = images[state.image].size, times = Math.max(1, Math.round(640 / Math.max(h, w))), g = canvas.getContext("2d");

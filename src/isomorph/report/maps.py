@@ -90,13 +90,15 @@ def inner_keys(maps: Tensor, where: Places) -> Tensor:
     return torch.cat([maps[..., : where.prefix], grid.flatten(-2)], dim=-1)
 
 
-def gather_maps(model: nn.Module, batch: Tensor, layers: Where | None = None) -> tuple[dict[str, LayerMaps], list[str]]:
-    """The maps of the attention layers for a batch of images, by layer name; and what could not be drawn, and why.
+def gather_maps(
+    model: nn.Module, batch: Tensor, layers: Where | None = None
+) -> tuple[dict[str, LayerMaps], dict[str, str]]:
+    """The maps of the attention layers for a batch of images, by layer name; and why others are not drawn.
 
     Shape: batch (B, C, H, W)
     Raises: UserError when `layers` is given and selects none that has a map.
     """
-    problems: list[str] = []
+    problems: dict[str, str] = {}
     grid = image_grid(model, batch)
 
     def look(frame: Frame, applied: Applied) -> LayerMaps | None:
@@ -106,7 +108,7 @@ def gather_maps(model: nn.Module, batch: Tensor, layers: Where | None = None) ->
                 raise UserError(f"it attends in {len(maps) // len(batch)} windows of each image")
             where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
         except UserError as error:
-            problems.append(f"{frame.name} is not drawn: {error}")
+            problems[frame.name] = str(error)
             return None
         levels, ranges = rounded(inner_keys(maps, where))
         return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -22,9 +22,24 @@ COLOURS = {"heat": "magma", "split": "RdBu_r", "depth": "viridis"}
 """Colour maps of the page: attention, values around 0, shares and depth."""
 
 
+class Fold(NamedTuple):
+    """Lines that are there when they are asked for."""
+
+    summary: str
+    lines: Sequence[str]
+
+
+class Shot(NamedTuple):
+    """A picture (a data: address), its name, and lines under it."""
+
+    uri: str
+    name: str
+    lines: Sequence[str]
+
+
 @dataclass(frozen=True)
 class Section:
-    """A heading with any of: a paragraph, attention maps, a table (its head first), charts, a listing."""
+    """A heading with any of: a paragraph, attention maps, pictures, a table (its head first), charts, a listing."""
 
     title: str
     text: str = ""
@@ -32,6 +47,8 @@ class Section:
     listing: str = ""
     charts: Sequence[Chart] = ()
     viewer: Viewer | None = None
+    shots: Sequence[Shot] = ()
+    fold: Fold | None = None
 
 
 @cache

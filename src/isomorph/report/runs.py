@@ -13,8 +13,8 @@ from torch import Tensor
 
 from isomorph.analysis import Trajectory
 from isomorph.errors import UserError
-from isomorph.report.charts import Chart, Line, Panel, Table
-from isomorph.report.page import Section
+from isomorph.report.charts import Chart, Line, Panel, Paths, Table
+from isomorph.report.page import Fold, Section
 from isomorph.report.terminal import UNITS
 
 POINTS = 600
@@ -86,7 +86,7 @@ def read_runs(folders: Sequence[Path]) -> list[Log]:
 
 
 def curve(rows: Rows, x: str, y: str) -> Line | None:
-    """The values of `y` along `x` where both are finite numbers, thinned to means; None without two of them."""
+    """The values of `y` along `x` where both are finite numbers, thinned to means; None without any."""
     points = sorted((float(row[x]), float(row[y])) for row in rows if is_number(row.get(x)) and is_number(row.get(y)))
     if len(points) > POINTS:
         cuts = [round(i * len(points) / POINTS) for i in range(POINTS + 1)]
@@ -142,12 +142,13 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     charts: list[Chart] = []
     for title, x, unit, lines in wanted:
         found = {name: line for name, line in lines.items() if line}
-        charts += [Panel(title, x, unit, found)] if found else []
+        moves = any(len(line.x) > 1 for line in found.values())  # one epoch is a row of the table
+        charts += [Panel(title, x, unit, found)] if moves else []
     return charts
 
 
 def final_table(logs: Sequence[Log]) -> Table:
-    """Epochs done, best top-1, and what the last evaluated epoch measured."""
+    """Recipe and model, epochs done, best top-1, and what the last evaluated epoch measured."""
     keys = [k for k in UNITS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)]
     rows = []
     for log in logs:
@@ -155,9 +156,10 @@ def final_table(logs: Sequence[Log]) -> Table:
         top = [row["top1"] for row in log.epochs if is_number(row.get("top1"))]
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
+        made = [str(log.recipe.get("name", "-")), str((log.recipe.get("model") or {}).get("name", "-"))]
         cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
-        rows.append([log.name, done, f"{max(top):.2f}" if top else "-", *cells, f"{seconds:,.0f}"])
-    return [["", "epochs", "best top-1 (%)", *(UNITS[k][0] for k in keys), "seconds"], *rows]
+        rows.append([log.name, *made, done, f"{max(top):.2f}" if top else "-", *cells, f"{seconds:,.0f}"])
+    return [["", "recipe", "model", "epochs", "best top-1 (%)", *(UNITS[k][0] for k in keys), "seconds"], *rows]
 
 
 def flat(values: Any, name: str = "") -> dict[str, str]:
@@ -182,13 +184,20 @@ def recipe_table(logs: Sequence[Log]) -> Table:
 
 
 def dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
-    """Gates and spans along the epochs that runs kept: a chart a run, a line a layer, the range of its heads."""
+    """Gates, spans and centres along the epochs that runs kept: charts of each run, a line or colour a layer."""
     charts: list[Chart] = []
     for run, found in dials.items():
         for title, unit, values in (("Gates", "sigma(gate)", found.gates), ("Spans", "1 / locality", found.spans)):
             lines = {layer: along_epochs(found.moments, heads) for layer, heads in values.items()}
             charts.append(Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True))
+        charts.append(Paths(f"Centres along training: {run}", {n: paths_of(c) for n, c in found.centres.items()}))
     return charts
+
+
+def paths_of(centres: Tensor) -> list[list[tuple[float, float]]]:
+    """Where each head went, from the first epoch at which its layer was there. Shape: (T, heads, 2)"""
+    there = centres[~centres.isnan().any(2).any(1)]
+    return [[(row, column) for row, column in path] for path in there.transpose(0, 1).tolist()]
 
 
 def along_epochs(moments: Tensor, heads: Tensor) -> Line:
@@ -200,17 +209,21 @@ def along_epochs(moments: Tensor, heads: Tensor) -> Line:
 
 def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = None) -> list[Section]:
     """All sections of the page of some runs; `dials` are those of the runs that kept models with gated layers."""
-    problems = " ".join(f"{log.name}: {'; '.join(log.problems)}." for log in logs if log.problems)
+    problems = [f"{log.name}: {problem}." for log in logs for problem in log.problems]
+    fold = Fold("What is missing or could not be read", problems) if problems else None
     longest = max((len(log.steps) for log in logs), default=0)
     thinned = (
         f"Of logs with more than {POINTS} lines, means over {POINTS} equal parts are drawn." if longest > POINTS else ""
     )
-    sections = [Section("At the end", problems, final_table(logs))]
+    sections = [Section("At the end", "", final_table(logs), fold=fold)]
     if charts := run_charts(logs):
         sections.append(Section("Learning curves", thinned, charts=charts))
     if charts := dial_panels(dials or {}):
-        text = "At the epochs that keep_every kept. A line is a layer, the mean over its heads; the range is theirs."
-        sections.append(Section("Gates and spans along training", text, charts=charts))
+        text = (
+            "At the epochs that keep_every kept. A line is a layer, the mean over its heads; the range is theirs. "
+            "Centres are where each head looks from the query, the cross: from the ring to the dot."
+        )
+        sections.append(Section("Gates, spans and centres along training", text, charts=charts))
     differing = recipe_table(logs)
     if len(logs) > 1 and len(differing) > 1:
         sections.append(Section("Where the recipes differ", "Every other field is the same.", differing))

@@ -20,8 +20,8 @@ from isomorph.models import create
 from isomorph.surgery import RULES, Edit, Fuse, edits, replay
 
 FORMAT = "isomorph-1"
-DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode", "source")
-"""What of a pretrained_cfg travels with the weights; `source` names the data set."""
+DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode", "source", "label_names")
+"""What of a pretrained_cfg travels with the weights; `source` names the data set, `label_names` its classes."""
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

@@ -13,10 +13,11 @@ from isomorph.training.checkpoint import load
 from isomorph.training.snapshot import newest
 
 
-def kept_models(folder: str | Path) -> Iterator[tuple[float, nn.Module]]:
+def kept_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
     """Epoch and model of every checkpoint that `keep_every` left in a run's folder, then of the run as it is now.
 
-    Models are read one at a time, in eval mode.
+    Models are read one at a time, in eval mode. With a list `damaged`, those that cannot be read are left out and said
+    in it.
 
     Raises: UserError when the folder holds no run, or one that has not been evaluated yet.
     """
@@ -26,7 +27,14 @@ def kept_models(folder: str | Path) -> Iterator[tuple[float, nn.Module]]:
     named = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
     epochs = sorted((int(match[1]), path) for path, match in named.items() if match)
     for epoch, path in epochs:
-        yield epoch, load(path)
+        try:
+            model = load(path)
+        except UserError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+        else:
+            yield epoch, model
     found = newest(folder)
     now = found.values["progress"]["closed"] if found else None
     if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
@@ -35,9 +43,11 @@ def kept_models(folder: str | Path) -> Iterator[tuple[float, nn.Module]]:
         raise UserError(f"{folder} holds no checkpoint of a run; keep some with keep_every=1 in its recipe")
 
 
-def dials_of_run(folder: str | Path) -> Trajectory:
+def dials_of_run(folder: str | Path, damaged: list[str] | None = None) -> Trajectory:
     """Gates, centres and spans along a run, from its folder: at every epoch that `keep_every` kept, and now.
+
+    `damaged` as in `kept_models`.
 
     Raises: UserError when the folder holds no checkpoint, or no model in it has a gated layer.
     """
-    return dials_along(kept_models(folder))
+    return dials_along(kept_models(folder, damaged))

@@ -218,7 +218,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     refuse_unfit(recipe, model, len(train.classes), recast)
     config = data_config(recipe, model)
     refuse_blind(model, config["input_size"], recipe.model.name)
-    remember_data(model, {**config, "source": recipe.data.source})
+    remember_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes)})
     testing = build_test_loader(recipe, config, test, runtime)
     refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
     objective, optimizer, scheduler, header = assemble(recipe, model, runtime, order.steps)
