@@ -1,7 +1,7 @@
 """What robustness costs, and how the CIFAR networks do.
 
     python benchmarks/robustness.py speed [--images 1000] [--slice 50] [--model resnet18] [--workers 2] [--rounds 3]
-    python benchmarks/robustness.py cifar [--images 10000] [--workers 2] [CHECKPOINT.safetensors ...]
+    python benchmarks/robustness.py cifar [--images 10000] [--workers 2] [--pair CNN.safetensors TCNN.safetensors ...]
 
 `speed` needs ISOMORPH_DATA with imagenet_samples. It times, picture by picture and
 interleaved, each corruption in imagecorruptions' form and in isomorph's, decoding and framing, and the model; then the
@@ -27,7 +27,7 @@ from interleave import show, write
 from isomorph.data import EXTRA, IMAGENET_C, corrupt, open_source
 from isomorph.data.corruptions import SEVERITIES, seed_of
 from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Pictures, fingerprint, frame_of, picture_loader
-from isomorph.suites.robustness_scores import headlines, robustness_rows
+from isomorph.suites.robustness_scores import headlines
 
 ALL = (*IMAGENET_C, *EXTRA)
 
@@ -135,31 +135,49 @@ def speed(options):
     print(f"\nwrote {write('robustness_speed', tables)}")
 
 
+def measured(name, options):
+    """A model's result on the test images; a second call takes what is there already."""
+    source = open_source("cifar10", "test", Path(os.environ.get("ISOMORPH_DATA", "data")))
+    model = iso.load(name) if name.endswith(".safetensors") else timm.create_model(name, pretrained=True)
+    result = iso.robustness(
+        model.eval(),
+        source,
+        extra=True,
+        limit=options.images if options.images < len(source) else None,
+        workers=options.workers,
+        batch_size=500,
+        out=options.out / f"{name.replace('/', '_')}-{options.images}-{fingerprint(source)}.jsonl",
+        cache=options.cache,
+        name=name,
+    )
+    print(f"\n{name}\n" + "\n".join(headlines(result)), flush=True)
+    return result
+
+
+def scores(result):
+    """Top-1 of the clean images, by corruption, by category, by severity, and over the suite's cells."""
+    by_severity = {f"severity {severity}": top1 for severity, top1 in result["by_severity"].items()}
+    found = {**result["by_corruption"], **result["by_category"], **by_severity}
+    return {"clean": result["clean"]["top1"], **found, "all of the suite": result["mean_top1"]}
+
+
 def cifar(options):
-    root = Path(os.environ.get("ISOMORPH_DATA", "data"))
-    source = open_source("cifar10", "test", root)
-    names = ["cifar_resnet20", "cifar_resnet56", *options.checkpoints]
-    tables, baselines = {}, {}
-    for name in names:
-        model = iso.load(name) if name.endswith(".safetensors") else timm.create_model(name, pretrained=True)
-        kept = options.out / f"{Path(name).stem}-{options.images}-{fingerprint(source)}.jsonl"
-        result = iso.robustness(
-            model.eval(),
-            source,
-            extra=True,
-            limit=options.images if options.images < len(source) else None,
-            workers=options.workers,
-            batch_size=500,
-            out=kept,
-            name=Path(name).stem,
-            baseline=baselines.get("cifar_resnet20"),
+    public = {name: scores(measured(name, options)) for name in ("cifar_resnet20", "cifar_resnet56")}
+    pairs = [tuple(scores(measured(name, options)) for name in pair) for pair in options.pair]
+    columns = dict(public)
+    if pairs:
+        first, second = (
+            {key: statistics.mean(pair[i][key] for pair in pairs) for key in pairs[0][i]} for i in range(2)
         )
-        baselines[name] = kept
-        heads, *rows = robustness_rows(result)
-        show(heads[0], [dict(zip(heads, row, strict=True)) for row in rows])
-        print("\n" + "\n".join(headlines(result)), flush=True)
-        tables[Path(name).stem] = [result]
-    print(f"\nwrote {write('robustness_cifar' + options.suffix, tables)}")
+        gains = [{key: pair[1][key] - pair[0][key] for key in pair[0]} for pair in pairs]
+        columns |= {"first of the pairs": first, "second of the pairs": second}
+        columns |= {f"gain, pair {i + 1}": gain for i, gain in enumerate(gains)}
+        columns["relative gain"] = {key: 100 * (second[key] - first[key]) / first[key] for key in first}
+    keys = public["cifar_resnet20"]
+    rows = [{"top-1 (%)": key, **{head: f"{column[key]:.2f}" for head, column in columns.items()}} for key in keys]
+    show(f"{options.images} test images, 32 px, ImageNet-C's constants", rows)
+    about = [{"images": options.images, "pairs": [list(map(str, pair)) for pair in options.pair]}]
+    print(f"\nwrote {write('robustness_cifar', {'options': about, 'top-1': rows})}")
 
 
 def main():
@@ -174,10 +192,17 @@ def main():
     fast.add_argument("--rounds", type=int, default=3)
     table = commands.add_parser("cifar")
     table.set_defaults(run=cifar)
-    table.add_argument("checkpoints", nargs="*", help="more models, e.g. a fine-tuned T-CNN")
+    table.add_argument(
+        "--pair",
+        nargs=2,
+        action="append",
+        default=[],
+        metavar="CHECKPOINT",
+        help="two checkpoints of one seed; the gain of the second over the first is tabled. May be given several times",
+    )
     table.add_argument("--images", type=int, default=10_000)
     table.add_argument("--out", type=Path, default=Path("runs/robustness"))
-    table.add_argument("--suffix", default="", help="of the name of the written file")
+    table.add_argument("--cache", type=Path, help="keeps corrupted pictures: 3 KB each, 95 cells")
     for command in (fast, table):
         command.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()

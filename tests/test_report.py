@@ -48,7 +48,7 @@ from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
 from isomorph.report.robustness import robustness_charts, robustness_table
 from isomorph.report.runs import POINTS, along_epochs, curve, flat, paths_of
-from isomorph.report.subjects import framed, predictions
+from isomorph.report.subjects import framed, percent, predictions
 from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results
 from isomorph.suites.robustness_scores import summary
 from isomorph.training.checkpoint import remember_data
@@ -253,6 +253,7 @@ class TestWords:
         named = Fixed(logits, label_names=("cat", "dog", "cow", "ape"))
         x = torch.randn(2, 3, 4, 4)
         assert predictions(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
+        assert percent(0.00049) == "<0.1%"
         assert predictions(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
         thousand = torch.zeros(1, 1000)
         thousand[0, 1] = 20

@@ -80,8 +80,8 @@ def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
 
 
 def percent(share: float) -> str:
-    """A probability in whole per cent, small ones to one digit."""
-    return f"{share:.0%}" if share >= 0.1 else f"{100 * share:.1g}%"
+    """A probability in per cent, small ones with one decimal."""
+    return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 @torch.no_grad()
