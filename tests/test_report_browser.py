@@ -10,6 +10,7 @@ from PIL import Image
 
 import isomorph as iso
 from browser import find_chromium, open_tab
+from isomorph.analysis import attention_windows
 from isomorph.report import (
     Bars,
     Dots,
@@ -304,6 +305,29 @@ def test_without_maps_the_page_shows_pictures_and_answers(tab, tmp_path):
     said = tab.run("[...document.querySelectorAll('figcaption')].map(e => e.textContent)")
     answers = predictions(cnn, normalised(pictures, CONFIG))
     assert said == [f"{p.name}{answer}" for p, answer in zip(pictures, answers, strict=True)]
+
+
+def test_windows_lie_where_they_are_in_the_image(tab, tmp_path):
+    """A shifted layer of a Swin, on a grid that its windows do not fill."""
+    import timm
+
+    arguments = dict(img_size=(40, 48), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=2)
+    model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
+    config = CONFIG | {"input_size": (3, 40, 48)}
+    picture = Picture("x", torch.rand(3, 40, 48))
+    write_page(tmp_path / "page.html", "Swin", "", dissect([Subject("Swin", model, config)], [picture]))
+    tab.open(tmp_path / "page.html")
+    name = "layers.0.blocks.1.attn"
+    batch, place = normalised([picture], config), 8 * 12 + 5
+    windows = attention_windows(model, batch)[name]
+    maps, keys = windows.on_grid(iso.attention_maps(model, batch)[name])[0, 1, place], windows.keys_of(place)
+    tab.click(".pick", *at((8, 5), (10, 12)))
+    for key in (keys[keys >= 0][0].item(), place, 0):
+        tab.hover(tile(1, 0, 1) + " canvas", *at(divmod(key, 12), (10, 12)))
+        shown = float(re.search(r"with ([\d.e-]+)", readout(tab))[1])
+        assert abs(shown - maps[keys == key].sum()) <= maps.max() / 510 + 1e-3 * maps.max()
+    padding = float(re.search(r"; ([\d.e-]+) goes to the padding", readout(tab))[1])
+    assert padding == pytest.approx(maps[keys < 0].sum().item(), abs=0.02)
 
 
 def test_layers_that_are_not_drawn_are_folded_away(tab, tmp_path):

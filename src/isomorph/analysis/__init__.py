@@ -7,6 +7,7 @@ from isomorph.analysis.evolution import feature_evolution, map_similarity
 from isomorph.analysis.logits import LogitStats, logit_stats
 from isomorph.analysis.similarity import branch_similarity, linear_cka
 from isomorph.analysis.summaries import attention_entropy, effective_rank, head_similarity
+from isomorph.analysis.windows import attention_windows
 
 __all__ = [
     "CKA",
@@ -15,6 +16,7 @@ __all__ = [
     "along",
     "attention_entropy",
     "attention_maps",
+    "attention_windows",
     "branch_similarity",
     "centres",
     "cka",

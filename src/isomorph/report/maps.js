@@ -4,16 +4,21 @@ async function unpack(id, of) {
   const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
-  const nq = of.prefix + of.kept[0] * of.kept[1], nk = of.prefix + of.keys[0] * of.keys[1], split = of.heads * nq * 2;
+  const nq = of.prefix + of.kept[0] * of.kept[1], split = of.heads * nq * 2;
+  const nk = of.windows ? of.windows[0].length : of.prefix + of.keys[0] * of.keys[1];
   const numbers = new DataView(buffer), ranges = new Float32Array(split);
   for (let i = 0; i < split; i++) ranges[i] = numbers.getFloat32(4 * i, true);
   return {ranges, levels: new Uint8Array(buffer, 4 * split), nq, nk};
 }
-// One row of a map: attention of a query to the prefix tokens and to every place.
-function attention(of, maps, head, query) {
-  const at = head * maps.nq + query, low = maps.ranges[2 * at], high = maps.ranges[2 * at + 1];
-  const row = new Float32Array(maps.nk), start = at * maps.nk;
-  for (let k = 0; k < maps.nk; k++) row[k] = low + maps.levels[start + k] * (high - low) / 255;
+// One row of a map: attention of a query to the prefix tokens and to every place (none outside its window).
+function attention(of, maps, head, {index, place}) {
+  const at = head * maps.nq + index, low = maps.ranges[2 * at], high = maps.ranges[2 * at + 1];
+  const row = new Float32Array(of.prefix + of.keys[0] * of.keys[1]), start = at * maps.nk;
+  const number = of.windows && place[0] * of.queries[1] + place[1], window = of.windows && of.windows.find(w => w.includes(number));
+  for (let k = 0; k < maps.nk; k++) {
+    const key = window ? window[k] : k;
+    if (key >= 0) row[key] = low + maps.levels[start + k] * (high - low) / 255;
+  }
   return {row, of, places: row.subarray(of.prefix), signed: of.signed};
 }
 function minus(a, b) {
@@ -54,7 +59,7 @@ function viewer(host, number, data) {
   function row(layer, model, head) {
     if (model === DIFFERENCE) return minus(row(layer, 1, head), row(layer, 0, head));
     const of = layers[layer].of[model], found = maps(layer, model);
-    return of && found && head < of.heads ? attention(of, found, head, query(of).index) : null;
+    return of && found && head < of.heads ? attention(of, found, head, query(of)) : null;
   }
 
   // Controls

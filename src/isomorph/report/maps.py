@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isomorph.analysis.places import Places, image_grid, places
 from isomorph.analysis.scores import Applied
 from isomorph.analysis.taps import Frame, observe
+from isomorph.analysis.windows import Windows, attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where
 
@@ -31,6 +32,8 @@ class LayerMaps:
 
     Keys are the prefix tokens, then the places without padding; what attention gives to padding is left out.
 
+    Of a layer that looks in windows, the keys of a query are those of its window.
+
     Shape: levels (B, heads, queries, keys), ranges (B, heads, queries, 2)
     """
 
@@ -38,6 +41,7 @@ class LayerMaps:
     where: Places
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
+    windows: Windows | None = None
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -56,6 +60,11 @@ class LayerMaps:
         query = self.where.prefix + min(int(row * rows), rows - 1) * columns + min(int(column * columns), columns - 1)
         low, high = np.moveaxis(self.ranges[image][:, query, :, None], 1, 0)  # (heads, 1)
         values = low + self.levels[image][:, query, self.where.prefix :] * ((high - low) / LEVELS)
+        if self.windows:
+            keys = self.windows.keys_of(query).numpy()
+            seen = np.zeros((len(values), rows * columns), values.dtype)
+            seen[:, keys[keys >= 0]] = values[:, keys >= 0]
+            values = seen
         return values.reshape(len(values), *self.keys)
 
     def kept(self, step: tuple[int, int]) -> list[int]:
@@ -99,19 +108,23 @@ def gather_maps(
     Raises: UserError when `layers` is given and selects none that has a map.
     """
     problems: dict[str, str] = {}
-    grid = image_grid(model, batch)
+    grid, cut = image_grid(model, batch), attention_windows(model, batch)
 
     def look(frame: Frame, applied: Applied) -> LayerMaps | None:
         try:
-            maps = applied.map().float()
-            if len(maps) != len(batch):
+            maps, windows = applied.map().float(), cut.get(frame.name)
+            if windows and len(maps) == len(batch) * len(windows.members):
+                where, maps = Places(windows.grid, windows.grid), windows.on_grid(maps)
+            elif len(maps) != len(batch):
                 raise UserError(f"it attends in {len(maps) // len(batch)} windows of each image")
-            where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+            else:
+                where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+                maps, windows = inner_keys(maps, where), None
         except UserError as error:
             problems[frame.name] = str(error)
             return None
-        levels, ranges = rounded(inner_keys(maps, where))
-        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy())
+        levels, ranges = rounded(maps)
+        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows)
 
     try:
         return observe(model, batch, look, "*" if layers is None else layers), problems

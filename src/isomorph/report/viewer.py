@@ -79,7 +79,8 @@ def geometry(maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | No
         "first": list(first),
         "kept": kept,
         "keys": list(maps.keys),
-        "padded": any(maps.where.padding),
+        "padded": any(maps.where.padding) or bool(maps.windows and (maps.windows.members < 0).any()),
+        "windows": maps.windows and maps.windows.members.tolist(),
         "signed": bool((maps.ranges < 0).any()),
         "gates": listed(gates),
     }

@@ -1,0 +1,90 @@
+"""Where windows of attention lie on the map that they are cut from, shifted and padded as the model does it."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.layers.mode import eval_mode
+
+PARTITIONS = ("_attn", "_partition_attn")
+"""Methods of timm's blocks (Swin V1 and V2, MaxViT) that cut a map into windows for `attn` and join it again."""
+
+
+class Windows(NamedTuple):
+    """Windows on a grid: the place of every token of each, counted row by row, -1 for padding.
+
+    Shape: members (windows, N)
+    """
+
+    grid: tuple[int, int]
+    members: Tensor
+
+    def on_grid(self, maps: Tensor) -> Tensor:
+        """The maps of all windows in the order of their queries' places; keys stay those of the query's window.
+
+        Shape: maps (B * windows, nh, N, N) -> (B, nh, H W, N)
+        """
+        found = self.members.flatten()
+        inside = (found >= 0).nonzero().flatten()
+        order = torch.empty_like(inside)
+        order[found[inside]] = inside
+        maps = maps.unflatten(0, (-1, len(self.members))).transpose(1, 2)  # (B, nh, windows, N, N)
+        return maps.flatten(2, 3)[:, :, order.to(maps.device)]
+
+    def keys_of(self, place: int) -> Tensor:
+        """Places of the keys that a query at a place sees, -1 for padding. Shape: -> (N,)"""
+        return self.members[(self.members == place).any(1)][0]
+
+
+class Recorder(nn.Module):
+    """Takes the place of an attention layer, and keeps what it is called with."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen = x
+        return x
+
+
+def windows_of(block: nn.Module, shape: torch.Size) -> Windows:
+    """Windows of a block that is called with a map of this shape: its own partition, run on the numbers of the places.
+
+    Shape: (B, H, W, C), or (B, C, H, W) for blocks with convolutions
+    """
+    first = any(isinstance(module, nn.Conv2d) for module in block.modules())
+    H, W = shape[2:] if first else shape[1:3]
+    numbers = torch.arange(1.0, H * W + 1).view((1, 1, H, W) if first else (1, H, W, 1))
+    attn, recorder = block.attn, Recorder()
+    block.attn = recorder
+    try:
+        parameter = next(attn.parameters())  # type: ignore[union-attr]
+        partition = next(getattr(block, name) for name in PARTITIONS if hasattr(block, name))
+        partition(numbers.to(parameter.device))
+    finally:
+        block.attn = attn
+    return Windows((H, W), recorder.seen.flatten(1).cpu().round().long() - 1)
+
+
+@torch.no_grad()
+def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
+    """Windows of the attention layers of timm's Swin and MaxViT families, for images like these, by layer name.
+
+    Shape: batch (B, C, H, W)
+    """
+    blocks = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "attn", None), nn.Module) and any(hasattr(module, way) for way in PARTITIONS)
+    }
+    shapes: dict[str, torch.Size] = {}
+    hooks = [
+        block.register_forward_pre_hook(lambda _, args, name=name: shapes.update({name: args[0].shape}))
+        for name, block in blocks.items()
+    ]
+    try:
+        if blocks:
+            with eval_mode(model):
+                model(batch[:1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {f"{name}.attn".removeprefix("."): windows_of(blocks[name], shape) for name, shape in shapes.items()}

@@ -1,0 +1,100 @@
+"""Windows of attention on the map they are cut from: shifted, padded, dilated as the model does it."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.analysis import attention_windows
+from isomorph.report import Picture, Seen, build_viewer, gather_maps
+
+
+def block(kind):
+    """A block whose map of 10 x 12 is cut into windows of 4 x 4, and whether it is padded for that."""
+    torch.manual_seed(0)
+    from timm.models.maxxvit import MaxxVitTransformerCfg, PartitionAttentionCl
+    from timm.models.swin_transformer import SwinTransformerBlock
+    from timm.models.swin_transformer_v2 import SwinTransformerV2Block
+
+    made = {
+        "swin": lambda: SwinTransformerBlock(8, (10, 12), num_heads=2, window_size=4, shift_size=0),
+        "swin shifted": lambda: SwinTransformerBlock(8, (10, 12), num_heads=2, window_size=4, shift_size=2),
+        "swin v2 shifted": lambda: SwinTransformerV2Block(8, (10, 12), num_heads=2, window_size=4, shift_size=2),
+        "maxvit windows": lambda: maxvit("block"),
+        "maxvit grid": lambda: maxvit("grid"),
+    }
+
+    def maxvit(partition):
+        cfg = MaxxVitTransformerCfg(window_size=(5, 4), grid_size=(5, 4), dim_head=4)
+        return PartitionAttentionCl(8, partition, cfg)
+
+    found = made[kind]().eval()
+    for parameter in found.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return found.double()
+
+
+KINDS = ("swin", "swin shifted", "swin v2 shifted", "maxvit windows", "maxvit grid")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_query_depends_on_the_places_it_looks_at_and_on_no_others(kind):
+    """The Jacobian of the block's own attention is the reference: where it is zero, the map has nothing."""
+    net, x = block(kind), torch.randn(2, 10, 12, 8, dtype=torch.float64)
+    windows = attention_windows(net, x)["attn"]
+    assert windows.grid == (10, 12)
+    maps = windows.on_grid(iso.attention_maps(net, x)["attn"])
+    partition = getattr(net, "_attn", None) or net._partition_attn
+    assert (windows.members < 0).any() == kind.startswith("swin")
+    z = net.norm1(x).detach().requires_grad_()
+    y = partition(z).flatten(1, 2)
+    for query in (0, 37, 64, 119):
+        (slope,) = torch.autograd.grad(y[1, query].square().sum(), z, retain_graph=True)
+        reference = slope[1].flatten(0, 1).abs().sum(-1) > 1e-25  # masks are -100: e^-100 is let through
+        keys, seen = windows.keys_of(query), torch.zeros(120, dtype=torch.bool)
+        seen[keys[keys >= 0]] = (maps[1, :, query] > 1e-30).any(0)[keys >= 0]
+        assert seen.equal(reference)
+        assert not slope[0].any()
+
+
+@pytest.mark.parametrize("kind", ["swin", "swin shifted"])
+def test_the_map_times_the_values_is_the_output(kind):
+    net, x = block(kind), torch.randn(2, 10, 12, 8, dtype=torch.float64)
+    windows = attention_windows(net, x)["attn"]
+    maps = windows.on_grid(iso.attention_maps(net, x)["attn"])  # (B, nh, H W, N)
+    z = net.norm1(x)
+    places = torch.cat([z.flatten(1, 2), torch.zeros_like(z[:, :1, 0])], dim=1)  # the last is padding: -1
+    values = net.attn.qkv(places)[..., 16:].unflatten(-1, (2, 4))  # (B, H W + 1, nh, d)
+    keys = torch.stack([windows.keys_of(p) for p in range(120)])  # (H W, N)
+    out = torch.einsum("bhqn,bqnhd->bqhd", maps, values[:, keys]).flatten(2)
+    assert torch.allclose(net.attn.proj(out).unflatten(1, (10, 12)), net._attn(z), atol=1e-12)
+
+
+def test_the_attention_layer_is_put_back():
+    net = block("swin")
+    attn = net.attn
+    attention_windows(net, torch.randn(1, 10, 12, 8, dtype=torch.float64))
+    assert net.attn is attn
+
+
+def test_the_page_holds_the_maps_of_windows():
+    """What the page unpacks, and a figure draws, is the map to half a level; every layer of a Swin is there."""
+    torch.manual_seed(0)
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=(40, 48), window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 4)
+    ).eval()
+    x = torch.randn(2, 3, 40, 48)
+    found, problems = gather_maps(model, x)
+    assert not problems
+    assert list(found) == [f"layers.{i}.blocks.{j}.attn" for i in range(2) for j in range(2)]
+    layer, windows = found["layers.0.blocks.1.attn"], attention_windows(model, x)["layers.0.blocks.1.attn"]
+    exact = windows.on_grid(iso.attention_maps(model, x)["layers.0.blocks.1.attn"])[1, :, 3 * 12 + 5]
+    keys = windows.keys_of(3 * 12 + 5)
+    drawn = torch.from_numpy(layer.seen_from(1, 3.5 / 10, 5.5 / 12)).flatten(1)
+    assert drawn.shape == (2, 120)
+    assert (drawn[:, keys[keys >= 0]] - exact[:, keys >= 0]).abs().max() <= layer.rounding * 1.001
+    assert drawn.count_nonzero(1).max() <= (keys >= 0).sum()
+    viewer = build_viewer([Seen("swin", found)], [Picture(n, torch.rand(3, 40, 48)) for n in "ab"])
+    assert viewer.data["layers"][1]["of"][0]["windows"] == windows.members.tolist()
+    assert viewer.data["layers"][1]["of"][0]["padded"]
