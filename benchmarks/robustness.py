@@ -145,7 +145,7 @@ def measured(name, options):
         extra=True,
         limit=options.images if options.images < len(source) else None,
         workers=options.workers,
-        batch_size=500,
+        batch_size=100,
         out=options.out / f"{name.replace('/', '_')}-{options.images}-{fingerprint(source)}.jsonl",
         cache=options.cache,
         name=name,
