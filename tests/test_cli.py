@@ -175,7 +175,7 @@ BAD = {
     "command": (["recats"], "recats"),
     "option": (["evaluate", "{weights}", "--dta", "digits"], "--dta"),
     "no pixel": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "has no pixel"),
-    "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no pixel"),
+    "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no image"),
     "negative size": (
         ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--size", "-3", "5"],
         "pixel",

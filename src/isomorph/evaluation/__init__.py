@@ -3,7 +3,7 @@
 from isomorph.evaluation.accuracy import answer, evaluate, tally
 from isomorph.evaluation.cost import count_macs, count_parameters, measure_cost
 from isomorph.evaluation.memory import peak_bytes, saved_bytes
-from isomorph.evaluation.sizes import at_size, evaluation_config, refusal
+from isomorph.evaluation.sizes import at_size, channels, evaluation_config, refusal, training_config
 from isomorph.evaluation.speed import Speed, speeds, throughput
 from isomorph.evaluation.sweep import cost_rows
 from isomorph.evaluation.tally import SetTally, Tally, added
@@ -15,6 +15,7 @@ __all__ = [
     "added",
     "answer",
     "at_size",
+    "channels",
     "cost_rows",
     "count_macs",
     "count_parameters",
@@ -27,4 +28,5 @@ __all__ = [
     "speeds",
     "tally",
     "throughput",
+    "training_config",
 ]

@@ -6,7 +6,7 @@ from isomorph.report.dissection import Extras, Subject, dissect, recipe_beside, 
 from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
 from isomorph.report.papers import save_figures
-from isomorph.report.pictures import open_pictures, view_config
+from isomorph.report.pictures import open_pictures
 from isomorph.report.runs import compare_runs, read_runs
 from isomorph.report.terminal import curve_rows, metric_rows, show
 from isomorph.report.viewer import Picture, Seen, build_viewer
@@ -37,6 +37,5 @@ __all__ = [
     "save_figures",
     "show",
     "told_apart",
-    "view_config",
     "write_page",
 ]

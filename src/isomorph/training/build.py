@@ -8,7 +8,6 @@ from typing import Any
 
 import timm
 import torch
-from timm.data import resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -31,7 +30,7 @@ from isomorph.data import (
     train_transform,
 )
 from isomorph.errors import UserError
-from isomorph.evaluation import evaluation_config, refusal
+from isomorph.evaluation import evaluation_config, refusal, training_config
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
 from isomorph.training.checkpoint import load, load_weights, remember_base
@@ -89,12 +88,8 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     """Input size, mean, std, interpolation and test crop of the run: the model's own, but for what the recipe gives."""
-    given: dict[str, Any] = {"input_size": (3, *recipe.data.size)} if recipe.data.size else {}
-    if recipe.data.test_crop:
-        given |= (
-            {"crop_mode": "center"} if recipe.data.test_crop == "center" else {"crop_mode": "squash", "crop_pct": 1.0}
-        )
-    return resolve_data_config(given, model=model, use_test_size=False)
+    crops = {"center": {"crop_mode": "center"}, "whole": {"crop_mode": "squash", "crop_pct": 1.0}}
+    return training_config(model, recipe.data.size, crops[recipe.data.test_crop] if recipe.data.test_crop else None)
 
 
 def refuse_blind(model: nn.Module, size: Sequence[int], who: str) -> None:
@@ -254,8 +249,7 @@ def evaluation_data(
 
 def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Noise for the model, of the given height and width or the model's own."""
-    channels, *own = resolve_data_config(model=model, use_test_size=False)["input_size"]
-    shape = (batch, getattr(model, "in_chans", channels), *(size or own))
-    if min(shape) < 1:
-        raise UserError(f"an input of {'x'.join(map(str, shape))} has no pixel; give positive sizes")
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    shape = training_config(model, size)["input_size"]
+    if batch < 1:
+        raise UserError(f"a batch of {batch} has no image; give at least 1")
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))
