@@ -28,7 +28,7 @@ def evaluation_config(model: nn.Module, size: Size | None = None) -> dict[str, A
 
 
 def training_config(
-    model: nn.Module, size: Size | None = None, crop: Mapping[str, Any] | None = None
+    model: nn.Module, size: Sequence[int] | None = None, crop: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The data config to train a model with, at the given size or its own, and the crop of its test images.
 
@@ -44,10 +44,15 @@ def of_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:
     Raises: UserError for a size without a pixel.
     """
     height, width = config["input_size"][-2:]
-    if min(height, width) < 1:
-        raise UserError(f"a size of {height} x {width} has no pixel; give positive sizes")
+    refuse_empty((height, width))
     spread = {k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")}
     return {**config, **spread, "input_size": (number, height, width)}
+
+
+def refuse_empty(size: Size) -> None:
+    """Raises: UserError for a size without a pixel."""
+    if min(size) < 1:
+        raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
 
 
 def channels(model: nn.Module) -> int:
@@ -69,6 +74,7 @@ def at_size(model: nn.Module, size: Size) -> nn.Module:
 
     Raises: UserError when the model takes no such images, or its patches would leave out an edge of them.
     """
+    refuse_empty(size)
     shape = (channels(model), *size)
     problem = refusal(model, shape)
     if problem and not dropping(model, shape) and hasattr(model, "set_input_size"):
@@ -165,8 +171,8 @@ def noting(found: list[tuple[int, int]], size: Sequence[int]) -> Callable[[nn.Mo
 
     def note(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         sides, steps = inputs[0].shape[-2:], conv.kernel_size
-        if any(side % int(step) for side, step in zip(sides, steps, strict=True)):  # type: ignore[arg-type, call-overload]
-            height, width = (int(k) * round(a / max(b, 1)) for k, a, b in zip(steps, size[-2:], sides, strict=True))  # type: ignore[arg-type, call-overload]
+        if any(side % int(step) for side, step in zip(sides, steps, strict=True)):  # type: ignore[arg-type]
+            height, width = (int(k) * round(a / max(b, 1)) for k, a, b in zip(steps, size[-2:], sides, strict=True))  # type: ignore[arg-type]
             found.append((height, width))
 
     return note

@@ -9,7 +9,7 @@ import numpy as np
 from torch import nn
 
 from isomorph.data import Source
-from isomorph.data.corruptions import VERSION
+from isomorph.data.corruptions import CONSTANTS, VERSION
 from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Frame, Pictures, fingerprint, frame_of, refuse_small
 from isomorph.errors import UserError
 from isomorph.evaluation import channels, evaluation_config
@@ -50,6 +50,19 @@ class Sight:
             "seed": self.seed,
             "pictures": self.described(),
         }
+
+    def data(self) -> str:
+        """How many images of how many classes there are, in words; nothing of published ones."""
+        if self.folder:
+            return ""
+        source = self.clean_source()
+        return f"{len(source):,} images of {len(source.classes):,} classes"
+
+    def constants(self) -> str:
+        """Whose constants the severities have: CIFAR-10-C, at its size, has others."""
+        if self.folder or self.size == PUBLISHED_SIZE:
+            return CONSTANTS
+        return f"{CONSTANTS} at every size, not CIFAR-10-C's milder ones"
 
     def described(self) -> str:
         """How the pictures came about, in words."""
@@ -117,11 +130,11 @@ def look(
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
         size = evaluation_config(model)["input_size"][-2:] if fixed or not (imagenet or folder) else PUBLISHED_SIZE
+    config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_FRAME if imagenet else {})
     if folder and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
             f"the published pictures are 224 x 224, the model is to see {size[1]} x {size[0]}: resampling would change "
             "the corruptions; corrupt on the fly instead (a source and no folder)"
         )
-    config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_FRAME if imagenet else {})
     refuse_small(config)
     return Sight(source, folder, config, frame_of(config), imagenet, classes, seed, limit)

@@ -88,7 +88,10 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     """Input size, mean, std, interpolation and test crop of the run: the model's own, but for what the recipe gives."""
-    crops = {"center": {"crop_mode": "center"}, "whole": {"crop_mode": "squash", "crop_pct": 1.0}}
+    crops: dict[str, dict[str, Any]] = {
+        "center": {"crop_mode": "center"},
+        "whole": {"crop_mode": "squash", "crop_pct": 1.0},
+    }
     return training_config(model, recipe.data.size, crops[recipe.data.test_crop] if recipe.data.test_crop else None)
 
 
