@@ -176,7 +176,7 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:
     """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run."""
-    if name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name)):
+    if is_trained(name):
         if weights:
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
         return open_trained(Path(name))
@@ -188,6 +188,11 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
     if weights:
         load_weights(model, weights)
     return model.eval()
+
+
+def is_trained(name: str) -> bool:
+    """Whether this names a checkpoint by isomorph or a run's folder, and no model of timm."""
+    return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
 
 
 def open_trained(path: Path, averaged: bool = True) -> nn.Module:
