@@ -71,12 +71,8 @@ def evaluate_(
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    if suite and classes is not None:
-        raise UserError("--classes does not go with --suite, whose classes are fixed")
-    if partial and not suite:
-        raise UserError("--partial goes with --suite")
-    if not pretrained:
-        refuse_weights(model, weights)
+    refuse_at_odds(bool(suite), classes is not None, partial)
+    refuse_weights(model, weights, pretrained)
     evaluating.refuse_no_csv(per_class)
     places = imagenet.find_suites(suite or [], root, data)
     net = open_model(model, weights, pretrained)
@@ -91,18 +87,21 @@ def evaluate_(
     if per_class:
         evaluating.write_csv(per_class, of_classes)
     costs = evaluating.costs(net, size) if cost else []
-    say(
-        {"model": model} | ({} if pretrained else {"weights": "random"}),
-        bool(suite) or len(size) > 1,
-        rows,
-        costs,
-        json_,
-    )
+    head = {"model": model} | ({} if pretrained else {"weights": "random"})
+    say(head, bool(suite) or len(size) > 1, rows, costs, json_)
 
 
-def refuse_weights(model: str, weights: Path | None) -> None:
+def refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
+    """Raises: UserError for options that do not go together."""
+    if suite and classes:
+        raise UserError("--classes does not go with --suite, whose classes are fixed")
+    if partial and not suite:
+        raise UserError("--partial goes with --suite")
+
+
+def refuse_weights(model: str, weights: Path | None, pretrained: bool) -> None:
     """Raises: UserError when a model that is to have random weights is given some."""
-    if weights or is_trained(model):
+    if not pretrained and (weights or is_trained(model)):
         raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
 
 

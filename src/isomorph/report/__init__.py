@@ -8,7 +8,7 @@ from isomorph.report.page import Section, write_page
 from isomorph.report.papers import save_figures
 from isomorph.report.pictures import open_pictures
 from isomorph.report.runs import compare_runs, read_runs
-from isomorph.report.terminal import curve_rows, metric_rows, show
+from isomorph.report.terminal import curve_rows, metric_rows, show, show_words
 from isomorph.report.viewer import Picture, Seen, build_viewer
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "recipe_beside",
     "save_figures",
     "show",
+    "show_words",
     "told_apart",
     "write_page",
 ]

@@ -59,6 +59,22 @@ def grid_rows(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [head, *rows]
 
 
+def show_words(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of words, all to the left: on a terminal folded to its width, else a line a row, whole."""
+    console = Console()
+    if not console.is_terminal:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for i, head in enumerate(rows[0]):
+        table.add_column(head, no_wrap=i == 0)
+    for row in rows[1:]:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
 def show(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")
