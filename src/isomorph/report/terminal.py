@@ -60,17 +60,21 @@ def grid_rows(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def show_words(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table of words, all to the left: on a terminal folded to its width, else a line a row, whole."""
+    """Prints a table of words, all to the left, a line a row: in columns where these fit or nobody looks.
+
+    On a terminal too narrow for that, what follows a row's name is one text beside it.
+    """
     console = Console()
-    if not console.is_terminal:
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if not console.is_terminal or sum(widths) + 2 * len(widths) - 2 <= console.width:
         for row in rows:
             print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for i, head in enumerate(rows[0]):
-        table.add_column(head, no_wrap=i == 0)
-    for row in rows[1:]:
+    head, *others = [(row[0], "; ".join(filter(None, row[1:]))) for row in rows]
+    table.add_column(head[0], no_wrap=True)
+    table.add_column(head[1])
+    for row in others:
         table.add_row(*map(escape, row))
     console.print(table)
 
