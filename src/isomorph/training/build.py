@@ -53,8 +53,16 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
     if part.weights:
-        load_weights(model, part.weights, fresh_head=True)
+        new = load_weights(model, part.weights, fresh_head=True)
+        model.isomorph_start = loaded_line(model, part.weights, new)  # type: ignore[assignment]
     return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
+
+
+def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str]) -> str:
+    """Which of a model's tensors came from a checkpoint and which are new, in words."""
+    taken = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
+    named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
+    return f"weights: {taken} tensors from {path}" + (f"; new: {named}" if new else "")
 
 
 def operate(model: nn.Module, part: ModelPart) -> nn.Module:
