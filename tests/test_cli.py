@@ -175,7 +175,7 @@ BAD = {
     "command": (["recats"], "recats"),
     "option": (["evaluate", "{weights}", "--dta", "digits"], "--dta"),
     "no pixel": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "has no pixel"),
-    "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no pixel"),
+    "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no image"),
     "negative size": (
         ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--size", "-3", "5"],
         "pixel",
@@ -268,3 +268,24 @@ def test_demo_writes_its_page(tmp_path):
     assert page.count('data-viewer="') == 1
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "src=" not in page
+
+
+@pytest.mark.parametrize(("width", "lines"), [(None, 3), (120, 3), (80, 3), (40, 5)])
+def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys):
+    """Piped, nothing is cut; on a terminal the name keeps its column, and the words beside it fold."""
+    from functools import partial
+
+    from rich.console import Console
+
+    from isomorph.report import show_words
+
+    if width:
+        made = partial(Console, width=width, force_terminal=True, color_system=None, no_color=True)
+        monkeypatch.setattr("isomorph.report.terminal.Console", made)
+    words = "from a table with [brackets] that is long enough"
+    show_words([["recipe", "source", "expected"], ["a_long_name", words, ""], ["b", "x", "80.0 top-1"]])
+    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert len(said) == lines
+    assert said[1].startswith("a_long_name  from a table")
+    assert " ".join(" ".join(said).split()).count("[brackets]") == 1
+    assert said[-1].split()[:2] in (["b", "x"], ["b", "x;"])

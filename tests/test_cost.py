@@ -9,7 +9,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.cli import main
-from isomorph.evaluation import at_size, cost_rows, peak_bytes, saved_bytes, speeds
+from isomorph.evaluation import PeakMeter, at_size, cost_rows, peak_bytes, saved_bytes, speeds
 
 
 def small_vit(**kwargs):
@@ -68,6 +68,33 @@ class TestPeak:
         assert plain < training
         assert training > 8 * saved_bytes(model, (3, 64, 64), 2) * 0.5
 
+    def test_one_process_finds_what_processes_of_their_own_find(self):
+        class Nowhere(nn.Linear):
+            pass
+
+        cnn, vit = timm.create_model("cifar_resnet20"), small_vit()
+        asked = [(cnn, 64, 32, True), (vit, 32, 64, True)]
+        alone = [peak_bytes(model, (3, side, side), batch, training) for model, side, batch, training in asked]
+        with PeakMeter() as meter:
+            together = [
+                peak_bytes(model, (3, side, side), batch, training, meter) for model, side, batch, training in asked
+            ]
+            assert peak_bytes(Nowhere(3, 3), (3,), 1, False, meter) is None
+            with pytest.raises(iso.UserError, match=r"peak of a batch of 2 failed: .*channels"):
+                peak_bytes(cnn, (4, 32, 32), 2, False, meter)
+            again = peak_bytes(cnn, (3, 64, 64), 32, True, meter)
+            process = meter.process
+        assert [*together, again] == pytest.approx([*alone, alone[0]], rel=0.1, abs=2**20)
+        assert process.poll() is not None
+
+    def test_a_process_that_died_is_started_again(self):
+        model = nn.Linear(3, 3)
+        with PeakMeter() as meter:
+            assert peak_bytes(model, (3,), 1, False, meter) is not None
+            meter.process.kill()
+            meter.process.wait()
+            assert peak_bytes(model, (3,), 1, False, meter) is not None
+
 
 def test_speeds_take_turns_and_have_quartiles():
     order = []
@@ -97,6 +124,14 @@ def test_rows_scale_with_the_resolution():
     assert cnn[2]["saved_bytes"] == pytest.approx(4 * cnn[0]["saved_bytes"], rel=0.01)
     assert all(row["ratio"] == 1 for row in rows if row["model"] == "vit")
     assert rows[0]["peak_bytes"] is None
+
+
+def test_every_step_is_told_in_words():
+    told = []
+    models = {"cnn": timm.create_model("cifar_resnet20")}
+    list(cost_rows(models, [(32, 32)], (1, 2), 0.0, peak=False, progress=lambda *line: told.append(line)))
+    doing = ["cnn 32 x 32: counting", "32 x 32, batch 1: timing", "32 x 32, batch 2: timing"]
+    assert told == [(done, 3, words) for i, words in enumerate(doing) for done in (i, i + 1)]
 
 
 def test_a_size_that_a_model_does_not_take_is_said():

@@ -19,6 +19,7 @@ from isomorph.analysis.places import Places
 from isomorph.cli import main
 from isomorph.cli.reports import dials_kept, images_for
 from isomorph.data import Source, evaluation_transform
+from isomorph.evaluation import evaluation_config
 from isomorph.report import (
     Bars,
     Dots,
@@ -39,7 +40,6 @@ from isomorph.report import (
     read_runs,
     save_figures,
     told_apart,
-    view_config,
     write_page,
 )
 from isomorph.report.charts import as_json, numbers
@@ -506,18 +506,11 @@ class TestPictures:
     def test_size_and_channels_are_the_models(self, tmp_path):
         Image.new("RGB", (60, 40), (255, 0, 0)).save(tmp_path / "a.png")
         model = timm.create_model("cifar_resnet20", in_chans=1)
-        config = view_config(model, (24, 32))
+        config = evaluation_config(model, (24, 32))
         (picture,) = open_pictures([tmp_path / "a.png"], config)
         assert config["input_size"] == (1, 24, 32)
         assert picture.pixels.shape == (1, 24, 32)
         assert picture.uri().startswith("data:image/png;base64,")
-
-    def test_a_fixed_grid_of_patches_is_resized(self):
-        model = small_vit()
-        config = view_config(model, (64, 40))
-        assert model(torch.randn(1, *config["input_size"])).shape == (1, 5)
-        with pytest.raises(iso.UserError, match="no pixel"):
-            view_config(model, (0, 4))
 
 
 @pytest.fixture

@@ -169,7 +169,8 @@ def test_cells_are_what_evaluate_says(net):
             assert cell[key] == pytest.approx(expected[key], rel=1e-4), key
     assert "mce" not in found
     assert "unnormalised" in headlines(found)[-1]
-    assert "ImageNet-C's constants" in headlines(found)[0]
+    assert found["constants"] == "ImageNet-C's constants at every size, not CIFAR-10-C's milder ones"
+    assert found["constants"] in headlines(found)[0]
     assert [row[0] for row in robustness_rows(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
 
 
@@ -227,11 +228,14 @@ def test_another_models_file_is_refused(net, tmp_path):
     with pytest.raises(iso.UserError, match=r"holds cells of .* with seed 0, not 1") as caught:
         iso.robustness(net, source, **one, seed=1)
     assert "\n" not in str(caught.value)
-    with pytest.raises(iso.UserError, match="with source"):
+    with pytest.raises(
+        iso.UserError,
+        match=r"holds cells of .* with data: 12 images of 10 classes, not 13 images of 10 classes as of this",
+    ):
         iso.robustness(net, source_of(13), **one)
     nn.init.zeros_(net.conv1.weight)
     before = out.read_text()
-    with pytest.raises(iso.UserError, match=r"holds cells of .* with weights"):
+    with pytest.raises(iso.UserError, match=r"holds cells of .*, whose weights are others; give another"):
         iso.robustness(net, source, **one)
     assert out.read_text() == before
     out.write_text("not cells\n")
@@ -285,11 +289,17 @@ def test_a_baseline_in_either_form(net, tmp_path, as_json):
     assert same["points"] == 0
     assert same["error_ratio"] == pytest.approx(100)
     assert same["model"] == "net"
-    with pytest.raises(iso.UserError, match="was measured with source"):
+    with pytest.raises(iso.UserError, match=r"was measured with limit none \(all images\), .* with 3; measure"):
         iso.robustness(net, source, **options, limit=3)
+    with pytest.raises(iso.UserError, match=r"size 32 x 32 and seed 0, .* with size 40 x 36 and seed 4;"):
+        iso.robustness(net, source, **options, seed=4, size=(40, 36))
+    others = source_of()
+    others.pictures = others.pictures[::-1]
+    with pytest.raises(iso.UserError, match=r"with other images \(12 images of 10 classes, as here\), .* with these;"):
+        iso.robustness(net, others, **options)
     with pytest.raises(iso.UserError, match=r"no results .*none"):
         iso.robustness(net, source, **FEW, baseline=tmp_path / "none")
-    with pytest.raises(iso.UserError, match="was measured with seed"):
+    with pytest.raises(iso.UserError, match=r"was measured with seed 0, .* with 4;"):
         iso.robustness(net, source, **options, seed=4)
 
 

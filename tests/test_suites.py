@@ -177,6 +177,22 @@ def test_real_goes_by_file_names_skips_and_takes_any_label(tmp_path):
         assert one_row(model, "real", other)["top1"] == pytest.approx(100 * expected)
 
 
+@pytest.mark.parametrize("below", ["", "val"])
+def test_real_needs_no_class_folders(tmp_path, below):
+    """As ILSVRC2012_img_val.tar unpacks."""
+    (top := tmp_path / "imagenet" / below).mkdir(parents=True)
+    numbers = [n for n in range(1, 30) if LABELS.real[n - 1, 0] >= 0]
+    for n in numbers:
+        right = int(LABELS.real[n - 1, 0])
+        pixels(right if n % 2 else (right + 500) % 1000).save(top / f"ILSVRC2012_val_{n:08d}.png")
+    row = {"suite": "real", "images": len(numbers)}
+    row["top1"] = pytest.approx(100 * sum(n % 2 for n in numbers) / len(numbers))
+    assert evaluate_suites(Reads(), "real", tmp_path, partial=True) == [row]
+    assert evaluate_suites(Reads(), "real", tmp_path / "imagenet", partial=True) == [row]
+    with pytest.raises(iso.UserError, match=r"only real can judge \(by their names\); imagenet needs a folder a class"):
+        evaluate_suites(Reads(), "imagenet,real", tmp_path, partial=True)
+
+
 @pytest.mark.usefixtures("caches")
 def test_real_reads_names_from_parquet(tmp_path):
     import datasets
@@ -387,6 +403,18 @@ class TestCommand:
         said = capsys.readouterr().err.splitlines()
         assert len(said) == 1
         assert expected in said[0]
+
+    def test_random_weights_are_said(self, tmp_path, weights, capsys):
+        by_wnid(tmp_path / "imagenet", [0, 1])
+        asked = ["--suite", "imagenet", "--root", str(tmp_path), "--partial", "--no-cost", "--no-pretrained"]
+        run(["evaluate", "test_resnet", *asked, "--json"])
+        found = json.loads(capsys.readouterr().out)
+        assert (found["model"], found["weights"], found["rows"][0]["images"]) == ("test_resnet", "random", 2)
+        run(["evaluate", "test_resnet", *asked])
+        assert capsys.readouterr().out.startswith("test_resnet (random weights)\n")
+        for trained in ([weights], ["test_resnet", "--weights", weights]):
+            assert run(["evaluate", *trained, *asked]) == 2
+            assert "--no-pretrained is for a timm model by its name" in capsys.readouterr().err
 
     def test_cost_at_every_size(self, monkeypatch):
         from isomorph.suites.evaluating import costs

@@ -570,6 +570,21 @@ class TestCheckpoint:
         assert path.read_text() == "old"
         assert list(tmp_path.iterdir()) == [path]
 
+    def test_what_was_loaded_is_said(self, tmp_path):
+        from isomorph.training.build import build_model, loaded_line
+        from isomorph.training.parts import ModelPart
+
+        given = timm.create_model("cifar_resnet20")
+        iso.save(given, path := tmp_path / "20.safetensors")
+        head = ["linear.weight", "linear.bias"]
+        assert iso.load_weights(timm.create_model("cifar_resnet20"), path) == []
+        other = timm.create_model("cifar_resnet20", num_classes=3)
+        assert iso.load_weights(other, path, fresh_head=True) == head
+        tensors = sum("num_batches" not in name for name in given.state_dict())
+        said = f"weights: {tensors - 2} tensors from {path}; new: linear.weight, linear.bias"
+        assert build_model(ModelPart(name="cifar_resnet20", weights=path), 3).isomorph_start == said
+        assert loaded_line(other, "x", list("abcdef")).endswith("; new: a, b, c, d and 2 more")
+
     def test_misfits_are_named(self, tmp_path):
         iso.save(timm.create_model("cifar_resnet32"), tmp_path / "32.safetensors")
         with pytest.raises(iso.UserError, match=r"does not fit CifarResNet: tensors \d+ unexpected \(layer1\.3"):

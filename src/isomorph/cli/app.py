@@ -1,13 +1,23 @@
 """The application, and the options that several commands share."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from cyclopts import App, Parameter
 from rich.console import Console
-from rich.progress import track
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
 
 import isomorph as iso
 
@@ -31,3 +41,27 @@ def bar(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
     """Steps with a progress bar, on a terminal."""
     console, quiet = Console(stderr=True), not sys.stderr.isatty()
     return track(steps, title, total, console=console, transient=True, disable=quiet)
+
+
+@contextmanager
+def spinner(title: str) -> Iterator[Callable[[str], None]]:
+    """A sign of life and the time it has taken, on a terminal, that is told what is being done."""
+    console, quiet = Console(stderr=True), not sys.stderr.isatty()
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet) as shown:
+        task = shown.add_task(title)
+        yield lambda doing: shown.update(task, description=f"{title}: {doing}")
+
+
+@contextmanager
+def steps_bar(title: str) -> Iterator[Callable[[float, int, str], None]]:
+    """A progress bar, on a terminal, that is told steps done, steps in all, and what is being done."""
+    console, quiet = Console(stderr=True), not sys.stderr.isatty()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet) as shown:
+        task = shown.add_task(title)
+
+        def tell(done: float, total: int, doing: str) -> None:
+            shown.update(task, completed=round(done, 1), total=total, description=doing)
+
+        yield tell

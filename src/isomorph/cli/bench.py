@@ -5,7 +5,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Weights, app, bar
+from isomorph.cli.app import Device, Json, Weights, app, steps_bar
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
 from isomorph.report import batch_cost_table, fixed_cost_table, show
@@ -51,9 +51,8 @@ def bench(
     sizes = size or [evaluation_config(nets[model])["input_size"][-2:]]
     for net in nets.values():
         net.to(open_runtime(device).device)
-    made = cost_rows(nets, sizes, batch_size, seconds, peak)
-    total = len(names) * len(sizes) * len(batch_size)
-    rows = list(bar(made, "measuring", total))
+    with steps_bar("measuring") as tell:
+        rows = list(cost_rows(nets, sizes, batch_size, seconds, peak, tell))
     if json_:
         print(json.dumps(rows))
     else:

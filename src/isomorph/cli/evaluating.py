@@ -11,7 +11,7 @@ from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
 from isomorph.suites import evaluating, imagenet, views
-from isomorph.training.build import evaluation_data, open_model
+from isomorph.training.build import evaluation_data, is_trained, open_model
 from isomorph.training.runtime import open_runtime
 
 
@@ -25,6 +25,7 @@ def evaluate_(
     root: Root = None,
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
+    pretrained: bool = True,
     batch_size: int = 100,
     workers: int = 0,
     size: tuple[tuple[int, int], ...] = (),
@@ -48,6 +49,8 @@ def evaluate_(
         form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.
     partial
         Allow a suite that lacks classes or images.
+    pretrained
+        Use the model's public weights; --no-pretrained leaves it with random ones.
     batch_size
         Images per step.
     workers
@@ -68,13 +71,11 @@ def evaluate_(
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    if suite and classes is not None:
-        raise UserError("--classes does not go with --suite, whose classes are fixed")
-    if partial and not suite:
-        raise UserError("--partial goes with --suite")
+    refuse_at_odds(bool(suite), classes is not None, partial)
+    refuse_weights(model, weights, pretrained)
     evaluating.refuse_no_csv(per_class)
     places = imagenet.find_suites(suite or [], root, data)
-    net = open_model(model, weights)
+    net = open_model(model, weights, pretrained)
     if places:
         views.refuse_other_classes(getattr(net, "num_classes", None), imagenet.CLASSES)
         sets = imagenet.open_found(places, partial)
@@ -86,12 +87,28 @@ def evaluate_(
     if per_class:
         evaluating.write_csv(per_class, of_classes)
     costs = evaluating.costs(net, size) if cost else []
-    say(model, bool(suite) or len(size) > 1, rows, costs, json_)
+    head = {"model": model} | ({} if pretrained else {"weights": "random"})
+    say(head, bool(suite) or len(size) > 1, rows, costs, json_)
 
 
-def say(model: str, many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool) -> None:
+def refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
+    """Raises: UserError for options that do not go together."""
+    if suite and classes:
+        raise UserError("--classes does not go with --suite, whose classes are fixed")
+    if partial and not suite:
+        raise UserError("--partial goes with --suite")
+
+
+def refuse_weights(model: str, weights: Path | None, pretrained: bool) -> None:
+    """Raises: UserError when a model that is to have random weights is given some."""
+    if not pretrained and (weights or is_trained(model)):
+        raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
+
+
+def say(head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool) -> None:
     """Prints what was found: a table of `many` suites or sizes, a curve, or one number under another."""
-    head, found = {"model": model}, costs[0] if len(costs) == 1 else {}
+    found = costs[0] if len(costs) == 1 else {}
+    model = head["model"] + (f" ({head['weights']} weights)" if "weights" in head else "")
     if json_:
         several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | found
         print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | found)))

@@ -15,7 +15,7 @@ from isomorph.cli.app import Json, app
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters
 from isomorph.recipes import RECIPES, load_recipe, recipe_values
-from isomorph.report import show
+from isomorph.report import show, show_words
 
 
 @app.command(name="models")
@@ -74,7 +74,7 @@ def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
         print(json.dumps(found, default=str))
     else:
         rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in found.items())
-        show([["recipe", "source", "expected"], *rows])
+        show_words([["recipe", "source", "expected"], *rows])
 
 
 @recipes.command(name="show")

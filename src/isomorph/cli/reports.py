@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +13,10 @@ from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, Model, Weights, app
+from isomorph.cli.app import Device, Json, Model, Weights, app, spinner
 from isomorph.data import eval_loader
 from isomorph.errors import UserError
+from isomorph.evaluation import at_size, evaluation_config
 from isomorph.report import (
     Extras,
     Section,
@@ -27,7 +29,6 @@ from isomorph.report import (
     recipe_beside,
     save_figures,
     told_apart,
-    view_config,
     write_page,
 )
 from isomorph.report.runs import Log
@@ -47,7 +48,13 @@ def open_subject(
     path = Path(name)
     model = open_model(name, weights, pretrained)
     recipe = recipe_beside(path) if path.is_dir() or path.suffix == ".safetensors" else None
-    return Subject(title, model.to(open_runtime(device).device), view_config(model, size), recipe)
+    subject = Subject(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
+    return resized(subject, size) if size else subject
+
+
+def resized(subject: Subject, size: tuple[int, int]) -> Subject:
+    """The subject at an image size (height, width). Raises: UserError when its model takes no such images."""
+    return replace(subject, model=at_size(subject.model, size), config=evaluation_config(subject.model, size))
 
 
 def images_for(subjects: list[Subject], data: str | None, root: Path | None, samples: int) -> dict[str, Iterable[Any]]:
@@ -149,12 +156,13 @@ def analyze(
     wanted = zip(given, names, [weights, None], strict=False)
     subjects = [open_subject(name, title, own, pretrained, size, device) for name, title, own in wanted]
     size = size or subjects[0].config["input_size"][-2:]
-    subjects[1:] = [Subject(s.name, s.model, view_config(s.model, size), s.recipe) for s in subjects[1:]]
+    subjects[1:] = [resized(subject, size) for subject in subjects[1:]]
     results, problems = read_results(robustness or [], names)
     pictures = open_pictures(image, dict(subjects[0].config))
     batches = images_for(subjects, data, root, samples) if data or root else {}
-    extras = Extras(batches, results, problems, speed, int((megabytes - 0.4) * 1e6))
-    sections = dissect(subjects, pictures, layers, extras)
+    with spinner("taking apart") as tell:
+        extras = Extras(batches, results, problems, speed, int((megabytes - 0.4) * 1e6), tell)
+        sections = dissect(subjects, pictures, layers, extras)
     written = write_page(out, " and ".join(names), lead_of(subjects, sections), sections, footer())
     say(out, written, sections, figures, json_)
 

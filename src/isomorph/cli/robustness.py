@@ -1,15 +1,11 @@
 """The command that shows a model corrupted pictures: robustness."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
 import isomorph as iso
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, steps_bar
 from isomorph.report import show
 from isomorph.suites.robustness_scores import headlines, robustness_rows
 from isomorph.training.build import images_to_test, open_model
@@ -85,14 +81,7 @@ def robustness(
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
     options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, name=model, partial=partial)
     options |= {key: kept for key, kept in (("corruptions", corruption), ("severities", severity)) if kept}
-    bar, columns = Console(stderr=True), (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    quiet = not sys.stderr.isatty()
-    with Progress(*columns, TimeRemainingColumn(), console=bar, transient=True, disable=quiet) as shown:
-        task = shown.add_task("cells")
-
-        def tell(done: float, total: int, doing: str) -> None:
-            shown.update(task, completed=round(done, 1), total=total, description=doing)
-
+    with steps_bar("cells") as tell:
         result = iso.robustness(net, source, suite, progress=tell, **options)
     if json_:
         print(json.dumps(result))

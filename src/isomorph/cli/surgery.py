@@ -8,13 +8,12 @@ from typing import Annotated, Any, Literal
 
 import torch
 from cyclopts import Parameter, Token
-from timm.data import resolve_data_config
 
 import isomorph as iso
 from isomorph.cli.app import Json, Model, Weights, app
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
-from isomorph.evaluation import count_parameters
+from isomorph.evaluation import count_parameters, training_config
 from isomorph.surgery import build_rule, compare, edits_since, fusible
 from isomorph.training.build import default_data, open_model, open_trained, standard_normal
 
@@ -167,7 +166,7 @@ def verify(
     """
     a, b = open_model(original, weights), open_model(other)
     if data:
-        config = resolve_data_config(model=a, use_test_size=False)
+        config = training_config(a)
         inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
     else:
         inputs = [standard_normal(batch, a, hw) for hw in size] if size else [standard_normal(batch, a)]
@@ -229,7 +228,7 @@ def fuse(
         source = open_source(data or default_data(wide), "train", root)
         shuffled = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
         drawn = source.subset(shuffled[: recalibrate * batch_size].tolist())
-        config = resolve_data_config(model=wide, use_test_size=False)
+        config = training_config(wide)
         wide = iso.recalibrate(wide, eval_loader(drawn, config, batch_size))
     thin = iso.fuse(wide)
     report = compare(wide, thin, [standard_normal(1, wide)])

@@ -2,19 +2,22 @@
 
 from isomorph.evaluation.accuracy import answer, evaluate, tally
 from isomorph.evaluation.cost import count_macs, count_parameters, measure_cost
-from isomorph.evaluation.memory import peak_bytes, saved_bytes
-from isomorph.evaluation.sizes import at_size, evaluation_config, refusal
+from isomorph.evaluation.memory import saved_bytes
+from isomorph.evaluation.peak import PeakMeter, peak_bytes
+from isomorph.evaluation.sizes import at_size, channels, evaluation_config, refusal, training_config
 from isomorph.evaluation.speed import Speed, speeds, throughput
 from isomorph.evaluation.sweep import cost_rows, fixed_cost
 from isomorph.evaluation.tally import SetTally, Tally, added
 
 __all__ = [
+    "PeakMeter",
     "SetTally",
     "Speed",
     "Tally",
     "added",
     "answer",
     "at_size",
+    "channels",
     "cost_rows",
     "count_macs",
     "count_parameters",
@@ -28,4 +31,5 @@ __all__ = [
     "speeds",
     "tally",
     "throughput",
+    "training_config",
 ]

@@ -1,17 +1,21 @@
 """Cost tables: several models, batch sizes and resolutions, one row for each."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_macs, count_parameters
-from isomorph.evaluation.memory import peak_bytes, saved_bytes
+from isomorph.evaluation.memory import saved_bytes
+from isomorph.evaluation.peak import PeakMeter, peak_bytes
 from isomorph.evaluation.sizes import at_size, channels
-from isomorph.evaluation.speed import speeds
+from isomorph.evaluation.speed import Speed, speeds
 
 Row = dict[str, Any]
+T = TypeVar("T")
+Progress = Callable[[float, int, str], None]
+"""Told steps done, steps in all, and what is being done."""
 
 
 def cost_rows(
@@ -20,6 +24,7 @@ def cost_rows(
     batch_sizes: Sequence[int] = (32,),
     seconds: float = 2.0,
     peak: bool = True,
+    progress: Progress = lambda done, total, doing: None,
 ) -> Iterator[Row]:
     """One row for each resolution, batch size and model: what it costs, and its speed against the first model's.
 
@@ -32,32 +37,60 @@ def cost_rows(
     """
     if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
         raise UserError("sizes and batches must be positive, and there must be one of each at least")
-    for size in sizes:
-        sized = {name: at_size(model, size) for name, model in models.items()}
-        inputs = {name: (channels(model), *size) for name, model in sized.items()}
-        fixed = {name: fixed_cost(model, inputs[name]) for name, model in sized.items()}
-        for batch in batch_sizes:
-            found = speeds(sized, inputs, batch, seconds)
-            first = next(iter(found.values())).median
-            for name, model in sized.items():
-                peaks = [
-                    peak_bytes(model, inputs[name], batch, training) if peak else None for training in (False, True)
-                ]
-                speed = found[name]
-                yield {
-                    "model": name,
-                    "height": size[0],
-                    "width": size[1],
-                    "batch": batch,
-                    **fixed[name],
-                    "peak_bytes": peaks[0],
-                    "training_peak_bytes": peaks[1],
-                    "images_per_second": speed.median,
-                    "low": speed.low,
-                    "high": speed.high,
-                    "runs": speed.runs,
-                    "ratio": speed.median / first,
-                }
+    steps = Steps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))))
+    with PeakMeter() as meter:
+        for size in sizes:
+            at = "{} x {}".format(*size)
+            sized = {name: at_size(model, size) for name, model in models.items()}
+            inputs = {name: (channels(model), *size) for name, model in sized.items()}
+            fixed = {
+                name: steps.run(f"{name} {at}: counting", fixed_cost, model, inputs[name])
+                for name, model in sized.items()
+            }
+            for batch in batch_sizes:
+                found = steps.run(f"{at}, batch {batch}: timing", speeds, sized, inputs, batch, seconds)
+                first = next(iter(found.values())).median
+                for name, model in sized.items():
+                    asked = [(name, at, batch, training) for training in (False, True)] if peak else []
+                    peaks = [
+                        steps.run(measuring(*one), peak_bytes, model, inputs[name], batch, one[-1], meter)
+                        for one in asked
+                    ] or [None, None]
+                    place = {"model": name, "height": size[0], "width": size[1], "batch": batch}
+                    yield place | fixed[name] | measured(found[name], first, *peaks)
+
+
+class Steps:
+    """Tells of each step of the work before it is done, and of the end."""
+
+    def __init__(self, tell: Progress, total: int) -> None:
+        self.tell, self.total, self.done = tell, total, 0
+
+    def run(self, doing: str, work: Callable[..., T], *arguments: Any) -> T:
+        """What the work gives."""
+        self.tell(self.done, self.total, doing)
+        found = work(*arguments)
+        self.done += 1
+        self.tell(self.done, self.total, doing)
+        return found
+
+
+def measuring(name: str, size: str, batch: int, training: bool) -> str:
+    """The step of a peak, in words."""
+    return f"{name} {size}, batch {batch}: memory of {'training' if training else 'inference'}"
+
+
+def measured(speed: Speed, first: float, peak: int | None, training_peak: int | None) -> Row:
+    """The part of a row that depends on the batch."""
+    return {
+        "peak_bytes": peak,
+        "training_peak_bytes": training_peak,
+        "images_per_second": speed.median,
+        "low": speed.low,
+        "high": speed.high,
+        "runs": speed.runs,
+        "ratio": speed.median / first,
+    }
 
 
 def fixed_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:

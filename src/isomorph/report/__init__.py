@@ -6,10 +6,10 @@ from isomorph.report.dissection import Extras, dissect, lead_of
 from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
 from isomorph.report.papers import save_figures
-from isomorph.report.pictures import open_pictures, view_config
+from isomorph.report.pictures import open_pictures
 from isomorph.report.runs import compare_runs, read_runs
 from isomorph.report.subjects import Subject, recipe_beside, told_apart
-from isomorph.report.terminal import curve_rows, metric_rows, show
+from isomorph.report.terminal import curve_rows, metric_rows, show, show_words
 from isomorph.report.viewer import Picture, Seen, build_viewer
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
     "recipe_beside",
     "save_figures",
     "show",
+    "show_words",
     "told_apart",
-    "view_config",
     "write_page",
 ]

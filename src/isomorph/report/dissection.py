@@ -133,6 +133,8 @@ class Extras:
     problems: Sequence[str] = ()
     timed: bool = False
     budget: int = BUDGET
+    tell: Callable[[str], None] = lambda doing: None
+    """Told what is being done."""
 
 
 def likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
@@ -150,6 +152,7 @@ def dissect(
     batches: dict[str, Tensor] = {}
     missing: dict[str, dict[str, str]] = {}
     for s in subjects:
+        extras.tell(f"attention of {s.name}")
         batches[s.name] = normalised(pictures, dict(s.config)).to(next(s.model.parameters()))
         maps, missing[s.name] = gather_maps(s.model, batches[s.name], layers)
         opened = {name: values.tolist() for name, values in optional(gates, s.model).items()}
@@ -159,6 +162,7 @@ def dissect(
         sections.append(
             Section("Gates and spans", "A dot is a head; the line goes through the means of the layers.", charts=charts)
         )
+    extras.tell("statistics of attention")
     if charts := reach_charts(subjects, batches, layers):
         sections.append(
             Section(
@@ -168,6 +172,7 @@ def dissect(
             )
         )
     if extras.batches:
+        extras.tell("likeness of layers")
         text = (
             "Linear CKA of features averaged over the image, unbiased (HSIC of minibatches): 1 alike up to rotation, "
             "near 0 unrelated; by chance it may fall a little below 0."
@@ -177,5 +182,6 @@ def dissect(
         table, charts = robustness_table(extras.results), robustness_charts(extras.results)
         fold = Fold("What could not be read", extras.problems) if extras.problems else None
         sections.append(Section("Robustness", "", table, charts=charts, fold=fold))
+    extras.tell("cost")
     sections += cost_sections(subjects, extras.timed)
     return [*sections, *(Section(f"How {s.name} was made", listing=story(s)) for s in subjects)]

@@ -3,20 +3,27 @@
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import singledispatch
+from functools import cache, singledispatch
 from typing import Any
 
-import matplotlib
 import numpy as np
 from torch import Tensor
 
 from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
-__all__ = ["Line", "Panel", "as_svg", "draw", "maps_figure", "matrices_figure", "panels_figure", "style"]
+__all__ = ["Line", "Panel", "as_svg", "draw", "maps_figure", "matrices_figure", "panels_figure", "pyplot", "style"]
+
+
+@cache
+def pyplot() -> Any:
+    """matplotlib's pyplot, without a display."""
+    import matplotlib  # here, as it takes a third of a second that commands without figures need not wait
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 @contextmanager
@@ -29,7 +36,7 @@ def style(ink: str = INK) -> Iterator[None]:
         "axes.titlesize": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.prop_cycle": plt.cycler("color", PALETTE),
+        "axes.prop_cycle": pyplot().cycler("color", PALETTE),
         "grid.alpha": 0.2,
         "axes.axisbelow": True,
         "legend.frameon": False,
@@ -37,7 +44,7 @@ def style(ink: str = INK) -> Iterator[None]:
         "svg.fonttype": "none",
         "pdf.fonttype": 42,
     }
-    with plt.style.context({**dict.fromkeys(inked, ink), **dict.fromkeys(clear, "none"), **rest}):
+    with pyplot().style.context({**dict.fromkeys(inked, ink), **dict.fromkeys(clear, "none"), **rest}):
         yield
 
 
@@ -45,14 +52,14 @@ def as_svg(figure: Any) -> str:
     """The figure as an <svg> element; the figure is closed."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight")
-    plt.close(figure)
+    pyplot().close(figure)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 
 
 def plot_panel(cell: Any, panel: Panel) -> None:
     """Draws lines and their ranges on a pair of axes."""
-    shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
+    shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
     colours = shades if panel.ordered else [PALETTE[i % len(PALETTE)] for i in range(len(panel.lines))]
     for (name, line), colour in zip(panel.lines.items(), colours, strict=True):
         marker = "o" if len(line.x) < 30 else None
@@ -74,7 +81,7 @@ def draw(chart: Any) -> Any:
 
 @draw.register
 def draw_panel(chart: Panel) -> Any:
-    figure, axes = plt.subplots(figsize=(4.2, 2.7))
+    figure, axes = pyplot().subplots(figsize=(4.2, 2.7))
     plot_panel(axes, chart)
     return figure
 
@@ -82,7 +89,7 @@ def draw_panel(chart: Panel) -> Any:
 @draw.register
 def draw_dots(chart: Dots) -> Any:
     layers = chart.layers
-    figure, axes = plt.subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
+    figure, axes = pyplot().subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
     for i, (name, values) in enumerate(chart.series.items()):
         shift, colour = (i - (len(chart.series) - 1) / 2) * 0.22, PALETTE[i % len(PALETTE)]
         found = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
@@ -101,7 +108,7 @@ def draw_dots(chart: Dots) -> Any:
 @draw.register
 def draw_bars(chart: Bars) -> Any:
     groups, number = chart.groups, len(chart.series)
-    figure, axes = plt.subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
+    figure, axes = pyplot().subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
     for i, (name, values) in enumerate(chart.series.items()):
         places = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
         heights = [values.get(group, np.nan) for group in groups]
@@ -117,7 +124,7 @@ def draw_bars(chart: Bars) -> Any:
 
 @draw.register
 def draw_matrix(chart: Matrix) -> Any:
-    figure, axes = plt.subplots(figsize=(0.26 * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
+    figure, axes = pyplot().subplots(figsize=(0.26 * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
     colours = "RdBu_r" if chart.low < 0 else "viridis"
     values = np.array(chart.values, float)
     image = axes.imshow(values, cmap=colours, vmin=chart.low, vmax=chart.high, interpolation="nearest")
@@ -133,6 +140,7 @@ def draw_matrix(chart: Matrix) -> Any:
 
 @draw.register
 def draw_paths(chart: Paths) -> Any:
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(3.6, 3.6))
     shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(chart.series)))
     for (layer, heads), colour in zip(chart.series.items(), shades, strict=True):
@@ -169,7 +177,7 @@ def maps_figure(image: np.ndarray, rows: Mapping[str, np.ndarray], query: tuple[
     """
     heads, (height, width) = max(len(maps) for maps in rows.values()), image.shape[:2]
     size = (0.92 * (heads + 1), 1.0 * len(rows) * height / width)
-    figure, axes = plt.subplots(len(rows), heads + 1, figsize=size, squeeze=False)
+    figure, axes = pyplot().subplots(len(rows), heads + 1, figsize=size, squeeze=False)
     for line, (title, maps) in zip(axes, rows.items(), strict=True):
         for cell in line:
             plain_cell(cell)
@@ -194,7 +202,7 @@ def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
     columns = max(len(maps) for maps in rows.values())
     with style():
         size = (1.35 * columns + 0.6, 1.55 * len(rows))
-        figure, axes = plt.subplots(len(rows), columns, figsize=size, squeeze=False)
+        figure, axes = pyplot().subplots(len(rows), columns, figsize=size, squeeze=False)
         for line, (network, maps) in zip(axes, rows.items(), strict=True):
             for cell in line:
                 cell.set_xticks([])
@@ -213,7 +221,7 @@ def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
     """Panels of lines side by side as SVG text, each with its own legend."""
     rows = -(-len(panels) // columns)
     with style():
-        figure, axes = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.7 * rows), squeeze=False)
+        figure, axes = pyplot().subplots(rows, columns, figsize=(3.4 * columns, 2.7 * rows), squeeze=False)
         for cell in axes.flat[len(panels) :]:
             cell.set_visible(False)
         for cell, panel in zip(axes.flat, panels, strict=False):

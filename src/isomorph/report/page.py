@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from matplotlib import colormaps
 
 from isomorph.errors import UserError
 from isomorph.report.charts import Chart, as_json, numbers
@@ -59,6 +58,8 @@ def part(name: str) -> str:
 
 def colour_table(name: str) -> str:
     """256 colours as one string of hexadecimal digits."""
+    from matplotlib import colormaps  # here: commands that write no page need not wait for it
+
     return (colormaps[name](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8).tobytes().hex()
 
 

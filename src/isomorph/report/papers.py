@@ -5,11 +5,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 from isomorph.errors import UserError
-from isomorph.report.figures import draw, maps_figure, style
+from isomorph.report.figures import draw, maps_figure, pyplot, style
 from isomorph.report.page import Section
 from isomorph.report.viewer import Viewer
 
@@ -53,6 +52,6 @@ def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
                 except OSError as error:
                     raise UserError(f"cannot write figures to {folder}: {error.strerror}") from None
                 finally:
-                    plt.close(figure)
+                    pyplot().close(figure)
                 paths += found
     return paths

@@ -59,6 +59,26 @@ def grid_rows(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [head, *rows]
 
 
+def show_words(rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table of words, all to the left, a line a row: in columns where these fit or nobody looks.
+
+    On a terminal too narrow for that, what follows a row's name is one text beside it.
+    """
+    console = Console()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if not console.is_terminal or sum(widths) + 2 * len(widths) - 2 <= console.width:
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        return
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    head, *others = [(row[0], "; ".join(filter(None, row[1:]))) for row in rows]
+    table.add_column(head[0], no_wrap=True)
+    table.add_column(head[1])
+    for row in others:
+        table.add_row(*map(escape, row))
+    console.print(table)
+
+
 def show(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -1,8 +1,9 @@
 """The test sets for models of ImageNet-1k: where each lies, whose classes it has, how its answers are judged."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -10,9 +11,12 @@ from isomorph.data import Source
 from isomorph.data.imagenet_labels import imagenet_labels
 from isomorph.errors import UserError
 from isomorph.suites.imagenet_classes import imagenet_classes
-from isomorph.suites.imagenet_places import Place, find, open_place
+from isomorph.suites.imagenet_places import FLAT, Place, find, open_place
 from isomorph.suites.imagenet_real import real_answers
 from isomorph.suites.views import TestSet, View
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -63,29 +67,48 @@ def open_suites(
 def find_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
 ) -> dict[Place, list[Suite]]:
-    """Where the suites lie, nothing opened yet. Raises: UserError for an unknown suite or a missing folder."""
+    """Where the suites lie, nothing opened yet.
+
+    Raises: UserError for unknown suites or missing folders, a line each.
+    """
+
+    def located(pair: tuple[str, str]) -> tuple[Place, Suite]:
+        name, folder = pair
+        if name not in SUITES:
+            raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
+        return find(name, folder, SUITES[name].folders, root, form), SUITES[name]
+
     places: dict[Place, list[Suite]] = {}
-    for name, folder in named(wanted):
-        suite = SUITES[name]
-        places.setdefault(find(name, folder, suite.folders, root, form), []).append(suite)
+    for place, suite in of_all(located, named(wanted)):
+        places.setdefault(place, []).append(suite)
     return places
+
+
+def of_all(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """What the work gives of every item. Raises: UserError with what is wrong with all of them, a line each."""
+    found, problems = [], []
+    for item in items:
+        try:
+            found.append(work(item))
+        except UserError as error:
+            problems.append(str(error))
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+    return found
 
 
 def open_found(places: Mapping[Place, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
     """Opens what `find_suites` found. Raises: UserError for classes that are not the suite's, or missing images."""
-    return [open_on(place, suites, partial) for place, suites in places.items()]
+    return of_all(lambda found: open_on(*found, partial), places.items())
 
 
 def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
     """Names and folders (or "") of the suites asked for; imagenet and real have one folder if only one says so.
 
-    Raises: UserError for an unknown or repeated one.
+    Raises: UserError for a repeated one.
     """
     pairs = [item.strip().partition("=")[::2] for given in wanted for item in given.split(",")]
     folders = dict(pairs)
-    for name, _ in pairs:
-        if name not in SUITES:
-            raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
     if len(folders) < len(pairs):
         raise UserError("a suite is named twice; name each once")
     of_val = folders.get("imagenet") or folders.get("real", "")
@@ -95,7 +118,7 @@ def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
 def open_on(place: Place, suites: Sequence[Suite], partial: bool) -> TestSet:
     """The images of a place, with the view that each suite has of them."""
     source = open_place(place)
-    return TestSet(source, [view(suite, source, place, partial) for suite in suites])
+    return TestSet(source, of_all(lambda suite: view(suite, source, place, partial), suites))
 
 
 def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
@@ -105,6 +128,11 @@ def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
         answers = real_answers(source, place.title)
         refuse_part(suite, len(source), suite.images, "images", place, partial)
         return View(suite.name, answers, labels.wnids, outputs=CLASSES)
+    if place.form == FLAT:
+        raise UserError(
+            f"{place.title} has its images in one folder, which only real can judge (by their names); "
+            f"{suite.name} needs a folder a class"
+        )
     found = imagenet_classes(source, suite.name, suite.kept, place.title)[source.labels]  # (n,)
     kept = np.arange(CLASSES) if suite.kept is None else suite.kept
     refuse_part(suite, len(np.unique(found)), len(kept), "classes", place, partial)

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from isomorph.data import Source, open_source
-from isomorph.data.names import SPLITS
+from isomorph.data.names import SPLITS, Files, is_image
 from isomorph.errors import UserError
 
 CLASS = re.compile(r"n\d{8}|\d{1,4}")
 FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
+FLAT = "flat"
+"""The form of images in one folder, without classes, as ImageNet's validation images are unpacked."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,14 @@ class Place:
 
 
 def open_place(place: Place) -> Source:
-    """The test split of what lies there. Raises: UserError as `open_source`."""
+    """The test split of what lies there; of a flat folder, images of one class that has no name.
+
+    Raises: UserError as `open_source`.
+    """
+    if place.form == FLAT:
+        top = next(top for top in tops_of(place.path) if images_in(top))
+        names = sorted(images_in(top))
+        return Source(Files(top, names), np.zeros(len(names), np.int64), [""])
     return open_source(place.form, "test", place.path)
 
 
@@ -55,13 +66,25 @@ def find(suite: str, folder: str, usual: Sequence[str], root: str | Path | None,
 
 
 def holds_split(top: Path) -> bool:
-    """Whether a folder is a data set itself, with its test images in val/, val.tar, or class folders of its own."""
-    return any((top / f"{word}{end}").exists() for word in SPLITS["test"] for end in ("", ".tar")) or classes_in(top)
+    """Whether a folder is a data set itself, with its test images in val/, val.tar, in class folders or in itself."""
+    within = any((top / f"{word}{end}").exists() for word in SPLITS["test"] for end in ("", ".tar"))
+    return within or classes_in(top) or bool(images_in(top))
+
+
+def tops_of(path: Path) -> list[Path]:
+    """The folders that may hold the test images: its own, and those of the test split in it."""
+    return [path, *(path / word for word in SPLITS["test"] if (path / word).is_dir())]
+
+
+def images_in(top: Path) -> list[str]:
+    """Names of the image files right in a folder, in no order."""
+    with os.scandir(top) as entries:
+        return [e.name for e in entries if is_image(e.name) and not e.name.startswith(".") and e.is_file()]
 
 
 def form_of(path: Path) -> str:
     """The kind of source that reads a folder, by what is in it."""
-    tops = [path, *(path / word for word in SPLITS["test"] if (path / word).is_dir())]
+    tops = tops_of(path)
     if any(classes_in(top) for top in tops):
         return "imagefolder"
     tars = [tar for top in tops for tar in top.glob("[!.]*.tar")]
@@ -71,7 +94,7 @@ def form_of(path: Path) -> str:
         return "webdataset"
     if any_of(path, ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")):
         return "huggingface"
-    return "imagefolder"
+    return FLAT if any(map(images_in, tops)) else "imagefolder"
 
 
 def any_of(path: Path, globs: Iterable[str]) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from isomorph.data import EXTRA, IMAGENET_C, Source
-from isomorph.data.corruptions import CONSTANTS, SEVERITIES, corrupters, refuse_unknown_corruption
+from isomorph.data.corruptions import SEVERITIES, corrupters, refuse_unknown_corruption
 from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
 from isomorph.data.corruptions_pictures import CLEAN, Pictures, picture_loader
 from isomorph.errors import UserError
@@ -68,6 +68,7 @@ def robustness(
     refuse_missing(place, wanted)
     fitted = at_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
+    identity |= {"data": sight.data()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
         refuse_unlike(str(baseline), base[0], identity)
@@ -200,7 +201,7 @@ def conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Sig
     images = min(int(cell["images"]) for cell in cells.values())
     found = {
         **journal.identity,
-        "constants": CONSTANTS,
+        "constants": sight.constants(),
         "images": images,
         "clean": clean,
         "cells": list(cells.values()),

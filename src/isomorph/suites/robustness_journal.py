@@ -17,6 +17,8 @@ from isomorph.suites.robustness_scores import Cell, Cells
 KIND = "isomorph robustness"
 SAME_SIGHT = ("suite", "version", "source", "limit", "size", "seed", "pictures")
 """What two models' results must share to be compared."""
+WORDS = {"version": "corruptions of version", "source": "data:"}
+"""What these are called where they differ."""
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -105,7 +107,8 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         result = json.loads(path.read_text())
         clean = result["clean"]
         cells = by_place([*result["cells"], *([clean] if clean else [])])
-        return {key: result[key] for key in ("model", *SAME_SIGHT)}, cells
+        told = {key: result[key] for key in ("weights", "data") if key in result}
+        return told | {key: result[key] for key in ("model", *SAME_SIGHT)}, cells
     except OSError as error:
         raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
     except (ValueError, KeyError, TypeError):
@@ -138,19 +141,52 @@ def read_results(
 
 def refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: UserError when a file's cells are another model's or were measured otherwise."""
-    for key in wanted:
-        if found.get(key) != wanted[key] and key != "model":
-            raise UserError(
-                f"{path} holds cells of {found.get('model')} with {key} {found.get(key)}, not {wanted[key]} as of this "
-                f"{wanted['model']}; give another --out"
-            )
+    if "weights" in wanted and found.get("weights") != wanted["weights"]:
+        raise UserError(f"{path} holds cells of {found.get('model')}, whose weights are others; give another --out")
+    there, here = differences(found, wanted)
+    if there:
+        raise UserError(
+            f"{path} holds cells of {found.get('model')} with {there}, not {here} as of this {wanted['model']}; "
+            "give another --out"
+        )
 
 
 def refuse_unlike(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises: UserError when the results of a file are of other pictures."""
-    for key in SAME_SIGHT:
-        if base.get(key) != identity.get(key):
-            raise UserError(
-                f"{path} was measured with {key} {base.get(key)}, {identity.get('model')} with {identity.get(key)}; "
-                "measure both on the same pictures"
-            )
+    there, here = differences(base, identity)
+    if there:
+        raise UserError(
+            f"{path} was measured with {there}, {identity.get('model')} with {here}; measure both on the same pictures"
+        )
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
+    """In words what two results do not share, as it is in the one and in the other; nothing where all is alike."""
+    unlike = [key for key in SAME_SIGHT if a.get(key) != b.get(key)]
+    # a hash of the images differs with their number, and a description with the size: the cause is what is said
+    unlike = [key for key in unlike if key not in follows(unlike)]
+    if unlike == ["source"] and a.get("data") == b.get("data"):
+        return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
+    pairs = [(key, worded(key, a), worded(key, b)) for key in unlike]
+    single = len(pairs) == 1
+    return (
+        " and ".join(f"{WORDS.get(key, key)} {there}" for key, there, _ in pairs),
+        " and ".join(here if single else f"{WORDS.get(key, key)} {here}" for key, _, here in pairs),
+    )
+
+
+def follows(unlike: Sequence[str]) -> list[str]:
+    """Keys that differ only because others do."""
+    return ["source"] * bool({"limit", "pictures"} & set(unlike)) + ["pictures"] * ("size" in unlike)
+
+
+def worded(key: str, identity: Mapping[str, Any]) -> str:
+    """A value of a result's identity in words."""
+    value = identity.get(key)
+    if key == "limit" and value is None:
+        return "none (all images)"
+    if key == "size" and isinstance(value, Sequence):
+        return " x ".join(map(str, value))
+    if key == "source" and not str(value).startswith("published "):
+        return identity.get("data") or "other images"
+    return str(value)

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from timm.data import resolve_data_config
 from torch import nn
 
 from isomorph.data import Source
-from isomorph.data.corruptions import VERSION
+from isomorph.data.corruptions import CONSTANTS, VERSION
 from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Frame, Pictures, fingerprint, frame_of, refuse_small
 from isomorph.errors import UserError
+from isomorph.evaluation import channels, evaluation_config
 from isomorph.suites.imagenet_classes import with_imagenet_labels
 from isomorph.suites.robustness_published import published_cell
 
@@ -50,6 +50,19 @@ class Sight:
             "seed": self.seed,
             "pictures": self.described(),
         }
+
+    def data(self) -> str:
+        """How many images of how many classes there are, in words; nothing of published ones."""
+        if self.folder:
+            return ""
+        source = self.clean_source()
+        return f"{len(source):,} images of {len(source.classes):,} classes"
+
+    def constants(self) -> str:
+        """Whose constants the severities have: CIFAR-10-C, at its size, has others."""
+        if self.folder or self.size == PUBLISHED_SIZE:
+            return CONSTANTS
+        return f"{CONSTANTS} at every size, not CIFAR-10-C's milder ones"
 
     def described(self) -> str:
         """How the pictures came about, in words."""
@@ -112,17 +125,16 @@ def look(
     imagenet = classes == 1000
     if source is not None:
         source = labelled(source, classes, imagenet, partial)
-    own = resolve_data_config({}, model=model, use_test_size=True)
+    if channels(model) != 3:
+        raise UserError(f"the corruptions are of colour pictures, the model's images have {channels(model)} channels")
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
-        size = own["input_size"][-2:] if fixed or not (imagenet or folder) else PUBLISHED_SIZE
-    if min(size) < 1:
-        raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
+        size = evaluation_config(model)["input_size"][-2:] if fixed or not (imagenet or folder) else PUBLISHED_SIZE
+    config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_FRAME if imagenet else {})
     if folder and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
             f"the published pictures are 224 x 224, the model is to see {size[1]} x {size[0]}: resampling would change "
             "the corruptions; corrupt on the fly instead (a source and no folder)"
         )
-    config = {**own, "input_size": (3, *size), **(IMAGENET_FRAME if imagenet else {})}
     refuse_small(config)
     return Sight(source, folder, config, frame_of(config), imagenet, classes, seed, limit)

@@ -8,7 +8,6 @@ from typing import Any
 
 import timm
 import torch
-from timm.data import resolve_data_config
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -31,7 +30,7 @@ from isomorph.data import (
     train_transform,
 )
 from isomorph.errors import UserError
-from isomorph.evaluation import evaluation_config, refusal
+from isomorph.evaluation import evaluation_config, refusal, training_config
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
 from isomorph.training.checkpoint import load, load_weights, remember_base
@@ -54,8 +53,16 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
     if part.weights:
-        load_weights(model, part.weights, fresh_head=True)
+        new = load_weights(model, part.weights, fresh_head=True)
+        model.isomorph_start = loaded_line(model, part.weights, new)  # type: ignore[assignment]
     return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
+
+
+def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str]) -> str:
+    """Which of a model's tensors came from a checkpoint and which are new, in words."""
+    taken = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
+    named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
+    return f"weights: {taken} tensors from {path}" + (f"; new: {named}" if new else "")
 
 
 def operate(model: nn.Module, part: ModelPart) -> nn.Module:
@@ -89,12 +96,11 @@ def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Mo
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     """Input size, mean, std, interpolation and test crop of the run: the model's own, but for what the recipe gives."""
-    given: dict[str, Any] = {"input_size": (3, *recipe.data.size)} if recipe.data.size else {}
-    if recipe.data.test_crop:
-        given |= (
-            {"crop_mode": "center"} if recipe.data.test_crop == "center" else {"crop_mode": "squash", "crop_pct": 1.0}
-        )
-    return resolve_data_config(given, model=model, use_test_size=False)
+    crops: dict[str, dict[str, Any]] = {
+        "center": {"crop_mode": "center"},
+        "whole": {"crop_mode": "squash", "crop_pct": 1.0},
+    }
+    return training_config(model, recipe.data.size, crops[recipe.data.test_crop] if recipe.data.test_crop else None)
 
 
 def refuse_blind(model: nn.Module, size: Sequence[int], who: str) -> None:
@@ -178,7 +184,7 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:
     """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run."""
-    if name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name)):
+    if is_trained(name):
         if weights:
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
         return open_trained(Path(name))
@@ -190,6 +196,11 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
     if weights:
         load_weights(model, weights)
     return model.eval()
+
+
+def is_trained(name: str) -> bool:
+    """Whether this names a checkpoint by isomorph or a run's folder, and no model of timm."""
+    return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
 
 
 def open_trained(path: Path, averaged: bool = True) -> nn.Module:
@@ -254,8 +265,7 @@ def evaluation_data(
 
 def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Noise for the model, of the given height and width or the model's own."""
-    channels, *own = resolve_data_config(model=model, use_test_size=False)["input_size"]
-    shape = (batch, getattr(model, "in_chans", channels), *(size or own))
-    if min(shape) < 1:
-        raise UserError(f"an input of {'x'.join(map(str, shape))} has no pixel; give positive sizes")
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    shape = training_config(model, size)["input_size"]
+    if batch < 1:
+        raise UserError(f"a batch of {batch} has no image; give at least 1")
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))

@@ -245,8 +245,11 @@ def first_words(error: Exception) -> str:
     return line if " " in line else f"{type(error).__name__} {line}".strip()
 
 
-def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -> None:
+def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -> list[str]:
     """Loads a checkpoint into a model, strictly, through the model's own filter for foreign layouts.
+
+    Gives the names of the tensors that the checkpoint has not, which stay the model's own: a fresh head, and what a
+    filter adds.
 
     `fresh_head`: a checkpoint without a classifier, or with one of other classes, leaves the model's own as it is.
 
@@ -263,7 +266,9 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
         raise UserError(f"{path} does not fit {type(model).__name__}: {first_words(error)}") from None
     state = with_fresh_head(model, state) if fresh_head else state
     refuse_misfit(model, state, path)
+    kept = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
     model.load_state_dict(state)
+    return [name for name in kept if not name.endswith(".num_batches_tracked")]
 
 
 def with_fresh_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:

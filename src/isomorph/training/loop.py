@@ -91,6 +91,8 @@ def introduce(run: Run, journal: Journal) -> None:
         f"{recipe.name}: {begin}{recipe.epochs} epochs of {steps:,} steps, {run.order.images:,} images, "
         f"on {runtime.device}{shared}"
     )
+    if run.start and not progress.step:
+        journal.say(f"{recipe.name}: {run.start}")
     if run.order.batch < recipe.data.batch_size:
         journal.say(f"{recipe.name}: {run.order.images:,} images make batches of {run.order.batch} only")
     for line in group_lines(run.optimizer, recipe.optim):

@@ -87,6 +87,7 @@ class Run:
     progress: Progress
     guard: LossGuard
     total: Tensor
+    start: str = ""
     found: Found | None = None
     warned: bool = False
     batches: Iterator[Any] | None = None
@@ -236,6 +237,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
         header=header,
         progress=Progress(recast=recast),
         guard=LossGuard(recipe.divergence),
+        start=getattr(model, "isomorph_start", ""),
         total=torch.zeros((), device=runtime.device, dtype=SUMS.get(runtime.device.type, torch.float64)),
     )
     if found:

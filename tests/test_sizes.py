@@ -1,0 +1,114 @@
+"""What images a model takes: one data config for all commands, and no size whose edge the patches would drop."""
+
+import pytest
+import timm
+import torch
+from timm.data import resolve_data_config
+
+import isomorph as iso
+from isomorph.cli import main
+from isomorph.cli.reports import open_subject
+from isomorph.evaluation import at_size, evaluation_config, training_config
+from isomorph.training.build import evaluation_data, open_model
+from isomorph.training.checkpoint import remember_data
+
+SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)
+CUTTING = {
+    "vit": ("vit_tiny_patch16_224", SMALL, 16),
+    "any size at every call": ("vit_tiny_patch16_224", {**SMALL, "dynamic_img_size": True}, 16),
+    "deit": ("deit_tiny_patch16_224", SMALL, 16),
+    "hybrid": ("vit_tiny_r_s16_p8_224", SMALL, 32),
+    "swin": (
+        "swin_tiny_patch4_window7_224",
+        dict(embed_dim=12, depths=(1, 1), num_heads=(1, 2), num_classes=5),
+        4,
+    ),
+    "convit": ("convit_ti", dict(depth=2, num_classes=5, local_up_to_layer=1), 16),
+    "convolved image": ("refined_vit_s", dict(depth=2, num_classes=5), 16),
+    "convnext": ("convnext_atto", dict(depths=(1, 1, 1, 1), dims=(4, 4, 4, 4), num_classes=5), 4),
+}
+WHOLE = {
+    "resnet": ("resnet18", dict(channels=(8, 8, 8, 8), num_classes=5, zero_init_last=False)),
+    "padded": ("vit_tiny_patch16_224", {**SMALL, "dynamic_img_size": True, "dynamic_img_pad": True}),
+    "padded convit": ("convit_ti", dict(depth=2, num_classes=5, local_up_to_layer=1, dynamic_img_pad=True)),
+}
+
+
+def edge_seen(model, size):
+    """Whether the last row and column of an image have a say in the answer."""
+    x = torch.randn(1, 3, *size, requires_grad=True)
+    model(x).square().sum().backward()
+    return bool(x.grad[..., -1, :].any() and x.grad[..., :, -1].any())
+
+
+@pytest.mark.parametrize("kind", CUTTING)
+def test_a_size_that_patches_do_not_fill_is_refused(kind):
+    name, arguments, patch = CUTTING[kind]
+    model = timm.create_model(name, **arguments).eval()
+    below = 64 - 64 % patch
+    odd = (below + 1, 2 * below)
+    said = rf"no images of {odd[0]} x {odd[1]}: patches of {patch} do not fill them; give "
+    nearest = f"{below} x {2 * below} or {below + patch} x {2 * below}"
+    with pytest.raises(iso.UserError, match=said + nearest):
+        at_size(model, odd)
+    if kind not in ("swin",):  # whose windows want more than whole patches
+        assert edge_seen(at_size(model, (below, 2 * below)), (below, 2 * below))
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_a_size_of_which_nothing_is_dropped_is_taken(kind):
+    name, arguments = WHOLE[kind]
+    model = timm.create_model(name, **arguments).eval()
+    assert edge_seen(at_size(model, (65, 71)), (65, 71))
+
+
+def test_what_is_refused_would_be_dropped():
+    vit = timm.create_model("vit_tiny_patch16_224", **SMALL).eval()
+    vit.set_input_size(img_size=(65, 64))
+    assert not edge_seen(vit, (65, 64))
+
+
+def test_the_size_that_weights_were_made_for_is_theirs():
+    """Like siglip's 384 of patches of 14: it was trained so."""
+    vit = timm.create_model("vit_tiny_patch16_224", **SMALL, img_size=30, patch_size=14)
+    vit.pretrained_cfg = {**vit.pretrained_cfg, "input_size": (3, 30, 30)}
+    assert at_size(vit, (30, 30)) is vit
+    with pytest.raises(iso.UserError, match="patches of 14 do not fill them; give 28 x 28 or 42 x 42"):
+        at_size(vit, (31, 31))
+
+
+@pytest.mark.parametrize("name", ["cifar_resnet20", "resnet18", "vit_tiny_patch16_224"])
+def test_another_number_of_channels_is_normalised_by_the_mean(name):
+    grey, colour = (timm.create_model(name, in_chans=n) for n in (1, 3))
+    for config, test in ((evaluation_config, True), (training_config, False)):
+        found, plain = config(grey), config(colour)
+        assert plain == resolve_data_config({}, model=colour, use_test_size=test)
+        assert found["input_size"] == (1, *plain["input_size"][1:])
+        assert found["mean"] == pytest.approx((sum(plain["mean"]) / 3,))
+        assert found["std"] == pytest.approx((sum(plain["std"]) / 3,))
+        assert config(grey, (20, 30))["input_size"] == (1, 20, 30)
+        with pytest.raises(iso.UserError, match="no pixel"):
+            config(grey, (0, 30))
+
+
+@pytest.mark.parametrize("command", ["analyze", "bench", "evaluate"])
+def test_every_command_says_so(command, tmp_path, capsys):
+    vit = timm.create_model("vit_tiny_patch16_224", **{**SMALL, "num_classes": 10})
+    iso.save(vit, tmp_path / "vit.safetensors", base={"name": "vit_tiny_patch16_224", **SMALL, "num_classes": 10})
+    more = {"analyze": ["--image", "none.png"], "bench": ["--no-peak"], "evaluate": ["--data", "digits"]}
+    with pytest.raises(SystemExit) as end:
+        main([command, str(tmp_path / "vit.safetensors"), *more[command], "--size", "225", "225"])
+    assert end.value.code == 2
+    assert "patches of 16 do not fill them; give 224 x 224 or 240 x 240" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["cifar_resnet20", "resnet18"])
+def test_a_trained_model_is_looked_at_as_it_was_trained(name, tmp_path):
+    """evaluate and analyze read what images the checkpoint says, not what its base would have."""
+    model = timm.create_model(name, num_classes=10)
+    remember_data(model, {"input_size": [3, 40, 48], "mean": [0.1, 0.2, 0.3], "source": "digits"})
+    iso.save(model, path := tmp_path / "model.safetensors")
+    looked = open_subject(str(path), "it", None, True, None, "cpu").config
+    assert looked["input_size"] == (3, 40, 48)
+    assert list(looked["mean"]) == [0.1, 0.2, 0.3]
+    assert looked == evaluation_data(open_model(str(path)))[1]
