@@ -15,7 +15,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, eval_loader
 from isomorph.suites import robustness_journal
-from isomorph.suites.robustness_published import published_cell
+from isomorph.suites.robustness_published import ImageNetC
 from isomorph.suites.robustness_scores import ALEXNET, ALEXNET_CLEAN, against, headlines, robustness_rows, summary
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
@@ -390,11 +390,66 @@ def test_the_published_folder(published):
     assert found["clean"] is None
     some = iso.robustness(model, folder=published, corruptions=["fog"], severities=[1], limit=2)
     assert some["images"] == 2
-    cell = published_cell(published, "fog", 1, 1000)
+    cell = ImageNetC(published).cell("fog", 1, 1000)
     assert len(cell.classes) == 1000
     assert cell.labels.tolist() == [0, 0, 0, 1, 1, 1]
     other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
     assert other["cells"][0]["top1"] == 100
+
+
+@pytest.fixture
+def arrays(tmp_path):
+    """CIFAR-C in small: 4 images at 5 severities, black ones of class 0 and white ones of class 1 that darken."""
+    labels = np.tile([0, 1, 0, 1], 5)
+    for name, dark in (("fog", 4), ("saturate", 2)):
+        pictures = np.zeros((20, 32, 32, 3), np.uint8)
+        pictures[(labels == 1) & (np.arange(20) < 4 * dark)] = 255  # black above that severity
+        np.save(tmp_path / f"{name}.npy", pictures)
+    np.save(tmp_path / "labels.npy", labels)
+    return tmp_path
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_published_arrays(arrays, workers):
+    found = iso.robustness(
+        Brightness(2, 32), suite="cifar-c", folder=arrays, corruptions=["fog", "saturate"], workers=workers
+    )
+    top1 = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in found["cells"]}
+    assert [top1["fog", s] for s in range(1, 6)] == [100, 100, 100, 100, 50]
+    assert [top1["saturate", s] for s in range(1, 6)] == [100, 100, 50, 50, 50]
+    assert (found["suite"], found["constants"], found["size"], found["images"]) == (
+        "cifar-c",
+        "CIFAR-C's constants",
+        [32, 32],
+        4,
+    )
+    assert "mce" not in found
+    assert found["mean_error_unnormalised"] == 10
+    wide = Brightness(2, 48)
+    iso.robustness(wide, suite="cifar-c", folder=arrays, corruptions=["fog"])
+    assert wide.sizes == {(48, 48)}
+
+
+def test_what_is_wrong_with_arrays_is_said(arrays):
+    def run(model=None, **given):
+        arguments = dict(suite="cifar-c", folder=arrays, corruptions=["fog"]) | given
+        return iso.robustness(model or Brightness(2, 32), **arguments)
+
+    np.save(arrays / "snow.npy", np.zeros((16, 32, 32, 3), np.uint8))
+    (arrays / "frost.npy").write_bytes(b"cut short")
+    cases = {
+        "holds the arrays of CIFAR-C; choose the suite cifar-c": dict(suite="imagenet-c"),
+        "published pictures only: give the folder": dict(folder=None),
+        "no folder .*nowhere; give the one with": dict(folder=arrays / "nowhere"),
+        "no .*contrast.npy; unpack CIFAR-10-C": dict(corruptions=["contrast"]),
+        "frost.npy cannot be read as an array": dict(corruptions=["frost"]),
+        "snow.npy is 16 x 32 x 32 x 3, not": dict(corruptions=["snow"]),
+        "are of 2 classes, the model knows 10": dict(model=Brightness(10, 32)),
+    }
+    for said, arguments in cases.items():
+        with pytest.raises(iso.UserError, match=said) as caught:
+            run(**arguments)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("names", ["wnids", "numbers", "moved"])

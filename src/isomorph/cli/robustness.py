@@ -43,11 +43,12 @@ def robustness(
     Parameters
     ----------
     suite
-        imagenet-c.
+        imagenet-c, or cifar-c: the published arrays of CIFAR-10-C or CIFAR-100-C, with --folder.
     data
         Clean images, corrupted on the fly: as in evaluate. With --folder: the clean images for the relative mCE.
     folder
-        The published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) instead of corrupting on the fly.
+        The published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG), or CIFAR-C (CORRUPTION.npy, labels.npy), instead
+        of corrupting on the fly.
     corruption
         Only these (--corruption fog --corruption snow).
     severity

@@ -16,9 +16,9 @@ from isomorph.errors import UserError
 from isomorph.evaluation import Tally, at_size
 from isomorph.layers.mode import eval_mode
 from isomorph.suites.robustness_journal import Journal, read_result, refuse_unlike, weights_hash
-from isomorph.suites.robustness_published import corruption_folder
+from isomorph.suites.robustness_published import open_published
 from isomorph.suites.robustness_scores import Cell, against, summary
-from isomorph.suites.robustness_sight import PUBLISHED_SIZE, SUITES, Sight, look
+from isomorph.suites.robustness_sight import PUBLISHED_SIZE, Sight, look
 
 Progress = Callable[[float, int, str], None]
 """Told cells done, cells in all, and what is being done."""
@@ -51,21 +51,23 @@ def robustness(
 
     The images of `source` are framed first (1000 classes: as ImageNet-C was, 224 px; others: the model's own test
     crop), then corrupted, each by a draw of its own, so that workers and order change nothing. With `folder` the
-    published pictures are read instead, and `source`, if any, is for the clean error. `out` keeps finished cells: a
+    published pictures are read instead (with the suite cifar-c the arrays of CIFAR-10-C or CIFAR-100-C), and `source`,
+    if any, is for the clean error. `out` keeps finished cells: a
     second call goes on from there. `cache` keeps corrupted pictures. `baseline` is another model's `out`, or its
     result as JSON. For 1000 classes labels go by the names of the source's classes: wnids, ImageNet's numbers or
     English names; `partial` allows a part of them.
 
     Raises: UserError when something does not fit, is missing, or is unknown; in one line.
     """
-    if suite not in SUITES:
-        raise UserError(f"suite {suite!r} is unknown; choose one of {', '.join(SUITES)}")
     if batch_size < 1 or workers < 0 or (limit is not None and limit < 1):
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     wanted = wanted_cells(corruptions, severities, extra)
-    place = Path(folder).expanduser() if folder else None
-    sight = look(model, source, place, size, seed, limit, partial)
-    refuse_missing(place, wanted)
+    published = open_published(suite, Path(folder).expanduser() if folder else None)
+    sight = look(model, source, published, size, seed, limit, partial)
+    if published:
+        published.refuse_missing(wanted)
+    else:
+        corrupters()  # refuses when their package is missing
     fitted = at_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
     identity |= {"data": sight.data()}
@@ -94,18 +96,9 @@ def wanted_cells(
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def refuse_missing(folder: Path | None, wanted: Mapping[str, Sequence[int]]) -> None:
-    """Raises: UserError when what makes or holds the pictures is not there."""
-    if folder is None:
-        corrupters()
-        return
-    for corruption, severities in wanted.items():
-        corruption_folder(folder, corruption, severities)
-
-
 def open_cache(top: Path, sight: Sight) -> PictureCache:
     """Raises: UserError for published pictures, which are on disk already."""
-    if sight.folder:
+    if sight.published:
         raise UserError("a cache is for pictures corrupted on the fly; those of a folder are on disk already")
     return PictureCache(top, sight.identity(), len(sight.clean_source()), sight.size)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,18 +13,17 @@ from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Frame, Pictures, 
 from isomorph.errors import UserError
 from isomorph.evaluation import channels, evaluation_config
 from isomorph.suites.imagenet_classes import with_imagenet_labels
-from isomorph.suites.robustness_published import published_cell
+from isomorph.suites.robustness_published import CifarC, ImageNetC, Published
 
-SUITES = ("imagenet-c",)
 PUBLISHED_SIZE = (224, 224)
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What is shown to the model and how: the clean source, the published folder, size, frame, seed."""
+    """What is shown to the model and how: the clean source, the published pictures, size, frame, seed."""
 
     source: Source | None
-    folder: Path | None
+    published: Published | None
     config: Mapping[str, Any]
     frame: Frame
     imagenet: bool
@@ -40,9 +38,9 @@ class Sight:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for two results to be comparable."""
-        source = f"published {self.folder.resolve()}" if self.folder else fingerprint(self.clean_source())
+        source = f"published {self.published.root.resolve()}" if self.published else fingerprint(self.clean_source())
         return {
-            "suite": SUITES[0],
+            "suite": (self.published or ImageNetC).suite,
             "version": VERSION,
             "source": source,
             "limit": self.limit,
@@ -53,21 +51,23 @@ class Sight:
 
     def data(self) -> str:
         """How many images of how many classes there are, in words; nothing of published ones."""
-        if self.folder:
+        if self.published:
             return ""
         source = self.clean_source()
         return f"{len(source):,} images of {len(source.classes):,} classes"
 
     def constants(self) -> str:
         """Whose constants the severities have: CIFAR-10-C, at its size, has others."""
-        if self.folder or self.size == PUBLISHED_SIZE:
+        if isinstance(self.published, CifarC):
+            return "CIFAR-C's constants"
+        if self.published or self.size == PUBLISHED_SIZE:
             return CONSTANTS
         return f"{CONSTANTS} at every size, not CIFAR-10-C's milder ones"
 
     def described(self) -> str:
         """How the pictures came about, in words."""
-        if self.folder:
-            return "published pictures, as they are"
+        if self.published:
+            return self.published.shown
         first = "shorter side to 256/224 of the size, middle cut out" if self.imagenet else "the model's own test crop"
         return f"{first}, {self.size[1]} x {self.size[0]} px, then corrupted"
 
@@ -79,12 +79,12 @@ class Sight:
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Pictures]]:
         """Datasets of a corruption's cells: all severities from one decoding, or each from its published folder."""
-        if self.folder is None:
+        if self.published is None:
             source = self.clean_source()
             yield tuple(severities), Pictures(source, self.frame, corruption, severities, self.seed)
             return
         for severity in severities:
-            cell = some_of(published_cell(self.folder, corruption, severity, self.classes), self.limit)
+            cell = some_of(self.published.cell(corruption, severity, self.classes), self.limit)
             yield (severity,), Pictures(cell, self.frame)
 
 
@@ -109,7 +109,7 @@ def labelled(source: Source, classes: int, imagenet: bool, partial: bool) -> Sou
 def look(
     model: nn.Module,
     source: Source | None,
-    folder: Path | None,
+    published: Published | None,
     size: tuple[int, int] | None,
     seed: int,
     limit: int | None,
@@ -119,7 +119,7 @@ def look(
 
     Raises: UserError when classes or sizes do not fit.
     """
-    if source is None and folder is None:
+    if source is None and published is None:
         raise UserError("give a source of clean images, or the folder of the published suite")
     classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
     imagenet = classes == 1000
@@ -127,14 +127,15 @@ def look(
         source = labelled(source, classes, imagenet, partial)
     if channels(model) != 3:
         raise UserError(f"the corruptions are of colour pictures, the model's images have {channels(model)} channels")
+    square = imagenet or isinstance(published, ImageNetC)
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
-        size = evaluation_config(model)["input_size"][-2:] if fixed or not (imagenet or folder) else PUBLISHED_SIZE
+        size = PUBLISHED_SIZE if square and not fixed else evaluation_config(model)["input_size"][-2:]
     config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_FRAME if imagenet else {})
-    if folder and imagenet and tuple(size) != PUBLISHED_SIZE:
+    if published and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
             f"the published pictures are 224 x 224, the model is to see {size[1]} x {size[0]}: resampling would change "
             "the corruptions; corrupt on the fly instead (a source and no folder)"
         )
     refuse_small(config)
-    return Sight(source, folder, config, frame_of(config), imagenet, classes, seed, limit)
+    return Sight(source, published, config, frame_of(config), imagenet, classes, seed, limit)
