@@ -10,6 +10,7 @@ from isomorph.analysis.batches import mean_over
 from isomorph.analysis.places import Places, image_grid, places
 from isomorph.analysis.scores import Applied
 from isomorph.analysis.taps import Frame, observe, run_hooked
+from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where
 
@@ -43,8 +44,10 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
     return observe(model, batch, lambda _, applied: applied.map(), where)
 
 
-def placed(model: nn.Module, batch: Tensor, look: Callable[[Applied, Places], Tensor], where: Where) -> dict[str, Any]:
-    """What `look(applied, places)` gives for the layers whose queries and keys have known places.
+def placed(
+    model: nn.Module, batch: Tensor, look: Callable[[str, Applied, Places], Tensor], where: Where
+) -> dict[str, Any]:
+    """What `look(name, applied, places)` gives for the layers whose queries and keys have known places.
 
     Raises: UserError when there is no such layer, with the reason of the first.
     """
@@ -56,7 +59,7 @@ def placed(model: nn.Module, batch: Tensor, look: Callable[[Applied, Places], Te
         except UserError as error:
             reasons.append(f"{frame.name}: {error}")
             return None
-        return look(applied, where)
+        return look(frame.name, applied, where)
 
     found = observe(model, batch, measure, where)
     if not found:
@@ -76,7 +79,7 @@ def looks(
     Raises: UserError as `attention_maps` does, or when no layer's places are known.
     """
 
-    def look(applied: Applied, where: Places) -> Tensor:
+    def look(_: str, applied: Applied, where: Places) -> Tensor:
         return torch.cat([where.picture(maps, place) for maps in applied.pieces()])
 
     return placed(model, batch, look, where)
@@ -86,7 +89,8 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     """How far each head looks: sum over keys of attention times distance, mean over queries and images.
 
     From the map that each layer really applies to what it really receives, in steps of its grid (in patches, for a
-    ViT). Tokens without a place (class token, registers) are no queries, and attention to them counts as distance 0.
+    ViT), or of the map that its windows are cut from (`attention_windows`). Tokens without a place (class token,
+    registers, padding of windows) are no queries, and attention to them counts as distance 0.
     Layers whose queries and keys lie on no common grid (`places`) are left out.
 
     Shape: a batch (B, C, H, W), or a loader of such -> {name: (heads,)}
@@ -94,13 +98,24 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     Raises: UserError as `attention_maps` does, or when no layer's places are known.
     """
 
-    def look(applied: Applied, where: Places) -> Tensor:
-        total, images = torch.zeros(()), 0
-        for maps in applied.pieces():
-            seen = maps[:, :, where.prefix :, where.prefix :]
-            distances = where.distances(maps.device).to(torch.promote_types(maps.dtype, torch.float32))
-            total = total.to(maps.device) + torch.einsum("bhqk,qk->h", seen.to(distances.dtype), distances)
-            images += len(maps)
-        return total / (images * len(distances))
+    def measure(batch: Tensor) -> dict[str, Tensor]:
+        cut = attention_windows(model, batch)
 
-    return mean_over(data, lambda batch: placed(model, batch, look, where))
+        def look(name: str, applied: Applied, where: Places) -> Tensor:
+            total, seen, queries = torch.zeros(()), 0, 0
+            for maps in applied.pieces():
+                if name in cut:
+                    distances, count = cut[name].distances(range(seen, seen + len(maps)))
+                else:
+                    distances = where.distances(maps.device)
+                    count = len(maps) * len(distances)
+                distances = distances.to(maps.device, torch.promote_types(maps.dtype, torch.float32))
+                inner = maps[:, :, where.prefix :, where.prefix :].to(distances.dtype)
+                of = "bqk" if name in cut else "qk"
+                total = total.to(maps.device) + torch.einsum(f"bhqk,{of}->h", inner, distances)
+                seen, queries = seen + len(maps), queries + count
+            return total / queries
+
+        return placed(model, batch, look, where)
+
+    return mean_over(data, measure)

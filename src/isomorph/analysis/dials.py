@@ -30,11 +30,12 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
 
 
 def spans(model: nn.Module) -> dict[str, Tensor]:
-    """Attention span 1 / locality of each head (T-CNN Fig. 4B); not positive where a GPSA head has lost its centre.
+    """Attention span 1 / locality of each head (T-CNN Fig. 4B); NaN where a head has lost its centre (locality <= 0).
 
     Shape: -> {name: (heads,)}
     """
-    return {name: 1 / layer.locality.detach() for name, layer in gated_layers(model).items()}
+    found = {name: layer.locality.detach() for name, layer in gated_layers(model).items()}
+    return {name: torch.where(locality > 0, 1 / locality, torch.nan) for name, locality in found.items()}
 
 
 def centres(model: nn.Module) -> dict[str, Tensor]:

@@ -1,8 +1,10 @@
 """Where windows of attention lie on the map that they are cut from, shifted and padded as the model does it."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
 from isomorph.layers.mode import eval_mode
@@ -32,6 +34,16 @@ class Windows(NamedTuple):
         maps = maps.unflatten(0, (-1, len(self.members))).transpose(1, 2)  # (B, nh, windows, N, N)
         return maps.flatten(2, 3)[:, :, order.to(maps.device)]
 
+    def distances(self, numbers: Iterable[int]) -> tuple[Tensor, int]:
+        """|delta| in steps of the grid between the tokens of windows, 0 from and to padding; and how many have a place.
+
+        Windows go by number, on and on over the images of a batch. Shape: -> (n, N, N)
+        """
+        members = self.members[torch.tensor(list(numbers)) % len(self.members)]
+        inside = members >= 0
+        places = torch.stack([members // self.grid[1], members % self.grid[1]], -1).double()  # (n, N, 2)
+        return torch.cdist(places, places) * (inside[:, :, None] & inside[:, None]), int(inside.sum())
+
     def keys_of(self, place: int) -> Tensor:
         """Places of the keys that a query at a place sees, -1 for padding. Shape: -> (N,)"""
         return self.members[(self.members == place).any(1)][0]
@@ -48,17 +60,17 @@ class Recorder(nn.Module):
 def windows_of(block: nn.Module, shape: torch.Size) -> Windows:
     """Windows of a block that is called with a map of this shape: its own partition, run on the numbers of the places.
 
-    Shape: (B, H, W, C), or (B, C, H, W) for blocks with convolutions
+    Shape: (B, H, W, C), or (B, C, H, W) for MaxViT's attention by convolutions
     """
-    first = any(isinstance(module, nn.Conv2d) for module in block.modules())
+    first = isinstance(block, PartitionAttention2d)
     H, W = shape[2:] if first else shape[1:3]
     numbers = torch.arange(1.0, H * W + 1).view((1, 1, H, W) if first else (1, H, W, 1))
     attn, recorder = block.attn, Recorder()
+    device = next(block.parameters(), numbers).device
     block.attn = recorder
     try:
-        parameter = next(attn.parameters())  # type: ignore[union-attr]
         partition = next(getattr(block, name) for name in PARTITIONS if hasattr(block, name))
-        partition(numbers.to(parameter.device))
+        partition(numbers.to(device))
     finally:
         block.attn = attn
     return Windows((H, W), recorder.seen.flatten(1).cpu().round().long() - 1)
@@ -77,7 +89,7 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
     }
     shapes: dict[str, torch.Size] = {}
     hooks = [
-        block.register_forward_pre_hook(lambda _, args, name=name: shapes.update({name: args[0].shape}))
+        block.register_forward_pre_hook(lambda _, args, name=name: shapes.update({name: args[0].shape} if args else {}))
         for name, block in blocks.items()
     ]
     try:
