@@ -10,6 +10,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.cli import main
 from isomorph.evaluation import PeakMeter, at_size, cost_rows, peak_bytes, saved_bytes, speeds
+from isomorph.report import batch_cost_table, cost_problems
 
 
 def small_vit(**kwargs):
@@ -94,6 +95,19 @@ class TestPeak:
             meter.process.kill()
             meter.process.wait()
             assert peak_bytes(model, (3,), 1, False, meter) is not None
+
+
+def test_a_peak_that_fails_is_a_dash_and_a_reason(capsys):
+    """BatchNorm cannot train on one value a channel: the other figures stand."""
+    if peak_bytes(nn.Linear(2, 2), (2,)) is None:
+        pytest.skip("peaks cannot be measured here")
+    net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    (row,) = iso.cost_rows({"net": net}, [(8, 8)], [1], seconds=0.01)
+    assert row["peak_bytes"] is not None
+    assert row["training_peak_bytes"] is None
+    assert "Expected more than 1 value per channel" in row["problem"]
+    assert batch_cost_table([row])[1][3] == "-"
+    assert cost_problems([row]) == [f"net: {row['problem']}"]
 
 
 def test_speeds_take_turns_and_have_quartiles():

@@ -6,6 +6,7 @@ import math
 import re
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ from isomorph.report import (
     told_apart,
     write_page,
 )
-from isomorph.report.charts import as_json, numbers
+from isomorph.report.charts import Paths, as_json, numbers
 from isomorph.report.likeness import alignments
 from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
@@ -253,6 +254,8 @@ class TestWords:
         assert predictions(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
         assert percent(0.00049) == "<0.1%"
         assert predictions(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
+        wnids = Fixed(logits, label_names=("n01440764", "n01443537", "mine", "4"))
+        assert predictions(wnids, x)[0] == "tench (90%), goldfish (10%), mine (0.1%)"
         thousand = torch.zeros(1, 1000)
         thousand[0, 1] = 20
         assert predictions(Fixed(thousand), x)[0].startswith("goldfish (100%)")
@@ -265,6 +268,8 @@ class TestWords:
         iso.save(model, tmp_path / "a.safetensors")
         found = predictions(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
         assert found[0].startswith("kind ")
+        remember_data(model, {"source": "digits"})  # a checkpoint without names
+        assert predictions(model, torch.randn(1, 3, 32, 32))[0].startswith("class ")
 
 
 class TestPage:
@@ -617,6 +622,52 @@ class TestCommands:
         assert paths_of(torch.tensor([[[nan, nan]], [[1.0, 2.0]], [[3.0, 4.0]]])) == [[(1, 2), (3, 4)]]
         line = along_epochs(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[nan, nan], [1.0, 3.0], [0.0, 1.0]]))
         assert line == ([2, 4], [2, 0.5], [1, 0], [3, 1])
+
+    def test_a_head_that_loses_its_centre_is_said_and_hides_no_other(self, folder):
+        """Its span is no number, its way ends where it was last; the page and its figures hold."""
+        write_run(folder / "run")
+        model = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1, num_classes=2)
+        attn, heads = model.blocks[0].attn, model.blocks[0].attn.num_heads
+        before = iso.centres(model)["blocks.0.attn"].tolist()
+        for epoch in (1, 2):
+            iso.save(model, folder / f"run/epoch-{epoch}.safetensors")
+            with torch.no_grad():
+                attn.position[0, 2] = 0.001
+        assert iso.spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
+        logs = read_runs([folder / "run"])
+        found = dials_kept([folder / "run"], logs)
+        section = compare_runs(logs, found)[-1]
+        assert section.text.endswith(
+            "run: 1 heads have lost their centre by the end (locality not positive): they have no span."
+        )
+        _, spans, ways = section.charts
+        assert [len(path) for path in ways.series["blocks.0.attn"]] == [1] + [2] * (heads - 1)
+        assert [path[0] for path in ways.series["blocks.0.attn"]] == [pytest.approx(c) for c in before]
+        assert min(spans.lines["blocks.0.attn"].low) > 0
+        gone = Paths("t", {"l": [[], [(0.0, 1.0)]]})
+        assert numbers(gone)[1:] == [["l, head 1", "-", "-"], ["l, head 2", "0, 1", "0, 1"]]
+        assert as_json(gone)["reach"] == 1
+        save_figures(folder / "figures", [section, Section("x", charts=[gone])])
+        subject = Subject("net", model, CONFIG | {"input_size": (3, 32, 32)})
+        texts = {s.title: s.text for s in dissect([subject], [Picture("a", torch.rand(3, 32, 32))])}
+        assert texts["Gates and spans"].endswith("1 heads of net have lost their centre: they have no span.")
+
+    def test_what_a_run_is_now_may_be_damaged(self, folder, monkeypatch):
+        """Its newest snapshot says epoch 3, and nothing is there to rebuild it from: what was kept is still drawn."""
+        write_run(folder / "run")
+        iso.save(timm.create_model("t_cifar_resnet20"), folder / "run/epoch-1.safetensors")
+        newest = SimpleNamespace(values={"progress": {"closed": 3}})
+        monkeypatch.setattr("isomorph.training.kept.newest", lambda _: newest)
+        logs = read_runs([folder / "run"])
+        assert dials_kept([folder / "run"], logs)["run"].moments.tolist() == [1]
+        assert "no folder of a run with a snapshot" in logs[0].problems[-1]
+
+    def test_models_of_other_channels(self, folder, capsys):
+        iso.save(timm.create_model("cifar_resnet20", in_chans=1), "grey.safetensors")
+        for pair in ("grey.safetensors --against cnn.safetensors", "cnn.safetensors --against grey.safetensors"):
+            with pytest.raises(SystemExit):
+                main(f"analyze {pair} --image a.png".split())
+            assert "images of other numbers of channels (" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("command", "expected"),

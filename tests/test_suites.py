@@ -275,6 +275,17 @@ def test_real_images_as_shards_and_as_folders(samples):
     assert (a["nll"], a["ece"]) == pytest.approx((b["nll"], b["ece"]), rel=1e-4)
 
 
+def test_a_picture_beside_the_validation_images_is_none_of_them(tmp_path):
+    validation(tmp_path / "val", [1, 2])
+    for folder in list((tmp_path / "val").iterdir()):
+        for path in folder.iterdir():
+            path.rename(tmp_path / "val" / path.name)
+        folder.rmdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "preview.png")
+    (found,) = open_suites([f"real={tmp_path}"], partial=True)
+    assert len(found.source) == 2
+
+
 def test_a_vit_is_fitted_to_other_sizes():
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=5).eval()
     fitted = iso.evaluation.at_size(vit, (64, 96))

@@ -1,6 +1,7 @@
 """The command that measures what models cost: bench."""
 
 import json
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -8,7 +9,7 @@ from cyclopts import Parameter
 from isomorph.cli.app import Device, Json, Weights, app, steps_bar
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
-from isomorph.report import batch_cost_table, fixed_cost_table, show
+from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, show
 from isomorph.training.build import open_model
 from isomorph.training.runtime import open_runtime
 
@@ -59,3 +60,5 @@ def bench(
         show(fixed_cost_table(rows))
         print()
         show(batch_cost_table(rows))
+    for problem in cost_problems(rows):
+        print(f"isomorph: {problem}", file=sys.stderr)

@@ -68,6 +68,14 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
     return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
 
 
+def refuse_other_channels(subjects: list[Subject]) -> None:
+    """Raises: UserError when models cannot be shown the same pictures."""
+    counts = [subject.config["input_size"][0] for subject in subjects]
+    if len(set(counts)) > 1:
+        said = ", ".join(f"{s.name} of {n}" for s, n in zip(subjects, counts, strict=True))
+        raise UserError(f"the models take images of other numbers of channels ({said}); give models of the same")
+
+
 def dials_kept(folders: Iterable[Path], logs: Iterable[Log]) -> dict[str, Trajectory]:
     """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out.
 
@@ -155,6 +163,7 @@ def analyze(
     names = told_apart(given)
     wanted = zip(given, names, [weights, None], strict=False)
     subjects = [open_subject(name, title, own, pretrained, size, device) for name, title, own in wanted]
+    refuse_other_channels(subjects)
     size = size or subjects[0].config["input_size"][-2:]
     subjects[1:] = [resized(subject, size) for subject in subjects[1:]]
     results, problems = read_results(robustness or [], names)

@@ -73,7 +73,7 @@ class PeakMeter:
             answer = ""
         found: dict[str, Any] = json.loads(answer) if answer else {"error": self.last_words()}
         if "error" in found:
-            raise UserError(f"measuring the peak of a batch of {shape[0]} failed: {found['error']}")
+            raise failed(shape[0], found["error"])
         return found["bytes"]
 
     @property
@@ -131,11 +131,13 @@ def peak_bytes(
     Several peaks are found faster by one `meter`.
 
     None where neither can be measured: on another system or device, or a model that cannot be pickled.
+
+    Raises: UserError when the pass fails (a batch too small for BatchNorm), or there is too little memory for it.
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
         return cuda_peak(model, input_size, batch_size, training)
-    if device.type != "cpu" or not RESET.exists():
+    if device.type != "cpu" or not os.access(RESET, os.W_OK):
         return None
     if meter:
         return meter.measure(model, (batch_size, *input_size), training)
@@ -147,19 +149,28 @@ def cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, tr
     """Largest allocation above what is there before, on the model's GPU; the model is left without gradients."""
     parameter = next(model.parameters())
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
-    with eval_mode(model):
-        x = torch.randn(batch_size, *input_size, device=parameter.device, dtype=parameter.dtype)
-        for _ in range(2):  # the first sets up workspaces of libraries
-            model.zero_grad(set_to_none=True)
-            torch.cuda.synchronize(parameter.device)
-            torch.cuda.reset_peak_memory_stats(parameter.device)
-            before = torch.cuda.memory_allocated(parameter.device)
-            run_once(model, x, training)
-            peak = torch.cuda.max_memory_allocated(parameter.device) - before
-    model.zero_grad(set_to_none=True)
-    for name, tensor in model.named_buffers():
-        tensor.copy_(buffers[name])
+    try:
+        with eval_mode(model):
+            x = torch.randn(batch_size, *input_size, device=parameter.device, dtype=parameter.dtype)
+            for _ in range(2):  # the first sets up workspaces of libraries
+                model.zero_grad(set_to_none=True)
+                torch.cuda.synchronize(parameter.device)
+                torch.cuda.reset_peak_memory_stats(parameter.device)
+                before = torch.cuda.memory_allocated(parameter.device)
+                run_once(model, x, training)
+                peak = torch.cuda.max_memory_allocated(parameter.device) - before
+    except (RuntimeError, ValueError) as error:
+        raise failed(batch_size, " ".join(str(error).split())) from None
+    finally:
+        model.zero_grad(set_to_none=True)
+        for name, tensor in model.named_buffers():
+            tensor.detach().copy_(buffers[name])
     return peak
+
+
+def failed(batch_size: int, why: str) -> UserError:
+    """The error of a pass that failed."""
+    return UserError(f"measuring the peak of a batch of {batch_size} failed: {why}")
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ from isomorph.evaluation.sizes import at_size, channels
 from isomorph.evaluation.speed import Speed, speeds
 
 Row = dict[str, Any]
+PEAKS = {"peak_bytes": False, "training_peak_bytes": True}
+"""Of which pass: of one in training mode, with its backward pass, or of inference."""
 T = TypeVar("T")
 Progress = Callable[[float, int, str], None]
 """Told steps done, steps in all, and what is being done."""
@@ -30,7 +32,8 @@ def cost_rows(
 
     Keys: model, height, width, batch, parameters, macs (an image), saved_bytes (an image, kept for the backward pass),
     peak_bytes and training_peak_bytes (a pass of the batch, on top of the model; None where unavailable),
-    images_per_second with its quartiles low and high and its runs, ratio (to the first model of the same row group).
+    images_per_second with its quartiles low and high and its runs, ratio (to the first model of the same row group);
+    problem: why a peak could not be measured, where one failed.
     Models are timed in turns, within one process.
 
     Raises: UserError when a model does not take a size, or a size or batch is not positive.
@@ -51,13 +54,14 @@ def cost_rows(
                 found = steps.run(f"{at}, batch {batch}: timing", speeds, sized, inputs, batch, seconds)
                 first = next(iter(found.values())).median
                 for name, model in sized.items():
-                    asked = [(name, at, batch, training) for training in (False, True)] if peak else []
-                    peaks = [
-                        steps.run(measuring(*one), peak_bytes, model, inputs[name], batch, one[-1], meter)
-                        for one in asked
-                    ] or [None, None]
                     place = {"model": name, "height": size[0], "width": size[1], "batch": batch}
-                    yield place | fixed[name] | measured(found[name], first, *peaks)
+                    row = place | fixed[name] | speed_cells(found[name], first)
+                    for key, training in PEAKS.items():
+                        row |= {key: None}
+                        if peak:
+                            doing = f"{name} {at}, batch {batch}: memory{' to train' * training}"
+                            row |= steps.run(doing, peak_cell, key, model, inputs[name], batch, training, meter)
+                    yield row
 
 
 class Steps:
@@ -75,16 +79,19 @@ class Steps:
         return found
 
 
-def measuring(name: str, size: str, batch: int, training: bool) -> str:
-    """The step of a peak, in words."""
-    return f"{name} {size}, batch {batch}: memory of {'training' if training else 'inference'}"
+def peak_cell(
+    key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
+) -> Row:
+    """A peak of a row, or why it could not be measured."""
+    try:
+        return {key: peak_bytes(model, input_size, batch, training, meter)}
+    except UserError as error:
+        return {key: None, "problem": str(error)}
 
 
-def measured(speed: Speed, first: float, peak: int | None, training_peak: int | None) -> Row:
-    """The part of a row that depends on the batch."""
+def speed_cells(speed: Speed, first: float) -> Row:
+    """The speed of a row, and beside the first model's."""
     return {
-        "peak_bytes": peak,
-        "training_peak_bytes": training_peak,
         "images_per_second": speed.median,
         "low": speed.low,
         "high": speed.high,

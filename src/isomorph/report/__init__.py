@@ -1,7 +1,7 @@
 """Figures and the self-contained page."""
 
 from isomorph.report.charts import Bars, Chart, Dots, Line, Matrix, Panel
-from isomorph.report.cost import batch_cost_table, fixed_cost_table
+from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table
 from isomorph.report.dissection import Extras, dissect, lead_of
 from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
@@ -27,6 +27,7 @@ __all__ = [
     "batch_cost_table",
     "build_viewer",
     "compare_runs",
+    "cost_problems",
     "curve_rows",
     "dissect",
     "fixed_cost_table",

@@ -194,6 +194,7 @@ const painters = {
     svg("text", {x: margin.left + side, y: height - 3, "text-anchor": "end"}, root, "column, steps of the grid");
     svg("path", {d: `M${x(0) - 5} ${y(0)}h10M${x(0)} ${y(0) - 5}v10`, stroke: "var(--ink)", "stroke-width": 1.5}, root);
     spec.series.forEach((s, i) => s.paths.forEach((path, head) => {
+      if (!path.length) return;
       const colour = lineColour(spec, i), at = path.map(([r, c]) => [x(c), y(r)]), [first, last] = [at[0], at.at(-1)];
       stroke(at, colour, root, 1.4);
       svg("circle", {cx: first[0], cy: first[1], r: 3.2, fill: "none", stroke: colour}, root);

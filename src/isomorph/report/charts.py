@@ -79,7 +79,8 @@ class Matrix:
 class Paths(NamedTuple):
     """Ways in the plane around a query at (0, 0), in steps of the grid: a ring where each begins, a dot where it ends.
 
-    {layer: a path for each head, of (row, column) places}; rows go down. Layers go from light to dark.
+    {layer: a path for each head, of finite (row, column) places, empty for a head without any}; rows go down. Layers go
+    from light to dark.
     """
 
     title: str
@@ -198,7 +199,7 @@ def matrix_numbers(chart: Matrix) -> Table:
 @numbers.register
 def paths_numbers(chart: Paths) -> Table:
     rows = [
-        [f"{layer}, head {i + 1}", *(", ".join(map(number, place)) for place in (path[0], path[-1]))]
+        [f"{layer}, head {i + 1}", *(", ".join(map(number, path[end])) if path else "-" for end in (0, -1))]
         for layer, heads in chart.series.items()
         for i, path in enumerate(heads)
     ]

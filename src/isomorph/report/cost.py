@@ -26,6 +26,11 @@ def fixed_cost_table(rows: Sequence[Row]) -> list[list[str]]:
     return [["one image", "size", "parameters", "M MACs", "saved MiB"], *body]
 
 
+def cost_problems(rows: Sequence[Row]) -> list[str]:
+    """Why peaks could not be measured, each reason once."""
+    return list(dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row))
+
+
 def batch_cost_table(rows: Sequence[Row]) -> list[list[str]]:
     """Head and a row for each row of `cost_rows`: peak memory, images a second with quartiles, their ratio."""
     body = (

@@ -10,7 +10,7 @@ from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, fixed_cost
 from isomorph.report.charts import Chart, Dots
-from isomorph.report.cost import batch_cost_table, fixed_cost_table
+from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table
 from isomorph.report.likeness import alignments, similarity_chart
 from isomorph.report.maps import BUDGET, gather_maps
 from isomorph.report.page import Fold, Section, Shot
@@ -49,8 +49,17 @@ def dial_charts(subjects: Sequence[Subject]) -> list[Chart]:
     ]
 
 
+def centreless(subjects: Sequence[Subject]) -> str:
+    """A sentence on the heads without a centre, which have no span; nothing where all have one."""
+    lost = {s.name: sum(int(v.isnan().sum()) for v in optional(spans, s.model).values()) for s in subjects}
+    said = (
+        f"{count} heads of {name} have lost their centre: they have no span." for name, count in lost.items() if count
+    )
+    return " ".join(said)
+
+
 def reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
-    """Nonlocality, entropy and largest logit of the layers that are looked at, drawn or not (windows are not)."""
+    """Nonlocality, entropy and largest logit of the layers that are looked at, drawn or not."""
     where = "*" if layers is None else layers
     far, entropy, logits = (
         {s.name: optional(analysis, s.model, batches[s.name], where) for s in subjects}
@@ -80,7 +89,8 @@ def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     sections = [Section("Cost", text, fixed_cost_table(rows))]
     if timed:
         text = "On this machine, model after model in turns; memory at its peak on top of the model, without and with "
-        sections.append(Section("Speed and memory", f"{text}a backward pass.", batch_cost_table(rows)))
+        fold = Fold("What could not be measured", lost) if (lost := cost_problems(rows)) else None
+        sections.append(Section("Speed and memory", f"{text}a backward pass.", batch_cost_table(rows), fold=fold))
     return sections
 
 
@@ -159,9 +169,8 @@ def dissect(
         seen.append(Seen(s.name, maps, opened, predictions(s.model, batches[s.name])))
     sections = [map_section(seen, pictures, missing, framed(subjects[0].config), extras.budget)]
     if charts := dial_charts(subjects):
-        sections.append(
-            Section("Gates and spans", "A dot is a head; the line goes through the means of the layers.", charts=charts)
-        )
+        text = f"A dot is a head; the line goes through the means of the layers. {centreless(subjects)}"
+        sections.append(Section("Gates and spans", text.strip(), charts=charts))
     extras.tell("statistics of attention")
     if charts := reach_charts(subjects, batches, layers):
         sections.append(

@@ -95,7 +95,13 @@ def draw_dots(chart: Dots) -> Any:
         found = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
         for at, heads in found:
             axes.scatter([at] * len(heads), heads, s=14, alpha=0.65, color=colour, lw=0)
-        axes.plot([at for at, _ in found], [np.mean(heads) for _, heads in found], color=colour, lw=1.3, label=name)
+        axes.plot(
+            [at for at, _ in found],
+            [np.nanmean(heads) if np.isfinite(heads).any() else np.nan for _, heads in found],
+            color=colour,
+            lw=1.3,
+            label=name,
+        )
     axes.set_xticks(range(len(layers)), layers, rotation=35 if len(layers) < 30 else 90, ha="right")
     axes.set_title(chart.title)
     axes.set_ylabel(chart.y_label)
@@ -145,10 +151,10 @@ def draw_paths(chart: Paths) -> Any:
     shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(chart.series)))
     for (layer, heads), colour in zip(chart.series.items(), shades, strict=True):
         for i, path in enumerate(heads):
-            rows, columns = zip(*path, strict=True)
+            rows, columns = zip(*path, strict=True) if path else ([], [])
             axes.plot(columns, rows, color=colour, lw=1, label=None if i else layer)
-            axes.plot(columns[0], rows[0], "o", mfc="none", color=colour, ms=4)
-            axes.plot(columns[-1], rows[-1], "o", color=colour, ms=4)
+            axes.plot(columns[:1], rows[:1], "o", mfc="none", color=colour, ms=4)
+            axes.plot(columns[-1:], rows[-1:], "o", color=colour, ms=4)
     axes.plot(0, 0, "+", color=INK, ms=8)
     axes.set(xlim=(-1.08 * chart.reach, 1.08 * chart.reach), ylim=(1.08 * chart.reach, -1.08 * chart.reach))
     axes.set_aspect("equal")

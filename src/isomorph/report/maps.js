@@ -1,20 +1,20 @@
 // A patch of an image, and what every head looks at from there.
-async function unpack(id, of) {
+async function unpack(id, of, windows) {
   const host = document.getElementById(id), text = host.textContent;
   const bytes = Uint8Array.from(atob(text), c => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const buffer = await new Response(stream).arrayBuffer();
   const nq = of.prefix + of.kept[0] * of.kept[1], split = of.heads * nq * 2;
-  const nk = of.windows ? of.windows[0].length : of.prefix + of.keys[0] * of.keys[1];
+  const nk = windows ? windows[0].length : of.prefix + of.keys[0] * of.keys[1];
   const numbers = new DataView(buffer), ranges = new Float32Array(split);
   for (let i = 0; i < split; i++) ranges[i] = numbers.getFloat32(4 * i, true);
   return {ranges, levels: new Uint8Array(buffer, 4 * split), nq, nk};
 }
 // One row of a map: attention of a query to the prefix tokens and to every place (none outside its window).
-function attention(of, maps, head, {index, place}) {
+function attention(of, maps, windows, head, {index, place}) {
   const at = head * maps.nq + index, low = maps.ranges[2 * at], high = maps.ranges[2 * at + 1];
   const row = new Float32Array(of.prefix + of.keys[0] * of.keys[1]), start = at * maps.nk;
-  const number = of.windows && place[0] * of.queries[1] + place[1], window = of.windows && of.windows.find(w => w.includes(number));
+  const number = windows && place[0] * of.queries[1] + place[1], window = windows && windows.find(w => w.includes(number));
   for (let k = 0; k < maps.nk; k++) {
     const key = window ? window[k] : k;
     if (key >= 0) row[key] = low + maps.levels[start + k] * (high - low) / 255;
@@ -46,20 +46,21 @@ function viewer(host, number, data) {
     const kept = at.map((v, i) => clamp(Math.floor(v / data.step[i]), 0, of.kept[i] - 1));
     return {index: of.prefix + kept[0] * of.kept[1] + kept[1], place: kept.map((v, i) => of.first[i] + v * data.step[i])};
   }
+  const cut = of => of.windows === null ? null : data.windows[of.windows];
   function maps(layer, model) {
     const of = layers[layer].of[model];
     if (!of) return null;
     const id = `maps-${number}-${of.maps}-${state.image}`;
     if (!store.has(id)) {
       store.set(id, null);
-      unpack(id, of).then(found => { store.set(id, found); later(); });
+      unpack(id, of, cut(of)).then(found => { store.set(id, found); later(); });
     }
     return store.get(id);
   }
   function row(layer, model, head) {
     if (model === DIFFERENCE) return minus(row(layer, 1, head), row(layer, 0, head));
     const of = layers[layer].of[model], found = maps(layer, model);
-    return of && found && head < of.heads ? attention(of, found, head, query(of)) : null;
+    return of && found && head < of.heads ? attention(of, found, cut(of), head, query(of)) : null;
   }
 
   // Controls

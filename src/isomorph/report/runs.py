@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isomorph.analysis import Trajectory
@@ -195,16 +196,25 @@ def dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
 
 
 def paths_of(centres: Tensor) -> list[list[tuple[float, float]]]:
-    """Where each head went, from the first epoch at which its layer was there. Shape: (T, heads, 2)"""
-    there = centres[~centres.isnan().any(2).any(1)]
-    return [[(row, column) for row, column in path] for path in there.transpose(0, 1).tolist()]
+    """Where each head went, at the epochs at which it was there and had a centre. Shape: (T, heads, 2)"""
+    heads = (head[head.isfinite().all(1)].tolist() for head in centres.transpose(0, 1))
+    return [[(row, column) for row, column in path] for path in heads]
+
+
+def centreless(found: Trajectory) -> str:
+    """A sentence on the heads that have no centre at the end; nothing where all have one."""
+    lost = sum(int((spans[-1].isnan() & ~found.gates[name][-1].isnan()).sum()) for name, spans in found.spans.items())
+    return f"{lost} heads have lost their centre by the end (locality not positive): they have no span." if lost else ""
 
 
 def along_epochs(moments: Tensor, heads: Tensor) -> Line:
-    """Mean and range of a layer's heads at the epochs at which it was there. Shape: (T,), (T, heads)"""
-    there = ~heads.isnan().all(1)
-    heads = heads[there].double()
-    return Line(*(part.tolist() for part in (moments[there], heads.mean(1), heads.amin(1), heads.amax(1))))
+    """Mean and range of a layer's heads at the epochs at which any has a value. Shape: (T,), (T, heads)"""
+    known = heads.isfinite()
+    there = known.any(1)
+    heads, known = heads[there].double(), known[there]
+    low, high = (heads.where(known, -sign * torch.inf) for sign in (-1, 1))
+    mean = heads.where(known, 0).sum(1) / known.sum(1)
+    return Line(*(part.tolist() for part in (moments[there], mean, low.amin(1), high.amax(1))))
 
 
 def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = None) -> list[Section]:
@@ -223,7 +233,8 @@ def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = N
             "At the epochs that keep_every kept. A line is a layer, the mean over its heads; the range is theirs. "
             "Centres are where each head looks from the query, the cross: from the ring to the dot."
         )
-        sections.append(Section("Gates, spans and centres along training", text, charts=charts))
+        lost = [f"{run}: {said}" for run, found in (dials or {}).items() if (said := centreless(found))]
+        sections.append(Section("Gates, spans and centres along training", " ".join([text, *lost]), charts=charts))
     differing = recipe_table(logs)
     if len(logs) > 1 and len(differing) > 1:
         sections.append(Section("Where the recipes differ", "Every other field is the same.", differing))

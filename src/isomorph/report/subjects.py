@@ -69,14 +69,22 @@ def framed(config: Mapping[str, Any]) -> str:
 
 
 def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
-    """Names of the model's classes: those noted with its weights, ImageNet's for 1000 classes, else numbers."""
+    """Names of the model's classes: those of its weights (wnids in English), ImageNet's for 1000, or numbers."""
     known = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
+    imagenet = ImageNetInfo()
     if len(known) == classes:
-        return lambda label: str(known[label])
+        wnids = set(imagenet.label_names())
+        return lambda label: (
+            first_name(imagenet.label_name_to_description(known[label])) if known[label] in wnids else str(known[label])
+        )
     if classes == 1000:
-        described = ImageNetInfo().index_to_description
-        return lambda label: described(label).split(",")[0]
+        return lambda label: first_name(imagenet.index_to_description(label))
     return "class {}".format
+
+
+def first_name(description: str) -> str:
+    """The first of the names of a class of ImageNet."""
+    return description.split(",")[0]
 
 
 def percent(share: float) -> str:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -67,8 +68,10 @@ def paired(seen: Sequence[Seen]) -> list[tuple[str, list[LayerMaps | None]]]:
     return [(name, [model.maps.get(name) for model in seen]) for name in union]
 
 
-def geometry(maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | None) -> dict[str, Any]:
-    """What the script has to know of a layer to find a value in its maps."""
+def geometry(
+    maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | None, layouts: list[list[list[int]]]
+) -> dict[str, Any]:
+    """What the script has to know of a layer to find a value in its maps; windows by their place among the layouts."""
     queries = maps.where.queries
     first = first_kept(queries, step)
     kept = [len(range(start, size, each)) for start, size, each in zip(first, queries, step, strict=True)]
@@ -80,10 +83,16 @@ def geometry(maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | No
         "kept": kept,
         "keys": list(maps.keys),
         "padded": any(maps.where.padding) or bool(maps.windows and (maps.windows.members < 0).any()),
-        "windows": maps.windows and maps.windows.members.tolist(),
+        "windows": maps.windows and layouts.index(maps.windows.members.tolist()),
         "signed": bool((maps.ranges < 0).any()),
         "gates": listed(gates),
     }
+
+
+def layouts_of(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
+    """The ways in which layers are cut into windows, each once."""
+    found = {maps.windows.members.numpy().tobytes(): maps.windows for maps in layers if maps.windows}
+    return [windows.members.tolist() for windows in found.values()]
 
 
 def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int = BUDGET) -> Viewer | None:
@@ -92,13 +101,14 @@ def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int 
     flat = [maps for _, of in pairs for maps in of if maps is not None]
     if not flat:
         return None
-    step, packed = pack_all(flat, len(pictures), budget)
+    layouts = layouts_of(flat)
+    step, packed = pack_all(flat, len(pictures), budget - len(json.dumps(layouts)))
     number = {id(maps): i for i, maps in enumerate(flat)}
     layers = []
     for name, of in pairs:
         parts: list[dict[str, Any] | None] = []
         for model, maps in zip(seen, of, strict=True):
-            found = maps and geometry(maps, step, model.gates.get(maps.name)) | {"maps": number[id(maps)]}
+            found = maps and geometry(maps, step, model.gates.get(maps.name), layouts) | {"maps": number[id(maps)]}
             parts.append(found or None)
         layers.append({"name": name, "of": parts})
     images = [
@@ -110,7 +120,13 @@ def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int 
         }
         for b, picture in enumerate(pictures)
     ]
-    data = {"models": [model.name for model in seen], "layers": layers, "images": images, "step": step}
+    data = {
+        "models": [model.name for model in seen],
+        "layers": layers,
+        "images": images,
+        "step": step,
+        "windows": layouts,
+    }
     return Viewer(data, {f"{i}-{b}": text for (i, b), text in packed.items()}, note(flat, step), seen, pictures)
 
 

@@ -36,7 +36,7 @@ def open_place(place: Place) -> Source:
     Raises: UserError as `open_source`.
     """
     if place.form == FLAT:
-        top = next(top for top in tops_of(place.path) if images_in(top))
+        top = max(tops_of(place.path), key=lambda top: len(images_in(top)))  # beside it a picture or two may lie
         names = sorted(images_in(top))
         return Source(Files(top, names), np.zeros(len(names), np.int64), [""])
     return open_source(place.form, "test", place.path)

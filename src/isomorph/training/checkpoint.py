@@ -98,7 +98,7 @@ def describe_data(model: nn.Module) -> dict[str, Any]:
 def remember_data(model: nn.Module, data: dict[str, Any]) -> None:
     """Puts what images the model expects into its pretrained_cfg, where timm's resolve_data_config reads it."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
-    for key in ("test_input_size", "test_crop_pct"):
+    for key in ("test_input_size", "test_crop_pct", "label_names"):  # of the weights that the base may come with
         config.pop(key, None)
     model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
 

@@ -9,7 +9,6 @@ from torch import nn
 from isomorph.analysis import Trajectory, dials_along
 from isomorph.errors import UserError
 from isomorph.training.build import open_trained
-from isomorph.training.checkpoint import load
 from isomorph.training.snapshot import newest
 
 
@@ -26,21 +25,21 @@ def kept_models(folder: str | Path, damaged: list[str] | None = None) -> Iterato
         raise UserError(f"{folder} is no folder of a run")
     named = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
     epochs = sorted((int(match[1]), path) for path, match in named.items() if match)
+    found = newest(folder)
+    now = found.values["progress"]["closed"] if found else None
+    if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
+        epochs.append((now, folder))
+    if not epochs:
+        raise UserError(f"{folder} holds no checkpoint of a run; keep some with keep_every=1 in its recipe")
     for epoch, path in epochs:
         try:
-            model = load(path)
+            model = open_trained(path)
         except UserError as error:
             if damaged is None:
                 raise
             damaged.append(str(error))
         else:
             yield epoch, model
-    found = newest(folder)
-    now = found.values["progress"]["closed"] if found else None
-    if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
-        yield now, open_trained(folder)
-    elif not epochs:
-        raise UserError(f"{folder} holds no checkpoint of a run; keep some with keep_every=1 in its recipe")
 
 
 def dials_of_run(folder: str | Path, damaged: list[str] | None = None) -> Trajectory:
