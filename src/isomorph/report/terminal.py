@@ -21,6 +21,9 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
 }
 """Label and format of every metric."""
 
+WIDE = 200
+"""Columns of a table that nobody looks at on a terminal."""
+
 KEYS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "suite": ("suite", str),
     "size": ("size", lambda size: " x ".join(map(str, size))),
@@ -87,4 +90,6 @@ def show(rows: Sequence[Sequence[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*map(escape, row))
     console = Console()
-    console.print(table, width=None if console.is_terminal else 200)
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    console.print(table)
