@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import isomorph as iso
+from isomorph.analysis import Trajectory
 from isomorph.analysis.alignment import hsic
 from isomorph.analysis.places import Places
 from isomorph.cli import main
@@ -385,15 +386,15 @@ class TestRobustness:
             assert (cells.rows, extra_cells.rows) == (["snow", "fog"], ["saturate"])
             assert extra.series == {"net": {"saturate": pytest.approx(found["by_category"]["extra"])}}
             assert len(extra_levels.series["net"]) == 2
-            means = [f"{value:.4g}" for value in (found["mean_top1"], found["by_category"]["extra"])]
-            clean = f"{found['clean']['top1']:.4g}"
+            means = [f"{value:.2f}" for value in (found["mean_top1"], found["by_category"]["extra"])]
+            clean = f"{found['clean']['top1']:.2f}"
             assert robustness_table(results)[1] == ["net", clean, "4", means[0], "2", means[1]]
 
     def test_uneven_cells_are_averaged_as_the_suite_does(self):
         tops = {("fog", 1): 40.0, ("fog", 2): 20.0, ("snow", 1): 60.0, ("saturate", 1): 99.0, ("clean", 0): 95.0}
         told = summary({key: {"top1": top1} for key, top1 in tops.items() if key[1]}, None, imagenet=False)
         assert told["mean_top1"] == 45
-        assert robustness_table({"net": tops})[1] == ["net", "95", "3", "45", "1", "99"]
+        assert robustness_table({"net": tops})[1] == ["net", "95.00", "3", "45.00", "1", "99.00"]
         only = robustness_charts({"net": {("saturate", 1): 99.0}})
         assert [chart.title.split(":")[0] for chart in only] == ["Extra corruptions"] * 3
 
@@ -416,7 +417,7 @@ class TestRobustness:
         assert (change.rows, change.values) == (["snow", "fog"], [[3, 3], [3, 3]])
         assert (change.low, change.high) == (-3, 3)
         assert (extra.rows, extra.values) == (["saturate"], [[3, 3]])
-        assert [row[1] for row in robustness_table(results)[1:]] == ["90", "93"]
+        assert [row[1] for row in robustness_table(results)[1:]] == ["90.00", "93.00"]
 
     def test_other_pictures_are_refused(self, tmp_path):
         paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", seed=1)]
@@ -637,6 +638,8 @@ class TestCommands:
         logs = read_runs([folder / "run"])
         found = dials_kept([folder / "run"], logs)
         section = compare_runs(logs, found)[-1]
+        late = Trajectory(found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:]))
+        assert [chart.title for chart in compare_runs(logs, {"run": late})[-1].charts] == ["Centres at the end: run"]
         assert section.text.endswith(
             "run: 1 heads have lost their centre by the end (locality not positive): they have no span."
         )

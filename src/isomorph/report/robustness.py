@@ -6,7 +6,7 @@ from statistics import fmean
 
 from isomorph.data import EXTRA, IMAGENET_C
 from isomorph.data.corruptions_pictures import CLEAN
-from isomorph.report.charts import Bars, Chart, Matrix, Table, number
+from isomorph.report.charts import Bars, Chart, Matrix, Table
 
 Cells = Mapping[tuple[str, int], float]
 """Top-1 (%) by corruption and severity; of the clean images as (clean, 0)."""
@@ -60,11 +60,16 @@ def charts_of(head: str, results: Mapping[str, Cells], corruptions: Sequence[str
     return [*charts, *(grid(f"{head}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in kept.items())]
 
 
+def hundredths(value: float | None) -> str:
+    """A number with two decimals, a dash for none."""
+    return "-" if value is None else f"{value:.2f}"
+
+
 def robustness_table(results: Mapping[str, Cells]) -> Table:
     """Clean top-1 of each model, and its means over the suite's and the extra cells that all of them have."""
     rows = [
         ["", "clean top-1 (%)"],
-        *([name, number(cells.get((CLEAN, 0), math.nan))] for name, cells in results.items()),
+        *([name, hundredths(cells.get((CLEAN, 0)))] for name, cells in results.items()),
     ]
     for title, corruptions in (("", IMAGENET_C), ("extra: ", EXTRA)):
         kept = [part(cells, corruptions) for cells in results.values()]
@@ -74,5 +79,5 @@ def robustness_table(results: Mapping[str, Cells]) -> Table:
         means = [by_corruption({cell: cells[cell] for cell in shared}) for cells in kept]
         rows[0] += [f"{title}cells", f"{title}mean top-1 (%) over {len(shared)} shared cells"]
         for row, cells, found in zip(rows[1:], kept, means, strict=True):
-            row += [str(len(cells)), number(fmean(found.values()) if found else math.nan)]
+            row += [str(len(cells)), hundredths(fmean(found.values()) if found else None)]
     return rows

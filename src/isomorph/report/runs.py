@@ -173,25 +173,30 @@ def flat(values: Any, name: str = "") -> dict[str, str]:
 
 
 def recipe_table(logs: Sequence[Log]) -> Table:
-    """The fields in which the recipes differ, a row a field; only its head where none do."""
+    """The fields in which the recipes differ, a row a field; only its head where none do. Not there is null."""
     recipes = [flat(log.recipe) if log.recipe else {} for log in logs]
     names = list(dict.fromkeys(name for recipe in recipes for name in recipe))
     rows = [
         [name, *(recipe.get(name, "-") for recipe in recipes)]
         for name in names
-        if len({r.get(name) for r in recipes}) > 1
+        if len({r.get(name, "null") for r in recipes}) > 1
     ]
     return [["field", *(log.name for log in logs)], *rows]
 
 
 def dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
-    """Gates, spans and centres along the epochs that runs kept: charts of each run, a line or colour a layer."""
+    """Gates, spans and centres along the epochs that runs kept: charts of each run, a line or colour a layer.
+
+    Of a run that kept no model but its last, the centres alone.
+    """
     charts: list[Chart] = []
     for run, found in dials.items():
+        along = len(found.moments) > 1
         for title, unit, values in (("Gates", "sigma(gate)", found.gates), ("Spans", "1 / locality", found.spans)):
             lines = {layer: along_epochs(found.moments, heads) for layer, heads in values.items()}
-            charts.append(Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True))
-        charts.append(Paths(f"Centres along training: {run}", {n: paths_of(c) for n, c in found.centres.items()}))
+            charts += [Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True)] * along
+        title = f"Centres {'along training' if along else 'at the end'}: {run}"
+        charts.append(Paths(title, {name: paths_of(centres) for name, centres in found.centres.items()}))
     return charts
 
 
@@ -230,7 +235,8 @@ def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = N
         sections.append(Section("Learning curves", thinned, charts=charts))
     if charts := dial_panels(dials or {}):
         text = (
-            "At the epochs that keep_every kept. A line is a layer, the mean over its heads; the range is theirs. "
+            "At the epochs that keep_every in the recipe kept (by default only the last). A line is a layer, the mean "
+            "over its heads; the range is theirs. "
             "Centres are where each head looks from the query, the cross: from the ring to the dot."
         )
         lost = [f"{run}: {said}" for run, found in (dials or {}).items() if (said := centreless(found))]
