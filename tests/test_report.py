@@ -51,7 +51,7 @@ from isomorph.report.page import render
 from isomorph.report.robustness import robustness_charts, robustness_table
 from isomorph.report.runs import POINTS, along_epochs, curve, flat, paths_of
 from isomorph.report.subjects import framed, percent, predictions
-from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results
+from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results, weights_hash
 from isomorph.suites.robustness_scores import summary
 from isomorph.training.checkpoint import remember_data
 
@@ -377,7 +377,8 @@ class TestRobustness:
         found = iso.robustness(model, source, **asked)
         (tmp_path / "a.json").write_text(json.dumps(found))
         for name in ("a.jsonl", "a.json"):
-            results, problems = read_results([tmp_path / name], ["net"])
+            results, measured, problems = read_results([tmp_path / name], {"net": weights_hash(model)})
+            assert "10 images, seed 0" in measured
             assert not problems
             ours, levels, cells, extra, extra_levels, extra_cells = robustness_charts(results)
             suite = {name: top1 for name, top1 in found["by_corruption"].items() if name != "saturate"}
@@ -400,17 +401,17 @@ class TestRobustness:
 
     def test_a_line_cut_short_is_said(self, tmp_path):
         path = write_cells(tmp_path / "a.jsonl")
-        whole = read_results([path], ["net"])
+        whole = read_results([path], {"net": "net"})
         with path.open("a") as file:
             file.write('{"corruption": "frost", "sev')
-        results, problems = read_results([path], ["net"])
-        assert results == whole[0]
-        assert not whole[1]
+        results, _, problems = read_results([path], {"net": "net"})
+        assert results == whole.cells
+        assert not whole.problems
         assert problems == ["a.jsonl: its last line is cut short and is left out."]
 
     def test_two_models_side_by_side(self, tmp_path):
         paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", 3, model="other")]
-        results, problems = read_results(paths, ["cnn", "t-cnn"])
+        results, _, problems = read_results(paths[::-1], {"cnn": "net", "t-cnn": "other"})  # by their weights
         _, _, change, _, _, extra = robustness_charts(results)
         assert list(results) == ["cnn", "t-cnn"]
         assert not problems
@@ -422,18 +423,22 @@ class TestRobustness:
     def test_other_pictures_are_refused(self, tmp_path):
         paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", seed=1)]
         with pytest.raises(iso.UserError, match=r"b\.jsonl was measured with seed 1, net with 0"):
-            read_results(paths, ["cnn", "t-cnn"])
+            read_results(paths, {"cnn": "net", "t-cnn": "net"})
 
     @pytest.mark.parametrize("text", [None, "", "nonsense\n", '{"corruption": "x"}\n', "[]", "{}"])
     def test_what_is_no_result(self, tmp_path, text):
         if text is not None:
             (tmp_path / "a.jsonl").write_text(text)
         with pytest.raises(iso.UserError, match="isomorph robustness writes"):
-            read_results([tmp_path / "a.jsonl"], ["net"])
+            read_results([tmp_path / "a.jsonl"], {"net": "net"})
 
     def test_a_file_without_a_cell(self, tmp_path):
         with pytest.raises(iso.UserError, match="no finished cell"):
-            read_results([write_cells(tmp_path / "a.jsonl", corruptions=())], ["net"])
+            read_results([write_cells(tmp_path / "a.jsonl", corruptions=())], {"net": "net"})
+        with pytest.raises(
+            iso.UserError, match=r"b\.jsonl holds the results of net, with other weights than cnn; give"
+        ):
+            read_results([write_cells(tmp_path / "b.jsonl")], {"cnn": "cnn"})
 
 
 def write_run(folder, lr=0.1, epochs=3, end=""):
@@ -526,9 +531,11 @@ def folder(tmp_path, monkeypatch):
     Path("b.png").write_bytes(b"no image")
     cnn = timm.create_model("cifar_resnet20").eval()
     iso.save(cnn, "cnn.safetensors")
-    iso.save(iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.2.conv?"), "tcnn.safetensors")
+    tcnn = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.2.conv?")
+    iso.save(tcnn, "tcnn.safetensors")
     Path("recipe.json").write_text('{"name": "mine", "epochs": 7}')
-    write_cells(Path("r.jsonl"))
+    write_cells(Path("r.jsonl"), weights=weights_hash(cnn))
+    write_cells(Path("t.jsonl"), 3, weights=weights_hash(tcnn))
     return tmp_path
 
 
@@ -571,7 +578,7 @@ class TestCommands:
     def test_analyze(self, folder, capsys):
         done(
             "analyze tcnn.safetensors --against cnn.safetensors --image a.png --data digits --samples 8 --size 32 40 "
-            "--robustness r.jsonl r.jsonl --out page.html --figures figures --json"
+            "--robustness t.jsonl r.jsonl --out page.html --figures figures --json"
         )
         said = json.loads(capsys.readouterr().out)
         page = (folder / "page.html").read_text()
@@ -679,6 +686,7 @@ class TestCommands:
             "analyze cnn.safetensors --image c.png": "no image c.png",
             "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
+            "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
             "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
             "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
             "analyze cnn.safetensors --image a.png --samples 3": "--samples must be at least 4",

@@ -211,13 +211,15 @@ def test_a_killed_run_goes_on(net, tmp_path):
         file.write('{"corruption": "gaussian_noi')
     told.clear()
     again = iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line))
-    assert again == whole
+    assert again == whole | {"resumed": 2}
     assert told[0] == (2, 6, "gaussian_noise")
     assert told[-1] == (6, 6, "pixelate")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(lines) == 8
     told.clear()
-    assert iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line)) == whole
+    assert iso.robustness(net, source, **FEW, out=out, progress=lambda *line: told.append(line)) == whole | {
+        "resumed": 6
+    }
     assert not told  # nothing was left to run
 
 
@@ -441,7 +443,9 @@ def test_what_is_wrong_with_arrays_is_said(arrays):
         "holds the arrays of CIFAR-C; choose the suite cifar-c": dict(suite="imagenet-c"),
         "published pictures only: give the folder": dict(folder=None),
         "no folder .*nowhere; give the one with": dict(folder=arrays / "nowhere"),
-        "no .*contrast.npy; unpack CIFAR-10-C": dict(corruptions=["contrast"]),
+        r"no .*contrast.npy; choose those that are there with --corruption: fog, frost, saturate, snow": dict(
+            corruptions=["contrast"]
+        ),
         "frost.npy cannot be read as an array": dict(corruptions=["frost"]),
         "snow.npy is 16 x 32 x 32 x 3, not": dict(corruptions=["snow"]),
         "are of 2 classes, the model knows 10": dict(model=Brightness(10, 32)),

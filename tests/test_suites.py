@@ -406,7 +406,8 @@ class TestCommand:
             (["--suite", "imagenet", "--classes", "3"], "--classes does not go with --suite"),
             (["--data", "digits", "--partial"], "--partial goes with --suite"),
             (["--suite", "imagenet-a", "--root", "nowhere"], "no folder of imagenet-a in nowhere"),
-            (["--data", "digits", "--per-class", "nowhere/x.csv"], "cannot write nowhere/x.csv"),
+            (["--data", "digits", "--per-class", "x.txt"], "cannot write x.txt; give a file that ends in .csv"),
+            (["--data", "digits", "--per-class", f"{__file__}/x.csv"], "x.csv: "),
         ],
     )
     def test_wrong_requests_are_one_line(self, weights, capsys, flags, expected):

@@ -37,6 +37,11 @@ Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model in
 Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, ...")]
 
 
+def called(model: str, pretrained: bool) -> str:
+    """What a model is called in results: that its weights are random is part of it."""
+    return model if pretrained else f"{model} (random weights)"
+
+
 def bar(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
     """Steps with a progress bar, on a terminal."""
     console, quiet = Console(stderr=True), not sys.stderr.isatty()

@@ -11,7 +11,7 @@ from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
 from isomorph.suites import evaluating, imagenet, views
-from isomorph.training.build import evaluation_data, is_trained, open_model
+from isomorph.training.build import default_data, evaluation_data, open_model, refuse_weights
 from isomorph.training.runtime import open_runtime
 
 
@@ -87,7 +87,8 @@ def evaluate_(
     if per_class:
         evaluating.write_csv(per_class, of_classes)
     costs = evaluating.costs(net, size) if cost else []
-    head = {"model": model} | ({} if pretrained else {"weights": "random"})
+    head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
+    head |= {} if pretrained else {"weights": "random"}
     say(head, bool(suite) or len(size) > 1, rows, costs, json_)
 
 
@@ -97,12 +98,6 @@ def refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
         raise UserError("--classes does not go with --suite, whose classes are fixed")
     if partial and not suite:
         raise UserError("--partial goes with --suite")
-
-
-def refuse_weights(model: str, weights: Path | None, pretrained: bool) -> None:
-    """Raises: UserError when a model that is to have random weights is given some."""
-    if not pretrained and (weights or is_trained(model)):
-        raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
 
 
 def say(head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool) -> None:

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, Model, Weights, app, spinner
+from isomorph.cli.app import Device, Json, Model, Weights, app, called, spinner
 from isomorph.data import eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import at_size, evaluation_config
@@ -32,24 +32,22 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.runs import Log
-from isomorph.suites.robustness_journal import read_results
+from isomorph.suites.robustness_journal import read_results, weights_hash
 from isomorph.training import dials_of_run
-from isomorph.training.build import images_to_test, open_model
+from isomorph.training.build import default_data, images_to_test, is_trained, open_model
 from isomorph.training.runtime import open_runtime
 
 FRAME = ("crop_pct", "crop_mode", "interpolation")
 """What of a model's data config makes the picture, beside its size; the rest is how the picture is normalised."""
 
 
-def open_subject(
-    name: str, title: str, weights: Path | None, pretrained: bool, size: tuple[int, int] | None, device: str
-) -> Subject:
+def open_subject(name: str, title: str, weights: Path | None, pretrained: bool, device: str) -> Subject:
     """A model by name, checkpoint or run folder, ready to be taken apart."""
     path = Path(name)
     model = open_model(name, weights, pretrained)
     recipe = recipe_beside(path) if path.is_dir() or path.suffix == ".safetensors" else None
-    subject = Subject(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
-    return resized(subject, size) if size else subject
+    title = called(title, pretrained or is_trained(name) or weights is not None)
+    return Subject(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
 def resized(subject: Subject, size: tuple[int, int]) -> Subject:
@@ -145,7 +143,7 @@ def analyze(
     samples
         Images for CKA, 4 at least.
     robustness
-        Results of `isomorph robustness` (--out, or what --json printed): the model's, then the other's.
+        Results of `isomorph robustness` (--out, or what --json printed) of the model, the other, or both.
     pretrained
         Use the models' public weights.
     size
@@ -162,17 +160,18 @@ def analyze(
     given = [model, *([against] if against else [])]
     names = told_apart(given)
     wanted = zip(given, names, [weights, None], strict=False)
-    subjects = [open_subject(name, title, own, pretrained, size, device) for name, title, own in wanted]
+    subjects = [open_subject(name, title, own, pretrained, device) for name, title, own in wanted]
     refuse_other_channels(subjects)
-    size = size or subjects[0].config["input_size"][-2:]
-    subjects[1:] = [resized(subject, size) for subject in subjects[1:]]
-    results, problems = read_results(robustness or [], names)
+    results = read_results(robustness, {s.name: weights_hash(s.model) for s in subjects}) if robustness else None
+    alike = size or subjects[0].config["input_size"][-2:]
+    subjects = [resized(s, alike) if s.config["input_size"][-2:] != alike else s for s in subjects]
     pictures = open_pictures(image, dict(subjects[0].config))
     batches = images_for(subjects, data, root, samples) if data or root else {}
     with spinner("taking apart") as tell:
-        extras = Extras(batches, results, problems, speed, int((megabytes - 0.4) * 1e6), tell)
+        drawn = f"{samples} images of {data or default_data(subjects[0].model)}, drawn at random"
+        extras = Extras(batches, drawn, results, speed, int((megabytes - 0.4) * 1e6), tell)
         sections = dissect(subjects, pictures, layers, extras)
-    written = write_page(out, " and ".join(names), lead_of(subjects, sections), sections, footer())
+    written = write_page(out, " and ".join(s.name for s in subjects), lead_of(subjects, sections), sections, footer())
     say(out, written, sections, figures, json_)
 
 

@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, steps_bar
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, called, steps_bar
+from isomorph.data.corruptions import SEVERITIES
 from isomorph.report import show
+from isomorph.suites.robustness import wanted_cells
+from isomorph.suites.robustness_published import open_published
 from isomorph.suites.robustness_scores import headlines, robustness_rows
-from isomorph.training.build import images_to_test, open_model
+from isomorph.training.build import images_to_test, open_model, refuse_weights
 from isomorph.training.runtime import open_runtime
 
 
@@ -33,6 +36,7 @@ def robustness(
     size: tuple[int, int] | None = None,
     classes: int | None = None,
     weights: Weights = None,
+    pretrained: bool = True,
     batch_size: int = 100,
     workers: int = 0,
     device: Device = "auto",
@@ -71,16 +75,23 @@ def robustness(
         Height and width of the pictures; by default 224 x 224 for 1000 classes, else the model's own.
     classes
         Only the first so many classes of the data, as data.classes in training.
+    pretrained
+        Use the model's public weights; --no-pretrained leaves it with random ones.
     batch_size
         Pictures per step.
     workers
         Processes that decode and corrupt.
     """
-    net = open_model(model, weights)
+    refuse_weights(model, weights, pretrained)
+    if published := open_published(suite, folder and folder.expanduser()):
+        published.refuse_missing(wanted_cells(corruption or None, severity or SEVERITIES, extra))
+    net = open_model(model, weights, pretrained)
     source = None if folder and data is None else images_to_test(net, data, root, classes)
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
-    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, name=model, partial=partial)
+    options |= dict(
+        seed=seed, size=size, batch_size=batch_size, workers=workers, name=called(model, pretrained), partial=partial
+    )
     options |= {key: kept for key, kept in (("corruptions", corruption), ("severities", severity)) if kept}
     with steps_bar("cells") as tell:
         result = iso.robustness(net, source, suite, progress=tell, **options)

@@ -15,7 +15,7 @@ from isomorph.report.likeness import alignments, similarity_chart
 from isomorph.report.maps import BUDGET, gather_maps
 from isomorph.report.page import Fold, Section, Shot
 from isomorph.report.pictures import normalised
-from isomorph.report.robustness import Cells, robustness_charts, robustness_table
+from isomorph.report.robustness import Measured, robustness_charts, robustness_table
 from isomorph.report.subjects import Subject, framed, predictions, story
 from isomorph.report.viewer import Picture, Seen, build_viewer
 from isomorph.surgery.recast import Where
@@ -136,11 +136,12 @@ def lead_of(subjects: Sequence[Subject], sections: Sequence[Section]) -> str:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a page shows beside the maps when it is given: batches of images for CKA by model, robustness results."""
+    """What a page shows beside the maps when it is given: batches of images for CKA by model and which they are, in
+    words; robustness results."""
 
     batches: Mapping[str, Iterable[Any]] = field(default_factory=dict)
-    results: Mapping[str, Cells] = field(default_factory=dict)
-    problems: Sequence[str] = ()
+    drawn: str = ""
+    results: Measured | None = None
     timed: bool = False
     budget: int = BUDGET
     tell: Callable[[str], None] = lambda doing: None
@@ -184,13 +185,14 @@ def dissect(
         extras.tell("likeness of layers")
         text = (
             "Linear CKA of features averaged over the image, unbiased (HSIC of minibatches): 1 alike up to rotation, "
-            "near 0 unrelated; by chance it may fall a little below 0."
+            "near 0 unrelated; by chance it may fall a little below 0." + f" On {extras.drawn}." * bool(extras.drawn)
         )
         sections.append(Section("Likeness of layers", text, charts=likeness_charts(subjects, extras.batches)))
     if extras.results:
-        table, charts = robustness_table(extras.results), robustness_charts(extras.results)
-        fold = Fold("What could not be read", extras.problems) if extras.problems else None
-        sections.append(Section("Robustness", "", table, charts=charts, fold=fold))
+        cells, measured, problems = extras.results
+        fold = Fold("What could not be read", problems) if problems else None
+        table, charts = robustness_table(cells), robustness_charts(cells)
+        sections.append(Section("Robustness", f"{measured}.", table, charts=charts, fold=fold))
     extras.tell("cost")
     sections += cost_sections(subjects, extras.timed)
     return [*sections, *(Section(f"How {s.name} was made", listing=story(s)) for s in subjects)]

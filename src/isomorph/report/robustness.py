@@ -10,6 +10,8 @@ from isomorph.report.charts import Bars, Chart, Matrix, Table
 
 Cells = Mapping[tuple[str, int], float]
 """Top-1 (%) by corruption and severity; of the clean images as (clean, 0)."""
+Measured = tuple[Mapping[str, Cells], str, Sequence[str]]
+"""Cells by model, in words what was measured, and what could not be read."""
 
 
 def part(cells: Cells, corruptions: Sequence[str]) -> Cells:

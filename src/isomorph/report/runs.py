@@ -157,7 +157,9 @@ def final_table(logs: Sequence[Log]) -> Table:
         top = [row["top1"] for row in log.epochs if is_number(row.get("top1"))]
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
-        made = [str(log.recipe.get("name", "-")), str((log.recipe.get("model") or {}).get("name", "-"))]
+        model = log.recipe.get("model") or {}
+        rule = (model.get("recast") or {}).get("rule")
+        made = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
         cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
         rows.append([log.name, *made, done, f"{max(top):.2f}" if top else "-", *cells, f"{seconds:,.0f}"])
     return [["", "recipe", "model", "epochs", "best top-1 (%)", *(UNITS[k][0] for k in keys), "seconds"], *rows]
@@ -234,10 +236,13 @@ def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = N
     if charts := run_charts(logs):
         sections.append(Section("Learning curves", thinned, charts=charts))
     if charts := dial_panels(dials or {}):
+        moving = any(len(found.moments) > 1 for found in (dials or {}).values())
         text = (
-            "At the epochs that keep_every in the recipe kept (by default only the last). A line is a layer, the mean "
-            "over its heads; the range is theirs. "
-            "Centres are where each head looks from the query, the cross: from the ring to the dot."
+            "At the epochs that keep_every in the recipe kept. A line is a layer, the mean over its heads; the range "
+            "is theirs. Centres are where each head looks from the query, the cross: from the ring to the dot."
+            if moving
+            else "Where each head looks from the query, the cross. These runs kept no model but their last; with "
+            "keep_every in the recipe gates, spans and centres are drawn along the training."
         )
         lost = [f"{run}: {said}" for run, found in (dials or {}).items() if (said := centreless(found))]
         sections.append(Section("Gates, spans and centres along training", " ".join([text, *lost]), charts=charts))

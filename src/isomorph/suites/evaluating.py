@@ -112,8 +112,13 @@ def costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any]]:
 
 def refuse_no_csv(path: Path | None) -> None:
     """Raises: UserError, before the work, when a table could not be written there."""
-    if path and (path.suffix != ".csv" or path.is_dir() or not path.absolute().parent.is_dir()):
-        raise UserError(f"cannot write {path}; give a file that ends in .csv, in a folder that is there")
+    if path and (path.suffix != ".csv" or path.is_dir()):
+        raise UserError(f"cannot write {path}; give a file that ends in .csv")
+    try:
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:

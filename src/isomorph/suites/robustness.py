@@ -70,16 +70,17 @@ def robustness(
         corrupters()  # refuses when their package is missing
     fitted = at_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
-    identity |= {"data": sight.data()}
+    identity |= {"data": sight.data(), "constants": sight.constants()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
         refuse_unlike(str(baseline), base[0], identity)
     journal = Journal(Path(out).expanduser() if out else None, identity)
     stored = open_cache(Path(cache), sight) if cache else None
     report = Report(journal, wanted, progress or (lambda done, total, doing: None))
+    resumed = len(report.cells)
     for job in jobs(sight, report.missing, stored):
         run(fitted, sight, job, report, batch_size, workers)
-    found = conclude(journal, wanted, sight)
+    found = conclude(journal, wanted, sight) | {"resumed": resumed}
     return found | ({"against": against(report.cells, base[1], base[0]["model"])} if base else {})
 
 
@@ -194,7 +195,6 @@ def conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Sig
     images = min(int(cell["images"]) for cell in cells.values())
     found = {
         **journal.identity,
-        "constants": sight.constants(),
         "images": images,
         "clean": clean,
         "cells": list(cells.values()),

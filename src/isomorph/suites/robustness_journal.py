@@ -5,14 +5,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from isomorph.data.corruptions_pictures import CLEAN
 from isomorph.errors import UserError
-from isomorph.suites.robustness_scores import Cell, Cells
+from isomorph.suites.robustness_scores import Cell, Cells, measured_line
 
 KIND = "isomorph robustness"
 SAME_SIGHT = ("suite", "version", "source", "limit", "size", "seed", "pictures")
@@ -107,7 +107,7 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         result = json.loads(path.read_text())
         clean = result["clean"]
         cells = by_place([*result["cells"], *([clean] if clean else [])])
-        told = {key: result[key] for key in ("weights", "data") if key in result}
+        told = {key: result[key] for key in ("weights", "data", "constants") if key in result}
         return told | {key: result[key] for key in ("model", *SAME_SIGHT)}, cells
     except OSError as error:
         raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
@@ -116,27 +116,38 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         return identity, found
 
 
-def read_results(
-    paths: Sequence[Path], names: Sequence[str]
-) -> tuple[dict[str, dict[tuple[str, int], float]], list[str]]:
-    """Top-1 (%) by cell of each model, a file for each name, else by the files' own; and what is missing, a line each.
+class Results(NamedTuple):
+    """Top-1 (%) of models by cell, in words what was measured, and what is missing, a line each."""
 
-    Raises: UserError when a file is no result, has no cell, or was measured on other pictures than the first.
+    cells: dict[str, dict[tuple[str, int], float]]
+    measured: str
+    problems: list[str]
+
+
+def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
+    """The results of models in files, in the order of the models: {name: `weights_hash`}.
+
+    Raises: UserError when a file is no result, has no cell, is none of the models', or was measured on other pictures
+    than the first.
     """
-    labels = list(names) if len(paths) == len(names) else [path.stem for path in paths]
-    results: dict[str, dict[tuple[str, int], float]] = {}
-    identities, problems = [], []
-    for label, path in zip(labels, paths, strict=True):
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    identities, problems, measured = [], list[str](), ""
+    for path in paths:
         identity, cells = read_result(path)
         if not set(cells) - {(CLEAN, 0)}:
             raise UserError(f"{path} has no finished cell yet; call isomorph robustness with it again")
         identities.append(identity)
         refuse_unlike(str(path), identity, identities[0])
-        results[label if label not in results else str(path)] = {key: cell["top1"] for key, cell in cells.items()}
+        owners = [name for name, weights in models.items() if weights == identity.get("weights") and name not in found]
+        if not owners:
+            whose = f"{path} holds the results of {identity['model']}, with other weights than "
+            raise UserError(f"{whose}{' and '.join(models)}; give a file for each model, once")
+        found[owners[0]] = {key: cell["top1"] for key, cell in cells.items()}
+        measured = measured or measured_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
         block = path.read_bytes()
         if block.startswith(b'{"kind"') and not block.endswith(b"\n"):
             problems.append(f"{path.name}: its last line is cut short and is left out.")
-    return results, problems
+    return Results({name: found[name] for name in models if name in found}, measured, problems)
 
 
 def refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -105,9 +105,9 @@ def open_array(path: Path) -> np.ndarray:
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise UserError(
-            f"no {path}; unpack CIFAR-10-C or CIFAR-100-C there, or choose others with --corruption"
-        ) from None
+        there = ", ".join(sorted(found.stem for found in path.parent.glob("*.npy") if found.stem != "labels"))
+        others = f"choose those that are there with --corruption: {there}" if there else "unpack CIFAR-10-C there"
+        raise UserError(f"no {path}; {others}") from None
     except (ValueError, EOFError, OSError) as error:
         raise UserError(f"{path} cannot be read as an array ({first_line(error)})") from None
 

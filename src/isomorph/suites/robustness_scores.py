@@ -135,12 +135,31 @@ def robustness_rows(result: Mapping[str, Any]) -> list[list[str]]:
     whole = [part, *(f"{top1:.1f}" for top1 in result["by_severity"].values())]
     whole.append(f"{result['mean_top1']:.2f}" if "mean_top1" in result else "")
     more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
-    return [*rows, whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain)]
+    rows.append(whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain))
+    return rows + gain_rows(gain, severities, len(rows[0])) if gain else rows
+
+
+def gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
+    """The gain over a baseline by severity, over the suite's corruptions: in points, and in per cent of its top-1."""
+    rows = []
+    for title, key in (("gain, points", "points"), ("gain, % of its", "relative")):
+        found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
+        row = [title, *("" if value is None else f"{value:+.2f}" for value in found)]
+        rows.append(row + [""] * (columns - len(row)))
+    return rows
+
+
+def measured_line(result: Mapping[str, Any], images: int) -> str:
+    """Which pictures were shown, in words."""
+    said = (result["pictures"], result.get("constants"), f"{images:,} images, seed {result['seed']}")
+    return "; ".join(str(part) for part in said if part is not None)
 
 
 def headlines(result: Mapping[str, Any]) -> list[str]:
     """What to say below the table, a line each."""
-    lines = [f"{result['pictures']}; {result['constants']}; {result['images']:,} images, seed {result['seed']}"]
+    lines = [measured_line(result, result["images"])]
+    if result.get("resumed"):
+        lines.append(f"{result['resumed']} cells had been measured before")
     if result["clean"]:
         lines.append(f"clean top-1 {result['clean']['top1']:.2f} %")
     if "mce" in result:
@@ -149,5 +168,6 @@ def headlines(result: Mapping[str, Any]) -> list[str]:
     elif "mean_error_unnormalised" in result:
         lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
     if "error_ratio" in (gain := result.get("against", {})):
-        lines.append(f"error beside {gain['model']}: {gain['error_ratio']:.1f} % of its ({gain['points']:+.2f} points)")
+        ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
+        lines.append(f"beside {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
     return lines

@@ -192,10 +192,18 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
     public = timm.get_pretrained_cfg(name)
     if pretrained and weights is None and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
-    model = create(name, pretrained=pretrained and weights is None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # random weights are the same at every call
+        model = create(name, pretrained=pretrained and weights is None)
     if weights:
         load_weights(model, weights)
     return model.eval()
+
+
+def refuse_weights(name: str, weights: Path | None, pretrained: bool) -> None:
+    """Raises: UserError when a model that is to have random weights is given some."""
+    if not pretrained and (weights or is_trained(name)):
+        raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
 
 
 def is_trained(name: str) -> bool:
