@@ -16,7 +16,14 @@ import isomorph as iso
 from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, eval_loader
 from isomorph.suites import robustness_journal
 from isomorph.suites.robustness_published import ImageNetC
-from isomorph.suites.robustness_scores import ALEXNET, ALEXNET_CLEAN, against, headlines, robustness_rows, summary
+from isomorph.suites.robustness_scores import (
+    ALEXNET,
+    ALEXNET_CLEAN,
+    against,
+    headlines,
+    robustness_rows,
+    summary,
+)
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
 BY_SEVERITY = {
@@ -536,3 +543,29 @@ def test_the_command(tmp_path, data_root, capsys):
     assert (code, out) == (2, "")
     assert len(err.strip().splitlines()) == 1
     assert "give another --out" in err
+    code, out, err = run("--out", cells)
+    assert "4 cells had been measured before" in out
+    code, out, err = run("--no-pretrained")
+    assert "cifar_resnet20 (random weights)" in out
+    assert run("--no-pretrained")[1] == out  # random, but the same at every call
+    assert "leaves random weights" in run("--no-pretrained", "--weights", "x.safetensors")[2]
+
+
+@pytest.mark.parametrize("asked", [["--folder", "nowhere"], ["--suite", "cifar-c"], ["--suite", "other"]])
+def test_cheap_checks_come_before_weights_are_fetched(asked, capsys, monkeypatch):
+    from isomorph.cli import main
+
+    monkeypatch.setattr("isomorph.cli.robustness.open_model", lambda *_: pytest.fail("too late"))
+    with pytest.raises(SystemExit) as left:
+        main(["robustness", "resnet50", *asked])
+    assert left.value.code == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_gains_by_severity_are_rows():
+    cells = [{"corruption": "fog", "severity": s, "top1": 50.0 - s} for s in (1, 2)]
+    gain = {"by_severity": {1: {"points": 2.0, "relative": 4.0}, 2: {"points": -1.0, "relative": None}}, "points": 0.5}
+    result = {"model": "net", "cells": cells, "against": gain, "by_corruption": {"fog": 48.5}, "by_category": {}}
+    rows = robustness_rows(result | {"by_severity": {1: 49.0, 2: 48.0}, "mean_top1": 48.5})
+    assert rows[-2:] == [["gain, points", "+2.00", "-1.00", "", ""], ["gain, % of its", "+4.00", "", "", ""]]
+    assert {len(row) for row in rows} == {5}
