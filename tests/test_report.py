@@ -776,6 +776,7 @@ class TestFigures:
             return [text.get_text() for text in axes.texts], {t.get_rotation() for t in axes.get_xticklabels()}
 
         assert drawn(["1", "2", "3"], [-12.34, 0.5, math.nan]) == (["-12.3", "0.5"], {0})
+        assert drawn(["1", "2"], [100.5, 7.0])[0] == ["100", "7"]
         assert drawn(["1", "2"], [0.00123, 0.0])[0] == ["0.00123", "0.00000"]
         assert drawn(["blocks.0", "1"], [1.0, 100.0]) == (["1.0", "100.0"], {90})
         assert drawn([str(i) for i in range(13)], [1.0] * 13) == ([], {0})

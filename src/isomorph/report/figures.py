@@ -150,9 +150,11 @@ def draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
 
 
 def decimals(values: np.ndarray) -> int:
-    """Decimals with which the largest of some numbers has three digits; one at least."""
+    """Decimals with which the largest of some numbers has three digits; one for 100 (100.0 %)."""
     top = np.nanmax(np.abs(values), initial=0.0)
-    return int(np.clip(2 - np.floor(np.log10(top)), 1, 5)) if top > 0 else 1
+    if top == 0 or top > 100:
+        return int(top == 0)
+    return int(np.clip(2 - np.floor(np.log10(top)), 1, 5))
 
 
 def write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
