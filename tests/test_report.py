@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from matplotlib.colors import to_hex
 from PIL import Image
 
 import isomorph as iso
@@ -45,9 +46,11 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.charts import Paths, as_json, numbers
+from isomorph.report.figures import PALETTE, Look, draw, maps_figure, pyplot
 from isomorph.report.likeness import alignments
 from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page import render
+from isomorph.report.papers import looked
 from isomorph.report.robustness import robustness_charts, robustness_table
 from isomorph.report.runs import POINTS, along_epochs, curve, flat, paths_of
 from isomorph.report.subjects import framed, percent, predictions
@@ -417,6 +420,7 @@ class TestRobustness:
         assert not problems
         assert (change.rows, change.values) == (["snow", "fog"], [[3, 3], [3, 3]])
         assert (change.low, change.high) == (-3, 3)
+        assert change.title == "Points gained (red) or lost (blue): t-cnn minus cnn"
         assert (extra.rows, extra.values) == (["saturate"], [[3, 3]])
         assert [row[1] for row in robustness_table(results)[1:]] == ["90.00", "93.00"]
 
@@ -706,3 +710,103 @@ class TestCommands:
         said = capsys.readouterr().err.strip()
         assert expected in said
         assert len(said.splitlines()) == 1
+
+
+class TestFigures:
+    @pytest.mark.parametrize("grid", [(4, 6), (5, 7), (5, 6)], ids=["even", "odd", "both"])
+    def test_the_patch_looked_from_is_framed(self, grid):
+        """The frame lies on the patch whose row of the map is drawn: each query of this layer sees itself alone."""
+        number = grid[0] * grid[1]
+        levels = np.eye(number, dtype=np.uint8)[None, None] * 255
+        ranges = np.tile(np.float32([0, 1]), (1, 1, number, 1))
+        layer = LayerMaps("a", Places(grid, grid), levels, ranges)
+        seen, (row, column, height, width) = layer.seen_from(0, 0.5, 0.5)[0], framed_in(layer, (40, 84))
+        assert (height, width) == pytest.approx((40 / grid[0], 84 / grid[1]))
+        assert np.argwhere(seen).tolist() == [[round(row / height), round(column / width)]]
+        assert (row % height, column % width) == pytest.approx((0, 0), abs=1e-9)
+        assert row <= 20 <= row + height
+        assert column <= 42 <= column + width
+
+    def test_of_a_stride_it_is_the_patch_of_the_queries(self):
+        """T-CNN: 20 x 16 keys, 10 x 8 queries, and the row that is drawn is that of query (5, 4)."""
+        tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?").eval()
+        x = torch.randn(1, 3, 40, 32)
+        layer = gather_maps(tcnn, x, "layer3.0.conv1")[0]["layer3.0.conv1"]
+        assert (layer.where.queries, layer.keys) == ((10, 8), (20, 16))
+        row = iso.attention_maps(tcnn, x)["layer3.0.conv1"][0, :, 5 * 8 + 4].unflatten(-1, (22, 18))[:, 1:-1, 1:-1]
+        assert abs(layer.seen_from(0, 0.5, 0.5) - row.numpy()).max() <= layer.rounding * 1.001
+        assert framed_in(layer, (40, 32)) == pytest.approx((20, 16, 4, 4))
+
+    def test_maps_name_the_model_and_the_heads(self):
+        look = Look(np.ones((2, 4, 4)), (2, 2), (4, 4))
+        figure = maps_figure(np.zeros((8, 8, 3)), {"deep": look._replace(maps=np.ones((3, 4, 4))), "x": look}, "net")
+        titles = [[cell.get_title() for cell in figure.axes[i : i + 4]] for i in (0, 4)]
+        assert titles == [["", "head 1", "head 2", "head 3"], [""] * 4]
+        assert figure.axes[0].get_title(loc="left") == "net"
+
+    @pytest.mark.parametrize("models", [("cnn", "net"), ("net", "cnn"), ("other",), ()])
+    def test_a_model_has_one_colour_in_every_figure(self, models):
+        both, alone = {"net": {"x": [0.5]}, "cnn": {"x": [0.25]}}, {"net": Line([0, 1], [1, 2])}
+        bars = Bars("t", "y", {name: {"x": 1.0} for name in both})
+        known = "net" in models
+        first = PALETTE[models.index("net")] if known else PALETTE[0]
+        second = PALETTE[models.index("cnn")] if known else PALETTE[1]
+        for chart in (Dots("t", "y", both), bars, Panel("t", "x", "y", alone)):
+            figure = draw(chart, models)
+            handles, names = figure.axes[0].get_legend_handles_labels()
+            found = [to_hex(h[0].get_facecolor() if len(getattr(h, "patches", "")) else h.get_color()) for h in handles]
+            assert dict(zip(names, found, strict=True)) == {n: {"net": first, "cnn": second}[n] for n in names}
+            assert set(names) == set(chart.lines if isinstance(chart, Panel) else chart.series)
+            pyplot().close(figure)
+
+    def test_saved_figures_have_the_colours_of_the_page(self, tmp_path):
+        """On the page the gates of the second model have the second colour."""
+        found, _ = gather_maps(small_vit(), torch.randn(1, 3, 32, 48))
+        viewer = build_viewer([Seen("cnn", {}), Seen("net", found)], [Picture("x", torch.rand(3, 32, 48))])
+        gates = Section("s", charts=[Dots("Gates", "g", {"net": {"x": [0.5], "y": [0.6]}}, 1.0)])
+        save_figures(tmp_path, [Section("v", viewer=viewer), gates])
+        text = (tmp_path / "gates.svg").read_text()
+        assert PALETTE[1] in text
+        assert PALETTE[0] not in text
+
+    def test_dots_on_the_top_of_the_axis_are_whole(self):
+        figure = draw(Dots("Gates", "g", {"net": {"x": [1.0, 1.0], "y": [1.0]}}, 1.0))
+        axes = figure.axes[0]
+        assert axes.get_ylim()[1] == 1
+        assert not any(drawn.get_clip_on() for drawn in (*axes.lines, *axes.collections))
+        pyplot().close(figure)
+
+    def test_cells_of_small_matrices_have_their_numbers(self):
+        def drawn(columns, values):
+            figure = draw(Matrix("t", "r", "c", ["a"], columns, [values], -20.0, 20.0))
+            axes = figure.axes[0]
+            pyplot().close(figure)
+            return [text.get_text() for text in axes.texts], {t.get_rotation() for t in axes.get_xticklabels()}
+
+        assert drawn(["1", "2", "3"], [-12.34, 0.5, math.nan]) == (["-12.3", "0.5"], {0})
+        assert drawn(["1", "2"], [100.5, 7.0])[0] == ["100", "7"]
+        assert drawn(["1", "2"], [0.00123, 0.0])[0] == ["0.00123", "0.00000"]
+        assert drawn(["blocks.0", "1"], [1.0, 100.0]) == (["1.0", "100.0"], {90})
+        assert drawn([str(i) for i in range(13)], [1.0] * 13) == ([], {0})
+
+
+def framed_in(layer, size):
+    """Where the frame lies on a picture: top, left, height and width, in pixels."""
+    rows = {layer.name: looked(layer, 0)}
+    figure = maps_figure(np.zeros((*size, 3)), rows)
+    axes = figure.axes[0]
+    (frame,) = axes.patches
+    assert axes.images[0].get_extent() == [0, size[1], size[0], 0]
+    pyplot().close(figure)
+    return frame.get_y(), frame.get_x(), frame.get_height(), frame.get_width()
+
+
+def test_gains_of_both_parts_are_on_one_scale():
+    first = {("fog", 1): 50.0, ("saturate", 1): 50.0, ("clean", 0): 10.0}
+    second = {("fog", 1): 52.0, ("saturate", 1): 41.0, ("clean", 0): 90.0}
+    *_, change, _, _, extra = robustness_charts({"a": first, "b": second})
+    assert (change.values, extra.values) == ([[2]], [[-9]])
+    assert (change.low, change.high) == (extra.low, extra.high) == (-9, 9)
+    third = {("saturate", 1): 44.0}  # it has no cell of the suite
+    charts = robustness_charts({"a": first, "b": second, "c": third})
+    assert [(c.low, c.high) for c in charts if isinstance(c, Matrix)] == [(-2, 2), *[(0, 100)] * 3]

@@ -14,7 +14,9 @@ from isomorph.analysis import attention_windows
 from isomorph.report import (
     Bars,
     Dots,
+    Line,
     Matrix,
+    Panel,
     Picture,
     Section,
     Seen,
@@ -398,3 +400,83 @@ def test_without_a_browser_it_is_said_and_fails_on_ci(monkeypatch):
     monkeypatch.setenv("CI", "true")
     with pytest.raises(pytest.fail.Exception, match="CI must have it"):
         find_chromium()
+
+
+def texts(tab, number, style=""):
+    """What a chart writes, in its order: all, or what has a certain size of letters."""
+    found = f"document.querySelectorAll('.chart svg')[{number}].querySelectorAll('text{style}')"
+    return tab.run(f"[...{found}].map(e => e.textContent)")
+
+
+def test_numbers_of_a_chart_have_the_same_decimals(tab, tmp_path):
+    charts = [
+        Bars("Top-1", "%", {"a": {"fog": 35.0, "snow": 5.218}, "b": {"fog": 35.2}}),
+        Bars("Counts", "", {"a": {"x": 1234.0, "y": 7.0}}),
+        Matrix("Gained", "a", "b", ["r"], ["c", "d", "e"], [[-12.34, 0.5, np.nan]], -20.0, 20.0),
+        Matrix("CKA", "a", "b", ["r"], ["c", "d"], [[1.0, 0.25]]),
+        Panel("Small", "step", "loss", {"a": Line([0, 1, 2], [0.0005, 0.0015, 0.001])}),
+        Panel("Tiny", "step", "loss", {"a": Line([0.0, 0.5, 1.0], [0.0, 4e-5, 2e-5])}),
+    ]
+    write_page(tmp_path / "page.html", "Numbers", "", [Section("Charts", charts=charts)])
+    tab.open(tmp_path / "page.html")
+    assert texts(tab, 0, '[style*="9.5px"]') == ["35.0", "35.2", "5.2"]
+    assert texts(tab, 1, '[style*="9.5px"]') == ["1234", "7"]
+    assert texts(tab, 2, '[style*="10px"]') == ["-12.3", "0.5", ""]
+    assert texts(tab, 3, '[style*="10px"]') == ["1.00", "0.25"]
+    small = texts(tab, 4)
+    assert small[: small.index("loss")] == ["0.0005", "0.0010", "0.0015"]
+    assert small[small.index("loss") + 1 :] == ["0", "1", "2", "step"]
+    tiny = texts(tab, 5)
+    assert tiny[: tiny.index("loss")] == ["0", "1e-5", "2e-5", "3e-5", "4e-5"]
+    assert tiny[tiny.index("loss") + 1 :] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "step"]
+
+
+def test_the_hint_is_below_the_first_chart_only(tab, tmp_path):
+    charts = [Bars(name, "%", {"a": {"fog": 1.0}}) for name in "xyz"]
+    sections = [Section("One", charts=charts[:1]), Section("Two", charts=charts[1:])]
+    write_page(tmp_path / "page.html", "Hints", "", sections)
+    tab.open(tmp_path / "page.html")
+    said = tab.run("[...document.querySelectorAll('.reading')].map(e => e.textContent)")
+    assert said == ["Point at it or use the arrow keys to read values.", "", ""]
+    labels = tab.run("[...document.querySelectorAll('.chart svg')].map(e => e.getAttribute('aria-label'))")
+    assert labels == [f"{name}. {said[0]}" for name in "xyz"]
+
+
+def test_all_layers_leave_a_model_without_maps_out(tab, tmp_path):
+    pictures = [Picture("x", torch.rand(3, 32, 48))]
+    found, _ = gather_maps(small_vit(), normalised(pictures, CONFIG))
+    viewer = build_viewer([Seen("CNN", {}), Seen("ViT", found)], pictures)
+    write_page(tmp_path / "page.html", "Both", "", [Section("Attention", viewer=viewer)])
+    tab.open(tmp_path / "page.html")
+    headings = "[...document.querySelectorAll('.heads h3')].map(e => e.textContent)"
+    assert tab.run(headings) == ["CNN", "ViT"]
+    choose(tab, "Show", 1)
+    tab.settle()
+    assert tab.run(headings) == ["ViT"]
+    assert "CNN has no attention that can be drawn." in tab.run("document.querySelector('.heads').textContent")
+    width = "document.querySelector('{}').getBoundingClientRect().width"
+    assert tab.run(width.format(".heads .row")) == tab.run(width.format(".heads"))
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_wide_tables_show_that_they_go_on(tab, tmp_path, dark):
+    table = [["model", *(f"a rather long heading {i}" for i in range(4))], ["net", *"1234"]]
+    write_page(tmp_path / "page.html", "Wide", "", [Section("Table", table=table)])
+
+    def edges(scrolled):
+        """How far the colours at the left and the right edge of the table are from its middle's, in its padding."""
+        tab.run(f"document.querySelector('.wide').scrollLeft = {scrolled}")
+        tab.settle()
+        left, top, width = tab.run(
+            "(b => [b.left, b.top + scrollY, b.width])(document.querySelector('.wide').getBoundingClientRect())"
+        )
+        seen = np.asarray(Image.open(tab.picture(tmp_path / "shot.png")))[..., :3].astype(int)
+        line = seen[int(top) + 14, [int(left) + 4, int(left + width / 2), int(left + width) - 5]]
+        return [abs(line[i] - line[1]).max() > 8 for i in (0, 2)]
+
+    tab.screen(390, 844, dark)
+    tab.open(tmp_path / "page.html")
+    assert [edges(at) for at in (0, 60, 10_000)] == [[False, True], [True, True], [True, False]]
+    tab.screen(1280, 900, dark)
+    tab.open(tmp_path / "page.html")
+    assert edges(0) == [False, False]

@@ -20,8 +20,22 @@ function svg(tag, props = {}, parent = null, text = null) {
 const clamp = (x, low, high) => Math.min(high, Math.max(low, x));
 function say(value) {
   if (value === null || value === undefined) return "–";
-  if (value !== 0 && (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6)) return value.toExponential(2);
+  if (value !== 0 && (Math.abs(value) < 1e-4 || Math.abs(value) >= 1e6)) return value.toExponential(2);
   return String(+value.toPrecision(4));
+}
+const biggest = values => Math.max(0, ...values.filter(Number.isFinite).map(Math.abs));
+// Writes all numbers of a chart with the same decimals: three digits of the largest (100 with one decimal: 100.0 %).
+function sameDecimals(values) {
+  const top = biggest(values);
+  if (top && (top < 1e-4 || top >= 1e6)) return v => v.toExponential(2);
+  return v => v.toFixed(top > 100 ? 0 : top ? clamp(2 - Math.floor(Math.log10(top)), 1, 6) : 1);
+}
+// The same for the ticks of an axis: as many decimals as their step has.
+function ruled(found) {
+  const top = biggest(found), power = value => Math.floor(Math.log10(value) + 1e-9);
+  const step = found.length > 1 ? power(found[1] - found[0]) : power(top || 1) - 1;
+  if (top && (top < 1e-4 || top >= 1e6)) return v => v ? v.toExponential(Math.max(0, power(top) - step)) : "0";
+  return v => v.toFixed(clamp(-step, 0, 12));
 }
 function colours(hex) {
   return Array.from({length: 256}, (_, i) => [0, 2, 4].map(k => parseInt(hex.substr(6 * i + k, 2), 16)));
@@ -66,9 +80,10 @@ function short(names) {
   return {names: parts.map(p => p.slice(a, p.length - b).join(".")), around};
 }
 function axes(root, width, height, margin, y, label) {
-  for (const tick of ticks(y.low, y.high, 4)) {
+  const found = ticks(y.low, y.high, 4), write = ruled(found);
+  for (const tick of found) {
     svg("line", {class: "axis", x1: margin.left, x2: width - margin.right, y1: y(tick), y2: y(tick)}, root);
-    svg("text", {x: margin.left - 7, y: y(tick) + 4, "text-anchor": "end"}, root, say(tick));
+    svg("text", {x: margin.left - 7, y: y(tick) + 4, "text-anchor": "end"}, root, write(tick));
   }
   svg("text", {x: margin.left - 7, y: 11, "text-anchor": "start", dx: 7 - margin.left}, root, label);
 }
@@ -94,8 +109,9 @@ const painters = {
     const y = linear(...ends(y0, y1, 4), height - margin.bottom - 5, margin.top + 3);
     axes(root, width, height, margin, y, spec.y);
     const whole = spec.series.every(s => s.x.every(Number.isInteger));
-    for (const tick of ticks(x0, x1, Math.max(2, width / 90)).filter(t => !whole || Number.isInteger(t)))
-      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, say(tick));
+    const found = ticks(x0, x1, Math.max(2, width / 90)).filter(t => !whole || Number.isInteger(t)), write = ruled(found);
+    for (const tick of found)
+      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, write(tick));
     svg("text", {x: width - margin.right, y: height - 3, "text-anchor": "end"}, root, spec.x);
     spec.series.forEach((s, i) => {
       const colour = lineColour(spec, i);
@@ -140,9 +156,11 @@ const painters = {
     const height = top + row * spec.groups.length + 4, [low, high] = extent(spec.series.flatMap(s => s.values), 0);
     const x = linear(...ends(low, Math.max(high, 0), Math.max(2, (width - widest) / 90)), widest, width - 46);
     root.setAttribute("height", height);
-    for (const tick of ticks(x.low, x.high, Math.max(2, (width - widest) / 90))) {
+    const found = ticks(x.low, x.high, Math.max(2, (width - widest) / 90)), write = ruled(found);
+    const figure = sameDecimals(spec.series.flatMap(s => s.values));
+    for (const tick of found) {
       svg("line", {class: "axis", x1: x(tick), x2: x(tick), y1: top - 4, y2: height}, root);
-      svg("text", {x: x(tick), y: 11, "text-anchor": "middle"}, root, say(tick));
+      svg("text", {x: x(tick), y: 11, "text-anchor": "middle"}, root, write(tick));
     }
     return spec.groups.map((group, i) => {
       const y = top + i * row;
@@ -152,7 +170,7 @@ const painters = {
         if (v === null) return;
         const at = y + 2 + k * (thick + 2);
         svg("rect", {x: Math.min(x(0), x(v)), y: at, width: Math.max(1, Math.abs(x(v) - x(0))), height: thick, rx: 2, fill: tint(spec.series, k)}, root);
-        svg("text", {x: Math.max(x(v), x(0)) + 5, y: at + thick - .5, style: "font-size: 9.5px"}, root, String(+v.toPrecision(3)));
+        svg("text", {x: Math.max(x(v), x(0)) + 5, y: at + thick - .5, style: "font-size: 9.5px"}, root, figure(v));
       });
       return {x: null, y: y + (row - 5) / 2, band: row - 1, text: `${group}: ` + spec.series.map(s => `${s.name} ${say(s.values[i])}`).join(" · ") + (spec.y ? ` (${spec.y})` : "")};
     });
@@ -162,6 +180,7 @@ const painters = {
     const left = Math.min(width * .35, Math.max(...rows.names.map(n => n.length)) * 6.6 + 14), top = 22, bottom = 38;
     const cell = clamp((width - left - 4) / columns.names.length, 5, 52), tall = Math.min(cell, rows.names.length > 12 ? 22 : 40), height = top + bottom + tall * rows.names.length;
     root.setAttribute("height", height);
+    const write = sameDecimals(spec.values.flat()), longest = Math.max(...spec.values.flat().map(v => v === null ? 0 : write(v).length));
     const table = page.colours[spec.low < 0 ? "split" : "depth"], stops = [];
     svg("text", {x: 0, y: 11}, root, rows.around ? `${spec.y} (${rows.around})` : spec.y);
     const every = Math.max(1, Math.ceil((Math.max(...columns.names.map(n => n.length)) * 6.5 + 5) / cell));
@@ -174,7 +193,7 @@ const painters = {
         const rgb = v === null ? [128, 128, 128] : table[Math.round(clamp((v - spec.low) / (spec.high - spec.low), 0, 1) * 255)];
         svg("rect", {x: left + j * cell, y: top + i * tall, width: cell - 1, height: tall - 1, rx: 2, fill: css(rgb)}, root);
         const dark = rgb[0] * .3 + rgb[1] * .59 + rgb[2] * .11 < 140;
-        if (cell >= 30) svg("text", {x: left + (j + .5) * cell - .5, y: top + (i + .5) * tall + 3, "text-anchor": "middle", style: `font-size: 10px; fill: ${dark ? "#fff" : "#111"}`}, root, v === null ? "" : v.toFixed(Math.abs(v) >= 10 ? 0 : 2));
+        if (cell >= Math.max(24, longest * 5.8)) svg("text", {x: left + (j + .5) * cell - .5, y: top + (i + .5) * tall + 3, "text-anchor": "middle", style: `font-size: 10px; fill: ${dark ? "#fff" : "#111"}`}, root, v === null ? "" : write(v));
         stops.push({x: left + (j + .5) * cell, y: top + (i + .5) * tall, box: [cell, tall], text: `${spec.rows[i]} × ${spec.columns[j]}: ${say(v)}`});
       });
     });
@@ -187,9 +206,10 @@ const painters = {
     const [low, high] = ends(-spec.reach, spec.reach, 4);
     const x = linear(low, high, margin.left, margin.left + side), y = linear(low, high, margin.top, margin.top + side), stops = [];
     axes(root, width, height, margin, y, "row");
-    for (const tick of ticks(low, high, 4)) {
+    const found = ticks(low, high, 4), write = ruled(found);
+    for (const tick of found) {
       svg("line", {class: "axis", x1: x(tick), x2: x(tick), y1: margin.top, y2: margin.top + side}, root);
-      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, say(tick));
+      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, write(tick));
     }
     svg("text", {x: margin.left + side, y: height - 3, "text-anchor": "end"}, root, "column, steps of the grid");
     svg("path", {d: `M${x(0) - 5} ${y(0)}h10M${x(0)} ${y(0) - 5}v10`, stroke: "var(--ink)", "stroke-width": 1.5}, root);
@@ -213,9 +233,9 @@ function chart(host, spec) {
   const legend = el("div", {class: "legend"});
   if (spec.series && (spec.series.length > 1 || (page.viewers.length && page.viewers[0].models.length > 1)))
     spec.series.forEach((s, i) => legend.append(el("span", {}, el("i", {style: `background: ${lineColour(spec, i)}`}), s.name)));
-  const hint = "Point at it or use the arrow keys to read values.";
+  const hint = "Point at it or use the arrow keys to read values.", first = !document.querySelector(".reading");
   const root = svg("svg", {tabindex: 0, role: "application", "aria-roledescription": "chart", "aria-label": `${spec.title}. ${hint}`});
-  const reading = el("p", {class: "reading quiet", "aria-live": "polite"}, hint);
+  const reading = el("p", {class: "reading quiet", "aria-live": "polite"}, first ? hint : "");
   host.append(...(legend.children.length ? [legend] : []), root, reading);
   let stops = [], at = -1, cursor = null, drawn = 0;
   function rest(i) {

@@ -1,10 +1,10 @@
 """Figures for papers and documentation, in one style: the page's charts, and attention maps, through matplotlib."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, singledispatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,7 +12,20 @@ from torch import Tensor
 from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths
 
 INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
-__all__ = ["Line", "Panel", "as_svg", "draw", "maps_figure", "matrices_figure", "panels_figure", "pyplot", "style"]
+NUMBERED = 12
+"""Columns of a matrix up to which its numbers are written into its cells."""
+__all__ = [
+    "Line",
+    "Look",
+    "Panel",
+    "as_svg",
+    "draw",
+    "maps_figure",
+    "matrices_figure",
+    "panels_figure",
+    "pyplot",
+    "style",
+]
 
 
 @cache
@@ -57,10 +70,17 @@ def as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def plot_panel(cell: Any, panel: Panel) -> None:
+def tints(series: Iterable[str], models: Sequence[str] = ()) -> list[str]:
+    """A colour for each series: of models by their places among `models`, as on the page; of others by their own."""
+    names = list(series)
+    places = map(models.index, names) if set(names) <= set(models) else range(len(names))
+    return [PALETTE[i % len(PALETTE)] for i in places]
+
+
+def plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
     """Draws lines and their ranges on a pair of axes."""
     shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
-    colours = shades if panel.ordered else [PALETTE[i % len(PALETTE)] for i in range(len(panel.lines))]
+    colours = shades if panel.ordered else tints(panel.lines, models)
     for (name, line), colour in zip(panel.lines.items(), colours, strict=True):
         marker = "o" if len(line.x) < 30 else None
         cell.plot(line.x, line.y, marker=marker, ms=3, lw=1.5, color=colour, label=name)
@@ -74,33 +94,34 @@ def plot_panel(cell: Any, panel: Panel) -> None:
 
 
 @singledispatch
-def draw(chart: Any) -> Any:
-    """A chart of the page as a matplotlib figure; call it within `style`."""
+def draw(chart: Any, models: Sequence[str] = ()) -> Any:
+    """A chart of the page as a matplotlib figure; call it within `style`. `models` of the page, for their colours."""
     raise TypeError(f"{type(chart).__name__} is no chart")
 
 
 @draw.register
-def draw_panel(chart: Panel) -> Any:
+def draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.2, 2.7))
-    plot_panel(axes, chart)
+    plot_panel(axes, chart, models)
     return figure
 
 
 @draw.register
-def draw_dots(chart: Dots) -> Any:
+def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
     layers = chart.layers
     figure, axes = pyplot().subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
-    for i, (name, values) in enumerate(chart.series.items()):
-        shift, colour = (i - (len(chart.series) - 1) / 2) * 0.22, PALETTE[i % len(PALETTE)]
+    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), tints(chart.series, models), strict=True)):
+        shift = (i - (len(chart.series) - 1) / 2) * 0.22
         found = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
         for at, heads in found:
-            axes.scatter([at] * len(heads), heads, s=14, alpha=0.65, color=colour, lw=0)
+            axes.scatter([at] * len(heads), heads, s=14, alpha=0.65, color=colour, lw=0, clip_on=False)
         axes.plot(
             [at for at, _ in found],
             [np.nanmean(heads) if np.isfinite(heads).any() else np.nan for _, heads in found],
             color=colour,
             lw=1.3,
             label=name,
+            clip_on=False,  # a gate of 1 lies on the frame
         )
     axes.set_xticks(range(len(layers)), layers, rotation=35 if len(layers) < 30 else 90, ha="right")
     axes.set_title(chart.title)
@@ -112,13 +133,13 @@ def draw_dots(chart: Dots) -> Any:
 
 
 @draw.register
-def draw_bars(chart: Bars) -> Any:
+def draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
     groups, number = chart.groups, len(chart.series)
     figure, axes = pyplot().subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
-    for i, (name, values) in enumerate(chart.series.items()):
+    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), tints(chart.series, models), strict=True)):
         places = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
         heights = [values.get(group, np.nan) for group in groups]
-        axes.barh(places, heights, 0.72 / number, color=PALETTE[i % len(PALETTE)], label=name)
+        axes.barh(places, heights, 0.72 / number, color=colour, label=name)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_title(chart.title)
@@ -128,13 +149,37 @@ def draw_bars(chart: Bars) -> Any:
     return figure
 
 
+def decimals(values: np.ndarray) -> int:
+    """Decimals with which the largest of some numbers has three digits; one for 100 (100.0 %)."""
+    top = np.nanmax(np.abs(values), initial=0.0)
+    if top == 0 or top > 100:
+        return int(top == 0)
+    return int(np.clip(2 - np.floor(np.log10(top)), 1, 5))
+
+
+def write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
+    """Writes the numbers of a picture of numbers into its cells, all with the same decimals."""
+    digits = decimals(values)
+    for (row, column), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            dark = np.dot(image.cmap(image.norm(value))[:3], (0.3, 0.59, 0.11)) < 0.55
+            colour = "white" if dark else "black"
+            axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=6.5, color=colour)
+
+
 @draw.register
-def draw_matrix(chart: Matrix) -> Any:
-    figure, axes = pyplot().subplots(figsize=(0.26 * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
+def draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
+    numbered = len(chart.columns) <= NUMBERED
+    wide = 0.42 if numbered else 0.26  # inches of a cell; a letter takes 0.08
+    figure, axes = pyplot().subplots(figsize=(wide * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
     colours = "RdBu_r" if chart.low < 0 else "viridis"
     values = np.array(chart.values, float)
     image = axes.imshow(values, cmap=colours, vmin=chart.low, vmax=chart.high, interpolation="nearest")
-    axes.set_xticks(range(len(chart.columns)), chart.columns, rotation=90)
+    axes.set_aspect(0.26 / wide)
+    if numbered:
+        write_cells(axes, image, values)
+    turned = max(map(len, chart.columns), default=0) * 0.08 > wide
+    axes.set_xticks(range(len(chart.columns)), chart.columns, rotation=90 if turned else 0)
     axes.set_yticks(range(len(chart.rows)), chart.rows)
     axes.set_title(chart.title)
     axes.set_xlabel(chart.column_label)
@@ -145,7 +190,7 @@ def draw_matrix(chart: Matrix) -> Any:
 
 
 @draw.register
-def draw_paths(chart: Paths) -> Any:
+def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(3.6, 3.6))
     shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(chart.series)))
@@ -174,23 +219,41 @@ def plain_cell(cell: Any) -> None:
         spine.set_visible(False)
 
 
-def maps_figure(image: np.ndarray, rows: Mapping[str, np.ndarray], query: tuple[float, float]) -> Any:
-    """Attention maps of every head (columns) for some layers (rows), beside the image and the query looked from.
+class Look(NamedTuple):
+    """What the heads of a layer see from one of its queries, and which one on its grid. Shape: maps (heads, h, w)"""
+
+    maps: np.ndarray
+    query: tuple[int, int]
+    grid: tuple[int, int]
+
+
+def frame(cell: Any, look: Look, height: int, width: int) -> None:
+    """Draws the query's patch on a picture of `height` x `width` pixels."""
+    (row, column), (rows, columns) = look.query, look.grid
+    corner, size = (column * width / columns, row * height / rows), (width / columns, height / rows)
+    cell.add_patch(pyplot().Rectangle(corner, *size, fill=False, ec="#ff3b30", lw=1.2, clip_on=False))
+
+
+def maps_figure(image: np.ndarray, rows: Mapping[str, Look], title: str = "") -> Any:
+    """Attention maps of every head (columns) for some layers (rows), beside the image and the patch looked from.
 
     Each map on a scale of its own; call it within `style`.
 
-    Shape: image (H, W, 3) in 0..1; rows {title: (heads, h, w)}; query (row, column) in 0..1
+    Shape: image (H, W, 3) in 0..1
     """
-    heads, (height, width) = max(len(maps) for maps in rows.values()), image.shape[:2]
+    heads, (height, width) = max(len(look.maps) for look in rows.values()), image.shape[:2]
     size = (0.92 * (heads + 1), 1.0 * len(rows) * height / width)
     figure, axes = pyplot().subplots(len(rows), heads + 1, figsize=size, squeeze=False)
-    for line, (title, maps) in zip(axes, rows.items(), strict=True):
+    axes[0, 0].set_title(title, loc="left", pad=14)
+    for number, cell in enumerate(axes[0, 1:], 1):
+        cell.set_title(f"head {number}", fontsize=7, pad=3)
+    for line, (name, look) in zip(axes, rows.items(), strict=True):
         for cell in line:
             plain_cell(cell)
-        line[0].imshow(image, interpolation="nearest")
-        line[0].plot(query[1] * width - 0.5, query[0] * height - 0.5, "s", mfc="none", mec="#ff3b30", ms=6, mew=1.4)
-        line[0].set_ylabel(title, rotation=0, ha="right", va="center")
-        for cell, values in zip(line[1:], maps, strict=False):
+        line[0].imshow(image, interpolation="nearest", extent=(0, width, height, 0))
+        frame(line[0], look, height, width)
+        line[0].set_ylabel(name, rotation=0, ha="right", va="center")
+        for cell, values in zip(line[1:], look.maps, strict=False):
             signed, top = bool((values < 0).any()), float(np.abs(values).max())
             low, colours = (-top, "RdBu_r") if signed else (0.0, "magma")
             cell.imshow(values, cmap=colours, interpolation="nearest", vmin=low, vmax=top, extent=(0, width, height, 0))

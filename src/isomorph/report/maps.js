@@ -208,8 +208,10 @@ function viewer(host, number, data) {
     panel.classList.toggle("all", state.all);
     const alike = layer => two && layers[layer].of.every(Boolean) && String(layers[layer].of[0].keys) === String(layers[layer].of[1].keys) && layers[layer].of[0].prefix === layers[layer].of[1].prefix;
     const shown = state.all ? layers.map((_, i) => i) : [state.layer], names = short(layers.map(l => l.name)).names;
+    const without = [];
     for (const model of two && shown.some(alike) ? [0, 1, DIFFERENCE] : models.map((_, i) => i)) {
       const section = el("div", {class: "row"}), with_ = shown.filter(l => model === DIFFERENCE ? alike(l) : layers[l].of[model]);
+      if (state.all && !with_.length) { without.push(title(model)); continue; }
       section.append(el("h3", {}, el("i", {class: "dot", style: `background: ${model === DIFFERENCE ? "var(--quiet)" : hue(model)}`}), title(model)));
       if (!with_.length) section.append(el("p", {class: "quiet"}, `${title(model)} has no attention here that can be drawn.`));
       for (const layer of with_) {
@@ -225,6 +227,7 @@ function viewer(host, number, data) {
       section.style.setProperty("--tile", with_.length && layers[with_[0]].of[base(model)].heads <= 6 ? "8.6rem" : "6.2rem");
       panel.append(section);
     }
+    if (without.length) panel.lastChild.append(el("p", {class: "quiet"}, `${without.join(" and ")} has no attention that can be drawn.`));
   }
   let built = "";
   function update() {

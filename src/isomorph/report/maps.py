@@ -54,10 +54,15 @@ class LayerMaps:
         """The largest difference to the map before rounding."""
         return float((self.ranges[..., 1] - self.ranges[..., 0]).max()) / LEVELS / 2
 
+    def place_of(self, row: float, column: float) -> tuple[int, int]:
+        """Row and column of the query at a place that is given as shares of height and width."""
+        rows, columns = self.where.queries
+        return min(int(row * rows), rows - 1), min(int(column * columns), columns - 1)
+
     def seen_from(self, image: int, row: float, column: float) -> np.ndarray:
         """What every head looks at from a place, given as shares of height and width. Shape: -> (heads, h, w)"""
-        rows, columns = self.where.queries
-        query = self.where.prefix + min(int(row * rows), rows - 1) * columns + min(int(column * columns), columns - 1)
+        (rows, columns), (down, across) = self.where.queries, self.place_of(row, column)
+        query = self.where.prefix + down * columns + across
         low, high = np.moveaxis(self.ranges[image][:, query, :, None], 1, 0)  # (heads, 1)
         values = low + self.levels[image][:, query, self.where.prefix :] * ((high - low) / LEVELS)
         if self.windows:

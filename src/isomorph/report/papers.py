@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from isomorph.errors import UserError
-from isomorph.report.figures import draw, maps_figure, pyplot, style
+from isomorph.report.figures import Look, draw, maps_figure, pyplot, style
+from isomorph.report.maps import LayerMaps
 from isomorph.report.page import Section
 from isomorph.report.viewer import Viewer
 
@@ -22,27 +23,36 @@ def file_stem(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
 
 
+def looked(layer: LayerMaps, image: int) -> Look:
+    """What a layer sees from the patch in the middle of an image: of its own grid of queries."""
+    return Look(layer.seen_from(image, *MIDDLE), layer.place_of(*MIDDLE), layer.where.queries)
+
+
 def map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
-    """The maps of each model on each image from its middle, by title."""
+    """The maps of each model on each image from the patch in its middle, by title."""
     for b, picture in enumerate(viewer.pictures):
         image = np.broadcast_to(picture.pixels.clamp(0, 1).cpu().numpy(), (3, *picture.pixels.shape[1:]))
         for model in viewer.seen:
             layers = list(model.maps.values())
             chosen = np.unique(np.linspace(0, len(layers) - 1, min(ROWS, len(layers))).round().astype(int))
-            rows = {layers[i].name: layers[i].seen_from(b, *MIDDLE) for i in chosen}
+            rows = {layers[i].name: looked(layers[i], b) for i in chosen}
             if rows:
-                yield f"attention {model.name} {picture.name}", maps_figure(image.transpose(1, 2, 0), rows, MIDDLE)
+                figure = maps_figure(image.transpose(1, 2, 0), rows, model.name)
+                yield f"attention {model.name} {picture.name}", figure
 
 
 def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
     """Writes every chart of a page, and its attention maps from the middle of the image, as PDF and SVG; the paths.
 
+    A model has one colour in all of them, its colour on the page.
+
     Raises: UserError when the folder cannot be written.
     """
     paths: list[Path] = []
+    models = next(([model.name for model in s.viewer.seen] for s in sections if s.viewer), [])
     with style("black"):
         for section in sections:
-            titled = ((chart.title, draw(chart)) for chart in section.charts)
+            titled = ((chart.title, draw(chart, models)) for chart in section.charts)
             for title, figure in [*titled, *(map_figures(section.viewer) if section.viewer else ())]:
                 found = [folder / f"{file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
                 try:

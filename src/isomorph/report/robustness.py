@@ -40,26 +40,39 @@ def grid(title: str, values: Cells, low: float, high: float) -> Matrix:
 
 
 def robustness_charts(results: Mapping[str, Cells]) -> list[Chart]:
-    """Charts of the suite's 15 corruptions, then of the extra ones by themselves; neither has the clean images."""
-    return [*charts_of("", results, IMAGENET_C), *charts_of("Extra corruptions: ", results, EXTRA)]
+    """Charts of the suite's 15 corruptions, then of the extra ones by themselves; neither has the clean images.
+
+    What one of two models has more than the other is on one scale in both.
+    """
+    parts = {
+        head: {name: cells for name, all_ in results.items() if (cells := part(all_, corruptions))}
+        for head, corruptions in (("", IMAGENET_C), ("Extra corruptions: ", EXTRA))
+    }
+    most = max((abs(points) for kept in parts.values() for points in gains(kept).values()), default=0.0) or 1.0
+    return [chart for head, kept in parts.items() if kept for chart in charts_of(head, kept, most)]
 
 
-def charts_of(head: str, results: Mapping[str, Cells], corruptions: Sequence[str]) -> list[Chart]:
-    """Bars by corruption and by severity; the difference of two models cell by cell, or the one model's cells."""
-    kept = {name: cells for name, all_ in results.items() if (cells := part(all_, corruptions))}
-    if not kept:
-        return []
+def gains(results: Mapping[str, Cells]) -> Cells:
+    """What the second of two models has more than the first, cell by cell; nothing for another number of models."""
+    if len(results) != 2:
+        return {}
+    first, second = results.values()
+    return {cell: second[cell] - first[cell] for cell in first if cell in second}
+
+
+def charts_of(head: str, results: Mapping[str, Cells], most: float) -> list[Chart]:
+    """Bars by corruption and by severity; two models' difference by cell, up to `most`, or the one model's cells."""
     charts: list[Chart] = [
-        Bars(f"{head}By corruption, mean over severities", "top-1, %", {n: by_corruption(c) for n, c in kept.items()}),
-        Bars(f"{head}By severity, mean over corruptions", "top-1, %", {n: by_severity(c) for n, c in kept.items()}),
+        Bars(
+            f"{head}By corruption, mean over severities", "top-1, %", {n: by_corruption(c) for n, c in results.items()}
+        ),
+        Bars(f"{head}By severity, mean over corruptions", "top-1, %", {n: by_severity(c) for n, c in results.items()}),
     ]
-    if len(kept) == 2:
-        (first, a), (second, b) = kept.items()
-        change = {cell: b[cell] - a[cell] for cell in a if cell in b}
-        top = max((abs(value) for value in change.values()), default=0.0) or 1.0
-        gained = f"{head}Points gained: {second} minus {first}"
-        return [*charts, grid(gained, change, -top, top)] if change else charts
-    return [*charts, *(grid(f"{head}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in kept.items())]
+    if len(results) == 2:
+        first, second = results
+        title, change = f"{head}Points gained (red) or lost (blue): {second} minus {first}", gains(results)
+        return [*charts, grid(title, change, -most, most)] if change else charts
+    return [*charts, *(grid(f"{head}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in results.items())]
 
 
 def hundredths(value: float | None) -> str:
