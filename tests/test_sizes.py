@@ -108,7 +108,7 @@ def test_a_trained_model_is_looked_at_as_it_was_trained(name, tmp_path):
     model = timm.create_model(name, num_classes=10)
     remember_data(model, {"input_size": [3, 40, 48], "mean": [0.1, 0.2, 0.3], "source": "digits"})
     iso.save(model, path := tmp_path / "model.safetensors")
-    looked = open_subject(str(path), "it", None, True, None, "cpu").config
+    looked = open_subject(str(path), "it", None, True, "cpu").config
     assert looked["input_size"] == (3, 40, 48)
     assert list(looked["mean"]) == [0.1, 0.2, 0.3]
     assert looked == evaluation_data(open_model(str(path)))[1]

@@ -192,7 +192,7 @@ def dissect(
         cells, measured, problems = extras.results
         fold = Fold("What could not be read", problems) if problems else None
         table, charts = robustness_table(cells), robustness_charts(cells)
-        sections.append(Section("Robustness", f"{measured}.", table, charts=charts, fold=fold))
+        sections.append(Section("Robustness", f"Shown: {measured}.", table, charts=charts, fold=fold))
     extras.tell("cost")
     sections += cost_sections(subjects, extras.timed)
     return [*sections, *(Section(f"How {s.name} was made", listing=story(s)) for s in subjects)]
