@@ -1,6 +1,6 @@
 """What the attention layers look at, by layer name: any attention of timm's, of ours, of yours."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,27 +9,10 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import mean_over
 from isomorph.analysis.places import Places, image_grid, places
 from isomorph.analysis.scores import Applied
-from isomorph.analysis.taps import Frame, observe, run_hooked
+from isomorph.analysis.taps import Frame, observe
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where
-
-
-def visit(
-    model: nn.Module, batch: Tensor, look: Callable[..., Tensor], layers: Mapping[str, nn.Module]
-) -> dict[str, Tensor]:
-    """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode."""
-    seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[name] = look(layer, *args, **kwargs)
-
-        return hook
-
-    handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
-    run_hooked(model, batch, handles)
-    return seen
 
 
 def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.attention import visit
+from isomorph.analysis.taps import visit
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain

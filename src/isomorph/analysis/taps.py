@@ -5,7 +5,7 @@ itself shows the matrix that it multiplies its values with, whatever became of i
 gates, differences). So a layer need not be known to be understood.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -151,6 +151,21 @@ def run_hooked(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandl
     finally:
         for handle in handles:
             handle.remove()
+
+
+def visit(model: nn.Module, batch: Tensor, look: Callable[..., Any], layers: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode."""
+    seen: dict[str, Any] = {}
+
+    def keep(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen[name] = look(layer, *args, **kwargs)
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
+    run_hooked(model, batch, handles)
+    return seen
 
 
 Look = Callable[[Frame, Applied], Any]

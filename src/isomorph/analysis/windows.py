@@ -7,7 +7,7 @@ import torch
 from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
-from isomorph.layers.mode import eval_mode
+from isomorph.analysis.taps import visit
 
 PARTITIONS = ("_attn", "_partition_attn")
 """Methods of timm's blocks (Swin V1 and V2, MaxViT) that cut a map into windows for `attn` and join it again."""
@@ -87,16 +87,5 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "attn", None), nn.Module) and any(hasattr(module, way) for way in PARTITIONS)
     }
-    shapes: dict[str, torch.Size] = {}
-    hooks = [
-        block.register_forward_pre_hook(lambda _, args, name=name: shapes.update({name: args[0].shape} if args else {}))
-        for name, block in blocks.items()
-    ]
-    try:
-        if blocks:
-            with eval_mode(model):
-                model(batch[:1])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    shapes = visit(model, batch[:1], lambda _, x, *args, **kwargs: x.shape, blocks) if blocks else {}
     return {f"{name}.attn".removeprefix("."): windows_of(blocks[name], shape) for name, shape in shapes.items()}

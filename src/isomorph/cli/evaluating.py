@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, called
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
@@ -103,7 +103,7 @@ def refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
 def say(head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool) -> None:
     """Prints what was found: a table of `many` suites or sizes, a curve, or one number under another."""
     found = costs[0] if len(costs) == 1 else {}
-    model = head["model"] + (f" ({head['weights']} weights)" if "weights" in head else "")
+    model = called(head["model"], pretrained="weights" not in head)
     if json_:
         several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | found
         print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | found)))

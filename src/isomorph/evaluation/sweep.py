@@ -55,12 +55,10 @@ def cost_rows(
                 first = next(iter(found.values())).median
                 for name, model in sized.items():
                     place = {"model": name, "height": size[0], "width": size[1], "batch": batch}
-                    row = place | fixed[name] | speed_cells(found[name], first)
-                    for key, training in PEAKS.items():
-                        row |= {key: None}
-                        if peak:
-                            doing = f"{name} {at}, batch {batch}: memory{' to train' * training}"
-                            row |= steps.run(doing, peak_cell, key, model, inputs[name], batch, training, meter)
+                    row = place | fixed[name] | speed_cells(found[name], first) | dict.fromkeys(PEAKS)
+                    for key, training in PEAKS.items() if peak else ():
+                        doing = f"{name} {at}, batch {batch}: memory{' to train' * training}"
+                        row |= steps.run(doing, peak_cell, key, model, inputs[name], batch, training, meter)
                     yield row
 
 

@@ -36,9 +36,9 @@ def open_place(place: Place) -> Source:
     Raises: UserError as `open_source`.
     """
     if place.form == FLAT:
-        top = max(tops_of(place.path), key=lambda top: len(images_in(top)))  # beside it a picture or two may lie
-        names = sorted(images_in(top))
-        return Source(Files(top, names), np.zeros(len(names), np.int64), [""])
+        listed = {top: images_in(top) for top in tops_of(place.path)}
+        top, names = max(listed.items(), key=lambda found: len(found[1]))  # beside it a picture or two may lie
+        return Source(Files(top, sorted(names)), np.zeros(len(names), np.int64), [""])
     return open_source(place.form, "test", place.path)
 
 

@@ -192,8 +192,8 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
     public = timm.get_pretrained_cfg(name)
     if pretrained and weights is None and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)  # random weights are the same at every call
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # random weights are the same at every call
         model = create(name, pretrained=pretrained and weights is None)
     if weights:
         load_weights(model, weights)
