@@ -43,6 +43,12 @@ class Rule(Protocol):
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks that its replacement would lack, other than those that `attach` puts on again."""
+    hooks = (hook for kind in HOOKS for hook in module.__dict__[kind].values())
+    return any(not getattr(getattr(hook, "__self__", hook), "attached_again", False) for hook in hooks)
+
+
 @dataclass(frozen=True)
 class Edit:
     """One recast: the rule, and the names of the modules it rebuilt."""
@@ -219,7 +225,7 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             original = model.get_submodule(name)
         except AttributeError:
             raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild") from None
-        if any(original.__dict__[kind] for kind in HOOKS):
+        if has_hooks(original):
             raise UserError(f"{name or 'the model'} has hooks, which would be lost; remove them before recasting")
         replacement = adopt(rule.build(original), original)
         if not name:
@@ -227,8 +233,9 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             continue
         for alias in aliases(model, original):
             model.set_submodule(alias, replacement)
-    attach(edit.rule, model)
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
+    for made in edits(model):
+        attach(made.rule, model)
     return model
 
 
