@@ -5,14 +5,14 @@ from typing import Any
 
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.errors import UserError
+from isomorph.models.any_size import AnySizeViT
 from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size
 
 
-class BlockwiseViT(VisionTransformer):
+class BlockwiseViT(AnySizeViT):
     """timm's VisionTransformer for any image size at every call, with `run_block` between embedding and norm.
 
     What goes from block to block beside the tokens is a state, which each block is called with and gives: maps of

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
+from isomorph.layers.by_images import transformed
 from isomorph.layers.decay import undecayed
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
@@ -147,7 +148,8 @@ class CoAtNet(StagedNet):
         """
         if x.ndim != 4 or min(x.shape[-2:]) < 1:
             raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
-        return self.run_stage(self.stages[0], self.stem(x.contiguous(memory_format=torch.channels_last)))
+        x = x if transformed(x) else x.contiguous(memory_format=torch.channels_last)  # vmap has no memory formats
+        return self.run_stage(self.stages[0], self.stem(x))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
         """One for each resolution."""

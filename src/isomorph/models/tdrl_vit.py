@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from timm.models import generate_default_cfgs, register_model, vision_transformer
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
+from isomorph.models.any_size import AnySizeViT
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
@@ -26,7 +26,7 @@ PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_p
 """First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
 
 
-class TDRLViT(VisionTransformer):
+class TDRLViT(AnySizeViT):
     """Vision transformer trained with pyramids for linear layers, a full timm citizen of any image size.
 
     `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs; other arguments are VisionTransformer's.
