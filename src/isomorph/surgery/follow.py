@@ -84,7 +84,8 @@ class CallGrids:
 
     def embed(self, grid: Grid) -> None:
         """Notes the grid of an image; what an interrupt has left of an earlier one is dropped."""
-        self.seen.setdefault(grid)
+        if all(type(size) is int for size in grid):  # not a tracer's stand-ins
+            self.seen.setdefault(grid)
         RUNNING.set(tuple(entry for entry in RUNNING.get() if entry.grids is not self))
         self.note(grid)
 
