@@ -155,6 +155,12 @@ class DataPart(Part):
         return self
 
 
+def magnitudes(transform: Any) -> list[tuple[float, float]]:
+    """The magnitude of every operation of a policy, and the largest that timm applies."""
+    operations = [operation for step in transform.transforms for operation in getattr(step, "ops", ())]
+    return [(op.magnitude, op.magnitude_max or 10) for op in operations if hasattr(op, "magnitude_max")]
+
+
 class AugmentPart(Part):
     """How training images are varied (timm's transforms)."""
 
@@ -165,7 +171,7 @@ class AugmentPart(Part):
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
     auto_augment: str | None = None
-    """timm's policy string, e.g. rand-m9-mstd0.5-inc1."""
+    """timm's policy string, e.g. rand-m9-mstd0.5-inc1; a magnitude m above 10 needs a bound as high, e.g. -mmax30."""
     color_jitter: NotNegative = 0.0
     """Colour jitter; timm ignores it under auto_augment."""
     erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -183,9 +189,13 @@ class AugmentPart(Part):
     @classmethod
     def understood(cls, policy: str | None) -> str | None:
         try:
-            create_transform(32, is_training=True, auto_augment=policy)
+            transform = create_transform(32, is_training=True, auto_augment=policy)
         except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
             raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
+        for wanted, largest in magnitudes(transform):
+            if wanted > largest:
+                more = f"add -mmax{wanted:g} to have it, or " if str(policy).startswith("rand") else ""
+                raise ValueError(f"timm clamps the magnitude {wanted:g} to {largest:g}; {more}write m{largest:g}")
         return policy
 
     @property
