@@ -1,10 +1,17 @@
 """Recipes say what the papers and their code say, and nothing that a library would quietly change."""
 
+import json
+import math
+
 import pytest
 from timm.data import create_transform
+from torch import nn
 
 import isomorph as iso
-from isomorph.training.parts import magnitudes
+from isomorph.recipes import RECIPES
+from isomorph.training.optim import build_optimizer, build_scheduler
+from isomorph.training.parts import OptimPart, magnitudes
+from isomorph.training.recipe import changes, identity, with_defaults
 
 
 class TestPolicies:
@@ -27,7 +34,9 @@ class TestPolicies:
     def test_others_are_taken_as_they_are(self, policy):
         assert iso.load_recipe("cifar_cnn", [f"augment.auto_augment={policy}"]).augment.auto_augment == policy
 
-    @pytest.mark.parametrize(("name", "magnitude", "degrees"), [("coatnet_2_384", 15, 45.0), ("coatnet_3_512", 20, 60.0)])
+    @pytest.mark.parametrize(
+        ("name", "magnitude", "degrees"), [("coatnet_2_384", 15, 45.0), ("coatnet_3_512", 20, 60.0)]
+    )
     def test_coatnet_rotates_as_far_as_google_does(self, name, magnitude, degrees):
         policy = iso.load_recipe(name).augment.auto_augment
         transform = create_transform(32, is_training=True, auto_augment=policy)
@@ -40,3 +49,123 @@ class TestPolicies:
         rotate.aug_fn = lambda image, angle, **_: seen.append(abs(angle))
         rotate(None)
         assert seen == [degrees]
+
+
+def rates(optim, epochs, steps):
+    """The learning rate of every step."""
+    optimizer = build_optimizer(nn.Linear(2, 2), optim)
+    scheduler = build_scheduler(optimizer, optim, epochs, steps)
+    found = []
+    for step in range(epochs * steps):
+        scheduler.step_update(step)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+class TestSchedules:
+    @pytest.mark.parametrize("warmup", [0, 1, 2.5, 20])
+    @pytest.mark.parametrize(
+        ("schedule", "shape"), [("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2), ("linear", lambda t: 1 - t)]
+    )
+    def test_the_rate_falls_from_the_peak_when_the_warm_up_ends(self, schedule, shape, warmup):
+        """MAE's formula: min + (peak - min) (1 + cos(pi (epoch - warm-up) / (epochs - warm-up))) / 2."""
+        optim = OptimPart(lr=1e-3, min_lr=1e-5, schedule=schedule, warmup_epochs=warmup)
+        found = rates(optim, 50, 8)
+        for step, rate in enumerate(found):
+            epoch = step / 8
+            if epoch < warmup:
+                wanted = 1e-5 + (1e-3 - 1e-5) * epoch / warmup
+            else:
+                wanted = 1e-5 + (1e-3 - 1e-5) * shape((epoch - warmup) / (50 - warmup))
+            assert rate == pytest.approx(wanted, rel=1e-9)
+        assert max(found) == pytest.approx(1e-3, rel=1e-9)
+
+    @pytest.mark.parametrize(
+        ("schedule", "shape"), [("cosine", lambda t: (1 + math.cos(math.pi * t)) / 2), ("linear", lambda t: 1 - t)]
+    )
+    def test_from_the_start_it_runs_underneath_the_warm_up(self, schedule, shape):
+        optim = OptimPart(lr=1e-3, min_lr=1e-5, schedule=schedule, warmup_epochs=5, schedule_from="start")
+        for step, rate in enumerate(rates(optim, 50, 8)):
+            under = 1e-5 + (1e-3 - 1e-5) * shape(step / 400)
+            assert rate == pytest.approx(1e-5 + (1e-3 - 1e-5) * step / 40 if step < 40 else under, rel=1e-9)
+
+    def test_constant_stays_at_the_peak(self):
+        for beginning in ("peak", "start"):
+            optim = OptimPart(lr=1e-3, schedule="constant", warmup_epochs=1, schedule_from=beginning)
+            assert rates(optim, 3, 8)[8:] == pytest.approx([1e-3] * 16)
+
+    @pytest.mark.parametrize(
+        ("name", "beginning"),
+        [
+            ("tdrl_vit_ti_100ep", "peak"),  # MAE's and G2SD's code
+            ("tdrl_vit_ti_g2sd", "peak"),
+            ("tdrl_swin_t", "peak"),  # Swin's code
+            ("tdrl_deit_b", "start"),  # DeiT's
+            ("coatnet_0", "peak"),  # "peak learning rate"
+            ("coatnet_3_in21k", "peak"),
+            ("convit_s", "start"),  # timm's default, by DeiT's code
+            ("deit_s_10pct", "start"),
+            ("tcnn_resnetrs50", "start"),
+            ("tcnn_late_100", "start"),
+            ("refined_vit_s", "start"),
+            ("refined_vit_s_released", "start"),
+            ("refined_vit_l_448", "start"),
+        ],
+    )
+    def test_each_family_has_its_own_code_s(self, name, beginning):
+        assert iso.load_recipe(name).optim.schedule_from == beginning
+
+    @pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("cifar_", "digits_"))])
+    def test_studies_stay_what_was_run(self, name):
+        """Their figures in the docs were made with a schedule from the first step."""
+        assert iso.load_recipe(name).optim.schedule_from == "start"
+
+    def test_a_run_begun_before_goes_on_as_it_was_begun(self):
+        new = iso.load_recipe("coatnet_0")
+        kept = json.loads(identity(new))
+        kept["augment"]["auto_augment"] = "rand-m15-n2"
+        del kept["optim"]["schedule_from"]
+        assert changes(with_defaults(kept), json.loads(identity(new))) == [
+            "augment.auto_augment rand-m10-n2 there, rand-m15-n2-p1.0-mmax30 here",
+            "optim.schedule_from start there, peak here",
+        ]
+        same = iso.load_recipe("coatnet_0", ["augment.auto_augment=rand-m10-n2", "optim.schedule_from=start"])
+        assert not changes(with_defaults(kept), json.loads(identity(same)))
+
+
+class TestBetas:
+    def test_reach_the_optimiser(self):
+        optimizer = build_optimizer(nn.Linear(2, 2), OptimPart(betas=(0.9, 0.95)))
+        assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.95)}
+        optimizer = build_optimizer(nn.Linear(2, 2), OptimPart())
+        assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.999)}
+
+    @pytest.mark.parametrize("name", ["sgd", "adan", "rmsprop"])
+    def test_others_have_none(self, name):
+        with pytest.raises(iso.UserError, match=f"optim: betas are Adam's; {name} does not have two"):
+            iso.load_recipe("cifar_cnn", [f"optim.name={name}", "optim.betas=[0.9,0.95]"])
+
+    @pytest.mark.parametrize("betas", ["[0.9]", "[0.9,1.0]", "0.9", "[0.9,0.95,0.99]"])
+    def test_are_two_numbers_below_one(self, betas):
+        with pytest.raises(iso.UserError, match=r"optim\.betas"):
+            iso.load_recipe("cifar_cnn", [f"optim.betas={betas}"])
+
+
+class TestTDRL:
+    """The settings of MAE, G2SD and Swin, which the paper follows (Tables 3, 4, A.1, A.4)."""
+
+    def test_pre_training_is_g2sd_s(self):
+        optim = iso.load_recipe("tdrl_vit_ti_g2sd").optim
+        assert (optim.lr, optim.betas, optim.warmup_epochs) == (2.4e-3, (0.9, 0.95), 10)
+        assert (optim.min_lr, optim.clip_grad, optim.weight_decay) == (2.5e-6, 3.0, 0.05)
+
+    @pytest.mark.parametrize("name", ["tdrl_vit_s_100ep", "tdrl_plain_s_100ep"])
+    def test_vit_s_is_fine_tuned_as_mae(self, name):
+        recipe = iso.load_recipe(name)
+        assert recipe.optim.lr == 5e-4 * recipe.data.batch_size / 256
+        assert (recipe.optim.layer_decay, recipe.drop_path, recipe.optim.warmup_epochs) == (0.65, 0.1, 5)
+
+    @pytest.mark.parametrize("name", ["tdrl_swin_t", "tdrl_plain_swin_t"])
+    def test_swin_is_trained_as_swin(self, name):
+        optim = iso.load_recipe(name).optim
+        assert (optim.warmup_epochs, optim.clip_grad, optim.lr, optim.min_lr) == (20, 5.0, 1e-3, 1e-5)

@@ -29,7 +29,7 @@ def training(
     name: str, kwargs: dict[str, Any], setting: dict[str, Any], source: str, top1: str, **more: Any
 ) -> dict[str, Any]:
     """One run from scratch at 224."""
-    optim = dict(name="adamw", lr=setting["lr"], weight_decay=0.05, warmup_epochs=5, schedule="cosine", min_lr=1e-5)
+    optim = dict(lr=setting["lr"], weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
     recipe = dict(
         model=dict(name=name, kwargs=kwargs),
         data=dict(source="imagefolder", batch_size=setting["batch"], workers=8),
@@ -118,7 +118,7 @@ TABLE_7 = {"s": (16, "83.6", "84.6", ""), "m": (32, "84.6", "85.6", ""), "l": (3
 def fine_tuning(name: str, size: int, top1: str) -> dict[str, Any]:
     """A trained network at a larger size, as DeiT does it; weights are those of the run at 224 (--model.weights)."""
     model = dict(name=name, kwargs=dict(img_size=size))
-    optim = dict(name="adamw", lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule="cosine", min_lr=1e-6)
+    optim = dict(lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule_from="start", min_lr=5e-6)
     return dict(
         model=model,
         data=dict(source="imagefolder", batch_size=512, workers=8, size=[size, size]),
@@ -167,7 +167,7 @@ def cifar_study(form: str, **more: Any) -> dict[str, Any]:
         model=dict(name="refined_vit_b", kwargs=NARROW | FORMS[form] | more),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
         augment=dict(crop_padding=4),
-        optim=dict(lr=3e-3, weight_decay=0.05, warmup_epochs=0.5, min_lr=1e-5),
+        optim=dict(lr=3e-3, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
         epochs=7,
         source="Refiner at CIFAR scale, docs/methods/refiner.md",
     )

@@ -4,9 +4,9 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import timm
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from timm.data import create_transform
+from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data import SOURCES, STREAMS
 from isomorph.models import refuse_unknown
@@ -223,10 +223,15 @@ class OptimPart(Part):
     """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
     """For optimisers that have one."""
+    betas: tuple[Rate, Rate] | None = None
+    """Adam's two moving averages, e.g. [0.9, 0.95] as MAE pre-trains; by default the optimiser's own."""
     clip_grad: Positive | None = None
     """Largest norm of the whole gradient."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
+    schedule_from: Literal["peak", "start"] = "peak"
+    """Where the cosine or the line begins: at the peak, when the warm-up ends; or at the first step, underneath the
+    warm-up, so that the peak is never quite reached (timm's default, as DeiT was trained)."""
     warmup_epochs: NotNegative = 0.0
     """Linear warm-up; fractions are fine."""
     min_lr: NotNegative = 0.0
@@ -235,13 +240,20 @@ class OptimPart(Part):
     @field_validator("name")
     @classmethod
     def known(cls, name: str) -> str:
-        names = timm.optim.list_optimizers()
+        names = list_optimizers()
         if name.lower().startswith("kron"):
             raise ValueError(f"{name} keeps lists of matrices, which snapshots do not hold; choose another")
         if name.lower() not in names:
             close = difflib.get_close_matches(name, names, n=3)
             raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
         return name
+
+    @model_validator(mode="after")
+    def coherent(self) -> "OptimPart":
+        known = get_optimizer_info(self.name)
+        if self.betas and not (known.has_betas and known.num_betas == 2):
+            raise ValueError(f"betas are Adam's; {self.name} does not have two: leave optim.betas out")
+        return self
 
 
 class AnnealPart(Part):
