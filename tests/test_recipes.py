@@ -1,14 +1,19 @@
 """Recipes say what the papers and their code say, and nothing that a library would quietly change."""
 
+import inspect
 import json
 import math
 
 import pytest
+import torch
 from timm.data import create_transform
 from torch import nn
 
 import isomorph as iso
-from isomorph.recipes import RECIPES
+from isomorph.models import refined_vit
+from isomorph.models.refined_vit import RefinedViT
+from isomorph.recipes import RECIPES, refiner
+from isomorph.training.build import build_model, data_config
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.parts import OptimPart, magnitudes
 from isomorph.training.recipe import changes, identity, with_defaults
@@ -169,3 +174,73 @@ class TestTDRL:
     def test_swin_is_trained_as_swin(self, name):
         optim = iso.load_recipe(name).optim
         assert (optim.warmup_epochs, optim.clip_grad, optim.lr, optim.min_lr) == (20, 5.0, 1e-3, 1e-5)
+
+
+def crop_of(name):
+    """Mode and share of a recipe's test crop."""
+    recipe = iso.load_recipe(name, ["model.pretrained=false"])
+    with torch.device("meta"):
+        config = data_config(recipe, build_model(recipe.model, 1000, 0.0))
+    return config["crop_mode"], config["crop_pct"]
+
+
+class TestCrops:
+    @pytest.mark.parametrize(
+        ("first", "second", "wanted"),
+        [
+            ("convit_s_10pct", "deit_s_10pct", 0.875),
+            ("convit_s_plus", "vit_s_plus", 0.875),
+            ("refined_vit_s", "refined_vit_s_released", 0.9),
+            ("refined_vit_m", "refined_vit_m_released", 1.0),
+            ("refined_vit_l", "refined_vit_l_released", 1.0),
+            ("refined_vit_l_384", "refined_vit_l_released_384", 1.0),
+            ("refined_vit_l_448", "refined_vit_l_released_448", 1.0),
+            ("refiner_vit_16b", "refiner_vit_16b_dla", 0.9),
+            ("refiner_b_deit", "refiner_plain_b_deit", 0.9),
+        ],
+    )
+    def test_are_equal_where_networks_are_compared(self, first, second, wanted):
+        assert crop_of(first) == crop_of(second) == ("center", wanted)
+
+    @pytest.mark.parametrize("name", [name for name in refiner.RECIPES if not name.startswith("cifar_")])
+    def test_no_row_is_calibrated(self, name):
+        """Sections 4.2 and 4.3 apply no receptive-field calibration: no crop beyond the image."""
+        assert iso.load_recipe(name).data.crop_pct <= 1
+
+    def test_the_middle_or_the_whole(self):
+        with pytest.raises(iso.UserError, match="data: crop_pct is the side of the middle; test_crop whole shows all"):
+            iso.load_recipe("cifar_cnn", ["data.crop_pct=0.9", "data.test_crop=whole"])
+        with pytest.raises(iso.UserError, match=r"data\.crop_pct"):
+            iso.load_recipe("cifar_cnn", ["data.crop_pct=1.13"])
+
+
+def form_of(recipe):
+    """Everything that decides what a Refined-ViT's run computes, arguments left at their defaults included."""
+    values = json.loads(identity(recipe))
+    defaults = {name: p.default for name, p in inspect.signature(RefinedViT).parameters.items() if name != "kwargs"}
+    model = values["model"]
+    model["kwargs"] = defaults | refined_vit.VARIANTS.get(model["name"], {}) | model["kwargs"]
+    del values["name"]
+    return json.dumps(values, sort_keys=True)
+
+
+class TestRefiner:
+    def test_one_run_has_one_expected_number(self):
+        """Two names may be one run (a row of two tables), but not with two numbers further apart than rounding."""
+        runs = {}
+        for name in refiner.RECIPES:
+            recipe = iso.load_recipe(name)
+            runs.setdefault(form_of(recipe), {})[name] = recipe.expected.partition(" ")[0]
+        for names in runs.values():
+            numbers = [float(number) for number in names.values() if number.replace(".", "").isdigit()]
+            assert not numbers or max(numbers) - min(numbers) < 0.06, names
+
+    @pytest.mark.parametrize("name", ["refined_vit_s_384", "refined_vit_l_448", "refined_vit_m_released_384"])
+    def test_fine_tuning_is_deit_s(self, name):
+        recipe = iso.load_recipe(name)
+        assert (recipe.optim.lr, recipe.optim.min_lr, recipe.optim.weight_decay) == (5e-6, 5e-6, 1e-8)
+        assert (recipe.epochs, recipe.data.batch_size, recipe.augment.repeats) == (30, 512, 3)
+        assert (recipe.augment.mixup, recipe.augment.cutmix) == (0.8, 1.0)
+
+    def test_the_numbers_of_cait_are_not_expected_here(self):
+        assert iso.load_recipe("refiner_plain_heads_8").expected == "not published; CaiT has 79.9 by its own training"

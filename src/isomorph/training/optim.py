@@ -112,7 +112,7 @@ def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_p
         optimizer,
         sched="poly" if optim.schedule == "linear" else optim.schedule,
         decay_rate=1.0,  # the power of poly; the others have none
-        num_epochs=epochs - optim.warmup_epochs if after else epochs,  # type: ignore[arg-type]
+        num_epochs=epochs - optim.warmup_epochs if after else epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr / 100,
         warmup_epochs=optim.warmup_epochs,

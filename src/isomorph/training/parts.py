@@ -124,6 +124,9 @@ class DataPart(Part):
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
+    crop_pct: Share | None = None
+    """Side of the test image's middle that is seen, as a share of the shorter side; by default as the model's config
+    says. Give networks that are compared the same."""
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Images per step, over all processes (an even number in each part when mixing)."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -152,6 +155,8 @@ class DataPart(Part):
             )
         if self.images and not self.streamed:
             raise ValueError(f"images is for {', '.join(STREAMS)}; {self.source} counts its own")
+        if self.crop_pct and self.test_crop == "whole":
+            raise ValueError("crop_pct is the side of the middle; test_crop whole shows all: give one of them")
         return self
 
 
