@@ -6,12 +6,12 @@ ViT, the form that `iso.fuse` gives.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from timm.models import generate_default_cfgs, register_model, vision_transformer
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
+from torch import Tensor, nn
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
@@ -29,11 +29,12 @@ PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_p
 class TDRLViT(VisionTransformer):
     """Vision transformer trained with pyramids for linear layers, a full timm citizen of any image size.
 
-    `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs; other arguments are VisionTransformer's.
+    `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs, `blocks.[0-3].attn.v` for example; other
+    arguments are VisionTransformer's.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
-    Raises: UserError for an unknown layout or rectification.
+    Raises: UserError for an unknown layout or rectification, or a `where` that names no layer.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"layout": "plain"}
@@ -42,14 +43,14 @@ class TDRLViT(VisionTransformer):
     def __init__(
         self,
         layout: str = "P-W2S",
-        rectify: str = "paper",
-        where: Sequence[str] = WHERE,
+        rectify: str | Mapping[str, str] = "paper",
+        where: str | Sequence[str] = WHERE,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
         if layout != "plain":
-            rule = LinearToPyramid(layout, init="paper", rectify=rectify)  # type: ignore[arg-type]
-            replay(self, Edit(rule, tuple(targets(self, rule, list(where)))))
+            rule = LinearToPyramid(layout, init="paper", rectify=rectify)
+            replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
@@ -71,12 +72,14 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
 
 def carried(module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """The state of pyramids that compute a plain layer."""
+    """The state of pyramids, and of linear layers among them, that compute a plain layer."""
     twin = copy.deepcopy(module).cpu()
-    pyramids = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]
-    parts = zip(pyramids, weight.chunk(len(pyramids)), bias.chunk(len(pyramids)), strict=True)
-    for pyramid, part, shift in parts:
-        carry(pyramid, part.flatten(1), shift)  # type: ignore[arg-type]
+    parts: list[Any] = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]
+    for part, rows, shift in zip(parts, weight.chunk(len(parts)), bias.chunk(len(parts)), strict=True):
+        if isinstance(part, nn.Linear):
+            part.load_state_dict({"weight": rows, "bias": shift} if part.bias is not None else {"weight": rows})
+        else:
+            carry(part, rows.flatten(1), shift)
     return twin.state_dict()
 
 
