@@ -181,6 +181,9 @@ def test_the_monitor_watches_every_block(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1, 4))
     assert all(set(row["max_logit"]) == set(row["entropy"]) == {"blocks.0.attn", "blocks.1.attn"} for row in rows)
     assert all(0 < value < 17**0.5 * 10 for row in rows for value in row["entropy"].values())
+    for row in rows:  # TDRL Fig. 3 (c): the maximum before and after the softmax
+        assert set(row["max_attention"]) == set(row["max_logit"])
+        assert all(1 / 17 < value <= 1 for value in row["max_attention"].values())
 
 
 def test_a_model_without_attention_cannot_be_monitored(tmp_path):

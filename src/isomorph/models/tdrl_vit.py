@@ -9,7 +9,9 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from timm.models import generate_default_cfgs, register_model, vision_transformer
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -53,14 +55,23 @@ class TDRLViT(VisionTransformer):
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
+class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
+    """A TDRL-ViT with a distillation token and a head for it, as DeiT has them; in eval mode the mean of both heads.
+
+    Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
+    """
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """A TDRL-ViT's checkpoint as it is; a plain ViT's (timm, DeiT, MAE) with its layers carried by the pyramids.
 
-    What belongs to masked pre-training only, decoder and mask token, is left out.
+    What belongs to masked pre-training only, decoder and mask token, is left out; a distillation token that the
+    checkpoint does not have stays the model's own.
 
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {n: tensor for n, tensor in unwrapped(state_dict).items() if not n.startswith(PRETRAINING)}
+    state_dict = with_distillation_token(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in model.named_modules():
@@ -69,6 +80,18 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
             state_dict |= {f"{name}.{key}": tensor for key, tensor in carried(module, weight, bias).items()}
     return state_dict
+
+
+def with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+    """The state with the model's own distillation token, its position zero, where the checkpoint has none.
+
+    Source: as published with G2SD, whose token is drawn for fine-tuning and has no position
+    """
+    if not isinstance(model, TDRLViTDistilled) or "dist_token" in state_dict or "pos_embed" not in state_dict:
+        return state_dict
+    positions = state_dict["pos_embed"]
+    positions = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
+    return {**state_dict, "pos_embed": positions, "dist_token": model.state_dict()["dist_token"]}
 
 
 def carried(module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
@@ -86,15 +109,21 @@ def carried(module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor
 VARIANTS = {"tdrl_vit_ti": (192, 12), "tdrl_vit_s": (384, 6)}
 """Width and heads. ViT-Tiny has 12 heads here, as in MAE-Lite and TDRL; of ViT-Small the paper says none."""
 
+DISTILLED = {"tdrl_vit_ti_distilled": "tdrl_vit_ti"}
+"""The variant that each has with a distillation token."""
 
-default_cfgs = generate_default_cfgs({name: vit_cfg() for name in VARIANTS})  # no public weights exist
+
+default_cfgs = generate_default_cfgs(  # no public weights exist
+    {name: vit_cfg() for name in VARIANTS} | {name: vit_cfg(classifier=("head", "head_dist")) for name in DISTILLED}
+)
 
 
 def create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
     """Builds a variant through timm."""
-    width, heads = VARIANTS[variant]
+    width, heads = VARIANTS[DISTILLED.get(variant, variant)]
     arguments = {"embed_dim": width, "num_heads": heads, **kwargs}
-    return build_vit(TDRLViT, variant, pretrained, checkpoint_filter_fn, arguments)
+    kind = TDRLViTDistilled if variant in DISTILLED else TDRLViT
+    return build_vit(kind, variant, pretrained, checkpoint_filter_fn, arguments)
 
 
 @register_model
@@ -107,3 +136,9 @@ def tdrl_vit_ti(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
 def tdrl_vit_s(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
     """TDRL-ViT-S: 194M parameters in training, 22.1M fused; 81.3 top-1 pre-trained (TDRL Table 3)."""
     return create_tdrl_vit("tdrl_vit_s", pretrained, **kwargs)
+
+
+@register_model
+def tdrl_vit_ti_distilled(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
+    """TDRL-ViT-Ti with a distillation token: 79.1 top-1 pre-trained and distilled by a ViT-B (TDRL Table 1)."""
+    return create_tdrl_vit("tdrl_vit_ti_distilled", pretrained, **kwargs)

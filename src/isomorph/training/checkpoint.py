@@ -302,7 +302,9 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
         if names
     ]
     if parts:
-        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}")
+        pooled = any(name.startswith("fc_norm.") for name in unexpected)
+        hint = "; it is of a model that averages over tokens: create it with global_pool='avg'" if pooled else ""
+        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
 
 
 def shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
