@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -66,6 +67,7 @@ class PyramidLinear(Pyramid):
         return linear
 
 
+@register_notrace_module
 class JointPyramid(nn.Module):
     """Pyramids that read the same input, as one layer: moments measured once, one linear layer on the tokens.
 
