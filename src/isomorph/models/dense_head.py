@@ -34,10 +34,14 @@ def swap(box: Box, patches: Tensor) -> Tensor:
 class DenseHeadViT(BlockwiseViT):
     """A ViT that, with `dense_head`, classifies every patch too: logits = class token's + .5 max over patches'.
 
+    `hands_maps_on` says whether every block hands attention maps to the next, its own or those that it was given.
+
     Shape: x (B, in_chans, height, width) -> (B, num_classes); with `tokens` (B, num_classes), (B, H W, num_classes)
     Source: Refiner code, after LV-ViT
     Raises: UserError for patches' logits of a model without their head.
     """
+
+    hands_maps_on = False
 
     def __init__(self, dense_head: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -52,11 +56,21 @@ class DenseHeadViT(BlockwiseViT):
         nn.init.zeros_(head.bias)
         return head
 
-    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None) -> Any:
-        """Logits; with `tokens` those of the pooled tokens and of every patch, the box's mixed (MixToken)."""
-        features = self.forward_features(x, box and partial(swap, box))
-        if not tokens:
-            return self.forward_head(features)
+    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None, hand_out: bool = False) -> Any:
+        """Logits; with `tokens` those of the pooled tokens and of every patch, the box's mixed (MixToken).
+
+        With `hand_out` also what every block handed to the next: in a network that `hands_maps_on`, (B, H, N, N) each.
+        """
+        handed_on: list[Any] | None = [] if hand_out else None
+        features = self.forward_features(x, box and partial(swap, box), handed_on)
+        found = self.token_logits(features) if tokens else self.forward_head(features)
+        return (found, handed_on) if hand_out else found
+
+    def token_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the pooled tokens and of every patch.
+
+        Shape: (B, N, C) -> (B, num_classes), (B, H W, num_classes)
+        """
         if self.aux_head is None:
             raise UserError("the model has no head for its patches; create it with dense_head=True")
         return super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])
