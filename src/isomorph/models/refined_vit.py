@@ -100,7 +100,7 @@ class RefinedViT(DenseHeadViT):
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
-        self.share, self.init = share, init
+        self.share, self.init, self.hands_maps_on = share, init, share > 0
         for layer in self.modules():
             if isinstance(layer, RefinedAttention):
                 layer.reverts = False

@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from isomorph.errors import UserError
 from isomorph.training.mask_part import MaskPart
-from isomorph.training.objective_parts import DistillPart, TokenLabelPart
+from isomorph.training.objective_parts import DistillPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.parts import (
     AnnealPart,
     AugmentPart,
@@ -47,6 +47,7 @@ class Recipe(Part):
     anneal: AnnealPart | None = None
     distill: DistillPart | None = None
     token_labels: TokenLabelPart | None = None
+    map_similarity: MapSimilarityPart | None = None
     mask: MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Classes against each other, or each on its own, summed over classes (large label sets)."""
@@ -112,6 +113,8 @@ class Recipe(Part):
         objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
         if len(objectives) > 1:
             raise ValueError(f"{' and '.join(objectives)} are {len(objectives)} objectives; give one")
+        if self.map_similarity and (self.distill or self.mask):
+            raise ValueError("map_similarity goes with labels or token_labels; leave it out with distill or mask")
         if self.mask and self.augment.mixes:
             raise ValueError("mask knows no labels to mix: leave augment.mixup and augment.cutmix at 0")
         if self.token_labels and self.loss == "sigmoid":
@@ -124,8 +127,6 @@ class Recipe(Part):
         """Raises: ValueError for what label maps cannot follow."""
         if self.data.streamed:
             raise ValueError(f"token_labels.maps needs images with file names; {self.data.source} has none")
-        if self.augment.mixes:
-            raise ValueError("token_labels.maps are mixed by token_labels.mix: leave augment.mixup and cutmix at 0")
         if self.augment.crop_padding:
             raise ValueError("token_labels.maps follow resized crops only: leave augment.crop_padding at 0")
 
