@@ -5,9 +5,12 @@
 >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
 """
 
-from isomorph.import_path import leave_working_folder
+import sys
 
-leave_working_folder()
+from isomorph.import_path import leave_working_folder, starts_isomorph
+
+if starts_isomorph(sys.argv, sys.orig_argv):
+    leave_working_folder()
 
 from isomorph.doctor import torchvision_problem
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from cyclopts import CycloptsError
+from torch import OutOfMemoryError
 from torch.distributed import DistError
 
 from isomorph.cli import bench, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds its commands)
@@ -27,6 +28,10 @@ def said_of(error: Exception) -> str:
         return one_line(error)
     if isinstance(error, DistError) or "Connection closed by peer" in str(error):
         return "another process of this run has ended; the line that it left says why"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"cannot open {error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error):
+        return "there is not enough memory for this; give smaller sizes or batches"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -41,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except Stopped as stopped:
         print(f"isomorph: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.number)
-    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
+    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         print(f"isomorph: {said_of(error)}", file=sys.stderr)

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, Model, Weights, app, called, spinner
+from isomorph.cli.app import Device, Json, Model, Weights, app, bounded, called, spinner
 from isomorph.data import eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import at_size, evaluation_config
@@ -103,6 +103,7 @@ def say(out: Path, size: int, sections: list[Section], figures: Path | None, jso
 
 
 @app.command
+@bounded
 def analyze(
     model: Model,
     /,
@@ -176,6 +177,7 @@ def analyze(
 
 
 @app.command(name="compare")
+@bounded
 def compare_(
     runs: list[Path],
     /,

@@ -195,7 +195,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
         return open_trained(Path(name))
     refuse_unknown(name)
-    public = timm.get_pretrained_cfg(name)
+    public = public_weights(name)
     if pretrained and weights is None and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
     with torch.random.fork_rng(devices=[]):
@@ -204,6 +204,16 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
     if weights:
         load_weights(model, weights)
     return model.eval()
+
+
+def public_weights(name: str) -> Any:
+    """What timm has of the weights of a registered model. Raises: UserError for a tag that it does not have."""
+    try:
+        return timm.get_pretrained_cfg(name)
+    except RuntimeError:
+        stem, _, tag = name.partition(".")
+        tags = ", ".join(known.partition(".")[2] for known in timm.list_pretrained(f"{stem}.*"))
+        raise UserError(f"{stem} has no weights tagged {tag!r}; it has {tags or 'none'}") from None
 
 
 def refuse_weights(name: str, weights: Path | None, pretrained: bool) -> None:
