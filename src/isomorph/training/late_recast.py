@@ -21,7 +21,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
     """The run with its model recast, optimiser and averages carried over; and what is said about it."""
     recipe, before = run.recipe, run.trained
     tensors, values = split_optimizer(before, run.optimizer)
-    model, averaged = recast_alike(before, run), run.averaged and recast_alike(run.averaged, run)
+    model, averaged = recast_alike(before, run), None if run.averaged is None else recast_alike(run.averaged, run)
     kept = unchanged(before, model)
     objective, optimizer, scheduler, header = assemble(recipe, model, run.runtime, run.order.steps)
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
