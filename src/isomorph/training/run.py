@@ -1,9 +1,8 @@
 """A run and its moving parts: built from a recipe, taken up from a snapshot, and written as one."""
 
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from isomorph.training.recipe import Recipe, changes, identity, with_defaults
 from isomorph.training.refusals import refuse_missing_files, refuse_unfit, refuse_unwatchable
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
 from isomorph.training.snapshot import Found, newest, read_layout, read_tensors_into, write_snapshot
+from isomorph.training.snapshot_values import Progress
 from isomorph.training.spread import prepare_model, spread, whole_state
 from isomorph.training.state import (
     AVERAGED,
@@ -53,20 +53,6 @@ from isomorph.training.watch import LossGuard
 TOTAL = "progress.loss"
 SUMS = {"mps": torch.float32}
 """Where losses of an epoch cannot be summed in float64."""
-
-
-@dataclass
-class Progress:
-    """How far a run is: steps done, epochs closed (evaluated and logged), what is known of both."""
-
-    step: int = 0
-    closed: int = 0
-    recast: bool = True
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: float = -math.inf
-    unreadable: list[str] = field(default_factory=list)
-    first_loss: float | None = None
-    seconds: float = 0.0
 
 
 @dataclass
@@ -178,6 +164,7 @@ class Run:
             "progress": vars(self.progress),
             "lanes": self.lanes,
             "data": self.counts,
+            "model": self.header,
         }
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
@@ -287,11 +274,7 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
 
 def refuse_other(recipe: Recipe, found: Found) -> None:
     """Raises: UserError when the snapshot is of another recipe."""
-    try:
-        changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
-        Progress(**found.values["progress"])
-    except (KeyError, AttributeError, TypeError):
-        raise UserError(f"{found.path} is not the state of a run; give `out` another folder, or delete it") from None
+    changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
     if changed:
         where = found.path.parent
         hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
