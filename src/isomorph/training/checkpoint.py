@@ -183,7 +183,15 @@ def load(path: str | Path) -> nn.Module:
     Raises: UserError when the file is missing, truncated, not isomorph's, or does not fit.
     """
     path = Path(path)
-    header = read_header(path)
+    model = rebuild_described(read_header(path), path)
+    state = read_tensors(path)
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
+    return model.eval()
+
+
+def rebuild_described(header: Mapping[str, str], path: Path) -> nn.Module:
+    """The model that the header of a checkpoint describes, its weights not yet loaded. Raises: UserError as `load`."""
     if header.get("format") != FORMAT:
         raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
     try:
@@ -194,10 +202,7 @@ def load(path: str | Path) -> nn.Module:
         raise UserError(f"{path} asks to rebuild its model in a way this isomorph does not know ({error!r})") from None
     model.isomorph_edits = tuple(recorded)  # type: ignore[assignment]
     remember_data(model, data)
-    state = read_tensors(path)
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
-    return model.eval()
+    return model
 
 
 def read_header(path: Path) -> dict[str, str]:

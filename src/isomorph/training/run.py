@@ -29,14 +29,22 @@ from isomorph.training.build import (
     plan,
     refuse_blind,
 )
-from isomorph.training.checkpoint import describe_model, load, remember_data, write_model
+from isomorph.training.checkpoint import (
+    describe_model,
+    is_whole,
+    load,
+    read_header,
+    read_tensors,
+    remember_data,
+    write_model,
+)
 from isomorph.training.objective import Objective, build_objective
 from isomorph.training.objectives import build_mixup
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe, changes, identity, with_defaults
 from isomorph.training.refusals import refuse_missing_files, refuse_unfit, refuse_unwatchable
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
-from isomorph.training.snapshot import Found, newest, read_layout, read_tensors_into, write_snapshot
+from isomorph.training.snapshot import Damaged, Found, newest, read_layout, read_tensors_into, write_snapshot
 from isomorph.training.snapshot_values import Progress
 from isomorph.training.spread import prepare_model, spread, whole_state
 from isomorph.training.state import (
@@ -174,6 +182,16 @@ class Run:
         if self.runtime.leads:
             write_model(self.header, tensors, path)
 
+    def has_written(self, path: Path) -> bool:
+        """Whether `save` has left this checkpoint, and it is still what was written; every process calls it."""
+        tensors = whole_state(self.eval_model)
+        if not self.runtime.leads:
+            return bool(self.runtime.highest(0)[0])
+        same = is_whole(path) and read_header(path) == self.header
+        found = read_tensors(path) if same else {}
+        same = found.keys() == tensors.keys() and all(torch.equal(t.cpu(), found[name]) for name, t in tensors.items())
+        return bool(self.runtime.highest(same)[0])
+
     def save_autoencoder(self) -> None:
         """Writes all of a masked autoencoder, where that is what was trained; every process calls it."""
         if self.objective.autoencoder:
@@ -264,6 +282,8 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
                     f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
                     "give `out` another folder"
                 )
+        except Damaged as error:
+            problem = f"{error}; delete {recipe.folder} to start the run again"
         except UserError as error:
             problem = str(error)
     found, problem = runtime.gathered((found, problem))[0]

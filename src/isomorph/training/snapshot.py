@@ -1,8 +1,8 @@
 """Snapshots of a run: folders of safetensors shards and one JSON file, whole and checked, or not there at all.
 
-A snapshot is written beside the others under a name that no reader looks at, flushed, given the checksums of its files,
-a digest over these and all other values, and renamed. Tensors may be sharded over processes: each writes its own part, and any number of processes can read
-them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
+A snapshot is written beside the others under a name that no reader looks at, flushed, given the checksums of its files
+and a digest over these and all other values, and renamed. Tensors may be sharded over processes: each writes its own
+part, and any number of processes can read them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
 """
 
 import hashlib
@@ -208,7 +208,7 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
-    """What lies in a snapshot and is not of it; hidden files do no harm, unless a reader would take them for tensors."""
+    """Names in a snapshot that are not part of it, but for hidden files that no reader takes for tensors."""
     names = {entry.name for entry in path.iterdir()} - {STATE, *files}
     return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
 
@@ -262,5 +262,5 @@ def newest(folder: Path) -> Found | None:
         except Damaged as error:
             damaged.append((path, str(error)))
     if damaged:
-        raise Damaged(f"{'; '.join(said for _, said in damaged)}; delete {folder} to start the run again")
+        raise Damaged("; ".join(said for _, said in damaged))
     return None
