@@ -117,7 +117,7 @@ TABLE_7 = {"s": (16, "83.6", "84.6", ""), "m": (32, "84.6", "85.6", ""), "l": (3
 
 def fine_tuning(name: str, size: int, top1: str) -> dict[str, Any]:
     """A trained network at a larger size, as DeiT does it; weights are those of the run at 224 (--model.weights)."""
-    model = dict(name=name, kwargs=dict(img_size=size))
+    model = dict(name=name, start="weights", kwargs=dict(img_size=size))
     optim = dict(name="adamw", lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule="cosine", min_lr=1e-6)
     return dict(
         model=model,

@@ -25,7 +25,7 @@ def fine_tuning(
     """One row of ViT-Tiny after pre-training, or from scratch where `decay` is 1."""
     plain = kwargs == PLAIN
     recipe = dict(
-        model=dict(name="tdrl_vit_ti", kwargs=kwargs),
+        model=dict(name="tdrl_vit_ti", kwargs=kwargs, **({} if decay == 1 else dict(start="weights"))),
         data=dict(source="imagefolder", batch_size=1024, workers=8),
         augment=AUGMENT,
         optim=dict(
@@ -65,7 +65,7 @@ def tables() -> dict[str, dict[str, Any]]:
     }
     for name, kwargs, top1 in (("tdrl_vit_s_100ep", {}, "81.3"), ("tdrl_plain_s_100ep", PLAIN, "80.8")):
         recipe = fine_tuning(kwargs, 100, "Table 3", top1)
-        found[name] = recipe | dict(model=dict(name="tdrl_vit_s", kwargs=kwargs), augment=G2SD)
+        found[name] = recipe | dict(model=recipe["model"] | dict(name="tdrl_vit_s"), augment=G2SD)
     return found
 
 

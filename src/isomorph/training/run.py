@@ -42,7 +42,7 @@ from isomorph.training.objective import Objective, build_objective
 from isomorph.training.objectives import build_mixup
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe, changes, identity, with_defaults
-from isomorph.training.refusals import refuse_missing_files, refuse_unfit, refuse_unwatchable
+from isomorph.training.refusals import refuse_missing_files, refuse_random_start, refuse_unfit, refuse_unwatchable
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
 from isomorph.training.snapshot import Damaged, Found, newest, read_layout, read_tensors_into, write_snapshot
 from isomorph.training.snapshot_values import Progress
@@ -216,6 +216,8 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
     refuse_missing_files(recipe)
     found = find_snapshot(recipe, runtime)
+    if not found:
+        refuse_random_start(recipe)
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     train, test = open_sources(recipe)
     order, share = plan(recipe, train, runtime)
