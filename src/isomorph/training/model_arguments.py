@@ -1,6 +1,5 @@
 """Arguments of timm.create_model that a recipe may give as model.kwargs: plain values, and none that fields decide."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ def check_value(name: str, value: Any, depth: int = 1) -> None:
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             check_value(name, each, depth + 1)
-    elif isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= LARGEST):
+    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {LARGEST:,}")
     elif not isinstance(value, int | float | str | None):
         raise ValueError(f"{name} must be a number, text, true, false, null, or a list or group of these")
