@@ -160,7 +160,7 @@ def as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
 def fine_tuning(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
     """A trained network at a larger size, as DeiT does it; weights are those of the run at 224 (--model.weights)."""
     recipe = dict(
-        model=dict(name=name, kwargs=dict(img_size=size)),
+        model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
         data=images(512, crop_pct=1.0, size=[size, size]),
         augment=DEIT_SETTING["augment"],
         optim=dict(lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule_from="start", min_lr=5e-6),

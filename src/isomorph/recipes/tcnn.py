@@ -73,7 +73,7 @@ def after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
     """The rows of Table 3 that fine-tune the ResNet-50 of 400 epochs for 50 more: give it as --model.weights."""
     surgery = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper")) if attention else {}
     return dict(
-        model=dict(name="resnet50", **surgery),
+        model=dict(name="resnet50", start="weights", **surgery),
         data=dict(source="imagefolder", size=[size, size], batch_size=1024, workers=8),
         augment=DEIT,
         optim=OPTIM,

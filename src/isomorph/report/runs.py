@@ -41,11 +41,14 @@ def read_rows(path: Path) -> tuple[Rows, str]:
     if not path.is_file():
         return [], f"no {path.name}"
     rows: Rows = []
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except OSError as error:
+        return [], f"{path.name} cannot be read ({error.strerror})"
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         rows += [row] if isinstance(row, dict) else []
     lost = len(lines) - len(rows)
@@ -65,7 +68,7 @@ def read_run(folder: Path) -> Log:
         recipe = json.loads((folder / "recipe.json").read_text())
     except FileNotFoundError:
         problems.append("no recipe.json")
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         problems.append("recipe.json cannot be read")
     recipe = recipe if isinstance(recipe, dict) else {}
     if not (epochs or steps or recipe):
@@ -149,6 +152,12 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     return charts
 
 
+def group_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of fields of a recipe, empty where there is none."""
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def final_table(logs: Sequence[Log]) -> Table:
     """Recipe and model, epochs done, best top-1, and what the last evaluated epoch measured."""
     keys = [k for k in UNITS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)]
@@ -158,8 +167,8 @@ def final_table(logs: Sequence[Log]) -> Table:
         top = [row["top1"] for row in log.epochs if is_number(row.get("top1"))]
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = log.recipe.get("model") or {}
-        rule = (model.get("recast") or {}).get("rule")
+        model = group_of(log.recipe, "model")
+        rule = group_of(model, "recast").get("rule")
         made = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
         cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
         rows.append([log.name, *made, done, f"{max(top):.2f}" if top else "-", *cells, f"{seconds:,.0f}"])

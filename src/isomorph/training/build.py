@@ -1,6 +1,6 @@
 """From a recipe to the model and the loaders of its run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,11 +33,11 @@ from isomorph.errors import UserError
 from isomorph.evaluation import evaluation_config, refusal, training_config
 from isomorph.models import create, refuse_unknown
 from isomorph.surgery import recast, unstride
-from isomorph.training.checkpoint import load, load_weights, remember_base
+from isomorph.training.checkpoint import load, load_weights, read_header, rebuild_described, remember_base
 from isomorph.training.parts import ModelPart
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_snapshot
+from isomorph.training.snapshot import Damaged, Found, newest, read_snapshot
 from isomorph.training.state import AVERAGED, MODEL
 
 Data = Source | Stream
@@ -230,28 +230,56 @@ def is_trained(name: str) -> bool:
 def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     """The model of a run as it is now: a checkpoint by isomorph, or a run's folder, mid-run or complete.
 
-    `averaged`: the averaged weights, where the run has any.
+    Of masked pre-training, the encoder. `averaged`: the averaged weights, where the run has any.
 
-    Raises: UserError when nothing is there yet, or it does not fit.
+    Raises: UserError when nothing is there yet, it is damaged, or it does not fit.
     """
     if path.suffix == ".safetensors":
         return load(path)
-    found = newest(path) if path.is_dir() else None
+    found = whole_snapshot(path) if path.is_dir() else None
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")
     if found is None:
         raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
-    if not (path / "best.safetensors").is_file():
-        raise UserError(f"the run in {path} has not been evaluated yet, and cannot be rebuilt before; let it go on")
-    model = load(path / "best.safetensors")
+    header = found.values["model"] or header_of(path)
     tensors = read_snapshot(found.path)
     prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
+    prefix += encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    model = rebuild_described(header, state, found.path)
     try:
         model.load_state_dict(state)
     except RuntimeError:
         raise UserError(f"{found.path} is not the state of the run that wrote best.safetensors") from None
     return model.eval()
+
+
+def whole_snapshot(folder: Path) -> Found | None:
+    """The newest snapshot of a run. Raises: UserError when it is damaged: one before it is another model."""
+    files = [path for name in ("model", "best") if (path := folder / f"{name}.safetensors").is_file()]
+    advice = f"name {files[0]} instead, or start the run again" if files else "start the run again"
+    try:
+        found = newest(folder)
+    except Damaged as error:
+        raise Damaged(f"{error}; {advice}") from None
+    if found and found.damaged:
+        raise Damaged(f"{found.damaged[0][1]}; {advice}")
+    return found
+
+
+def header_of(folder: Path) -> dict[str, str]:
+    """What rebuilds the model of a run whose snapshots do not say it. Raises: UserError when nothing does yet."""
+    if not (folder / "best.safetensors").is_file():
+        raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it resume")
+    return read_header(folder / "best.safetensors")
+
+
+def encoder_prefix(recipe: Mapping[str, Any]) -> str:
+    """What precedes the names of the model's tensors in what a run trains: masked pre-training wraps an encoder."""
+    mask = recipe.get("mask")
+    if not isinstance(mask, dict):
+        return ""
+    return "student.encoder." if mask.get("teacher") else "encoder."
 
 
 def default_data(model: nn.Module) -> str:

@@ -191,16 +191,22 @@ def load(path: str | Path) -> nn.Module:
     Raises: UserError when the file is missing, truncated, not isomorph's, or does not fit.
     """
     path = Path(path)
-    header = read_header(path)
-    if header.get("format") != FORMAT:
-        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
-    parts, state = parse_header(header, path), read_tensors(path)
-    model = build_within(state, path, lambda: rebuild(parts.base, parts.edits))
-    model.isomorph_edits = parts.edits  # type: ignore[assignment]
-    remember_data(model, parts.data)
+    header, state = read_header(path), read_tensors(path)
+    model = rebuild_described(header, state, path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
     return model.eval()
+
+
+def rebuild_described(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
+    """The model that the header of a checkpoint describes, its tensors not yet loaded. Raises: UserError as `load`."""
+    if header.get("format") != FORMAT:
+        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
+    parts = parse_header(header, path)
+    model = build_within(state, path, lambda: rebuild(parts.base, parts.edits))
+    model.isomorph_edits = parts.edits  # type: ignore[assignment]
+    remember_data(model, parts.data)
+    return model
 
 
 def build_within(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]) -> T:

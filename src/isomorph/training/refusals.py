@@ -24,6 +24,16 @@ def refuse_missing_files(recipe: Recipe) -> None:
             raise UserError(f"{field}: no checkpoint {path}{hint}")
 
 
+def refuse_random_start(recipe: Recipe) -> None:
+    """Raises: UserError when a recipe that starts from trained weights is given none."""
+    model = recipe.model
+    if model.start == "weights" and not (model.weights or model.pretrained):
+        raise UserError(
+            f"{recipe.name} starts from trained weights; give --model.weights FILE or --model.pretrained true "
+            "(--model.start random trains from random ones)"
+        )
+
+
 def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
     """Raises: UserError when the model has too few classes, or cannot be recast later: said now, not in mid-run."""
     if not recast:
