@@ -12,9 +12,19 @@ OWN = ("forward", "_conv_forward", "state_dict", "load_state_dict", "_save_to_st
 
 
 def hooks_on(module: nn.Module) -> list[str]:
-    """The hooks registered on one module, of every kind that torch has, by the names of what they call."""
+    """The hooks registered on one module, of every kind that torch has, by the names of what they call.
+
+    Hooks that a rule's `attach` puts on again (`attached_again`) do not count.
+    """
     kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
-    return [_name_of(hook) for hooks in kinds for hook in hooks.values()]
+    found = [hook for hooks in kinds for hook in hooks.values()]
+    return [_name_of(hook) for hook in found if not _attached_again(hook)]
+
+
+def _attached_again(hook: Any) -> bool:
+    """Whether surgery itself has put a hook on, and puts it on again where it is needed."""
+    function = getattr(hook, "hook", None) or hook
+    return getattr(getattr(function, "__self__", function), "attached_again", False)
 
 
 def _name_of(hook: Any) -> str:

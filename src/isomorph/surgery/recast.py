@@ -254,9 +254,10 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
         except UserError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
         model = replace(model, own, original, adopt(replacement, original))
-    attach(edit.rule, model)
     add_notes(model, *retie(model, tied))
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
+    for made in edits(model):
+        attach(made.rule, model)
     return model
 
 
