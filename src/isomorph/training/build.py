@@ -32,8 +32,16 @@ from isomorph.data import (
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluation_config, refusal, training_config
 from isomorph.models import create, refuse_unknown
-from isomorph.surgery import recast, unstride
-from isomorph.training.checkpoint import load, load_weights, read_header, rebuild_described, remember_base
+from isomorph.surgery import notes, recast, unstride
+from isomorph.training.checkpoint import (
+    fill,
+    load,
+    load_weights,
+    read_header,
+    read_tensors,
+    rebuild_described,
+    remember_base,
+)
 from isomorph.training.parts import ModelPart
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
@@ -52,17 +60,65 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
-    if part.weights:
-        new = load_weights(model, part.weights, fresh_head=True)
-        model.isomorph_start = loaded_line(model, part.weights, new)  # type: ignore[assignment]
+    model = (start_from if part.weights else prepare)(model, part, recast_now)
+    said = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
+    model.isomorph_start = "; ".join(said)  # type: ignore[assignment]
+    return model
+
+
+def prepare(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
+    """The surgery of a recipe now, or only the freezing where the surgery comes later."""
     return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
 
 
-def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str]) -> str:
-    """Which of a model's tensors came from a checkpoint and which are new, in words."""
+def start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
+    """The base with the weights of `model.weights`, then the surgery; or the surgery first, for weights of its result.
+
+    The names and shapes of the tensors tell which: those of the base where they fit it, else those of the recast model.
+
+    Raises: UserError when they fit neither, or are recast already in a run that recasts later.
+    """
+    path = part.weights
+    assert path is not None
+    state, form = read_tensors(path), " (of the model before its recast)" if part.recast else ""
+    try:
+        new = fill(model, dict(state), path, fresh_head=True)
+    except UserError as misfit:
+        if not part.recast:
+            raise
+        model, new = fill_recast(model, part, state, misfit)
+        if not recast_now:
+            raise UserError(
+                f"model.weights {path} is recast already, and model.recast_epoch {part.recast_epoch} recasts a model "
+                "that is not; set model.recast_epoch to 0, or give weights of the model before its recast"
+            ) from None
+        model.isomorph_start = loaded_line(model, path, new, " (of the recast model)")  # type: ignore[assignment]
+        return model
+    model.isomorph_start = loaded_line(model, path, new, form)  # type: ignore[assignment]
+    return prepare(model, part, recast_now)
+
+
+def fill_recast(
+    model: nn.Module, part: ModelPart, state: dict[str, Any], misfit: UserError
+) -> tuple[nn.Module, list[str]]:
+    """The model after the surgery, with weights of its kind; and what of it is new.
+
+    Raises: UserError, with what kept the base from taking the weights, when the recast model cannot take them either.
+    """
+    model = operate(model, part)
+    assert part.weights is not None
+    try:
+        return model, fill(model, dict(state), part.weights, fresh_head=True)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
+        raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
+
+
+def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
+    """Which of a model's tensors came from a checkpoint, of which form of the model, and which are new, in words."""
     taken = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
     named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
-    return f"weights: {taken} tensors from {path}" + (f"; new: {named}" if new else "")
+    return f"weights: {taken} tensors from {path}{form}" + (f"; new: {named}" if new else "")
 
 
 def operate(model: nn.Module, part: ModelPart) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.surgery import RULES, Edit, Fuse, edits, replay
+from isomorph.surgery.compiled import uncompiled
 from isomorph.surgery.joint import possible_joints
 from isomorph.training.header import DATA_KEYS, FORMAT, parse_header
 
@@ -162,6 +163,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
+    model = uncompiled(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
     if base is not None and not (isinstance(base, dict) and "name" in base):
@@ -282,8 +284,12 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
 
     Raises: UserError saying which tensors are missing, unexpected or of another shape; the model is then unchanged.
     """
+    return fill(model, read_tensors(Path(path)), path, fresh_head)
+
+
+def fill(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
+    """Loads the tensors of the checkpoint at `path` into a model, as `load_weights` does. Raises: as it does."""
     path = Path(path)
-    state = read_tensors(path)
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
     try:
         state = module.checkpoint_filter_fn(state, model) if hasattr(module, "checkpoint_filter_fn") else state

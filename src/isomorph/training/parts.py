@@ -90,7 +90,8 @@ class ModelPart(Part):
     pretrained: bool = False
     """Start from the model's public weights."""
     weights: File | None = None
-    """Start from this checkpoint of the base model instead; a head of other classes, or none, starts afresh."""
+    """Start from this checkpoint instead, of the model before its recast or after it; a head of other classes, or none,
+    starts afresh."""
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default those of the data."""
     kwargs: dict[str, Any] = {}

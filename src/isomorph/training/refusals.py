@@ -20,6 +20,10 @@ def refuse_missing_files(recipe: Recipe) -> None:
     given |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
     for field, path in given.items():
         if path and not path.is_file():
+            if path.is_dir():
+                raise UserError(
+                    f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}"
+                )
             hint = f"; `isomorph train {path.parts[1]}` makes it" if path.parts[0] == "runs" and path.parts[1:] else ""
             raise UserError(f"{field}: no checkpoint {path}{hint}")
 
