@@ -10,7 +10,6 @@ from typing import Any
 
 from isomorph.recipes.tcnn import DEIT
 
-AUGMENT = DEIT | dict(repeats=3)
 GPSA = "blocks.[0-9].attn"
 
 # ConViT top-1, plain ViT top-1 at the same heads and width ("" where the paper trained none), batch, learning rate
@@ -56,8 +55,8 @@ def training(
     return dict(
         model=model,
         data=dict(source="imagefolder", fraction=fraction, draw="first", batch_size=batch, workers=8),
-        augment=AUGMENT,
-        optim=dict(name="adamw", lr=lr, gate_lr=lr, weight_decay=0.05, warmup_epochs=5, schedule="cosine", min_lr=1e-5),
+        augment=DEIT,
+        optim=dict(name="adamw", lr=lr, gate_lr="1x", weight_decay=0.05, warmup_epochs=5, schedule="cosine", min_lr=1e-5),
         epochs=round(300 / fraction),
         evaluate_every=round(1 / fraction),
         drop_path=0.1,
@@ -141,7 +140,7 @@ def cifar_study(kwargs: dict[str, Any], fraction: float, images: int) -> dict[st
         model=dict(name="convit_ti", kwargs=kwargs),
         data=dict(source="cifar10", fraction=fraction, size=[32, 32], batch_size=64),
         augment=dict(crop_padding=4),
-        optim=dict(lr=1e-3, gate_lr=1e-2, weight_decay=0.05, warmup_epochs=epochs / 20, min_lr=1e-5),
+        optim=dict(lr=1e-3, gate_lr="10x", weight_decay=0.05, warmup_epochs=epochs / 20, min_lr=1e-5),
         epochs=epochs,
         evaluate_every=epochs // 5,
         keep_every=epochs // 5,

@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
             kind = "branches" if name in branches else kind
             kind = "gates" if name in gates else "positions" if name in positions else kind
             members.setdefault((scales[name], kind), []).append(parameter)
-    rates = {"gates": optim.gate_lr, "positions": optim.position_lr or optim.lr}
+    rates = {"gates": optim.gate_lr, "positions": optim.position_lr}
     rates["branches"] = optim.branch_lr or optim.lr
     decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
     order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))
