@@ -1,6 +1,7 @@
 """The groups of fields of a recipe: what is trained, on what, how images vary, how weights move."""
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -233,7 +234,9 @@ class OptimPart(Part):
         try:
             factor = float(rate.removesuffix("x"))
         except ValueError:
-            raise ValueError("must be a number, or a multiple of optim.lr like 1000x") from None
+            factor = 0.0
+        if not 0 < factor < math.inf:
+            raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
         return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
 
     @field_validator("name")
