@@ -98,7 +98,12 @@ class Look:
     def monitor(self, images: Tensor) -> None:
         """Appends what attention is like on a few images: by layer, the worst head's logit, mean entropy."""
         run = self.run
-        found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
+        try:
+            found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
+        except UserError:
+            if run.progress.recast:
+                raise
+            return  # a CNN that is recast later has no attention yet
         row = {
             "epoch": run.progress.closed + 1,
             "step": run.progress.step,
