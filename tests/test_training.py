@@ -89,7 +89,7 @@ class TestRecipe:
         part = iso.load_recipe(name).model
         with torch.device("meta"):
             model = build_model(part, 1000, 0.1)
-        gpsa = [m for m in model.modules() if isinstance(m, iso.GPSA)]
+        gpsa = [m for m in model.modules() if isinstance(m, iso.PSA if "psa" in name else iso.GPSA)]
         assert len(gpsa) == (
             0 if name.split("_")[0] in ("vit", "deit") else part.kwargs.get("local_up_to_layer", 10)
         ) or (name.startswith("cifar_vit") and not gpsa)
@@ -100,10 +100,23 @@ class TestRecipe:
         assert {n.rpartition(".")[2] for n in frozen} == wanted.get(row, set())
         assert all(".attn." in n for n in frozen)
 
+    def test_figure_8_is_a_grid(self):
+        """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
+        cells = []
+        for name in convit.RECIPES:
+            recipe = iso.load_recipe(name)
+            if recipe.source.startswith("ConViT Fig. 8"):
+                kwargs = recipe.model.kwargs
+                cells.append((kwargs.get("local_up_to_layer", 10), kwargs.get("locality_strength", 1.0)))
+                assert (recipe.model.name, recipe.data.classes) == ("convit_s_plus", 100)
+        assert sorted(cells) == [(0, 1.0), *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0))]
+        known = {"convit_layers_0", "convit_layers_3", "convit_layers_3_locality_0.5", "convit_locality_1"}
+        assert known < set(convit.RECIPES)
+
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "name",
-        ["convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_layers_3", "cifar_convit_5pct"],
+        ["convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_layers_3", "convit_s_psa"],
     )
     def test_convit_recipes_run_two_steps(self, name, tmp_path):
         small = [
@@ -118,7 +131,14 @@ class TestRecipe:
         assert train_epoch(run) > 0
 
     def test_deits_augmentation_shows_every_image_three_times(self):
-        for name in ("tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_late_100", "convit_s", "refiner_b_deit", "tdrl_deit_b"):
+        for name in (
+            "tcnn_resnetrs50",
+            "finetune_resnetrs50",
+            "tcnn_late_100",
+            "convit_s",
+            "refiner_b_deit",
+            "tdrl_deit_b",
+        ):
             assert iso.load_recipe(name).augment.repeats == 3, name
 
     def test_longer_fine_tuning_and_other_peaks(self):

@@ -35,6 +35,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluate
 from isomorph.layers import (
     GPSA,
+    PSA,
     GPSA2d,
     JointPyramid,
     LocalAttention,
@@ -74,6 +75,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPSA",
+    "PSA",
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",

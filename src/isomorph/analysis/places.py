@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d, ViTGPSA
+from isomorph.layers import GPSA, PSA, GPSA2d, ViTGPSA
 from isomorph.layers.grid import axis_offsets
 from isomorph.surgery.follow import embedding_models
 
@@ -48,8 +48,8 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
 
 
 def called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
-    """The grid that a call of GPSA names itself."""
-    if not isinstance(layer, GPSA) or isinstance(layer, ViTGPSA):
+    """The grid that a call of GPSA or PSA names itself."""
+    if not isinstance(layer, GPSA | PSA) or isinstance(layer, ViTGPSA):
         return None
     return grid_size or next(iter(args), None)
 

@@ -153,7 +153,8 @@ def first_line(error: Exception) -> str:
 def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
     """The same fraction of every class, rounded down but at least one image each, in the source's order.
 
-    Rounded down as ConViT's code does: 5% of 732 images are 36. A seeded draw; with seed None the first images of each class (of sorted files, as ConViT's code takes them).
+    Rounded down as ConViT's code does: 5% of 732 images are 36. A seeded draw; with seed None the first images of each
+    class (of sorted files, as that code takes them).
 
     Raises: UserError when the fraction is not in (0, 1].
     """

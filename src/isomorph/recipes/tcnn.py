@@ -16,8 +16,8 @@ DEIT: dict[str, Any] = dict(
     smoothing=0.1,
     repeats=3,
 )
-"""DeiT's augmentation, every image three times: its paper calls repeated augmentation a key ingredient, its code does it
-by default, and papers that "use the augmentation of DeiT" train with that code."""
+"""DeiT's augmentation, every image three times: DeiT's paper calls repeated augmentation a key ingredient, and its
+code, on which papers that "use the augmentation of DeiT" build, does it by default."""
 OPTIM = dict(name="adamw", lr=1e-4, weight_decay=0.05, gate_lr="1000x", warmup_epochs=5, schedule="cosine")
 
 # backbone: fine-tuning resolution, drop path, top-1 of the CNN alone and of the T-CNN, table
@@ -95,7 +95,9 @@ def shorter(backbone: str, epochs: int) -> dict[str, Any]:
 
 def at_peak(lr: float) -> dict[str, Any]:
     """One line of Fig. 6, which gives no number."""
-    return finetuning("resnetrs50", attention=True) | dict(optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected="")
+    return finetuning("resnetrs50", attention=True) | dict(
+        optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected=""
+    )
 
 
 def after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
@@ -116,9 +118,7 @@ def after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
 
 RECIPES: dict[str, dict[str, Any]] = {f"tcnn_{name}": finetuning(name, attention=True) for name in TABLE}
 RECIPES["tcnn_resnetrs270"]["keep_every"] = 2  # gates and spans along training (Fig. 4): 25 models of 0.5 GB
-RECIPES |= {
-    f"tcnn_{name}_{epochs}ep": shorter(name, epochs) for name, found in LONGER.items() for epochs in found
-}
+RECIPES |= {f"tcnn_{name}_{epochs}ep": shorter(name, epochs) for name, found in LONGER.items() for epochs in found}
 RECIPES |= {f"tcnn_resnetrs50_lr_{name}": at_peak(lr) for name, lr in PEAKS.items()}
 RECIPES |= {f"finetune_{name}": finetuning(name, attention=False) for name in TABLE if TABLE[name][2]}
 RECIPES |= {f"tcnn_late_{epoch}": late(epoch) for epoch in LATE}
