@@ -1,6 +1,6 @@
 """The command that compares runs, and models that have been evaluated."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -8,9 +8,9 @@ from typing import Annotated, Literal, NamedTuple
 from cyclopts import Parameter
 
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, app
+from isomorph.cli.app import Device, Json, app, spinner
 from isomorph.cli.reports import footer, say
-from isomorph.data import Source, open_source
+from isomorph.data import Source, first_classes, open_source
 from isomorph.errors import UserError
 from isomorph.report import compare_runs, read_runs, write_page
 from isomorph.report.accuracy_cost import Point, points_json, read_points
@@ -49,11 +49,19 @@ class Images(NamedTuple):
         name, root = self.data or own.get("source"), self.root or own.get("root")
         if not name:
             raise UserError("recipe.json does not say its data; give --data")
-        return draw_images(open_source(name, "test", root and Path(root)), self.samples)
+        source = open_source(name, "test", root and Path(root))
+        if not self.data and own.get("classes"):
+            source = first_classes(source, own["classes"])
+        return draw_images(source, self.samples)
 
 
 def follow(
-    folders: Sequence[Path], logs: Sequence[Log], keys: Sequence[str], images: Images, device: str = "auto"
+    folders: Sequence[Path],
+    logs: Sequence[Log],
+    keys: Sequence[str],
+    images: Images,
+    device: str,
+    tell: Callable[[str], None],
 ) -> Courses:
     """Measures along each run; what cannot be measured of a run is said among its log's problems.
 
@@ -61,11 +69,11 @@ def follow(
     """
     found: dict[str, dict[str, Course]] = {key: {} for key in keys}
     measures = {key: MEASURES[key].of for key in keys}
+    where = str(open_runtime(device).device)
     for folder, log in zip(folders, logs, strict=True):
+        tell(log.name)
         try:
-            moments, values = measures_of_run(
-                folder, measures, images.of(log), str(open_runtime(device).device), log.problems
-            )
+            moments, values = measures_of_run(folder, measures, images.of(log), where, log.problems)
         except UserError as error:
             log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
             continue
@@ -147,7 +155,8 @@ def compare_(
     if len(logs) + len(points) > 1:
         points = [*points_of_runs(folders, logs), *points]
         refuse_named_twice([point.name for point in points])
-    courses = follow(folders, logs, along, Images(data, root, samples), device) if along else {}
+    with spinner("measuring") as tell:
+        courses = follow(folders, logs, along, Images(data, root, samples), device, tell) if along else {}
     drawn = f"{samples} test images of {data or 'its own data'}, drawn at random"
     sections = compare_runs(logs, dials_kept(folders, logs), courses, drawn, points)
     if not sections:

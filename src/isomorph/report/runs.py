@@ -245,7 +245,7 @@ def compare_runs(
     accuracy and cost.
     """
     dials = dials or {}
-    problems = [f"{log.name}: {problem}." for log in logs for problem in log.problems]
+    problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
     fold = Fold("What is missing or could not be read", problems) if problems else None
     longest = max((len(log.steps) for log in logs), default=0)
     thinned = (

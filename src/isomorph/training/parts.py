@@ -14,6 +14,8 @@ from isomorph.models import refuse_unknown
 from isomorph.surgery import Anneal, Rule, build_rule
 
 Positive = Annotated[float, Field(gt=0)]
+PartRate = Annotated[float, Field(gt=0, validate_default=True)]
+"""A learning rate of some parameters; also given as a multiple of lr (`OptimPart.multiplied`)."""
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -203,9 +205,9 @@ class OptimPart(Part):
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
     """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
-    gate_lr: Positive = Field("1000x", validate_default=True)
+    gate_lr: PartRate = "1000x"  # type: ignore[assignment]
     """Peak learning rate of the gates, on the same schedule, without decay: a number, or 1000x for 1000 times lr."""
-    position_lr: Positive = Field("1x", validate_default=True)
+    position_lr: PartRate = "1x"  # type: ignore[assignment]
     """Peak learning rate of centres and localities, likewise. A short run wants it higher: they start far away."""
     branch_lr: Positive | None = None
     """Peak learning rate of the layers before a BatchNorm inside pyramids, likewise; by default lr. They are free of
