@@ -42,6 +42,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluate
 from isomorph.layers import (
     GPSA,
+    PSA,
     GPSA2d,
     JointPyramid,
     LocalAttention,
@@ -82,6 +83,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPSA",
+    "PSA",
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",

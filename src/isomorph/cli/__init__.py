@@ -9,7 +9,7 @@ from cyclopts import CycloptsError
 from torch import OutOfMemoryError
 from torch.distributed import DistError
 
-from isomorph.cli import bench, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds its commands)
+from isomorph.cli import bench, comparing, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
 from isomorph.import_path import SafeChildren

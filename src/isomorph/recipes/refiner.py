@@ -25,7 +25,7 @@ from isomorph.recipes.tcnn import DEIT
 POLICY = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
 STANDARD: dict[str, Any] = dict(batch=256, lr=5e-3, augment=POLICY | dict(mixup=0.2))
 ADVANCED: dict[str, Any] = dict(batch=512, lr=5e-3, augment=POLICY | dict(mixup=0.8, cutmix=1.0))
-DEIT_SETTING: dict[str, Any] = dict(batch=1024, lr=1e-3, augment=DEIT | dict(repeats=3))
+DEIT_SETTING: dict[str, Any] = dict(batch=1024, lr=1e-3, augment=DEIT)
 RELEASED: dict[str, Any] = ADVANCED | dict(lr=5e-4)
 SIX = dict(ratio=6)
 PLAIN: dict[str, Any] = dict(ratio=0, kernel=0, share=0)

@@ -1,6 +1,6 @@
 """From a recipe to the model and the loaders of its run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -348,6 +348,18 @@ def images_to_test(model: nn.Module, data: str | None, root: Path | None, classe
     """The test split of a source, by default the model's own; only its first classes where a number is given."""
     source = open_source(data or default_data(model), "test", root)
     return source if classes is None else first_classes(source, classes)
+
+
+def draw_images(source: Source, samples: int) -> Source:
+    """Images of a source drawn at random, the same ones at every call."""
+    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
+    return source.subset(drawn.tolist())
+
+
+def images_for_model(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
+    """The images of a loader, on the model's device."""
+    device = next(model.parameters()).device
+    return (images.to(device) for images, _ in loader)
 
 
 def evaluation_data(

@@ -1,10 +1,11 @@
 """The groups of fields of a recipe: what is trained, on what, how images vary, how weights move."""
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
@@ -14,6 +15,8 @@ from isomorph.surgery import Anneal, Rule, build_rule
 from isomorph.training.model_arguments import check_arguments
 
 Positive = Annotated[float, Field(gt=0)]
+PartRate = Annotated[float, Field(gt=0, validate_default=True)]
+"""A learning rate of some parameters; also given as a multiple of lr (`OptimPart.multiplied`)."""
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -238,13 +241,13 @@ class OptimPart(Part):
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
     """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
-    gate_lr: Positive = 0.1
-    """Peak learning rate of the gates, on the same schedule, without decay."""
-    position_lr: Positive | None = None
-    """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
+    gate_lr: PartRate = "1000x"  # type: ignore[assignment]
+    """Peak learning rate of the gates, on the same schedule, without decay: a number, or 1000x for 1000 times lr."""
+    position_lr: PartRate = "1x"  # type: ignore[assignment]
+    """Peak learning rate of centres and localities, likewise. A short run wants it higher: they start far away."""
     branch_lr: Positive | None = None
-    """Peak learning rate of the layers before a BatchNorm inside pyramids; by default lr. They are free of scale, and
-    Adam turns them by about lr a step whatever they are: a tenth of lr served short runs."""
+    """Peak learning rate of the layers before a BatchNorm inside pyramids, likewise; by default lr. They are free of
+    scale, and Adam turns them by about lr a step whatever they are: 0.1x served short runs."""
     layer_decay: Share = 1.0
     """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
@@ -262,6 +265,22 @@ class OptimPart(Part):
     """Linear warm-up; fractions are fine."""
     min_lr: NotNegative = 0.0
     """Where the cosine or the line ends."""
+
+    @field_validator("gate_lr", "position_lr", "branch_lr", mode="before")
+    @classmethod
+    def multiplied(cls, rate: Any, info: ValidationInfo) -> Any:
+        """A multiple of lr as the rate it is; where lr itself is wrong, any rate, since only lr is reported."""
+        if rate is None and info.field_name == "position_lr":
+            rate = "1x"
+        if not isinstance(rate, str):
+            return rate
+        try:
+            factor = float(rate.removesuffix("x"))
+        except ValueError:
+            factor = 0.0
+        if not 0 < factor < math.inf:
+            raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
+        return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
 
     @field_validator("name")
     @classmethod

@@ -47,9 +47,10 @@ def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -
 
 
 def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
-    """Raises: UserError when there is no gate to anneal, or no attention to watch."""
+    """Raises: UserError when there is no gate to anneal, or no attention to watch, now or after a late recast."""
     if recipe.anneal and recast:
         gpsa_layers(model)
     if recipe.monitor_every:
         device = next(model.parameters()).device
-        logit_stats(model, torch.zeros(1, *config["input_size"], device=device))
+        watched = model if recast else operate(copy.deepcopy(model), recipe.model)
+        logit_stats(watched, torch.zeros(1, *config["input_size"], device=device))
