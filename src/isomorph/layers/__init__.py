@@ -1,5 +1,6 @@
 """nn.Modules that know tensors only."""
 
+from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.local_attention import LocalAttention
@@ -13,6 +14,8 @@ from isomorph.layers.vit_gpsa import ViTGPSA
 
 __all__ = [
     "GPSA",
+    "AnnealedPair",
+    "AnnealedReLU",
     "CrossKernel",
     "ExpandedAttention",
     "Expansion",
@@ -29,6 +32,7 @@ __all__ = [
     "Refiner",
     "RelativeAttention",
     "ReusedAttention",
+    "SeriesActivation",
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",

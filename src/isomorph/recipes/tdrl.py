@@ -107,8 +107,29 @@ MOBILE = dict(
 """MobileOne's own training as far as one recipe can say it: without its growing images and falling weight decay."""
 
 
+VANILLA: dict[str, Any] = dict(
+    data=dict(source="imagefolder", batch_size=512, workers=8),
+    augment=dict(
+        auto_augment="rand-m7-mstd0.5-inc1",
+        color_jitter=0.4,
+        erasing=0.25,
+        mixup=0.1,
+        cutmix=1.0,
+        smoothing=0.1,
+    ),
+    optim=dict(name="lamb", lr=3.5e-3, weight_decay=0.35, warmup_epochs=5, schedule="cosine", min_lr=1e-6),
+    anneal=dict(epochs=100),
+    loss="sigmoid",
+    epochs=300,
+    ema=0.99996,
+    drop_path=0.0,
+)
+"""VanillaNet-5's own training, at the batch of TDRL A.4. Its loss is a mean over classes, here a sum, which LAMB
+divides out again; its anneal moves once an epoch, here once a step."""
+
+
 def applications() -> dict[str, dict[str, Any]]:
-    """Table 3 and B.5, as far as timm has the networks; the paper trains each with its authors' own code."""
+    """Table 3 and B.5; the paper trains each network with its authors' own code."""
     swin, blocks = "swin_tiny_patch4_window7_224", ["stem", "stages.?.?", "stages.?.??"]
     deit = "deit_base_patch16_224"
     return {
@@ -118,7 +139,15 @@ def applications() -> dict[str, dict[str, Any]]:
         "tdrl_plain_swin_t": application(swin, None, "76.2", "Table 3, baseline", drop_path=0.2),
         "tdrl_mobileone_s0": application("mobileone_s0", blocks, "75.1", "Table 3", **MOBILE),
         "tdrl_plain_mobileone_s0": application("mobileone_s0", None, "71.3", "Table 3, baseline", **MOBILE),
+        "tdrl_vanillanet_5": vanilla(["stages.*.pair"], "71.5", "Table 3"),
+        "tdrl_plain_vanillanet_5": vanilla(None, "71.1", "Table 3, baseline"),
     }
+
+
+def vanilla(where: list[str] | None, top1: str, source: str) -> dict[str, Any]:
+    """VanillaNet-5, the two 1x1 convolutions of every block replaced by one pyramid, or (None) as it is."""
+    recipe = application("vanillanet_5", where, top1, source, **VANILLA)
+    return recipe | dict(model=recipe["model"] | dict(kwargs=dict(drop_rate=0.05)))
 
 
 NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
