@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -68,6 +69,7 @@ class PyramidLinear(Pyramid):
         return linear
 
 
+@register_notrace_module
 class JointPyramid(nn.Module):
     """Pyramids that read the same input, as one layer: moments measured once, one linear layer on the tokens.
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.by_images import by_images, in_eager_mode
@@ -30,7 +31,7 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
     """
     size = [2 * n - 1 for n in grid_size]
-    if list(table.shape[1:]) == size:
+    if statically_known_true(sym_eq(list(table.shape[1:]), size)):  # an export leaves sizes open: it interpolates
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
@@ -117,6 +118,7 @@ def may_keep(table: Tensor) -> bool:
     return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
 
 
+@register_notrace_module
 class RelativeAttention(HeadedAttention):
     """Global attention of the places of a map that weighs content and offset together.
 

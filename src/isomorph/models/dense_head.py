@@ -54,8 +54,8 @@ class DenseHeadViT(BlockwiseViT):
 
     def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None) -> Any:
         """Logits; with `tokens` those of the pooled tokens and of every patch, the box's mixed (MixToken)."""
-        features = self.forward_features(x, box and partial(swap, box))
-        if not tokens:
+        features = self.forward_features(x, partial(swap, box) if isinstance(box, Box) else None)
+        if tokens is not True:  # torch.fx calls it with stand-ins for both arguments, which are neither
             return self.forward_head(features)
         if self.aux_head is None:
             raise UserError("the model has no head for its patches; create it with dense_head=True")

@@ -100,7 +100,10 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
         "center": {"crop_mode": "center"},
         "whole": {"crop_mode": "squash", "crop_pct": 1.0},
     }
-    return training_config(model, recipe.data.size, crops[recipe.data.test_crop] if recipe.data.test_crop else None)
+    crop = crops[recipe.data.test_crop] if recipe.data.test_crop else {}
+    if recipe.data.crop_pct:
+        crop = crops["center"] | {"crop_pct": recipe.data.crop_pct}
+    return training_config(model, recipe.data.size, crop)
 
 
 def refuse_blind(model: nn.Module, size: Sequence[int], who: str) -> None:

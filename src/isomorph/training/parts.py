@@ -4,9 +4,9 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import timm
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from timm.data import create_transform
+from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data import SOURCES, STREAMS
 from isomorph.models import refuse_unknown
@@ -126,6 +126,9 @@ class DataPart(Part):
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
+    crop_pct: Share | None = None
+    """Side of the test image's middle that is seen, as a share of the shorter side; by default as the model's config
+    says. Give networks that are compared the same."""
     batch_size: Annotated[int, Field(ge=2)] = 128
     """Images per step, over all processes (an even number in each part when mixing)."""
     workers: Annotated[int, Field(ge=0)] = 0
@@ -154,7 +157,15 @@ class DataPart(Part):
             )
         if self.images and not self.streamed:
             raise ValueError(f"images is for {', '.join(STREAMS)}; {self.source} counts its own")
+        if self.crop_pct and self.test_crop == "whole":
+            raise ValueError("crop_pct is the side of the middle; test_crop whole shows all: give one of them")
         return self
+
+
+def magnitudes(transform: Any) -> list[tuple[float, float]]:
+    """The magnitude of every operation of a policy, and the largest that timm applies."""
+    operations = [operation for step in transform.transforms for operation in getattr(step, "ops", ())]
+    return [(op.magnitude, op.magnitude_max or 10) for op in operations if hasattr(op, "magnitude_max")]
 
 
 class AugmentPart(Part):
@@ -167,7 +178,7 @@ class AugmentPart(Part):
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
     auto_augment: str | None = None
-    """timm's policy string, e.g. rand-m9-mstd0.5-inc1."""
+    """timm's policy string, e.g. rand-m9-mstd0.5-inc1; a magnitude m above 10 needs a bound as high, e.g. -mmax30."""
     color_jitter: NotNegative = 0.0
     """Colour jitter; timm ignores it under auto_augment."""
     erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -185,9 +196,13 @@ class AugmentPart(Part):
     @classmethod
     def understood(cls, policy: str | None) -> str | None:
         try:
-            create_transform(32, is_training=True, auto_augment=policy)
+            transform = create_transform(32, is_training=True, auto_augment=policy)
         except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
             raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
+        for wanted, largest in magnitudes(transform):
+            if wanted > largest:
+                more = f"add -mmax{wanted:g} to have it, or " if str(policy).startswith("rand") else ""
+                raise ValueError(f"timm clamps the magnitude {wanted:g} to {largest:g}; {more}write m{largest:g}")
         return policy
 
     @property
@@ -215,10 +230,15 @@ class OptimPart(Part):
     """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
     """For optimisers that have one."""
+    betas: tuple[Rate, Rate] | None = None
+    """Adam's two moving averages, e.g. [0.9, 0.95] as MAE pre-trains; by default the optimiser's own."""
     clip_grad: Positive | None = None
     """Largest norm of the whole gradient."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
+    schedule_from: Literal["peak", "start"] = "peak"
+    """Where the cosine or the line begins: at the peak, when the warm-up ends; or at the first step, underneath the
+    warm-up, so that the peak is never quite reached (timm's default, as DeiT was trained)."""
     warmup_epochs: NotNegative = 0.0
     """Linear warm-up; fractions are fine."""
     min_lr: NotNegative = 0.0
@@ -227,13 +247,20 @@ class OptimPart(Part):
     @field_validator("name")
     @classmethod
     def known(cls, name: str) -> str:
-        names = timm.optim.list_optimizers()
+        names = list_optimizers()
         if name.lower().startswith("kron"):
             raise ValueError(f"{name} keeps lists of matrices, which snapshots do not hold; choose another")
         if name.lower() not in names:
             close = difflib.get_close_matches(name, names, n=3)
             raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
         return name
+
+    @model_validator(mode="after")
+    def coherent(self) -> "OptimPart":
+        known = get_optimizer_info(self.name)
+        if self.betas and not (known.has_betas and known.num_betas == 2):
+            raise ValueError(f"betas are Adam's; {self.name} does not have two: leave optim.betas out")
+        return self
 
 
 class AnnealPart(Part):

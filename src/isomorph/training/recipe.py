@@ -6,6 +6,7 @@ whole: all problems are reported at once, an unknown field with the closest know
 
 import difflib
 import json
+import re
 import tomllib
 import typing
 from pathlib import Path
@@ -156,9 +157,20 @@ def identity(recipe: Recipe) -> str:
 def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
     try:
-        return json.loads(identity(Recipe.model_validate(recipe)))
+        return json.loads(identity(Recipe.model_validate(as_it_ran(recipe))))
     except ValidationError:
         return recipe
+
+
+def as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A kept recipe in the words of today: schedules began at the first step, and magnitudes above 10 were 10."""
+    optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
+    if optim.get("warmup_epochs"):
+        optim.setdefault("schedule_from", "start")
+    policy = augment.get("auto_augment") or ""
+    if policy.startswith("rand") and "-mmax" not in policy:
+        augment["auto_augment"] = re.sub(r"-m\d{2,}", "-m10", policy)
+    return {**recipe, "optim": optim, "augment": augment}
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
