@@ -175,15 +175,17 @@ def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
     )
 
 
-def pretraining(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
-    """Generic distillation from MAE's ViT-B for 300 epochs; its full checkpoint is --mask.teacher (section 4.1)."""
+def pretraining(
+    kwargs: dict[str, Any], source: str, expected: str, epochs: int = 300, model: str = "tdrl_vit_ti"
+) -> dict[str, Any]:
+    """Generic distillation from MAE's ViT-B; its full checkpoint is --mask.teacher (section 4.1)."""
     return dict(
-        model=dict(name="tdrl_vit_ti", kwargs=kwargs),
+        model=dict(name=model, kwargs=kwargs),
         data=dict(source="imagefolder", batch_size=4096, workers=8),
         augment=dict(scale=[0.2, 1.0]),
         optim=G2SD_OPTIM,
-        mask=dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224"),
-        epochs=300,
+        mask=dict(teacher="mae_pretrain_vit_base_full.pth", teacher_model="vit_base_patch16_224.mae"),
+        epochs=epochs,
         evaluate_every=10,
         amp="bf16",
         source=f"TDRL {source}",
@@ -223,6 +225,19 @@ RECIPES: dict[str, dict[str, Any]] = {
     **applications(),
     "tdrl_vit_ti_g2sd": pretraining({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
     "tdrl_plain_g2sd": pretraining(PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
+    "tdrl_vit_s_g2sd": pretraining({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", model="tdrl_vit_s"),
+    "tdrl_plain_s_g2sd": pretraining(
+        PLAIN, "Table 3, baseline", "80.8 top-1 after tdrl_plain_s_100ep", model="tdrl_vit_s"
+    ),
+    "tdrl_fused_g2sd": pretraining(
+        dict(layout="P-W1S", where=FFN), "Table 9", "76.73 top-1 after isomorph fuse and tdrl_fused_100ep", epochs=220
+    ),
+    "tdrl_naive_g2sd": pretraining(
+        dict(layout="naive-W8", where=FFN), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"
+    ),
+    "tdrl_regular_g2sd": pretraining(
+        dict(layout="R-D2W1S", where=FFN), "Table 10", "76.90 top-1 after tdrl_regular_100ep"
+    ),
     "cifar_mae_teacher": cifar_pretraining(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6),
     "cifar_tdrl_g2sd": cifar_pretraining(
         dict(layout="P-W2S"), dict(teacher=CIFAR_TEACHER, depth=2, width=64, heads=4), epochs=4
