@@ -10,6 +10,7 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from isomorph.layers import AnnealedReLU
 from isomorph.layers.affine_chain import collapse_chain, matrix
 from isomorph.surgery.exact import changed, unlike
 
@@ -17,14 +18,19 @@ NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.
 """BatchNorms that are known to compute nothing else, a subclass before its base."""
 
 
-def pieces(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a chain in order, identities left out."""
+def pieces(module: nn.Module, annealed: bool = False) -> Iterator[nn.Module]:
+    """The layers of a chain in order, identities left out; with `annealed` also ReLUs that are yet to become one."""
     if isinstance(module, nn.Sequential) and not changed(module, nn.Sequential):
         for child in module:
-            yield from pieces(child)
+            yield from pieces(child, annealed)
+    elif isinstance(module, AnnealedReLU):
+        yield from () if annealed or module.is_identity else (module,)
     elif isinstance(module, ConvNormAct) and not changed(module, ConvNormAct):
         yield from (
-            piece for child in (module.conv, module.bn, module.aa) if child is not None for piece in pieces(child)
+            piece
+            for child in (module.conv, module.bn, module.aa)
+            if child is not None
+            for piece in pieces(child, annealed)
         )
     elif not isinstance(module, nn.Identity) or changed(module, nn.Identity):
         yield module
@@ -71,9 +77,12 @@ def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
     return to_2tuple(conv.padding)
 
 
-def is_chain(module: nn.Module) -> bool:
-    """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them."""
-    layers = list(pieces(module))
+def is_chain(module: nn.Module, annealed: bool = False) -> bool:
+    """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them.
+
+    `annealed`: ReLUs that an anneal will make the identity count as nothing.
+    """
+    layers = list(pieces(module, annealed))
     linear = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
     if len(linear) < 2 or any(map(unlike_linear, linear)) or layers[0] is not linear[0]:
         return False
@@ -89,10 +98,10 @@ def is_chain(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def merge_chain(module: nn.Module) -> nn.Linear | nn.Conv2d:
-    """A chain in eval mode as one layer with a bias, computed in float64."""
+def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Conv2d:
+    """A chain in eval mode as one layer with a bias, computed in float64; `annealed` as in `is_chain`."""
     dtype = next(module.parameters()).dtype
-    layers = list(pieces(copy.deepcopy(module).double().eval()))
+    layers = list(pieces(copy.deepcopy(module).double().eval(), annealed))
     first = layers[0]
     assert isinstance(first, nn.Linear | nn.Conv2d)
     weight, bias = collapse_chain(layers, None, matrix(first).new_zeros(matrix(first).shape[-1]))

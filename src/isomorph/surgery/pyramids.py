@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import matrix
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_birth import carry, draw
@@ -104,7 +104,8 @@ class LinearToPyramid:
 
     Takes nn.Linear; nn.Conv2d (zero padding), as a linear layer on its patches; an nn.Sequential of several such with
     BatchNorms and nothing else, as one map; and timm's MobileOneBlock: a 1x1 block is replaced, the convolutions of a
-    3x3 block become pyramids within it (TDRL A.4). A joint `qkv` becomes three pyramids that share their moments;
+    3x3 block become pyramids within it (TDRL A.4). A VanillaNet's pair is one map once its ReLU is the identity, and
+    for init="paper" before. A joint `qkv` becomes three pyramids that share their moments;
     `where="blocks.[0-3].attn.v"` names its values alone, and the other parts stay linear.
 
     `init="same-function"` computes what the layer computed, in eval mode exactly; `"paper"` draws anew, for training
@@ -119,7 +120,7 @@ class LinearToPyramid:
     rescale_by: float | None = None
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -194,7 +195,11 @@ class NamedLinears:
         if isinstance(module, MobileOneBlock):
             return unlike_block(module)
         if isinstance(module, nn.Sequential):
-            return None if is_chain(module) else "it does more than linear maps and BatchNorm"
+            if is_chain(module, self.redraws):
+                return None
+            if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
+                return "its ReLU is not the identity yet: anneal it first, or give init='paper' to start anew"
+            return "it does more than linear maps and BatchNorm"
         if reason := unlike_linear(module):
             return reason
         if isinstance(parent, nn.MultiheadAttention):
@@ -205,6 +210,11 @@ class NamedLinears:
         if problem and self.rule.rectification(name) == "paper":
             return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
+
+    @property
+    def redraws(self) -> bool:
+        """Whether pyramids are drawn anew: their function need not be that of what they replace."""
+        return self.rule.init == "paper"
 
     def reason_of_part(self, part: Part) -> str | None:
         """Why a part of a joint projection cannot be rebuilt, or None."""
@@ -224,7 +234,7 @@ class NamedLinears:
         if isinstance(module, MobileOneBlock):
             return self.build_block(module)
         if isinstance(module, nn.Sequential):
-            module = merge_chain(module)
+            module = merge_chain(module, self.redraws)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)

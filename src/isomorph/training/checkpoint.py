@@ -134,7 +134,8 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
     base, made = describe_base(model), edits(model)
     left = unfused(made)
     plain = base if left == made else {**base, **getattr(model, "fused_arguments", {})}
-    records = [(b, e) for b, e in ((plain, left), (base, made)) for b in (b, {**describe_arguments(model), **b})]
+    pairs = ((plain, left), (plain, made), (base, made))
+    records = [(b, e) for b, e in pairs for b in (b, {**describe_arguments(model), **b})]
     for record in records[:-1]:
         with suppress(UserError):
             refuse_unlike(model, *record)

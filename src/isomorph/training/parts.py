@@ -302,7 +302,8 @@ class OptimPart(Part):
 
 
 class AnnealPart(Part):
-    """Carries every gated attention layer from one pair of dials to another while training starts."""
+    """Carries every gated attention layer from one pair of dials to another while training starts, and the annealed
+    ReLUs of a vanillanet_* from ReLU to the identity."""
 
     epochs: Positive
     """Length of the anneal."""

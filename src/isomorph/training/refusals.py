@@ -8,7 +8,7 @@ from torch import nn
 
 from isomorph.analysis import logit_stats
 from isomorph.errors import UserError
-from isomorph.surgery import gpsa_layers
+from isomorph.surgery import annealed_layers
 from isomorph.training.build import operate
 from isomorph.training.recipe import Recipe
 
@@ -47,9 +47,9 @@ def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -
 
 
 def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
-    """Raises: UserError when there is no gate to anneal, or no attention to watch, now or after a late recast."""
+    """Raises: UserError when there is nothing to anneal, or no attention to watch, now or after a late recast."""
     if recipe.anneal and recast:
-        gpsa_layers(model)
+        annealed_layers(model)
     if recipe.monitor_every:
         device = next(model.parameters()).device
         watched = model if recast else operate(copy.deepcopy(model), recipe.model)
