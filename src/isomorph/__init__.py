@@ -5,6 +5,10 @@
 >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
 """
 
+from isomorph.import_path import leave_working_folder
+
+leave_working_folder()
+
 from isomorph.doctor import torchvision_problem
 
 if problem := torchvision_problem():

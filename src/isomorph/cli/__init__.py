@@ -10,6 +10,7 @@ from torch.distributed import DistError
 from isomorph.cli import bench, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds its commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
+from isomorph.import_path import SafeChildren
 from isomorph.training import Stopped
 
 
@@ -35,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ISOMORPH_DEBUG=1 lets errors through with their traceback.
     """
     try:
-        app(arguments)
+        with SafeChildren():
+            app(arguments)
     except Stopped as stopped:
         print(f"isomorph: {stopped}", file=sys.stderr)
         sys.exit(128 + stopped.number)

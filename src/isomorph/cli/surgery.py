@@ -47,8 +47,11 @@ class RuleFields:
     gate: Annotated[float | None, option("Overrides the init's gate (gated attention).")] = None
     layout: Annotated[str | None, option("P-W2S, R-D2W1S, naive-W8 and the like (pyramids).")] = None
     rectify: Annotated[
-        Literal["paper", "batchnorm", "rescale", "none"] | None,
-        option("What tames the sum of a pyramid's branches (pyramids)."),
+        str | None,
+        option(
+            "What keeps the sum of the branches in bounds: paper, batchnorm, rescale or none; or one for each layer by "
+            "its last name, like q=none,v=rescale (pyramids)."
+        ),
     ] = None
     rescale_by: Annotated[
         float | None, option("N of the division by sqrt(N), by default the number of branches (pyramids).")
@@ -92,7 +95,8 @@ def recast(
     Parameters
     ----------
     where
-        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
+        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times. LinearToPyramid
+        takes parts of a joint qkv too: `blocks.[0-3].attn.v`.
     out
         The new checkpoint (.safetensors).
     rule

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
+from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.grid import axis_offsets, output_size, window_centres
@@ -69,6 +69,7 @@ class SoftColumns(torch.autograd.Function):
         return torch.bmm(grad, maps), torch.bmm(grad.transpose(1, 2), values)
 
 
+@register_notrace_module
 class GPSA2d(nn.Module):
     """Gated positional self-attention on maps: a k x k convolution whose k*k taps may wander and look at content.
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from isomorph.layers.affine_chain import uses_batch
@@ -34,7 +35,8 @@ def some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], firs
 
     `first` is the convolution whose map is the largest. Shape: x (B, C, H, W) -> (B, ...)
     """
-    if x.device.type != "cpu" or torch.is_grad_enabled() or not in_eager_mode() or sees_the_batch(module):
+    traced = isinstance(x, Proxy) or not in_eager_mode()
+    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or sees_the_batch(module):
         return function(x)
     numbers = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
     return by_images(function, images_within(CACHED_BYTES, numbers, x), x)

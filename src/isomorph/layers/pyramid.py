@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -47,6 +48,7 @@ class Layout:
         return [first, *[max(first, out_features)] * (depth - 1), out_features]
 
 
+@register_notrace_module
 class Pyramid(nn.Module):
     """Branches over one input, summed and rectified: the base of its linear and its convolutional form.
 

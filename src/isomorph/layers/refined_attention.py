@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +64,7 @@ def shape_arguments(attention: Attention) -> dict[str, Any]:
     return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
+@register_notrace_module
 class RefinedAttention(HeadedAttention):
     """Attention whose maps are refined: diverse, with local patterns, and free to be negative.
 

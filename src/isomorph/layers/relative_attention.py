@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
@@ -117,6 +117,7 @@ def may_keep(table: Tensor) -> bool:
     return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
 
 
+@register_notrace_module
 class RelativeAttention(HeadedAttention):
     """Global attention of the places of a map that weighs content and offset together.
 

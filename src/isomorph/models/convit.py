@@ -8,7 +8,7 @@ taken at every call. Checkpoints of the authors and of timm's convit_* load thro
 from typing import Any
 
 import torch
-from timm.layers import resample_abs_pos_embed, trunc_normal_
+from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block
 from torch import Tensor
@@ -101,11 +101,7 @@ class ConViT(BlockwiseViT):
 
     def place_patches(self, x: Tensor) -> Tensor:
         """Patches with their absolute positions. Shape: x (B, H, W, C) -> (B, H W, C)"""
-        H, W = x.shape[1:3]
-        x = x.flatten(1, 2)  # (B, H W, C)
-        if self.pos_embed is not None:
-            x = x + resample_abs_pos_embed(self.pos_embed, [H, W], self.patch_embed.grid_size, num_prefix_tokens=0)
-        return self.pos_drop(x)
+        return self.pos_drop(x.flatten(1, 2) + self.resized_positions(x.shape[1], x.shape[2]))
 
     def start(self, grid_size: tuple[int, int]) -> tuple[int, int]:
         """Every block is told the grid."""

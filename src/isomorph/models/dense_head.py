@@ -61,10 +61,10 @@ class DenseHeadViT(BlockwiseViT):
 
         With `hand_out` also what every block handed to the next: in a network that `hands_maps_on`, (B, H, N, N) each.
         """
-        handed_on: list[Any] | None = [] if hand_out else None
-        features = self.forward_features(x, box and partial(swap, box), handed_on)
-        found = self.token_logits(features) if tokens else self.forward_head(features)
-        return (found, handed_on) if hand_out else found
+        handed_on: list[Any] | None = [] if hand_out is True else None  # torch.fx calls it with stand-ins for arguments
+        features = self.forward_features(x, partial(swap, box) if isinstance(box, Box) else None, handed_on)
+        found = self.token_logits(features) if tokens is True else self.forward_head(features)
+        return found if handed_on is None else (found, handed_on)
 
     def token_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the pooled tokens and of every patch.

@@ -3,8 +3,9 @@
 Fine-tuning as Table 4 says: AdamW, base learning rate 1e-3 at 256 images (MAE's way of counting: 4e-3 at batch 1024),
 decay .05, cosine, RandAugment(10, .5), mixup .2, no cutmix, no smoothing, no drop path. Layer decay is .65 with
 pyramids kept, .85 without (.75 with a teacher). Rows that start from pre-training want its checkpoint as
-`--model.weights`; a plain ViT's is carried over by the pyramids. The teacher is a ViT-B of 83.6 top-1
-(`--distill.weights`). Schedules begin at the peak, as MAE's, G2SD's and Swin's do; DeiT's begins at the first step.
+`--model.weights`; a plain ViT's is carried over by the pyramids. Distilled rows have a distillation token, whose head
+learns the classes of MAE's fine-tuned ViT-B (`--distill.weights`). Schedules begin at the peak, as MAE's, G2SD's and
+Swin's do; DeiT's begins at the first step.
 """
 
 from typing import Any
@@ -14,7 +15,15 @@ from isomorph.recipes.tcnn import DEIT
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
 G2SD = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
 """Augmentation of ViT-Small, "the same as Huang et al."; policy and smoothing are MAE's, which their code builds on."""
-TEACHER = dict(teacher="vit_base_patch16_224", kind="hard", share=0.5)
+TEACHER = dict(
+    teacher="vit_base_patch16_224.mae",
+    weights="mae_finetuned_vit_base.pth",
+    kwargs=dict(global_pool="avg", num_classes=1000),
+    kind="hard",
+    share=0.5,
+    token=True,
+)
+"""MAE's fine-tuned ViT-B, which averages over tokens, 83.6 top-1; as G2SD distils (section 4.1)."""
 PLAIN = dict(layout="plain")
 FFN = ["blocks.*.mlp.fc?"]
 
@@ -25,7 +34,7 @@ def fine_tuning(
     """One row of ViT-Tiny after pre-training, or from scratch where `decay` is 1."""
     plain = kwargs == PLAIN
     recipe = dict(
-        model=dict(name="tdrl_vit_ti", kwargs=kwargs),
+        model=dict(name="tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti", kwargs=kwargs),
         data=dict(source="imagefolder", batch_size=1024, workers=8),
         augment=AUGMENT,
         optim=dict(

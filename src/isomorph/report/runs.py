@@ -130,6 +130,7 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     ]
     for title, key, pick in (
         ("Largest attention logit, worst layer", "max_logit", max),
+        ("Largest attention, worst layer", "max_attention", max),
         ("Attention entropy, mean over layers", "entropy", fmean),
     ):
         wanted.append(

@@ -1,6 +1,7 @@
 """The rule that trains wide and ships thin: linear layers become pyramids, which `fuse` brings back."""
 
 import copy
+import difflib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,17 +9,16 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from timm.models.byobnet import MobileOneBlock
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import matrix
-from isomorph.layers.pyramid import Layout, Rectify
+from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_birth import carry, draw
 from isomorph.surgery.chains import conv_padding, is_chain, merge_branches, merge_chain, unlike_linear
-
-JOINT: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-"""Projections that are one linear layer in a model and several pyramids here, by their last name."""
+from isomorph.surgery.joint import JOINT, Part, joint_parts
+from isomorph.surgery.recast import adopt
 
 RECTIFIED = {
     f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
@@ -40,41 +40,92 @@ def unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str 
     return None
 
 
+RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
+
+
+def as_rectification(given: str | Mapping[str, str]) -> str:
+    """A rectification, or NAME=RECTIFICATION of several layers by their last names, as one string in a fixed order.
+
+    Raises: UserError for an unknown one, or a name given twice.
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else []
+    if isinstance(given, str) and "=" not in given:
+        refuse_rectification(given)
+        return given
+    if isinstance(given, str):
+        pairs = [(name.strip(), value.strip()) for name, _, value in (pair.partition("=") for pair in given.split(","))]
+    if not pairs or len(dict(pairs)) < len(pairs):
+        raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
+    for name, value in pairs:
+        refuse_rectification(value, f" of {name}")
+    return ",".join(f"{name}={value}" for name, value in sorted(pairs))
+
+
+def refuse_rectification(value: Any, place: str = "") -> None:
+    """Raises: UserError for a rectification that does not exist."""
+    if value not in RECTIFICATIONS:
+        raise UserError(
+            f"rectify{place} {value!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each "
+            "layer, as in 'q=none,v=rescale'"
+        )
+
+
 @dataclass(frozen=True)
 class LinearToPyramid:
     """A linear layer becomes a pyramid of Linear + BatchNorm branches, which trains better and fuses back (TDRL).
 
     Takes nn.Linear; nn.Conv2d (zero padding), as a linear layer on its patches; an nn.Sequential of several such with
     BatchNorms and nothing else, as one map; and timm's MobileOneBlock: a 1x1 block is replaced, the convolutions of a
-    3x3 block become pyramids within it (TDRL A.4). A joint `qkv` becomes three pyramids that share their moments.
+    3x3 block become pyramids within it (TDRL A.4). A joint `qkv` becomes three pyramids that share their moments;
+    `where="blocks.[0-3].attn.v"` names its values alone, and the other parts stay linear.
 
     `init="same-function"` computes what the layer computed, in eval mode exactly; `"paper"` draws anew, for training
     from scratch. `rectify="paper"` puts BatchNorm on the sums of queries and keys, recognised by name, and divides
-    others by sqrt(N); `rescale_by` overrides N. The way back is `fuse`, at any time.
+    others by sqrt(N); `rescale_by` overrides N. `rectify={"q": "none", "v": "rescale"}` or "q=none,v=rescale" is for
+    layers by their last names, and "paper" for all others. The way back is `fuse`, at any time.
     """
 
     layout: str = "P-W2S"
     init: Literal["same-function", "paper"] = "same-function"
-    rectify: Literal["paper", "batchnorm", "rescale", "none"] = "paper"
+    rectify: str | Mapping[str, str] = "paper"
     rescale_by: float | None = None
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
+    takes_parts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
         if self.init not in ("same-function", "paper"):
             raise UserError(f"init {self.init!r} is unknown; choose 'same-function' or 'paper'")
-        if self.rectify not in ("paper", "batchnorm", "rescale", "none"):
-            raise UserError(f"rectify {self.rectify!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none'")
+        object.__setattr__(self, "rectify", as_rectification(self.rectify))
         if self.rescale_by is not None and not self.rescale_by > 0:
             raise UserError(f"rescale_by {self.rescale_by} must be above 0: the sum is divided by its square root")
 
     def within(self, model: nn.Module) -> "NamedLinears":
-        """The rule with the names of the model's layers, which tell queries and keys from others."""
-        return NamedLinears(
-            self, {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
-        )
+        """The rule with the names of the model's layers, which tell queries and keys from others.
+
+        Raises: UserError when `rectify` names a layer that the model does not have.
+        """
+        places = {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
+        known = {name for name, _ in places.values()} | {part.name for part in joint_parts(model).values()}
+        for name in self.rectified:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+                near = f"; nearest names: {', '.join(close)}" if close else ""
+                raise UserError(f"rectify names {name}, which is the last name of no layer of the model{near}")
+        return NamedLinears(self, places)
+
+    @property
+    def rectified(self) -> dict[str, str]:
+        """Rectification of the layers that have one of their own, by last name."""
+        assert isinstance(self.rectify, str)
+        return dict(pair.split("=") for pair in self.rectify.split(",")) if "=" in self.rectify else {}
+
+    def rectification(self, name: str) -> str:
+        """Rectification of a layer of that last name; "paper" where it goes by the name."""
+        assert isinstance(self.rectify, str)
+        return self.rectified.get(name, "paper") if "=" in self.rectify else self.rectify
 
     def accepts(self, module: nn.Module) -> bool:
         return NamedLinears(self, {}).accepts(module)
@@ -82,6 +133,16 @@ class LinearToPyramid:
     def build(self, module: nn.Module) -> nn.Module:
         """Raises: UserError with the reason when the module is not accepted."""
         return NamedLinears(self, {}).build(module)
+
+
+def split(joint: nn.Linear, parts: int) -> list[nn.Linear]:
+    """The equal parts of a joint projection, as layers of their own."""
+    width, bias = joint.out_features // parts, joint.bias is not None
+    found = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
+    for name, parameter in joint.named_parameters():
+        for part, rows in zip(found, parameter.detach().chunk(parts), strict=True):
+            setattr(part, name, nn.Parameter(rows.clone(), parameter.requires_grad))
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,11 +156,13 @@ class NamedLinears:
     def kind(self) -> tuple[type[nn.Module], ...]:
         return self.rule.kind
 
-    def accepts(self, module: nn.Module) -> bool:
+    def accepts(self, module: nn.Module | Part) -> bool:
         return self.reason(module) is None
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module | Part) -> str | None:
         """Why the module cannot be rebuilt, or None."""
+        if isinstance(module, Part):
+            return self.reason_of_part(module)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, MobileOneBlock):
             if module.reparam_conv is not None:
@@ -114,15 +177,25 @@ class NamedLinears:
         if getattr(parent, "q_bias", None) is not None:
             return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
         problem = unlike_joint(module, name, parent)
-        if problem and self.rule.rectify == "paper":
+        if problem and self.rule.rectification(name) == "paper":
             return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
 
+    def reason_of_part(self, part: Part) -> str | None:
+        """Why a part of a joint projection cannot be rebuilt, or None."""
+        if isinstance(part.joint, JointPyramid):
+            linear = type(part.joint.pyramids[part.names.index(part.name)]) is nn.Linear
+            return None if linear else "it is a pyramid already"
+        problem = unlike_joint(part.joint, *self.places.get(part.joint, ("", None)))
+        return f"{problem}; take the whole layer" if problem else self.reason(part.joint)
+
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, module: nn.Module | Part) -> nn.Module:
         """Raises: UserError with the reason when the module is not accepted."""
         if reason := self.reason(module):
             raise UserError(f"LinearToPyramid cannot rebuild it: {reason}")
+        if isinstance(module, Part):
+            return self.build_part(module)
         if isinstance(module, MobileOneBlock):
             return self.build_block(module)
         if isinstance(module, nn.Sequential):
@@ -131,25 +204,33 @@ class NamedLinears:
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)
         assert isinstance(module, nn.Linear)
-        parts = (name,) if unlike_joint(module, name, parent) else JOINT.get(name, (name,))
-        weights = module.weight.chunk(len(parts))
-        biases = [None] * len(parts) if module.bias is None else module.bias.chunk(len(parts))
-        pyramids = [self.build_linear(*given) for given in zip(parts, weights, biases, strict=True)]
-        return pyramids[0] if len(pyramids) == 1 else JointPyramid(pyramids)
+        if unlike_joint(module, name, parent) or name not in JOINT:
+            return self.build_linear(name, module)
+        pairs = zip(JOINT[name], split(module, len(JOINT[name])), strict=True)
+        return JointPyramid([self.build_linear(*pair) for pair in pairs])
+
+    def build_part(self, part: Part) -> JointPyramid:
+        """The joint layer with a pyramid for one part; the others stay as they are."""
+        joint = part.joint
+        parts: list[Any] = list(joint.pyramids) if isinstance(joint, JointPyramid) else split(joint, len(part.names))
+        place = part.names.index(part.name)
+        parts[place] = adopt(self.build_linear(part.name, parts[place]), parts[place])
+        return JointPyramid(parts).train(joint.training)
 
     def arguments(self, name: str) -> dict[str, Any]:
         """Layout and rectification for a layer of that name."""
-        rectify: Rectify = "batchnorm" if name in RECTIFIED else "rescale"
-        if self.rule.rectify != "paper":
-            rectify = self.rule.rectify
+        rectify = self.rule.rectification(name)
+        if rectify == "paper":
+            rectify = "batchnorm" if name in RECTIFIED else "rescale"
         return dict(layout=self.rule.layout, rectify=rectify, rescale_by=self.rule.rescale_by)
 
-    def build_linear(self, name: str, weight: Tensor, bias: Tensor | None) -> PyramidLinear:
-        pyramid = PyramidLinear(weight.shape[1], weight.shape[0], **self.arguments(name)).to(weight)
+    def build_linear(self, name: str, linear: nn.Linear) -> PyramidLinear:
+        weight = linear.weight
+        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self.arguments(name)).to(weight)
         if self.rule.init == "paper":
             draw(pyramid)
         else:
-            carry(pyramid, weight, weight.new_zeros(weight.shape[0]) if bias is None else bias)
+            carry(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
         return pyramid
 
     def build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:

@@ -90,10 +90,10 @@ def norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tens
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         yield module, channels.mean(0), channels.var(0)
         return
-    pyramids = module.pyramids if isinstance(module, JointPyramid) else [module]
+    parts = module.pyramids if isinstance(module, JointPyramid) else [module]
     moments = measure(x, getattr(module, "window", None))
-    for pyramid in pyramids:
-        for norm, mean, variance in pyramid.norm_inputs(moments):  # type: ignore[operator]
+    for pyramid in (part for part in parts if isinstance(part, Pyramid)):
+        for norm, mean, variance in pyramid.norm_inputs(moments):
             yield norm, mean, variance * (moments.total / (moments.total - 1))
 
 

@@ -10,11 +10,12 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.joint import Part, find_target, joint_parts
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -25,7 +26,8 @@ class Rule(Protocol):
     A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar` too, a type
     or several, modules that it cannot take are an error if of that kind and passed over in silence if not. With
     `within(model) -> Rule` it completes itself with what a module alone does not tell; with `attach(model)` it ties
-    its replacements to the rest of the model, and unties what a revert has left idle.
+    its replacements to the rest of the model, and unties what a revert has left idle. With `takes_parts = True` globs
+    may name the parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule gets as a `Part`.
     """
 
     atol: ClassVar[float]
@@ -45,7 +47,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 @dataclass(frozen=True)
 class Edit:
-    """One recast: the rule, and the names of the modules it rebuilt."""
+    """One recast: the rule, and the names of the modules, or parts of joint projections, that it rebuilt."""
 
     rule: Rule
     names: tuple[str, ...]
@@ -69,9 +71,12 @@ def matches(where: Where, name: str, module: nn.Module) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def distinct(pairs: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+Target = nn.Module | Part
+
+
+def distinct(pairs: Iterable[tuple[str, Target]]) -> Iterable[tuple[str, Target]]:
     """Every module once, under the first name given."""
-    seen: set[nn.Module] = set()
+    seen: set[Target] = set()
     for name, module in pairs:
         if module not in seen:
             seen.add(module)
@@ -123,6 +128,9 @@ def nearest_names(where: Where, names: Sequence[str]) -> str:
 def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     """Names of the modules of the rule's kind that `where` selects, in the order of named_modules().
 
+    For a rule that takes them, globs select parts of joint projections too, which follow, unless all of the layer is
+    selected.
+
     Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
     reason), or when one lies inside another.
     """
@@ -130,16 +138,18 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
     given, rule = rule, complete(rule, model)
-    named = list(model.named_modules(remove_duplicate=False))
+    named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
+    if getattr(given, "takes_parts", False) and not callable(where):
+        named += joint_parts(model).items()
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
-    selected = list(distinct((n, m) for n, m in named if matches(where, n, m)))
+    selected = without_covered(list(distinct((n, m) for n, m in named if matches(where, n, m))))
     kind = kinds(rule)
     if not selected:
         names = [name for name, _ in named if name]
         raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
-    found = [(n, m) for n, m in selected if isinstance(m, kind) or rule.accepts(m)]
+    found = [(n, m) for n, m in selected if isinstance(m, (*kind, Part)) or rule.accepts(m)]
     if not found:
         wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
         seen = ", ".join(sorted({name_kind(type(module), wanted) for _, module in selected}))
@@ -153,6 +163,12 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     return [name for name, _ in found]
 
 
+def without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The selection without parts of joint projections that are selected as a whole."""
+    modules = {module for _, module in selected}
+    return [(n, m) for n, m in selected if not (isinstance(m, Part) and m.joint in modules)]
+
+
 def kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
     """The rule's `kind`, none or several."""
     kind = getattr(rule, "kind", ())
@@ -164,7 +180,7 @@ def name_kind(kind: type, wanted: str) -> str:
     return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
 
-def refusal(rule: Rule, module: nn.Module) -> str:
+def refusal(rule: Rule, module: Any) -> str:
     """Why the rule cannot take the module: what `build` says."""
     try:
         rule.build(module)
@@ -215,13 +231,13 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
     """Makes one edit in place and returns the model: what loading a checkpoint does to the base it has just created."""
     rule = complete(edit.rule, model)
     for name in edit.names:
-        try:
-            original = model.get_submodule(name)
-        except AttributeError:
-            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild") from None
+        target: Any = find_target(model, name)
+        if target is None:
+            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild")
+        original = target.joint if isinstance(target, Part) else target
         if any(original.__dict__[kind] for kind in HOOKS):
             raise UserError(f"{name or 'the model'} has hooks, which would be lost; remove them before recasting")
-        replacement = adopt(rule.build(original), original)
+        replacement = adopt(rule.build(target), original)
         if not name:
             model = replacement
             continue

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.joint import joint_parts
 from isomorph.surgery.recast import edits_since
 
 
@@ -161,8 +162,13 @@ def input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batc
 
 @torch.no_grad()
 def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
-    """Each recast module against the one it replaced, on the input that the latter sees in `original`."""
-    names = list(dict.fromkeys(name for edit in edits_since(recast, original) for name in edit.names))
+    """Each recast module against the one it replaced, on the input that the latter sees in `original`.
+
+    A part of a joint projection is compared as the whole layer.
+    """
+    parts = joint_parts(original)
+    edited = (name for edit in edits_since(recast, original) for name in edit.names)
+    names = list(dict.fromkeys(parts[name].joint_name if name in parts else name for name in edited))
     present = dict(original.named_modules())
     found: dict[str, TargetDeviation] = {}
 

@@ -185,8 +185,11 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
     return eval_loader(mine, config, batch, workers)
 
 
-def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:
-    """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run."""
+def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
+    """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run.
+
+    `arguments` are further ones of timm.create_model, for a model by its name.
+    """
     if is_trained(name):
         if weights:
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
@@ -197,7 +200,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True) 
         raise UserError(f"{name} has no public weights; give --weights")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # random weights are the same at every call
-        model = create(name, pretrained=pretrained and weights is None)
+        model = create(name, pretrained=pretrained and weights is None, **arguments)
     if weights:
         load_weights(model, weights)
     return model.eval()

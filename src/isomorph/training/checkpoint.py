@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.surgery import RULES, Edit, Fuse, edits, replay
+from isomorph.surgery.joint import possible_joints
 
 FORMAT = "isomorph-1"
 DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode", "source", "label_names")
@@ -143,7 +144,11 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
 def unfused(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """The edits without those of modules that have been fused since, and without the fusing."""
     gone = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
-    kept = (Edit(e.rule, tuple(n for n in e.names if n not in gone)) for e in made if not isinstance(e.rule, Fuse))
+    kept = (
+        Edit(e.rule, tuple(n for n in e.names if gone.isdisjoint([n, *possible_joints(n)])))
+        for e in made
+        if not isinstance(e.rule, Fuse)
+    )
     return tuple(edit for edit in kept if edit.names)
 
 
@@ -297,7 +302,9 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
         if names
     ]
     if parts:
-        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}")
+        pooled = any(name.startswith("fc_norm.") for name in unexpected)
+        hint = "; it is of a model that averages over tokens: create it with global_pool='avg'" if pooled else ""
+        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
 
 
 def shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:

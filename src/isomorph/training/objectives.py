@@ -10,7 +10,7 @@ from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillati
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.training.build import refuse_blind
+from isomorph.training.build import is_trained, open_model, refuse_blind
 from isomorph.training.map_similarity import PenalisedTask
 from isomorph.training.objective_parts import DistillPart, MapSimilarityPart
 from isomorph.training.parts import AugmentPart
@@ -83,8 +83,16 @@ def refuse_tokenless(model: nn.Module) -> None:
     """Raises: UserError when the model has no distillation token."""
     if not hasattr(model, "set_distilled_training"):
         raise UserError(
-            f"{type(model).__name__} has no distillation token: leave distill.token off, or train a deit_*_distilled_*"
+            f"{type(model).__name__} has no distillation token: leave distill.token off, or train a "
+            "deit_*_distilled_* or tdrl_vit_ti_distilled"
         )
+
+
+def open_teacher(part: DistillPart) -> nn.Module:
+    """The teacher of a recipe. Raises: UserError when it cannot be opened."""
+    if part.kwargs and is_trained(part.teacher):
+        raise UserError(f"{part.teacher} has arguments of its own; distill.kwargs goes with a timm model's name")
+    return open_model(part.teacher, part.weights, **part.kwargs)
 
 
 @torch.no_grad()

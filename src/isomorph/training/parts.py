@@ -40,7 +40,8 @@ class RecastPart(Part):
     """Modules to recast before training: as gated positional self-attention, or as pyramids."""
 
     where: Globs
-    """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?."""
+    """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?. For
+    pyramids the parts of a joint qkv have names too: blocks.[0-3].attn.v."""
     rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA"
     """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids;
     a ViT's attention becomes refined attention."""
@@ -52,8 +53,9 @@ class RecastPart(Part):
     """Overrides the init's gate, lambda before the sigmoid (attention with places)."""
     layout: str | None = None
     """P-W2S, R-D2W1S, naive-W8 and the like (pyramids)."""
-    rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None
-    """What tames the sum of the branches; paper: batchnorm on queries and keys, rescale elsewhere (pyramids)."""
+    rectify: str | dict[str, str] | None = None
+    """paper (batchnorm on queries and keys, rescale elsewhere), batchnorm, rescale or none; or one for each layer by
+    its last name, as in {q: none, v: rescale} (pyramids)."""
     rescale_by: Positive | None = None
     """N of the division by sqrt(N), by default the number of branches (pyramids)."""
     ratio: Annotated[int, Field(ge=0)] | None = None

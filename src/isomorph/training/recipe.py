@@ -58,7 +58,7 @@ class Recipe(Part):
     keep_every: Count | None = None
     """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
     monitor_every: Count | None = None
-    """Steps between two looks at the largest attention logit and the entropy of every block (monitor.jsonl)."""
+    """Steps between two lines of monitor.jsonl: largest attention logit, largest attention and entropy, by block."""
     log_every: Count = 50
     """Steps between two lines of steps.jsonl: loss, rate, images a second, share of the time spent waiting for them."""
     checkpoint_minutes: NotNegative = 10.0
