@@ -1,7 +1,8 @@
 """TDRL's Figures 3, 4 and 5: pyramids in a part of the network, rectified in several ways, or not at all.
 
 Every point is two runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint (`--model.weights`). The figures
-are drawn without numbers, so what is expected is what the text says of them. Which N Fig. 4 and 5 show, it does not say.
+are drawn without numbers, so what is expected is what the text says of them. It does not say which N Figs. 4 and 5
+show.
 """
 
 from typing import Any
