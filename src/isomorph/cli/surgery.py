@@ -114,10 +114,10 @@ def recast(
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
         raise UserError(f"--out {out} is the model to recast; give another name")
+    made = build_rule(rule, **asdict(fields))
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    made = build_rule(rule, **asdict(fields))
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
     if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
