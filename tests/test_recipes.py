@@ -244,3 +244,12 @@ class TestRefiner:
 
     def test_the_numbers_of_cait_are_not_expected_here(self):
         assert iso.load_recipe("refiner_plain_heads_8").expected == "not published; CaiT has 79.9 by its own training"
+
+    @pytest.mark.parametrize(("letter", "with_maps", "without"), [("s", 0.2, 0.1), ("m", 0.25, 0.2), ("l", 0.25, 0.2)])
+    def test_as_released_is_what_the_scripts_say(self, letter, with_maps, without):
+        for name, drop_path, pairs in (("released", with_maps, 12), ("released_image_labels", without, 2)):
+            recipe = iso.load_recipe(f"refined_vit_{letter}_{name}")
+            assert (recipe.augment.mixup, recipe.augment.cutmix, recipe.augment.repeats) == (0.8, 1.0, 1)
+            assert (recipe.optim.lr, recipe.drop_path, recipe.ema) == (5e-4, drop_path, 0.99996)
+            assert (recipe.map_similarity.weight, recipe.map_similarity.pairs) == (0.1, pairs)
+            assert bool(recipe.token_labels) == recipe.model.kwargs.get("dense_head", True) == (pairs == 12)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, called
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, bounded, called
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
@@ -16,6 +16,7 @@ from isomorph.training.runtime import open_runtime
 
 
 @app.command(name="evaluate")
+@bounded
 def evaluate_(
     model: Model,
     /,

@@ -240,15 +240,22 @@ class GPSA2d(nn.Module):
         mixed = mix(content, position, self.gate)
         return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
 
+    def queries_padded_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries where the window stands, and a key at each position of the padded grid.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd)
+        """
+        ph, pw = self.padding
+        q, k = self.queries_keys(x)
+        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
+        return q, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
+
     def attention(self, x: Tensor) -> Tensor:
         """The map over the zero-padded keys, formed on request; every row sums to 1.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        ph, pw = self.padding
-        q, k = self.queries_keys(x)
-        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
-        keys = F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
+        q, keys = self.queries_padded_keys(x)
         content = torch.softmax(q @ keys.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
         return mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
 

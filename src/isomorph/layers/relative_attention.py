@@ -113,6 +113,11 @@ def version_of(table: Tensor) -> tuple[int, int]:
     return table.data_ptr(), 0 if table.is_inference() else table._version
 
 
+def stream_of(table: Tensor) -> int:
+    """The queue of a GPU that this call computes in: what one queue makes, another may read too early."""
+    return torch.cuda.current_stream(table.device).cuda_stream if table.is_cuda else 0
+
+
 def may_keep(table: Tensor) -> bool:
     """Whether this call's bias is one for the next: no gradient, compiler or transform of functions looks on."""
     return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
@@ -176,11 +181,13 @@ class RelativeAttention(HeadedAttention):
             return spread(self.table(grid_size), grid_size).to(dtype)
         on_cpu = own.device.type == "cpu"
         version = None if on_cpu else version_of(own)
-        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version)
-        if self.kept is None or not self.kept.holds(key, own):
+        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version, stream_of(own))
+        kept = self.kept  # read once: another thread may replace it at any time
+        if kept is None or not kept.holds(key, own):
             fresh = spread(self.table(grid_size), grid_size).to(dtype).detach()
-            self.kept = KeptBias(key, own.detach().clone() if on_cpu else own, fresh)
-        return self.kept.bias
+            kept = KeptBias(key, own.detach().clone() if on_cpu else own, fresh)
+            self.kept = kept
+        return kept.bias
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""

@@ -76,12 +76,16 @@ class BlockwiseViT(VisionTransformer):
         block = self.blocks[i]
         return checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
 
-    def forward_features(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Shape: x (B, in_chans, height, width) -> (B, N, C)"""
+    def forward_features(
+        self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, handed_on: list[Any] | None = None
+    ) -> Tensor:
+        """Shape: x (B, in_chans, height, width) -> (B, N, C); what each block tells the next is added to `handed_on`"""
         x, grid_size = self.embed(x, rearrange)
         state = self.start(grid_size)
         for i in range(len(self.blocks)):
             x, state = self.run_block(i, x, state)
+            if handed_on is not None:
+                handed_on.append(state)
         return self.norm(x)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -34,7 +34,11 @@ def fine_tuning(
     """One row of ViT-Tiny after pre-training, or from scratch where `decay` is 1."""
     plain = kwargs == PLAIN
     recipe = dict(
-        model=dict(name="tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti", kwargs=kwargs),
+        model=dict(
+            name="tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti",
+            kwargs=kwargs,
+            **({} if decay == 1 else dict(start="weights")),
+        ),
         data=dict(source="imagefolder", batch_size=1024, workers=8),
         augment=AUGMENT,
         optim=dict(
@@ -75,7 +79,7 @@ def tables() -> dict[str, dict[str, Any]]:
     for name, kwargs, top1 in (("tdrl_vit_s_100ep", {}, "81.3"), ("tdrl_plain_s_100ep", PLAIN, "80.8")):
         recipe = fine_tuning(kwargs, 100, "Table 3", top1)
         optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
-        model = dict(name="tdrl_vit_s", kwargs=kwargs)
+        model = recipe["model"] | dict(name="tdrl_vit_s")
         found[name] = recipe | dict(model=model, augment=G2SD, optim=optim, drop_path=0.1)
     return found
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from isomorph.errors import UserError
 from isomorph.surgery.anneal import Anneal, annealed_layers, gpsa_layers
+from isomorph.surgery.compiled import notes
 from isomorph.surgery.fuse import Fuse, fuse, fusible
 from isomorph.surgery.pyramids import LinearToPyramid
 from isomorph.surgery.recalibrate import recalibrate
@@ -57,6 +58,7 @@ __all__ = [
     "fuse",
     "fusible",
     "gpsa_layers",
+    "notes",
     "recalibrate",
     "recast",
     "replay",

@@ -11,7 +11,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, AnnealedReLU, GPSA2d
-from isomorph.surgery.rules import CONTENT_DIALS, DIALS, dials
+from isomorph.surgery.rules import CONTENT_DIALS, DIALS, check_dials, dials
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Anneal:
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
             raise UserError(f"anneal steps {self.steps} must be a whole number, at least 1")
-        if min((self.start or self.stop)[0], self.stop[0]) <= 0:
-            raise UserError("both localities of an anneal must be above 0")
+        for pair in filter(None, (self.start, self.stop)):
+            check_dials(*pair)
 
     def at(self, step: int, exact: tuple[float, float] = DIALS["exact"]) -> tuple[float, float]:
         """(locality, gate) at a step; step `steps` and later give `stop`. `exact` is the start where none is given."""

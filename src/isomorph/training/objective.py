@@ -54,9 +54,9 @@ def build_objective(recipe: Recipe, model: nn.Module, device: torch.device) -> O
 def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
     """What a run with labels minimises."""
     if recipe.token_labels:
-        return token_labelling(model, recipe.token_labels, recipe.augment, device)
+        return token_labelling(model, recipe.token_labels, recipe.augment, device, recipe.map_similarity)
     if recipe.distill is None:
-        return classification(model, recipe.augment, recipe.loss, device)
+        return classification(model, recipe.augment, recipe.loss, device, recipe.map_similarity)
     teacher = open_teacher(recipe.distill)
     refuse_teacher(teacher, model)
     return distillation(model, teacher, recipe.distill, recipe.augment, recipe.loss, device)

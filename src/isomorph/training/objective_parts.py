@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from isomorph.training.parts import File, NotNegative, Part, Positive, Share
+from isomorph.training.parts import Count, File, NotNegative, Part, Positive, Share
 
 
 class TokenLabelPart(Part):
@@ -27,6 +27,15 @@ class TokenLabelPart(Part):
         if self.class_token == "map" and self.maps is None:
             raise ValueError("token_labels.class_token map needs token_labels.maps, the folder of label maps")
         return self
+
+
+class MapSimilarityPart(Part):
+    """A penalty on how similar the attention maps of neighbouring blocks are (Refiner's code), of refined_vit_*."""
+
+    weight: Positive = 0.1
+    """Of the similarity: the mean over neighbours, queries and keys of the cosine between their heads."""
+    pairs: Count | None = None
+    """Only the first so many pairs of neighbouring blocks; by default all."""
 
 
 class DistillPart(Part):
