@@ -35,7 +35,8 @@ def figure_4() -> dict[str, dict[str, Any]]:
     Queries and keys are always normalised; with rectification the latter is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
     """
     everywhere = {"v": "none", "fc1": "none", "fc2": "none"}
-    points = {"all_none": (dict(rectify=everywhere), "0.21 below tdrl_vit_ti_100ep's")}
+    kwargs: dict[str, Any] = dict(rectify=everywhere)
+    points = {"all_none": (kwargs, "0.21 below tdrl_vit_ti_100ep's")}
     for width in (1, 2, 3):
         kwargs = dict(layout=f"P-W{width}S", where=FFN)
         below = {1: "about that of", 2: "0.13 below that of", 3: "at most 0.18 below that of"}[width]
