@@ -158,7 +158,7 @@ def compare_(
         refuse_named_twice([point.name for point in points])
     with spinner("measuring") as tell:
         courses = follow(folders, logs, along, Images(data, root, samples), device, tell) if along else {}
-    drawn = f"{samples} test images of {data or 'its own data'}, drawn at random"
+    drawn = f"{samples} test images of {data or 'the data of each run'}, drawn at random"
     sections = compare_runs(logs, dials_kept(folders, logs), courses, drawn, points)
     if not sections:
         raise UserError(f"{points[0].name} has nothing beside it; give another model in --evaluated, or a run")
