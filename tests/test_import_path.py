@@ -58,7 +58,8 @@ def test_the_workers_of_a_loader_run_nothing_that_lies_in_the_working_folder(tra
 def test_pythonpath_holds_as_the_user_set_it(trap):
     """Also where it names the working folder."""
     code = (
-        f"import os, runpy, subprocess, sys\nwith runpy.run_path({isomorph.import_path.__file__!r})['SafeChildren']():\n"
+        f"import os, runpy, subprocess, sys\nnames = runpy.run_path({isomorph.import_path.__file__!r})\n"
+        "with names['SafeChildren']():\n"
         "    subprocess.run([sys.executable, '-c', 'import extra'], check=True)\n"
         "assert 'PYTHONSAFEPATH' not in os.environ"
     )

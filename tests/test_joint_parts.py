@@ -192,3 +192,39 @@ def test_the_command_recasts_parts(tmp_path):
     assert kinds(iso.load(tmp_path / "w.safetensors")) == ["PyramidLinear", "Linear", "PyramidLinear"]
     options[5] = "q=nine"
     assert "rectify of q 'nine' is unknown" in refusal(isomorph("recast", "vit.safetensors", *options, folder=tmp_path))
+
+
+FIGURES = {
+    "tdrl_fig3_none_g2sd": ({"q": "none", "k": "none"}, 12),
+    "tdrl_fig3_batchnorm_100ep": ({"q": "batchnorm", "k": "batchnorm"}, 12),
+    "tdrl_fig4_all_none_100ep": (dict(q="batchnorm", k="batchnorm", v="none", fc1="none", fc2="none"), 12),
+    "tdrl_fig4_ffn_w3_none_g2sd": (dict(fc1="none", fc2="none"), 12),
+    "tdrl_fig5_v_8_g2sd": (dict(v="rescale"), 8),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_recipes_of_the_figures_put_pyramids_where_the_paper_has_them(name):
+    part = iso.load_recipe(name).model
+    with torch.device("meta"):
+        model = iso.models.create(part.name, **part.kwargs)
+    wanted, depth = FIGURES[name]
+    for number, block in enumerate(model.blocks):
+        qkv = block.attn.qkv
+        named = dict(zip("qkv", qkv.pyramids, strict=True)) if isinstance(qkv, JointPyramid) else {}
+        named |= dict(fc1=block.mlp.fc1, fc2=block.mlp.fc2)
+        found = {last: layer.rectify for last, layer in named.items() if isinstance(layer, PyramidLinear)}
+        assert found == (wanted if number < depth else {})
+    if "fig3" in name:
+        assert {p.layout for p in model.modules() if isinstance(p, PyramidLinear)} == {"R-D1W4"}
+
+
+def test_every_pre_training_half_of_the_tables_is_there():
+    """Tables 3, 9 and 10: what is fine-tuned for 100 epochs has a pre-training of the same form."""
+    for half, tuned in (("vit_s", "vit_s"), ("plain_s", "plain_s"), ("naive", "naive"), ("regular", "regular")):
+        first, second = iso.load_recipe(f"tdrl_{half}_g2sd"), iso.load_recipe(f"tdrl_{tuned}_100ep")
+        assert (first.model.name, first.model.kwargs) == (second.model.name, second.model.kwargs)
+        assert first.mask.teacher_model == "vit_base_patch16_224.mae"
+        assert f"tdrl_{tuned}_100ep" in first.expected
+    fused = iso.load_recipe("tdrl_fused_g2sd")
+    assert (fused.epochs, fused.model.kwargs["layout"]) == (220, "P-W1S")

@@ -95,7 +95,7 @@ def blind(attn, x):
     q, k, v = attn.qkv(x).unflatten(2, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
     mask = torch.ones(x.shape[1], dtype=torch.bool)
     mask[1] = False
-    return attn.proj(nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2))
+    return attn.proj(nn.functional.scaled_dot_product_attention(q, k, v, mask[None]).transpose(1, 2).flatten(2))
 
 
 def test_a_teacher_with_arguments(tmp_path):

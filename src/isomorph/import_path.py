@@ -17,9 +17,8 @@ def leave_working_folder() -> None:
     It stays where isomorph itself was found there, and where PYTHONPATH names it.
     """
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    if starts_isomorph(sys.argv, sys.orig_argv) and not sys.flags.safe_path and sys.path[:1]:
-        if os.path.realpath(sys.path[0]) != os.path.realpath(here):
-            del sys.path[0]
+    if not sys.flags.safe_path and os.path.realpath(sys.path[0]) != os.path.realpath(here):
+        del sys.path[0]
 
 
 def starts_isomorph(argv: list[str], given: list[str]) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, called
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, bounded, called
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
@@ -16,6 +16,7 @@ from isomorph.training.runtime import open_runtime
 
 
 @app.command(name="evaluate")
+@bounded
 def evaluate_(
     model: Model,
     /,
@@ -43,7 +44,8 @@ def evaluate_(
     ----------
     suite
         imagenet, real, imagenet-v2 (also imagenet-v2-matched-frequency, the same images, -threshold-0.7 and
-        -top-images), imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several times. Each is looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
+        -top-images), imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several times. Each is
+        looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
     data
         cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on. With --suite: the
         form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.

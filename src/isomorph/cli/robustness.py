@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, called, steps_bar
+from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bounded, called, steps_bar
 from isomorph.data.corruptions import SEVERITIES
 from isomorph.report import show
 from isomorph.suites.robustness import wanted_cells
@@ -16,6 +16,7 @@ from isomorph.training.runtime import open_runtime
 
 
 @app.command
+@bounded
 def robustness(
     model: Model,
     /,

@@ -10,7 +10,7 @@ import torch
 from cyclopts import Parameter, Token
 
 import isomorph as iso
-from isomorph.cli.app import Json, Model, Weights, app
+from isomorph.cli.app import Json, Model, Weights, app, bounded
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, training_config
@@ -76,6 +76,7 @@ class RuleFields:
 
 
 @app.command
+@bounded
 def recast(
     model: Model,
     /,
@@ -131,6 +132,7 @@ def recast(
 
 
 @app.command
+@bounded
 def verify(
     original: str,
     other: str,
@@ -181,6 +183,7 @@ def verify(
 
 
 @app.command
+@bounded
 def fuse(
     checkpoint: Path,
     /,

@@ -163,6 +163,7 @@ def collate(examples: Sequence[Example]) -> tuple[Tensor, Labels, list[str]]:
 def leave_signals_alone(worker: int) -> None:
     """A stop is for the main process, which lets its workers go when it has saved: they heed no one else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not everywhere; there, a SIGTERM to all processes ends the workers
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=heed_parent, daemon=True).start()

@@ -61,7 +61,8 @@ class DenseHeadViT(BlockwiseViT):
 
         With `hand_out` also what every block handed to the next: in a network that `hands_maps_on`, (B, H, N, N) each.
         """
-        handed_on: list[Any] | None = [] if hand_out is True else None  # torch.fx calls it with stand-ins for arguments
+        # torch.fx calls it with stand-ins for all arguments, which are neither True nor a Box
+        handed_on: list[Any] | None = [] if hand_out is True else None
         features = self.forward_features(x, partial(swap, box) if isinstance(box, Box) else None, handed_on)
         found = self.token_logits(features) if tokens is True else self.forward_head(features)
         return found if handed_on is None else (found, handed_on)

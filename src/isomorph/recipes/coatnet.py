@@ -80,7 +80,8 @@ def fine_tuned(
         data=images(batch, pixels, "whole"), augment=augment, optim=optim, epochs=30, drop_path=drop, ema=0.9999
     )
     expected = f"{top1} top-1 on {ONE}, from --model.weights trained on {before}"
-    return run(size, dict(img_size=pixels) | kwargs, source, expected, **setting)
+    recipe = run(size, dict(img_size=pixels) | kwargs, source, expected, **setting)
+    return recipe | dict(model=recipe["model"] | dict(start="weights"))
 
 
 def table_4() -> dict[str, dict[str, Any]]:
@@ -177,7 +178,7 @@ def layouts() -> dict[str, dict[str, Any]]:
         for pixels, top1 in zip((224, 384), transfer.get(name, ()), strict=False):
             tuned = fine_tuned(3, pixels, JFT, "Table 2", top1, 5, **kwargs)
             found[f"coatnet_layout_{name}_jft_{pixels}"] = tuned | dict(
-                model=dict(name="coatnet_0", kwargs=kwargs | dict(img_size=pixels))
+                model=dict(name="coatnet_0", start="weights", kwargs=kwargs | dict(img_size=pixels))
             )
     return found
 

@@ -25,7 +25,7 @@ from isomorph.recipes.tcnn import DEIT
 POLICY = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
 STANDARD: dict[str, Any] = dict(batch=256, lr=5e-3, augment=POLICY | dict(mixup=0.2))
 ADVANCED: dict[str, Any] = dict(batch=512, lr=5e-3, augment=POLICY | dict(mixup=0.8, cutmix=1.0))
-DEIT_SETTING: dict[str, Any] = dict(batch=1024, lr=1e-3, augment=DEIT | dict(repeats=3))
+DEIT_SETTING: dict[str, Any] = dict(batch=1024, lr=1e-3, augment=DEIT)
 RELEASED: dict[str, Any] = ADVANCED | dict(lr=5e-4)
 SIX = dict(ratio=6)
 PLAIN: dict[str, Any] = dict(ratio=0, kernel=0, share=0)
@@ -160,7 +160,7 @@ def as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
 def fine_tuning(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
     """A trained network at a larger size, as DeiT does it; weights are those of the run at 224 (--model.weights)."""
     recipe = dict(
-        model=dict(name=name, kwargs=dict(img_size=size)),
+        model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
         data=images(512, crop_pct=1.0, size=[size, size]),
         augment=DEIT_SETTING["augment"],
         optim=dict(lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule_from="start", min_lr=5e-6),

@@ -8,15 +8,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+from timm.layers import ConvNormAct
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import matrix
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_birth import carry, draw
-from isomorph.surgery.chains import conv_padding, is_chain, merge_branches, merge_chain, unlike_linear
+from isomorph.surgery.bounds import RESCALE, check_choice, check_number
+from isomorph.surgery.chains import conv_padding, is_chain, is_plain_norm, merge_branches, merge_chain, unlike_linear
+from isomorph.surgery.exact import changed
 from isomorph.surgery.joint import JOINT, Part, joint_parts
 from isomorph.surgery.recast import adopt
 
@@ -70,13 +74,38 @@ def refuse_rectification(value: Any, place: str = "") -> None:
         )
 
 
+def unlike_block(block: MobileOneBlock) -> str | None:
+    """Why a block of MobileOne is not the sum of its convolutional branches, or None."""
+    if methods := " and ".join(changed(block, MobileOneBlock)):
+        return f"{type(block).__name__} does not compute what timm's MobileOneBlock does: it has its own {methods}"
+    if block.reparam_conv is not None:
+        return "it is fused already; its reparam_conv is a target of its own"
+    if type(block.drop_path) is not nn.Identity:
+        return "it drops paths between its branches"
+    for name, part in block.conv_kxk.named_modules():
+        if isinstance(part, nn.Conv2d) and (reason := unlike_linear(part)):
+            return f"of its conv_kxk.{name}: {reason}"
+        if isinstance(part, ConvNormAct) and changed(part, ConvNormAct):
+            return f"its conv_kxk.{name} does not compute what timm's ConvNormAct does"
+    norms = [*block.conv_kxk.modules(), block.identity] if is_pointwise_block(block) else []
+    if any(isinstance(part, _BatchNorm) and not is_plain_norm(part) for part in norms):
+        return "its branches have norms that are not plain BatchNorm"
+    return None
+
+
+def is_pointwise_block(block: MobileOneBlock) -> bool:
+    """Whether all branches of a block are 1x1: one linear map of every position."""
+    return block.conv_kxk[0].conv.kernel_size == (1, 1)
+
+
 @dataclass(frozen=True)
 class LinearToPyramid:
     """A linear layer becomes a pyramid of Linear + BatchNorm branches, which trains better and fuses back (TDRL).
 
     Takes nn.Linear; nn.Conv2d (zero padding), as a linear layer on its patches; an nn.Sequential of several such with
     BatchNorms and nothing else, as one map; and timm's MobileOneBlock: a 1x1 block is replaced, the convolutions of a
-    3x3 block become pyramids within it (TDRL A.4). A joint `qkv` becomes three pyramids that share their moments;
+    3x3 block become pyramids within it (TDRL A.4). A VanillaNet's pair is one map once its ReLU is the identity, and
+    for init="paper" before. A joint `qkv` becomes three pyramids that share their moments;
     `where="blocks.[0-3].attn.v"` names its values alone, and the other parts stay linear.
 
     `init="same-function"` computes what the layer computed, in eval mode exactly; `"paper"` draws anew, for training
@@ -91,16 +120,15 @@ class LinearToPyramid:
     rescale_by: float | None = None
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
-        if self.init not in ("same-function", "paper"):
-            raise UserError(f"init {self.init!r} is unknown; choose 'same-function' or 'paper'")
+        check_choice("init", self.init, ("same-function", "paper"))
         object.__setattr__(self, "rectify", as_rectification(self.rectify))
-        if self.rescale_by is not None and not self.rescale_by > 0:
-            raise UserError(f"rescale_by {self.rescale_by} must be above 0: the sum is divided by its square root")
+        if self.rescale_by is not None:
+            check_number("rescale_by", self.rescale_by, RESCALE)
 
     def within(self, model: nn.Module) -> "NamedLinears":
         """The rule with the names of the model's layers, which tell queries and keys from others.
@@ -165,11 +193,13 @@ class NamedLinears:
             return self.reason_of_part(module)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, MobileOneBlock):
-            if module.reparam_conv is not None:
-                return "it is fused already; its reparam_conv is a target of its own"
-            return None if isinstance(module.drop_path, nn.Identity) else "it drops paths between its branches"
+            return unlike_block(module)
         if isinstance(module, nn.Sequential):
-            return None if is_chain(module) else "it does more than linear maps and BatchNorm"
+            if is_chain(module, self.redraws):
+                return None
+            if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
+                return "its ReLU is not the identity yet: anneal it first, or give init='paper' to start anew"
+            return "it does more than linear maps and BatchNorm"
         if reason := unlike_linear(module):
             return reason
         if isinstance(parent, nn.MultiheadAttention):
@@ -180,6 +210,11 @@ class NamedLinears:
         if problem and self.rule.rectification(name) == "paper":
             return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
+
+    @property
+    def redraws(self) -> bool:
+        """Whether pyramids are drawn anew: their function need not be that of what they replace."""
+        return self.rule.init == "paper"
 
     def reason_of_part(self, part: Part) -> str | None:
         """Why a part of a joint projection cannot be rebuilt, or None."""
@@ -199,7 +234,7 @@ class NamedLinears:
         if isinstance(module, MobileOneBlock):
             return self.build_block(module)
         if isinstance(module, nn.Sequential):
-            module = merge_chain(module)
+            module = merge_chain(module, self.redraws)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)
@@ -248,9 +283,11 @@ class NamedLinears:
 
     def build_block(self, block: MobileOneBlock) -> nn.Module:
         """A 1x1 block as a pyramid and its activation; a larger one with pyramids for its convolutions."""
-        if block.conv_kxk[0].conv.kernel_size == (1, 1):
+        if is_pointwise_block(block):
             pyramid = self.build_conv(merge_branches(block), "")
-            return nn.Sequential(OrderedDict(conv=pyramid, attn=block.attn, act=block.act))
+            return nn.Sequential(
+                OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))
+            )
         combined = copy.deepcopy(block)
         for branch in combined.conv_kxk:
             branch.conv = self.build_conv(branch.conv, "").train(block.training)

@@ -1,6 +1,5 @@
 """BatchNorm statistics of the model as it is now, on the data it will see: before fusing, after averaging weights."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.mode import eval_mode
 from isomorph.layers.moments import measure
 from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.compiled import copied
 from isomorph.surgery.recast import outermost
 
 
@@ -29,7 +29,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     Raises: UserError without a BatchNorm that keeps statistics, without a batch, or, to keep the function, where a
     BatchNorm has no weights.
     """
-    model = copy.deepcopy(model)
+    model = copied(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         raise UserError("the model has no BatchNorm statistics to recalibrate")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.compiled import notes, uncompiled
 from isomorph.surgery.joint import joint_parts
 from isomorph.surgery.recast import edits_since
 
@@ -51,6 +52,8 @@ class Report:
     atol: float
     inputs: tuple[InputDeviation, ...]
     targets: tuple[TargetDeviation, ...]
+    notes: tuple[str, ...] = ()
+    """What else surgery has changed, as `notes` of the recast model says: ties between parameters."""
 
     @property
     def fp32(self) -> float:
@@ -86,6 +89,7 @@ class Report:
                 f"    {t.name:<{width}}  {t.kind}  max |diff| {t.deviation:.3g} of max |out| {t.scale:.3g}"
                 for t in self.targets
             ]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -108,7 +112,7 @@ def compare(
 
     `inputs`: one batch or several, of any sizes the models take; each seed adds a standard normal batch of every
     given size. `atol` defaults to the loosest tolerance of the rules that made `recast` from `original` (1e-5 if none).
-    Both models are left as they were.
+    Both models are left as they were; of a compiled one the model inside is compared.
     """
     batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not batches:
@@ -117,11 +121,14 @@ def compare(
     batches += [torch.randn(b.shape, generator=g).to(b.device) for g in generators for b in batches[:]]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
+    noted = notes(recast)[len(notes(original)) :]
+    original, recast = uncompiled(original), uncompiled(recast)
     models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
     return Report(
         atol=atol,
         inputs=tuple(input_deviation(models, batch) for batch in batches),
         targets=target_deviations(*models[torch.float64], batches[0].double()),
+        notes=noted,
     )
 
 

@@ -101,7 +101,12 @@ class Look:
         The worst head's largest logit and largest attention, both means over images, and the mean entropy.
         """
         run = self.run
-        found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
+        try:
+            found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
+        except UserError:
+            if run.progress.recast:
+                raise
+            return  # a CNN that is recast later has no attention yet
         row = {
             "epoch": run.progress.closed + 1,
             "step": run.progress.step,

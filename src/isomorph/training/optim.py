@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d
+from isomorph.layers import GPSA, PSA, GPSA2d
 from isomorph.layers.decay import undecayed
 from isomorph.layers.pyramid import Pyramid
 from isomorph.training.parts import OptimPart
@@ -22,8 +22,8 @@ KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 
 
 def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Full names of the gates, and of the centres and localities, of every gated attention layer."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d)}
+    """Full names of the gates, and of the centres and localities, of every layer that attends by position."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d | PSA)}
     dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
     gates = {name for name in dials if name.rpartition(".")[2] == "gate"}
     return gates, dials - gates
@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
             kind = "branches" if name in branches else kind
             kind = "gates" if name in gates else "positions" if name in positions else kind
             members.setdefault((scales[name], kind), []).append(parameter)
-    rates = {"gates": optim.gate_lr, "positions": optim.position_lr or optim.lr}
+    rates = {"gates": optim.gate_lr, "positions": optim.position_lr}
     rates["branches"] = optim.branch_lr or optim.lr
     decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
     order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))

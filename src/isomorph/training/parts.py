@@ -1,23 +1,29 @@
 """The groups of fields of a recipe: what is trained, on what, how images vary, how weights move."""
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data import SOURCES, STREAMS
 from isomorph.models import refuse_unknown
 from isomorph.surgery import Anneal, Rule, build_rule
+from isomorph.training.model_arguments import check_arguments
 
 Positive = Annotated[float, Field(gt=0)]
+PartRate = Annotated[float, Field(gt=0, validate_default=True)]
+"""A learning rate of some parameters; also given as a multiple of lr (`OptimPart.multiplied`)."""
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=10**9)]
+Epochs = Annotated[int, Field(ge=1, le=100_000)]
+Side = Annotated[int, Field(ge=1, le=2**14)]
 
 
 class Part(BaseModel):
@@ -58,9 +64,9 @@ class RecastPart(Part):
     its last name, as in {q: none, v: rescale} (pyramids)."""
     rescale_by: Positive | None = None
     """N of the division by sqrt(N), by default the number of branches (pyramids)."""
-    ratio: Annotated[int, Field(ge=0)] | None = None
+    ratio: Annotated[int, Field(ge=0, le=1024)] | None = None
     """Maps for every head; 1 is talking heads, 0 no expansion (refined attention)."""
-    kernel: Count | None = None
+    kernel: Annotated[int, Field(ge=1, le=1023)] | None = None
     """Size of the kernel on the maps, odd; 1 is none (refined attention)."""
     reduce: bool | None = None
     """Whether the maps are reduced to one for every head again (refined attention)."""
@@ -87,15 +93,19 @@ class ModelPart(Part):
     pretrained: bool = False
     """Start from the model's public weights."""
     weights: File | None = None
-    """Start from this checkpoint of the base model instead; a head of other classes, or none, starts afresh."""
-    num_classes: Count | None = None
+    """Start from this checkpoint instead, of the model before its recast or after it; a head of other classes, or none,
+    starts afresh."""
+    num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default those of the data."""
     kwargs: dict[str, Any] = {}
     """Further arguments of timm.create_model, e.g. {img_size: 32}, or --model.kwargs.img_size 32."""
+    start: Literal["weights", "random"] = "random"
+    """weights: the run must be given trained ones (weights, or pretrained true); random: without them, it begins at
+    random ones."""
     unstride: str | None = None
     """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
-    recast_epoch: Annotated[int, Field(ge=0)] = 0
+    recast_epoch: Annotated[int, Field(ge=0, le=100_000)] = 0
     """Unstride and recast after so many epochs; the optimiser goes on with what it knows of the kept parameters."""
     freeze: Globs = []
     """Glob, or a list of globs, over parameters that stay as they are, e.g. blocks.*.attn.gate."""
@@ -105,6 +115,18 @@ class ModelPart(Part):
     def known(cls, name: str) -> str:
         refuse_unknown(name)
         return name
+
+    @field_validator("kwargs")
+    @classmethod
+    def plain(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        check_arguments(kwargs)
+        return kwargs
+
+    @model_validator(mode="after")
+    def coherent(self) -> "ModelPart":
+        if self.num_classes and "num_classes" in self.kwargs:
+            raise ValueError("num_classes and kwargs.num_classes are the same; give num_classes alone")
+        return self
 
 
 class DataPart(Part):
@@ -122,18 +144,18 @@ class DataPart(Part):
     """Which images a fraction keeps: a draw with `seed`, or the first in sorted order (as ConViT's code does)."""
     classes: Count | None = None
     """Train and test on the first so many classes only."""
-    size: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
+    size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = None
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
     crop_pct: Share | None = None
     """Side of the test image's middle that is seen, as a share of the shorter side; by default as the model's config
     says. Give networks that are compared the same."""
-    batch_size: Annotated[int, Field(ge=2)] = 128
+    batch_size: Annotated[int, Field(ge=2, le=2**20)] = 128
     """Images per step, over all processes (an even number in each part when mixing)."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that prepare images, for each one that trains; 0 does it there."""
-    unreadable: Annotated[int, Field(ge=0)] = 0
+    unreadable: Annotated[int, Field(ge=0, le=10**9)] = 0
     """Images that may be unreadable, each replaced by another, before the run stops."""
     shuffle_shards: Count | None = None
     """Shuffle images within so many shards at a time (tar, webdataset), to read a slow disk in long runs."""
@@ -171,7 +193,7 @@ def magnitudes(transform: Any) -> list[tuple[float, float]]:
 class AugmentPart(Part):
     """How training images are varied (timm's transforms)."""
 
-    crop_padding: Annotated[int, Field(ge=0)] = 0
+    crop_padding: Annotated[int, Field(ge=0, le=2**14)] = 0
     """Random crops from the image padded by so many pixels (CIFAR); 0 crops and resizes instead."""
     scale: tuple[Share, Share] = (0.08, 1.0)
     """Area of a resized crop, smallest and largest."""
@@ -189,7 +211,7 @@ class AugmentPart(Part):
     """Cutmix alpha; 0 is off."""
     smoothing: Rate = 0.0
     """Label smoothing."""
-    repeats: Count = 1
+    repeats: Annotated[int, Field(ge=1, le=1024)] = 1
     """Repeated augmentation: an epoch has as many samples as ever, of fewer images, each so many times (DeiT: 3)."""
 
     @field_validator("auto_augment")
@@ -219,13 +241,13 @@ class OptimPart(Part):
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
     """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
-    gate_lr: Positive = 0.1
-    """Peak learning rate of the gates, on the same schedule, without decay."""
-    position_lr: Positive | None = None
-    """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
+    gate_lr: PartRate = "1000x"  # type: ignore[assignment]
+    """Peak learning rate of the gates, on the same schedule, without decay: a number, or 1000x for 1000 times lr."""
+    position_lr: PartRate = "1x"  # type: ignore[assignment]
+    """Peak learning rate of centres and localities, likewise. A short run wants it higher: they start far away."""
     branch_lr: Positive | None = None
-    """Peak learning rate of the layers before a BatchNorm inside pyramids; by default lr. They are free of scale, and
-    Adam turns them by about lr a step whatever they are: a tenth of lr served short runs."""
+    """Peak learning rate of the layers before a BatchNorm inside pyramids, likewise; by default lr. They are free of
+    scale, and Adam turns them by about lr a step whatever they are: 0.1x served short runs."""
     layer_decay: Share = 1.0
     """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
@@ -243,6 +265,22 @@ class OptimPart(Part):
     """Linear warm-up; fractions are fine."""
     min_lr: NotNegative = 0.0
     """Where the cosine or the line ends."""
+
+    @field_validator("gate_lr", "position_lr", "branch_lr", mode="before")
+    @classmethod
+    def multiplied(cls, rate: Any, info: ValidationInfo) -> Any:
+        """A multiple of lr as the rate it is; where lr itself is wrong, any rate, since only lr is reported."""
+        if rate is None and info.field_name == "position_lr":
+            rate = "1x"
+        if not isinstance(rate, str):
+            return rate
+        try:
+            factor = float(rate.removesuffix("x"))
+        except ValueError:
+            factor = 0.0
+        if not 0 < factor < math.inf:
+            raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
+        return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
 
     @field_validator("name")
     @classmethod
@@ -264,7 +302,8 @@ class OptimPart(Part):
 
 
 class AnnealPart(Part):
-    """Carries every gated attention layer from one pair of dials to another while training starts."""
+    """Carries every gated attention layer from one pair of dials to another while training starts, and the annealed
+    ReLUs of a vanillanet_* from ReLU to the identity."""
 
     epochs: Positive
     """Length of the anneal."""
@@ -280,7 +319,7 @@ class AnnealPart(Part):
 class ScalePart(Part):
     """How the work is spread over processes (torchrun starts them) and memory. None of it changes what is computed."""
 
-    accumulate: Count = 1
+    accumulate: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Gradient accumulation: each process works through its share of a batch in so many parts, to save memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """ddp: every process holds the model; fsdp: each holds a shard of weights, averages and optimiser state."""

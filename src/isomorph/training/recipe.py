@@ -7,7 +7,6 @@ whole: all problems are reported at once, an unknown field with the closest know
 import difflib
 import json
 import re
-import tomllib
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,6 +22,7 @@ from isomorph.training.parts import (
     AugmentPart,
     Count,
     DataPart,
+    Epochs,
     File,
     ModelPart,
     NotNegative,
@@ -32,6 +32,7 @@ from isomorph.training.parts import (
     Rate,
     ScalePart,
 )
+from isomorph.training.recipe_text import load_toml, load_yaml, read_text
 
 
 class Recipe(Part):
@@ -51,7 +52,7 @@ class Recipe(Part):
     mask: MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Classes against each other, or each on its own, summed over classes (large label sets)."""
-    epochs: Count = 50
+    epochs: Epochs = 50
     """Passes over the training data."""
     evaluate_every: Count = 1
     """Epochs between two evaluations; the last one is always evaluated."""
@@ -100,6 +101,8 @@ class Recipe(Part):
             raise ValueError("model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false")
         if self.model.recast_epoch and self.mask:
             raise ValueError("model.recast_epoch is for runs with labels; recast before masked pre-training (0)")
+        if self.drop_path and "drop_path_rate" in self.model.kwargs:
+            raise ValueError("drop_path and model.kwargs.drop_path_rate are the same; give one")
         if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
             raise ValueError("monitor_every cannot look into a sharded autoencoder; leave it out, or use ddp")
         if self.augment.repeats > 1 and self.data.streamed:
@@ -146,6 +149,7 @@ FREE: dict[str, Any] = {
     "divergence": True,
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
+    "model": {"start"},
 }
 """Fields that may change between a run and its resumption."""
 
@@ -211,9 +215,12 @@ def describe(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if message.partition(" ")[0].istitle():
         message = message[0].lower() + message[1:]
+    if problem["type"] == "int_parsing_size":
+        message = "input is far too large"
     if isinstance(problem["input"], dict):
         return f"{field}: {message}" if problem["loc"] else message
-    return f"{field}: {message} (given {problem['input']!r})"
+    given = str(problem["input"])[:80] if isinstance(problem["input"], int) else repr(problem["input"])[:80]
+    return f"{field}: {message} (given {given})"
 
 
 def fields_of(groups: list[str]) -> dict[str, Any]:
@@ -228,9 +235,11 @@ def fields_of(groups: list[str]) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """The values of a YAML or TOML recipe. Raises: UserError when it is missing, unreadable or no mapping."""
     try:
-        text = path.read_text()
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        text = read_text(path)
+        values = load_toml(text) if path.suffix == ".toml" else load_yaml(text)
+    except UserError as error:
+        raise UserError(f"cannot read recipe {path}: {error}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
@@ -259,8 +268,10 @@ def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
 def parse(text: str) -> Any:
     """A value as YAML reads it, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:  # a glob like *.conv2 is no YAML: it is text
+        value = load_yaml(text)
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is no YAML: it is text
         return text
     if isinstance(value, str):
         try:
