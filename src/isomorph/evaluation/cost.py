@@ -53,9 +53,9 @@ def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
     shapes = _shapes(model)
     for module in shapes.modules():
         if isinstance(module, JointPyramid):
-            module.forward = partial(_joined_branches, module)
+            module.forward = partial(_joined_branches, module)  # type: ignore[method-assign]
         elif isinstance(module, Pyramid):
-            module.forward = partial(_summed_branches, module)  # type: ignore[method-assign]
+            module.forward = partial(_summed_branches, module)
     return _counted(shapes, input_size).image
 
 
