@@ -3,6 +3,8 @@
 import inspect
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -253,3 +255,10 @@ class TestRefiner:
             assert (recipe.optim.lr, recipe.drop_path, recipe.ema) == (5e-4, drop_path, 0.99996)
             assert (recipe.map_similarity.weight, recipe.map_similarity.pairs) == (0.1, pairs)
             assert bool(recipe.token_labels) == recipe.model.kwargs.get("dense_head", True) == (pairs == 12)
+
+
+def test_the_page_names_recipes_that_exist():
+    text = (Path(__file__).parent.parent / "docs/recipes.md").read_text()
+    named = set(re.findall(r"`((?:tcnn|finetune|convit|vit|deit|tdrl|coatnet|refiner|refined_vit)_[a-z0-9_]+)`", text))
+    assert len(named) > 25
+    assert named <= RECIPES.keys()

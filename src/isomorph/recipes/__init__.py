@@ -1,4 +1,7 @@
-"""Every published run as a named recipe, its expected number beside it."""
+"""The papers' runs of image classification by name, each with its expected number.
+
+docs/recipes.md says which published runs are not among them.
+"""
 
 import difflib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""CoAtNet: every row of Tables 4 and 5, and the ablations (Fig. 1, Tables 2, 6 to 9), by the columns of Table 10.
+"""CoAtNet: Tables 4 and 5 and the ablations (Fig. 1, Tables 2, 6 to 9), by the columns of Table 10.
 
 Pre-training at 224 on ImageNet-1k (300 epochs), ImageNet-21k (90) or JFT (14), batch 4096; fine-tuning on ImageNet-1k
 at 384 or 512 for 30 epochs at a constant 5e-5, averaged with .9999, with `--model.weights` from the run before. Steps
