@@ -10,7 +10,7 @@ from torch import nn
 
 import isomorph as iso
 import references
-from command_line import isomorph, refusal
+from isomorph.cli import main
 from isomorph.layers import JointPyramid, PyramidLinear
 from isomorph.training.parts import RecastPart
 
@@ -183,17 +183,23 @@ def test_recipes_describe_parts():
     assert kinds(model) == ["Linear", "Linear", "PyramidLinear"]
 
 
-def test_the_command_recasts_parts(tmp_path):
-    iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), tmp_path / "vit.safetensors")
-    options = ["--rule", "LinearToPyramid", "--where", "blocks.*.attn.[qv]", "--rectify", "q=none"]
-    options += ["--out", "w.safetensors", "--size", 32, 32]
-    run = isomorph("recast", "vit.safetensors", *options, "--json", folder=tmp_path)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert found["recast"] == [f"blocks.{i}.attn.{part}" for i in range(2) for part in "qv"]
-    assert kinds(iso.load(tmp_path / "w.safetensors")) == ["PyramidLinear", "Linear", "PyramidLinear"]
-    options[5] = "q=nine"
-    assert "rectify of q 'nine' is unknown" in refusal(isomorph("recast", "vit.safetensors", *options, folder=tmp_path))
+def test_the_command_recasts_parts(tmp_path, capsys):
+    vit, wide = tmp_path / "vit.safetensors", tmp_path / "wide.safetensors"
+    iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
+
+    def recast(rectify):
+        options = ["--rule", "LinearToPyramid", "--where", "blocks.*.attn.[qv]", "--size", "32", "32", "--json"]
+        with pytest.raises(SystemExit) as ended:
+            main(["recast", str(vit), *options, "--rectify", rectify, "--out", str(wide)])
+        return ended.value.code, capsys.readouterr()
+
+    code, said = recast("q=none")
+    assert not code, said.err
+    assert json.loads(said.out)["recast"] == [f"blocks.{i}.attn.{part}" for i in range(2) for part in "qv"]
+    assert kinds(iso.load(wide)) == ["PyramidLinear", "Linear", "PyramidLinear"]
+    code, said = recast("q=nine")
+    assert code == 2
+    assert "rectify of q 'nine' is unknown" in said.err
 
 
 FIGURES = {
