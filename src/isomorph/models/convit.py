@@ -17,8 +17,9 @@ from isomorph.layers import GPSA, PSA
 from isomorph.layers.decay import undecayed
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.convit_arguments import refuse_arguments, refuse_attention
-from isomorph.models.convit_checkpoints import checkpoint_filter_fn
+from isomorph.models.convit_checkpoints import checkpoint_filter_fn, is_public
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, vit_cfg
 
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
@@ -67,7 +68,7 @@ class LocalBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-class ConViT(BlockwiseViT):
+class ConViT(ForeignCheckpoints, BlockwiseViT):
     """Vision transformer that starts as a convolutional network and may stop being one, a full timm citizen.
 
     `local_up_to_layer` blocks with GPSA lead (0: a plain ViT), or with PSA (`local_attention="psa"`, one softmax and no
@@ -101,6 +102,12 @@ class ConViT(BlockwiseViT):
         super().__init__(**{"qkv_bias": False, **kwargs, **fixed}, pos_embed="learn" if use_pos_embed else "none")
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        return is_public(state)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
 
     def no_weight_decay(self) -> set[str]:
         """timm's, and places and gates: decay would pull them to 0, which is another function."""

@@ -10,6 +10,11 @@ from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 
 
+def classifier_of(dense_head: bool) -> str | tuple[str, str]:
+    """The classifiers that a `pretrained_cfg` names: those that there are."""
+    return ("head", "aux_head") if dense_head else "head"
+
+
 class Box(NamedTuple):
     """A rectangle of the grid of patches: rows top to bottom, columns left to right, ends excluded."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
@@ -28,7 +29,7 @@ PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_p
 """First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
 
 
-class TDRLViT(VisionTransformer):
+class TDRLViT(ForeignCheckpoints, VisionTransformer):
     """Vision transformer trained with pyramids for linear layers, a full timm citizen of any image size.
 
     `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs, `blocks.[0-3].attn.v` for example; other
@@ -61,6 +62,20 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
     Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
     """
 
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
+        plain = any(f"{name}.weight" in state for name, _ in pyramids_of(self))
+        return plain or any(name.startswith(PRETRAINING) for name in state)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
+
+
+def pyramids_of(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
+    """Names and layers of all that is a pyramid where a plain ViT has a linear layer."""
+    kinds = JointPyramid | PyramidLinear | PyramidConv2d
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """A TDRL-ViT's checkpoint as it is; a plain ViT's (timm, DeiT, MAE) with its layers carried by the pyramids.
@@ -74,8 +89,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     state_dict = with_distillation_token(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
-    for name, module in model.named_modules():
-        if isinstance(module, JointPyramid | PyramidLinear | PyramidConv2d) and f"{name}.weight" in state_dict:
+    for name, module in pyramids_of(model):
+        if f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
             state_dict |= {f"{name}.{key}": tensor for key, tensor in carried(module, weight, bias).items()}

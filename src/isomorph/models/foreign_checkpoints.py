@@ -1,0 +1,28 @@
+"""Loading of checkpoints that others wrote, wherever torch or timm loads: `checkpoint_path`, `load_state_dict`."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class ForeignCheckpoints(nn.Module):
+    """A model whose `load_state_dict` also takes the layouts of others that it knows, as `iso.load_weights` does.
+
+    What has the model's own layout, or one that it does not know, is loaded as it is, as strictly as ever.
+    """
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Whether the tensors have a layout of others that the model knows."""
+        raise NotImplementedError
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors in the model's own layout."""
+        raise NotImplementedError
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+        if self.is_foreign(given):
+            for name in given:
+                del state_dict[prefix + name]
+            state_dict |= {prefix + name: tensor for name, tensor in self.convert_foreign(given).items()}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
