@@ -42,6 +42,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluate
 from isomorph.layers import (
     GPSA,
+    PSA,
     GPSA2d,
     JointPyramid,
     LocalAttention,
@@ -68,6 +69,7 @@ from isomorph.surgery import (
     compare,
     edits,
     fuse,
+    notes,
     recalibrate,
     recast,
     revert,
@@ -81,6 +83,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPSA",
+    "PSA",
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",
@@ -129,6 +132,7 @@ __all__ = [
     "map_similarity",
     "models",
     "nonlocality",
+    "notes",
     "open_source",
     "recalibrate",
     "recast",

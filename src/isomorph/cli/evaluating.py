@@ -43,8 +43,9 @@ def evaluate_(
     Parameters
     ----------
     suite
-        imagenet, real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several
-        times. Each is looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
+        imagenet, real, imagenet-v2 (also imagenet-v2-matched-frequency, the same images, -threshold-0.7 and
+        -top-images), imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several times. Each is
+        looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
     data
         cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on. With --suite: the
         form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.

@@ -47,8 +47,11 @@ class RuleFields:
     gate: Annotated[float | None, option("Overrides the init's gate (gated attention).")] = None
     layout: Annotated[str | None, option("P-W2S, R-D2W1S, naive-W8 and the like (pyramids).")] = None
     rectify: Annotated[
-        Literal["paper", "batchnorm", "rescale", "none"] | None,
-        option("What tames the sum of a pyramid's branches (pyramids)."),
+        str | None,
+        option(
+            "What keeps the sum of the branches in bounds: paper, batchnorm, rescale or none; or one for each layer by "
+            "its last name, like q=none,v=rescale (pyramids)."
+        ),
     ] = None
     rescale_by: Annotated[
         float | None, option("N of the division by sqrt(N), by default the number of branches (pyramids).")
@@ -93,7 +96,8 @@ def recast(
     Parameters
     ----------
     where
-        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
+        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times. LinearToPyramid
+        takes parts of a joint qkv too: `blocks.[0-3].attn.v`.
     out
         The new checkpoint (.safetensors).
     rule
@@ -110,10 +114,10 @@ def recast(
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
         raise UserError(f"--out {out} is the model to recast; give another name")
+    made = build_rule(rule, **asdict(fields))
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    made = build_rule(rule, **asdict(fields))
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
     if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):

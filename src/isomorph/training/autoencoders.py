@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from isomorph.errors import UserError
@@ -63,7 +64,9 @@ def load_autoencoder(
     """A masked autoencoder from a file by `save_autoencoder`, or from a published MAE checkpoint; in eval mode.
 
     A published one tells its tensors only: `encoder_name` is its encoder in timm (vit_base_patch16_224), `arguments`
-    are what else timm.create_model needs, `heads` are the decoder's. A file of ours knows all that by itself.
+    are what else timm.create_model needs, `heads` are the decoder's. Its images are normalised as MAE's are, by
+    ImageNet's mean and deviation, unless the name has a tag that says otherwise. A file of ours knows all that by
+    itself.
 
     Raises: UserError when the file is missing, damaged, an encoder alone, or does not fit tensor for tensor.
     """
@@ -77,6 +80,8 @@ def load_autoencoder(
         model = rebuilt(header, state, path)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
+        if "." not in encoder_name:  # else its pretrained_cfg is the one that was asked for
+            remember_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         depth, width = decoder_sizes(state, path)
         model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
     else:

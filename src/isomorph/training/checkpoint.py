@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.surgery import RULES, Edit, Fuse, edits, replay
+from isomorph.surgery.compiled import uncompiled
+from isomorph.surgery.joint import possible_joints
 from isomorph.training.header import DATA_KEYS, FORMAT, parse_header
 
 SMALL = 2**20
@@ -132,7 +134,8 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
     base, made = describe_base(model), edits(model)
     left = unfused(made)
     plain = base if left == made else {**base, **getattr(model, "fused_arguments", {})}
-    records = [(b, e) for b, e in ((plain, left), (base, made)) for b in (b, {**describe_arguments(model), **b})]
+    pairs = ((plain, left), (plain, made), (base, made))
+    records = [(b, e) for b, e in pairs for b in (b, {**describe_arguments(model), **b})]
     for record in records[:-1]:
         with suppress(UserError):
             refuse_unlike(model, *record)
@@ -144,7 +147,11 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
 def unfused(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """The edits without those of modules that have been fused since, and without the fusing."""
     gone = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
-    kept = (Edit(e.rule, tuple(n for n in e.names if n not in gone)) for e in made if not isinstance(e.rule, Fuse))
+    kept = (
+        Edit(e.rule, tuple(n for n in e.names if gone.isdisjoint([n, *possible_joints(n)])))
+        for e in made
+        if not isinstance(e.rule, Fuse)
+    )
     return tuple(edit for edit in kept if edit.names)
 
 
@@ -157,6 +164,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
+    model = uncompiled(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
     if base is not None and not (isinstance(base, dict) and "name" in base):
@@ -186,16 +194,22 @@ def load(path: str | Path) -> nn.Module:
     Raises: UserError when the file is missing, truncated, not isomorph's, or does not fit.
     """
     path = Path(path)
-    header = read_header(path)
-    if header.get("format") != FORMAT:
-        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
-    parts, state = parse_header(header, path), read_tensors(path)
-    model = build_within(state, path, lambda: rebuild(parts.base, parts.edits))
-    model.isomorph_edits = parts.edits  # type: ignore[assignment]
-    remember_data(model, parts.data)
+    header, state = read_header(path), read_tensors(path)
+    model = rebuild_described(header, state, path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
     return model.eval()
+
+
+def rebuild_described(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
+    """The model that the header of a checkpoint describes, its tensors not yet loaded. Raises: UserError as `load`."""
+    if header.get("format") != FORMAT:
+        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
+    parts = parse_header(header, path)
+    model = build_within(state, path, lambda: rebuild(parts.base, parts.edits))
+    model.isomorph_edits = parts.edits  # type: ignore[assignment]
+    remember_data(model, parts.data)
+    return model
 
 
 def build_within(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]) -> T:
@@ -273,8 +287,12 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
 
     Raises: UserError saying which tensors are missing, unexpected or of another shape; the model is then unchanged.
     """
+    return fill(model, read_tensors(Path(path)), path, fresh_head)
+
+
+def fill(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
+    """Loads the tensors of the checkpoint at `path` into a model, as `load_weights` does. Raises: as it does."""
     path = Path(path)
-    state = read_tensors(path)
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
     try:
         state = module.checkpoint_filter_fn(state, model) if hasattr(module, "checkpoint_filter_fn") else state
@@ -315,7 +333,9 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
         if names
     ]
     if parts:
-        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}")
+        pooled = any(name.startswith("fc_norm.") for name in unexpected)
+        hint = "; it is of a model that averages over tokens: create it with global_pool='avg'" if pooled else ""
+        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
 
 
 def shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
