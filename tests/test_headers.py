@@ -54,7 +54,7 @@ FORGERIES = {
     "many classes": (base(num_classes=10**20), "should be less than or equal to 10000000"),
     "channels": (base(in_chans=0), "base.in_chans is 0 and"),
     "argument of another model": (base(img_size=32), "timm cannot create cifar_resnet20"),
-    "huge argument": (base(img_size=[10**30, 3]), "base.img_size holds 1e[+]30 and should not be above 1,048,576"),
+    "huge argument": (base(img_size=[10**30, 3]), "base.img_size holds 1e[+]30 and should not be above 16,777,216"),
     "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and should not be above 1,000"),
     "not a number": ({"base": '{"name": "cifar_resnet20", "x": NaN}'}, "base.x holds inf"),
     "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),

@@ -66,7 +66,7 @@ LIMITS: dict[str, float] = {
     "seeds": 2**31 - 1,
     "severity": 5,
     "size": 2**13,
-    "workers": 1024,
+    "workers": 256,
 }
 """The largest number that an option takes, by its name, in every command."""
 

@@ -13,10 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, Valid
 
 from isomorph.errors import UserError
 from isomorph.surgery import RULES, Edit
+from isomorph.training.model_arguments import LARGEST
 
 FORMAT = "isomorph-1"
-LARGEST, DEEPEST = 2**20, 1000
-"""Of any number among a model's arguments, and of those that count blocks."""
+DEEPEST = 1000
+"""Most blocks of a model."""
 LONGEST = 2**24
 """Characters of one part of a header."""
 COUNTS = ("depth", "layers", "blocks")
