@@ -102,7 +102,7 @@ def test_table_10(name):
     assert found == column
     assert optim.clip_grad == 1.0
     assert recipe.drop_path == drop_path
-    assert augment.auto_augment == (None if magnitude is None else f"rand-m{magnitude}-n2")
+    assert augment.auto_augment == (None if magnitude is None else f"rand-m{magnitude}-n2-p1.0-mmax30")
     assert recipe.expected.partition(" ")[0] == top1
     size = int(name.rpartition("_")[2]) if name.rpartition("_")[2] in ("224", "384", "512") else 224
     assert recipe.data.size == [size, size]

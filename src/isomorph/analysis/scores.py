@@ -9,7 +9,7 @@ from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 
-from isomorph.layers import GPSA, PostRelativeAttention, RelativeAttention
+from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention
 
 ENTRIES_AT_ONCE = 2**22
 """Entries of a layer's maps that are formed at the same time where only a summary of them is wanted."""
@@ -160,11 +160,13 @@ def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
 
 
 @scores.register
-def plain(layer: Attention, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
+def plain(
+    layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+) -> Scores:
     """timm's Attention, of which others of ours are made, masks included. Shape: x (B, N, C)"""
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
-    return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, *args, **kwargs))
+    return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
 
 
 @scores.register
@@ -180,6 +182,20 @@ def gated(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
     """The content half. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
     return Scores(q * q.shape[-1] ** -0.5, k)
+
+
+@scores.register
+def gated_on_maps(layer: GPSA2d, x: Tensor) -> Scores:
+    """The content half, the padding among its keys. Shape: x (B, C, H, W)"""
+    q, keys = layer.queries_padded_keys(x)
+    return Scores(q * q.shape[-1] ** -0.5, keys)
+
+
+@scores.register
+def positional(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
+    """Content and position, as its softmax is given them. Shape: x (B, N, C)"""
+    q, k = layer.queries_keys(x)
+    return Scores(q * q.shape[-1] ** -0.5, k, layer.bias(x, grid_size).to(q.dtype))
 
 
 def hands_out_map(layer: nn.Module) -> bool:

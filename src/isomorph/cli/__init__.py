@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from cyclopts import CycloptsError
+from torch import OutOfMemoryError
 from torch.distributed import DistError
 
-from isomorph.cli import bench, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds its commands)
+from isomorph.cli import bench, comparing, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
+from isomorph.import_path import SafeChildren
 from isomorph.training import Stopped
 
 
@@ -27,6 +29,10 @@ def said_of(error: Exception) -> str:
         return one_line(error)
     if isinstance(error, DistError) or "Connection closed by peer" in str(error):
         return "another process of this run has ended; the line that it left says why"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"cannot open {error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error):
+        return "there is not enough memory for this; give smaller sizes or batches"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
@@ -42,11 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ISOMORPH_DEBUG=1 lets errors through with their traceback.
     """
     try:
-        app(arguments)
+        with SafeChildren():
+            app(arguments)
     except Stopped as stopped:
         complain(str(stopped))
         sys.exit(128 + stopped.number)
-    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
+    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         complain(said_of(error))

@@ -7,6 +7,7 @@ from timm.models import vision_transformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers import PSA
 from isomorph.models.vit_cfg import unwrapped
 
 PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
@@ -70,6 +71,8 @@ def public_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     if not hasattr(model, "local_up_to_layer"):
         raise UserError(f"{type(model).__name__} is not a ConViT: it has no layout of theirs")
+    if any(isinstance(module, PSA) for module in model.modules()):
+        raise UserError("a ConViT with local_attention psa has no public layout: theirs all have gates")
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         stem, _, last = name.partition(".attn.")

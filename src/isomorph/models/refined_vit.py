@@ -13,30 +13,32 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import RefinedAttention, ReusedAttention
+from isomorph.layers import RefinedAttention, ReusedAttention, SpatialAttention
 from isomorph.layers.refiner import MapConvolution
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import AttentionToRefined
-from isomorph.surgery.follow import follow_grid
 
 
 class RefinedBlock(Block):
-    """A ViT block with another attention; no maps leave or enter it.
+    """A ViT block with another attention, which is told the grid where it asks; no maps leave or enter it.
 
-    Shape: x (B, N, C), maps of an earlier block or None -> (B, N, C), maps for the next
+    Shape: x (B, N, C), maps of an earlier block or None, grid (H, W) -> (B, N, C), maps for the next
     """
 
     def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.attn = attention
 
-    def mix(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return self.attn(x), None
+    def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor | None]:
+        return self.attn(x, **place), None
 
-    def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, maps = self.mix(self.norm1(x), maps)
+    def forward(
+        self, x: Tensor, maps: Tensor | None = None, grid_size: tuple[int, int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        place = dict(grid_size=grid_size) if isinstance(self.attn, SpatialAttention) else {}
+        y, maps = self.mix(self.norm1(x), maps, **place)
         x = x + self.drop_path1(self.ls1(y))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
 
@@ -44,14 +46,14 @@ class RefinedBlock(Block):
 class GivingBlock(RefinedBlock):
     """A block that hands its refined maps on."""
 
-    def mix(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
-        return self.attn(x, hand_out=True)
+    def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor]:
+        return self.attn(x, hand_out=True, **place)
 
 
 class ReusingBlock(RefinedBlock):
     """A block with values of its own, weighed by the maps of an earlier block (Refiner B.4)."""
 
-    def mix(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor | None]:
         return self.attn(x, maps), maps
 
 
@@ -100,12 +102,26 @@ class RefinedViT(DenseHeadViT):
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
-        self.share, self.init = share, init
+        self.share, self.init, self.hands_maps_on = share, init, share > 0
         for layer in self.modules():
             if isinstance(layer, RefinedAttention):
                 layer.reverts = False
-        if span == "spatial":
-            follow_grid(self)
+        self.update_grid()
+
+    def start(self, grid_size: tuple[int, int]) -> tuple[None, tuple[int, int]]:
+        """No maps yet, and the grid, which stays."""
+        return None, grid_size
+
+    def run_block(self, i: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        maps, grid_size = state
+        x, maps = self.call_block(i, x, maps, grid_size)
+        return x, (maps, grid_size)
+
+    def update_grid(self) -> None:
+        super().update_grid()
+        for module in self.modules():
+            if isinstance(module, SpatialAttention):
+                module.grid_size = self.patch_embed.grid_size
 
 
 def attention_arguments(given: dict[str, Any]) -> dict[str, Any]:

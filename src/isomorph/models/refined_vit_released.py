@@ -68,6 +68,8 @@ class ReleasedRefinedViT(DenseHeadViT):
     Raises: UserError for norms of queries and keys or layer scales, which it has none of.
     """
 
+    hands_maps_on = True
+
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
         for name in PAPER_ONLY:
             if kwargs.get(name):

@@ -1,12 +1,13 @@
 """The groups of fields of a recipe: what is trained, on what, how images vary, how weights move."""
 
 import difflib
+import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import timm
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from timm.data import create_transform
+from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data import SOURCES, STREAMS
 from isomorph.models import refuse_unknown
@@ -14,6 +15,8 @@ from isomorph.surgery import Anneal, Rule, build_rule
 from isomorph.training.model_arguments import check_arguments
 
 Positive = Annotated[float, Field(gt=0)]
+PartRate = Annotated[float, Field(gt=0, validate_default=True)]
+"""A learning rate of some parameters; also given as a multiple of lr (`OptimPart.multiplied`)."""
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -43,7 +46,8 @@ class RecastPart(Part):
     """Modules to recast before training: as gated positional self-attention, or as pyramids."""
 
     where: Globs
-    """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?."""
+    """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?. For
+    pyramids the parts of a joint qkv have names too: blocks.[0-3].attn.v."""
     rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA"
     """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids;
     a ViT's attention becomes refined attention."""
@@ -55,8 +59,9 @@ class RecastPart(Part):
     """Overrides the init's gate, lambda before the sigmoid (attention with places)."""
     layout: str | None = None
     """P-W2S, R-D2W1S, naive-W8 and the like (pyramids)."""
-    rectify: Literal["paper", "batchnorm", "rescale", "none"] | None = None
-    """What tames the sum of the branches; paper: batchnorm on queries and keys, rescale elsewhere (pyramids)."""
+    rectify: str | dict[str, str] | None = None
+    """paper (batchnorm on queries and keys, rescale elsewhere), batchnorm, rescale or none; or one for each layer by
+    its last name, as in {q: none, v: rescale} (pyramids)."""
     rescale_by: Positive | None = None
     """N of the division by sqrt(N), by default the number of branches (pyramids)."""
     ratio: Annotated[int, Field(ge=0, le=1024)] | None = None
@@ -88,7 +93,8 @@ class ModelPart(Part):
     pretrained: bool = False
     """Start from the model's public weights."""
     weights: File | None = None
-    """Start from this checkpoint of the base model instead; a head of other classes, or none, starts afresh."""
+    """Start from this checkpoint instead, of the model before its recast or after it; a head of other classes, or none,
+    starts afresh."""
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default those of the data."""
     kwargs: dict[str, Any] = {}
@@ -142,6 +148,9 @@ class DataPart(Part):
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
+    crop_pct: Share | None = None
+    """Side of the test image's middle that is seen, as a share of the shorter side; by default as the model's config
+    says. Give networks that are compared the same."""
     batch_size: Annotated[int, Field(ge=2, le=2**20)] = 128
     """Images per step, over all processes (an even number in each part when mixing)."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
@@ -170,7 +179,15 @@ class DataPart(Part):
             )
         if self.images and not self.streamed:
             raise ValueError(f"images is for {', '.join(STREAMS)}; {self.source} counts its own")
+        if self.crop_pct and self.test_crop == "whole":
+            raise ValueError("crop_pct is the side of the middle; test_crop whole shows all: give one of them")
         return self
+
+
+def magnitudes(transform: Any) -> list[tuple[float, float]]:
+    """The magnitude of every operation of a policy, and the largest that timm applies."""
+    operations = [operation for step in transform.transforms for operation in getattr(step, "ops", ())]
+    return [(op.magnitude, op.magnitude_max or 10) for op in operations if hasattr(op, "magnitude_max")]
 
 
 class AugmentPart(Part):
@@ -183,7 +200,7 @@ class AugmentPart(Part):
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
     auto_augment: str | None = None
-    """timm's policy string, e.g. rand-m9-mstd0.5-inc1."""
+    """timm's policy string, e.g. rand-m9-mstd0.5-inc1; a magnitude m above 10 needs a bound as high, e.g. -mmax30."""
     color_jitter: NotNegative = 0.0
     """Colour jitter; timm ignores it under auto_augment."""
     erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -201,9 +218,13 @@ class AugmentPart(Part):
     @classmethod
     def understood(cls, policy: str | None) -> str | None:
         try:
-            create_transform(32, is_training=True, auto_augment=policy)
+            transform = create_transform(32, is_training=True, auto_augment=policy)
         except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
             raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
+        for wanted, largest in magnitudes(transform):
+            if wanted > largest:
+                more = f"add -mmax{wanted:g} to have it, or " if str(policy).startswith("rand") else ""
+                raise ValueError(f"timm clamps the magnitude {wanted:g} to {largest:g}; {more}write m{largest:g}")
         return policy
 
     @property
@@ -220,30 +241,51 @@ class OptimPart(Part):
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
     """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
-    gate_lr: Positive = 0.1
-    """Peak learning rate of the gates, on the same schedule, without decay."""
-    position_lr: Positive | None = None
-    """Peak learning rate of centres and localities; by default lr. A short run wants it higher: they start far away."""
+    gate_lr: PartRate = "1000x"  # type: ignore[assignment]
+    """Peak learning rate of the gates, on the same schedule, without decay: a number, or 1000x for 1000 times lr."""
+    position_lr: PartRate = "1x"  # type: ignore[assignment]
+    """Peak learning rate of centres and localities, likewise. A short run wants it higher: they start far away."""
     branch_lr: Positive | None = None
-    """Peak learning rate of the layers before a BatchNorm inside pyramids; by default lr. They are free of scale, and
-    Adam turns them by about lr a step whatever they are: a tenth of lr served short runs."""
+    """Peak learning rate of the layers before a BatchNorm inside pyramids, likewise; by default lr. They are free of
+    scale, and Adam turns them by about lr a step whatever they are: 0.1x served short runs."""
     layer_decay: Share = 1.0
     """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
     momentum: Rate = 0.9
     """For optimisers that have one."""
+    betas: tuple[Rate, Rate] | None = None
+    """Adam's two moving averages, e.g. [0.9, 0.95] as MAE pre-trains; by default the optimiser's own."""
     clip_grad: Positive | None = None
     """Largest norm of the whole gradient."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
+    schedule_from: Literal["peak", "start"] = "peak"
+    """Where the cosine or the line begins: at the peak, when the warm-up ends; or at the first step, underneath the
+    warm-up, so that the peak is never quite reached (timm's default, as DeiT was trained)."""
     warmup_epochs: NotNegative = 0.0
     """Linear warm-up; fractions are fine."""
     min_lr: NotNegative = 0.0
     """Where the cosine or the line ends."""
 
+    @field_validator("gate_lr", "position_lr", "branch_lr", mode="before")
+    @classmethod
+    def multiplied(cls, rate: Any, info: ValidationInfo) -> Any:
+        """A multiple of lr as the rate it is; where lr itself is wrong, any rate, since only lr is reported."""
+        if rate is None and info.field_name == "position_lr":
+            rate = "1x"
+        if not isinstance(rate, str):
+            return rate
+        try:
+            factor = float(rate.removesuffix("x"))
+        except ValueError:
+            factor = 0.0
+        if not 0 < factor < math.inf:
+            raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
+        return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
+
     @field_validator("name")
     @classmethod
     def known(cls, name: str) -> str:
-        names = timm.optim.list_optimizers()
+        names = list_optimizers()
         if name.lower().startswith("kron"):
             raise ValueError(f"{name} keeps lists of matrices, which snapshots do not hold; choose another")
         if name.lower() not in names:
@@ -251,9 +293,17 @@ class OptimPart(Part):
             raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
         return name
 
+    @model_validator(mode="after")
+    def coherent(self) -> "OptimPart":
+        known = get_optimizer_info(self.name)
+        if self.betas and not (known.has_betas and known.num_betas == 2):
+            raise ValueError(f"betas are Adam's; {self.name} does not have two: leave optim.betas out")
+        return self
+
 
 class AnnealPart(Part):
-    """Carries every gated attention layer from one pair of dials to another while training starts."""
+    """Carries every gated attention layer from one pair of dials to another while training starts, and the annealed
+    ReLUs of a vanillanet_* from ReLU to the identity."""
 
     epochs: Positive
     """Length of the anneal."""
@@ -261,6 +311,11 @@ class AnnealPart(Part):
     """Locality and gate at the first step; by default exact: (20, 15) from a CNN, (1, -15) from a ViT."""
     stop: tuple[Positive, float] = (1.0, 1.0)
     """Locality and gate at the end (paper); then the optimiser has them."""
+
+    @model_validator(mode="after")
+    def coherent(self) -> "AnnealPart":
+        self.schedule(1)
+        return self
 
     def schedule(self, steps_per_epoch: int) -> Anneal:
         return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)

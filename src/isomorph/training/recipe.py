@@ -6,6 +6,7 @@ whole: all problems are reported at once, an unknown field with the closest know
 
 import difflib
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from isomorph.errors import UserError
 from isomorph.training.mask_part import MaskPart
-from isomorph.training.objective_parts import DistillPart, TokenLabelPart
+from isomorph.training.objective_parts import DistillPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.parts import (
     AnnealPart,
     AugmentPart,
@@ -47,6 +48,7 @@ class Recipe(Part):
     anneal: AnnealPart | None = None
     distill: DistillPart | None = None
     token_labels: TokenLabelPart | None = None
+    map_similarity: MapSimilarityPart | None = None
     mask: MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Classes against each other, or each on its own, summed over classes (large label sets)."""
@@ -57,7 +59,7 @@ class Recipe(Part):
     keep_every: Count | None = None
     """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
     monitor_every: Count | None = None
-    """Steps between two looks at the largest attention logit and the entropy of every block (monitor.jsonl)."""
+    """Steps between two lines of monitor.jsonl: largest attention logit, largest attention and entropy, by block."""
     log_every: Count = 50
     """Steps between two lines of steps.jsonl: loss, rate, images a second, share of the time spent waiting for them."""
     checkpoint_minutes: NotNegative = 10.0
@@ -114,6 +116,8 @@ class Recipe(Part):
         objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
         if len(objectives) > 1:
             raise ValueError(f"{' and '.join(objectives)} are {len(objectives)} objectives; give one")
+        if self.map_similarity and (self.distill or self.mask):
+            raise ValueError("map_similarity goes with labels or token_labels; leave it out with distill or mask")
         if self.mask and self.augment.mixes:
             raise ValueError("mask knows no labels to mix: leave augment.mixup and augment.cutmix at 0")
         if self.token_labels and self.loss == "sigmoid":
@@ -126,8 +130,6 @@ class Recipe(Part):
         """Raises: ValueError for what label maps cannot follow."""
         if self.data.streamed:
             raise ValueError(f"token_labels.maps needs images with file names; {self.data.source} has none")
-        if self.augment.mixes:
-            raise ValueError("token_labels.maps are mixed by token_labels.mix: leave augment.mixup and cutmix at 0")
         if self.augment.crop_padding:
             raise ValueError("token_labels.maps follow resized crops only: leave augment.crop_padding at 0")
 
@@ -160,9 +162,20 @@ def identity(recipe: Recipe) -> str:
 def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
     try:
-        return json.loads(identity(Recipe.model_validate(recipe)))
+        return json.loads(identity(Recipe.model_validate(as_it_ran(recipe))))
     except ValidationError:
         return recipe
+
+
+def as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A kept recipe in the words of today: schedules began at the first step, and magnitudes above 10 were 10."""
+    optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
+    if optim.get("warmup_epochs"):
+        optim.setdefault("schedule_from", "start")
+    policy = augment.get("auto_augment") or ""
+    if policy.startswith("rand") and "-mmax" not in policy:
+        augment["auto_augment"] = re.sub(r"-m\d{2,}", "-m10", policy)
+    return {**recipe, "optim": optim, "augment": augment}
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:

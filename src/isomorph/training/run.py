@@ -99,7 +99,8 @@ class Run:
     @cached_property
     def mixup(self) -> Mixup | None:
         """What mixes the images of a part of a batch, if anything does."""
-        return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000))
+        maps = bool(self.recipe.token_labels and self.recipe.token_labels.maps)
+        return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000), maps)
 
     @property
     def lanes(self) -> int:
