@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import timm
@@ -163,6 +164,13 @@ class TestAlone:
         for out in ("file", "file/run"):
             with pytest.raises(iso.UserError, match="is a file, or lies in one; give `out` a folder"):
                 iso.train(tiny(tmp_path / out), show=False)
+
+    def test_where_no_folder_can_be_made(self):
+        with (
+            pytest.raises(iso.UserError, match="cannot write /proc/none: No such file"),
+            alone_in(Path("/proc/none"), CPU),
+        ):
+            pass
 
     def test_sigterm_while_a_run_is_built(self, tmp_path, monkeypatch):
         def killed(*_):

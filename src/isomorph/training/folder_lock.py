@@ -46,11 +46,13 @@ def claim(folder: Path) -> tuple[int, list[Path], str]:
     Raises: UserError when another process holds it, or it cannot be made.
     """
     made: list[Path] = []
+    reason = "it is removed as often as it is made"
     for _ in range(ATTEMPTS):
         try:
             made += make_folders(folder)
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            reason = error.strerror
             continue
         except (NotADirectoryError, FileExistsError):
             raise UserError(f"{folder} is a file, or lies in one; give `out` a folder") from None
@@ -66,7 +68,7 @@ def claim(folder: Path) -> tuple[int, list[Path], str]:
         if still_there(folder, handle):
             return handle, made, ""
         os.close(handle)
-    raise UserError(f"{folder} is removed as often as it is made; give `out` another folder")
+    raise UserError(f"cannot write {folder}: {reason}; give `out` another folder")
 
 
 def make_folders(folder: Path) -> list[Path]:
