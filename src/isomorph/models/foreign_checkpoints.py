@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 
-class ForeignCheckpoints(nn.Module):
-    """A model whose `load_state_dict` also takes the layouts of others that it knows, as `iso.load_weights` does.
+class ForeignCheckpoints:
+    """Mixin for a model whose `load_state_dict` also takes the layouts of others that it knows, as `iso.load_weights` does.
 
-    What has the model's own layout, or one that it does not know, is loaded as it is, as strictly as ever.
+    What has the model's own layout, or one that it does not know, is loaded as it is, strictly.
     """
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
@@ -25,4 +25,4 @@ class ForeignCheckpoints(nn.Module):
             for name in given:
                 del state_dict[prefix + name]
             state_dict |= {prefix + name: tensor for name, tensor in self.convert_foreign(given).items()}
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
