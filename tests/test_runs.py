@@ -16,10 +16,10 @@ import torch
 import isomorph as iso
 from command_line import SERVER, answer, isomorph, refusal, settings
 from isomorph.training import Stopped
-from isomorph.training.build import open_model
 from isomorph.training.folder_lock import alone_in
 from isomorph.training.journal import Terminal, rows_of
 from isomorph.training.kept import kept_models
+from isomorph.training.opening import open_model
 from isomorph.training.recipe import check
 from isomorph.training.run import open_run
 from isomorph.training.runtime import Runtime

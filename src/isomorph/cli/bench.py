@@ -10,7 +10,7 @@ from isomorph.cli.app import Device, Json, Weights, Whole, app, bounded, steps_b
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
 from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table, show
-from isomorph.training.build import open_model
+from isomorph.training.opening import open_model
 from isomorph.training.runtime import open_runtime
 
 

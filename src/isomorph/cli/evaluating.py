@@ -11,7 +11,8 @@ from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
 from isomorph.suites import evaluating, imagenet, views
-from isomorph.training.build import default_data, evaluation_data, open_model, refuse_weights
+from isomorph.training.build import default_data, evaluation_data
+from isomorph.training.opening import open_model, refuse_weights
 from isomorph.training.runtime import open_runtime
 
 

@@ -38,9 +38,8 @@ from isomorph.training.build import (
     draw_images,
     images_for_model,
     images_to_test,
-    is_trained,
-    open_model,
 )
+from isomorph.training.opening import is_trained, open_model
 from isomorph.training.runtime import open_runtime
 
 FRAME = ("crop_pct", "crop_mode", "interpolation")

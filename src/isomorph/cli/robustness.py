@@ -11,7 +11,8 @@ from isomorph.report import show
 from isomorph.suites.robustness import wanted_cells
 from isomorph.suites.robustness_published import open_published
 from isomorph.suites.robustness_scores import headlines, robustness_rows
-from isomorph.training.build import images_to_test, open_model, refuse_weights
+from isomorph.training.build import images_to_test
+from isomorph.training.opening import open_model, refuse_weights
 from isomorph.training.runtime import open_runtime
 
 

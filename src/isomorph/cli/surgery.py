@@ -15,7 +15,8 @@ from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, training_config
 from isomorph.surgery import build_rule, compare, edits_since, fusible
-from isomorph.training.build import default_data, open_model, open_trained, standard_normal
+from isomorph.training.build import default_data, standard_normal
+from isomorph.training.opening import open_model, open_trained
 
 
 def option(text: str, **more: Any) -> Parameter:

@@ -4,9 +4,12 @@ from typing import Any
 
 from torch import Tensor
 
+Mixin: Any = object
+"""Stands before timm's models, whose attributes a type checker does not know."""
 
-class ForeignCheckpoints:
-    """Mixin for a model whose `load_state_dict` also takes the layouts of others that it knows, as `iso.load_weights` does.
+
+class ForeignCheckpoints(Mixin):
+    """Mixin for a model whose `load_state_dict` takes the layouts of others too, those that `iso.load_weights` knows.
 
     What has the model's own layout, or one that it does not know, is loaded as it is, strictly.
     """
@@ -25,4 +28,4 @@ class ForeignCheckpoints:
             for name in given:
                 del state_dict[prefix + name]
             state_dict |= {prefix + name: tensor for name, tensor in self.convert_foreign(given).items()}
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *rest)

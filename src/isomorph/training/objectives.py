@@ -10,9 +10,10 @@ from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillati
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.training.build import is_trained, open_model, refuse_blind
+from isomorph.training.build import refuse_blind
 from isomorph.training.map_similarity import PenalisedTask
 from isomorph.training.objective_parts import DistillPart, MapSimilarityPart
+from isomorph.training.opening import is_trained, open_model
 from isomorph.training.parts import AugmentPart
 from isomorph.training.token_labels import MapMixup
 
