@@ -52,7 +52,7 @@ def claim(folder: Path) -> tuple[int, list[Path], str]:
             made += make_folders(folder)
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError as error:
-            reason = error.strerror
+            reason = error.strerror or reason
             continue
         except (NotADirectoryError, FileExistsError):
             raise UserError(f"{folder} is a file, or lies in one; give `out` a folder") from None
