@@ -116,7 +116,7 @@ def overhead(options):
 def start(out, options):
     code = "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
     code += "iso.train(check(json.loads(sys.argv[1])), show=False)"
-    return subprocess.Popen([sys.executable, "-c", code, json.dumps({**CRASHED, "out": str(out)})])
+    return subprocess.Popen([sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})])
 
 
 def lines_of(folder):

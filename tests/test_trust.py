@@ -14,9 +14,9 @@ import torch
 
 import isomorph as iso
 from isomorph.training import Diverged, Stopped
-from isomorph.training.build import open_model
 from isomorph.training.journal import alone_in, rows_of
 from isomorph.training.loop import train_epoch
+from isomorph.training.opening import open_model
 from isomorph.training.recipe import changes, check, identity, with_defaults
 from isomorph.training.run import open_run
 from isomorph.training.runtime import Runtime

@@ -160,11 +160,13 @@ def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
 
 
 @scores.register
-def plain(layer: Attention, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
+def plain(
+    layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
+) -> Scores:
     """timm's Attention, of which others of ours are made, masks included. Shape: x (B, N, C)"""
     q, k, _ = layer.qkv(x).unflatten(-1, (3, layer.num_heads, -1)).permute(2, 0, 3, 1, 4)
     q, k = layer.q_norm(q) * layer.scale, layer.k_norm(k)
-    return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, *args, **kwargs))
+    return Scores(q, k, resolve_self_attn_mask(x.shape[1], q, attn_mask, is_causal))
 
 
 @scores.register

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from cyclopts import Parameter
 
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, app, spinner
+from isomorph.cli.app import Device, Json, Whole, app, bounded, spinner
 from isomorph.cli.reports import footer, say
 from isomorph.data import Source, first_classes, open_source
 from isomorph.errors import UserError
@@ -107,6 +107,7 @@ def refuse_named_twice(names: Sequence[str]) -> None:
 
 
 @app.command(name="compare")
+@bounded
 def compare_(
     runs: list[Path] | None = None,
     /,
@@ -114,7 +115,7 @@ def compare_(
     along: Annotated[list[Along] | None, Parameter(consume_multiple=True)] = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: int = 256,
+    samples: Whole = 256,
     evaluated: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     out: Path = Path("isomorph-comparison.html"),
     figures: Path | None = None,

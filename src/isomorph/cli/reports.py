@@ -13,7 +13,7 @@ from cyclopts import Parameter
 import isomorph as iso
 from isomorph.analysis import feature_evolution
 from isomorph.analysis.evolution import random_draws
-from isomorph.cli.app import Device, Json, Model, Weights, app, called, spinner
+from isomorph.cli.app import Device, Json, Model, Weights, Whole, app, bounded, called, spinner
 from isomorph.data import Source, eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import at_size, evaluation_config
@@ -38,9 +38,8 @@ from isomorph.training.build import (
     draw_images,
     images_for_model,
     images_to_test,
-    is_trained,
-    open_model,
 )
+from isomorph.training.opening import is_trained, open_model
 from isomorph.training.runtime import open_runtime
 
 FRAME = ("crop_pct", "crop_mode", "interpolation")
@@ -120,6 +119,7 @@ def say(
 
 
 @app.command
+@bounded
 def analyze(
     model: Model,
     /,
@@ -130,12 +130,12 @@ def analyze(
     layers: list[str] | None = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: int = 256,
+    samples: Whole = 256,
     evolution: Annotated[bool, Parameter(negative="")] = False,
     robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[Whole, Whole] | None = None,
     figures: Path | None = None,
     megabytes: float = 7.5,
     speed: bool = False,

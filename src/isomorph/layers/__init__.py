@@ -1,5 +1,6 @@
 """nn.Modules that know tensors only."""
 
+from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.local_attention import LocalAttention
@@ -15,6 +16,8 @@ from isomorph.layers.vit_gpsa import ViTGPSA
 __all__ = [
     "GPSA",
     "PSA",
+    "AnnealedPair",
+    "AnnealedReLU",
     "CrossKernel",
     "ExpandedAttention",
     "Expansion",
@@ -31,6 +34,7 @@ __all__ = [
     "Refiner",
     "RelativeAttention",
     "ReusedAttention",
+    "SeriesActivation",
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -64,6 +64,12 @@ def shape_arguments(attention: Attention) -> dict[str, Any]:
     return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
+def bind(function: Callable[..., Tensor], more: dict[str, Any]) -> Callable[..., Tensor]:
+    """The function with further arguments, itself where there are none: compilers prefer it."""
+    return partial(function, **more) if more else function
+
+
+@register_notrace_module
 class RefinedAttention(HeadedAttention):
     """Attention whose maps are refined: diverse, with local patterns, and free to be negative.
 
@@ -94,14 +100,10 @@ class RefinedAttention(HeadedAttention):
         """The refined map. Shape: q, k (B, H, N, hd), real (B, 1, N) or None -> (B, H, N, N)"""
         logits = (q * self.scale) @ k.mT  # (B, H, N, N)
         if real is None:
-            return self.refine_maps(self.attn_drop(logits.softmax(-1)))
+            return self.refine(self.attn_drop(logits.softmax(-1)))
         pair = real[..., :, None] & real[..., None, :]  # (B, 1, N, N)
         plain = logits.masked_fill(~real[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
-        return self.refine_maps(self.attn_drop(plain)).masked_fill(~pair, 0)
-
-    def refine_maps(self, maps: Tensor) -> Tensor:
-        """Shape: (B, H, N, N) -> (B, H, N, N)"""
-        return self.refine(maps)
+        return self.refine(self.attn_drop(plain)).masked_fill(~pair, 0)
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
         """The refined map times the values. Shape: -> (B, H, N, hd)"""
@@ -116,14 +118,17 @@ class RefinedAttention(HeadedAttention):
         return by_images(call, q.shape[0] if self.whole else images_at_once(q), *tensors)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False, **more: Any
     ) -> Any:
-        """Shape: (B, N, C) -> (B, N, C); with `hand_out` the map too, for other blocks to use, (B, H, N, N)"""
+        """With `hand_out` the map too, for other blocks to use; `more` is for the `maps` of a subclass.
+
+        Shape: (B, N, C) -> (B, N, C), with `hand_out` also (B, H, N, N)
+        """
         real = padding_mask(x, attn_mask, is_causal)
         q, k, v = self.heads(x)
         if not hand_out:
-            return self.finish(self.run(self.weigh, q, k, v, real), x)
-        maps = self.run(self.maps, q, k, real)
+            return self.finish(self.run(bind(self.weigh, more), q, k, v, real), x)
+        maps = self.run(bind(self.maps, more), q, k, real)
         return self.finish(maps @ v, x), maps
 
     def attention(
@@ -188,12 +193,12 @@ class ExpandedAttention(RefinedAttention):
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False, **more: Any
     ) -> Any:
         """Shape: x (B, N, C) -> (B, N, C). Raises: ValueError when the maps are to be handed out."""
         if hand_out:
             raise ValueError("maps without reduction are more than other blocks have heads: they are not handed out")
-        return super().forward(x, attn_mask, is_causal)
+        return super().forward(x, attn_mask, is_causal, **more)
 
     def reduce_projection(self, plain: Attention) -> None:
         weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
@@ -211,7 +216,7 @@ class ExpandedAttention(RefinedAttention):
 class SpatialAttention(RefinedAttention):
     """Refined attention whose maps are convolved over the image, query by query, not over the order of tokens.
 
-    `grid_size` (H, W) places the tokens after the `prefix_tokens`; it may be set between calls.
+    `grid_size` (H, W) places the tokens after the `prefix_tokens`; pass another one to `forward` at any call.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: Refiner Table 4, "Spatial"
@@ -232,19 +237,33 @@ class SpatialAttention(RefinedAttention):
         super().__init__(dim, num_heads, **kwargs)
         self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
 
-    def maps(self, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
-        H, W = self.grid_size
+    def maps(self, q: Tensor, k: Tensor, real: Tensor | None, grid_size: tuple[int, int] | None = None) -> Tensor:
+        H, W = grid_size or self.grid_size
         if real is not None:
             raise ValueError("maps convolved over an image take no mask: every place of the grid is real")
         if k.shape[2] != self.prefix_tokens + H * W:
             raise ValueError(f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} others")
-        return super().maps(q, k, real)
+        plain = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
+        return self.refine(plain, (H, W), self.prefix_tokens)
+
+    def weigh(
+        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, grid_size: tuple[int, int] | None = None
+    ) -> Tensor:
+        return self.maps(q, k, real, grid_size) @ v
+
+    def attention(
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        hand_out: bool = False,
+        grid_size: tuple[int, int] | None = None,
+    ) -> Tensor:
+        q, k, _ = self.heads(x)
+        return self.maps(q, k, padding_mask(x, attn_mask, is_causal), grid_size)
 
     def probe_tokens(self) -> int:
         return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
-
-    def refine_maps(self, maps: Tensor) -> Tensor:
-        return self.refine(maps, self.grid_size, self.prefix_tokens)
 
 
 class ReusedAttention(nn.Module):

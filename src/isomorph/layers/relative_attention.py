@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.by_images import by_images, in_eager_mode
@@ -30,7 +31,7 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
     """
     size = [2 * n - 1 for n in grid_size]
-    if list(table.shape[1:]) == size:
+    if statically_known_true(sym_eq(list(table.shape[1:]), size)):  # an export leaves sizes open: it interpolates
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
@@ -112,11 +113,17 @@ def version_of(table: Tensor) -> tuple[int, int]:
     return table.data_ptr(), 0 if table.is_inference() else table._version
 
 
+def stream_of(table: Tensor) -> int:
+    """The queue of a GPU that this call computes in: what one queue makes, another may read too early."""
+    return torch.cuda.current_stream(table.device).cuda_stream if table.is_cuda else 0
+
+
 def may_keep(table: Tensor) -> bool:
     """Whether this call's bias is one for the next: no gradient, compiler or transform of functions looks on."""
     return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
 
 
+@register_notrace_module
 class RelativeAttention(HeadedAttention):
     """Global attention of the places of a map that weighs content and offset together.
 
@@ -174,11 +181,13 @@ class RelativeAttention(HeadedAttention):
             return spread(self.table(grid_size), grid_size).to(dtype)
         on_cpu = own.device.type == "cpu"
         version = None if on_cpu else version_of(own)
-        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version)
-        if self.kept is None or not self.kept.holds(key, own):
+        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version, stream_of(own))
+        kept = self.kept  # read once: another thread may replace it at any time
+        if kept is None or not kept.holds(key, own):
             fresh = spread(self.table(grid_size), grid_size).to(dtype).detach()
-            self.kept = KeptBias(key, own.detach().clone() if on_cpu else own, fresh)
-        return self.kept.bias
+            kept = KeptBias(key, own.detach().clone() if on_cpu else own, fresh)
+            self.kept = kept
+        return kept.bias
 
     def weigh(self, q: Tensor, k: Tensor, v: Tensor, grid_size: tuple[int, int]) -> Tensor:
         """Shape: q, k, v (B, nh, N, hd) -> (B, nh, N, hd)"""

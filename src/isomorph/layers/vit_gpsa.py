@@ -16,8 +16,8 @@ class ViTGPSA(GPSA):
     """Gated positional self-attention where a ViT has timm's Attention; with open gates it is that attention.
 
     The formula is GPSA's. Heads need not be a square number: they look at the taps of the rectangle nearest to a
-    square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm` are the attention's. `grid_size` may be set
-    between calls: surgery lets it follow the image.
+    square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm` are the attention's. In a recast model every
+    call gets the grid of its image; `grid_size`, which may be assigned, is that of a call on its own.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 7; differs: as GPSA, and prefix tokens attend by content only
@@ -36,14 +36,26 @@ class ViTGPSA(GPSA):
         q, k = super().queries_keys(x)
         return self.q_norm(q), self.k_norm(k)
 
-    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: tuple[int, int] | None = None,
+    ) -> Tensor:
         if attn_mask is not None or is_causal:
             raise ValueError("gated positional self-attention takes no mask: its positions look everywhere")
-        return super().forward(x)
+        return super().forward(x, grid_size)
 
-    def attention(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:  # type: ignore[override]
+    def attention(  # type: ignore[override]
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        grid_size: tuple[int, int] | None = None,
+    ) -> Tensor:
         """The map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        return super().attention(x)
+        return super().attention(x, grid_size)
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
@@ -53,12 +65,12 @@ class ViTGPSA(GPSA):
         the largest output) when it is above `atol`: some gates look at places.
         """
         dim, bias = self.v.in_features, self.v.bias is not None
-        attention = Attention(dim, self.num_heads, qkv_bias=bias, proj_drop=self.proj_drop.p)
+        attention = Attention(dim, self.num_heads, qkv_bias=bias)
         attention.to(self.v.weight.device, self.v.weight.dtype).train(self.training)
         attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
         if self.qk.bias is not None and self.v.bias is not None:
             attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
-        for name in ("proj", "q_norm", "k_norm"):
+        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(attention, name, copy.deepcopy(getattr(self, name)))
         deviation = self.deviation_from(attention)
         if not deviation <= atol:

@@ -8,7 +8,7 @@ taken at every call. Checkpoints of the authors and of timm's convit_* load thro
 from typing import Any
 
 import torch
-from timm.layers import resample_abs_pos_embed, trunc_normal_
+from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block
 from torch import Tensor
@@ -17,8 +17,9 @@ from isomorph.layers import GPSA, PSA
 from isomorph.layers.decay import undecayed
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.convit_arguments import refuse_arguments, refuse_attention
-from isomorph.models.convit_checkpoints import checkpoint_filter_fn
+from isomorph.models.convit_checkpoints import checkpoint_filter_fn, is_public
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, vit_cfg
 
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
@@ -67,7 +68,7 @@ class LocalBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-class ConViT(BlockwiseViT):
+class ConViT(ForeignCheckpoints, BlockwiseViT):
     """Vision transformer that starts as a convolutional network and may stop being one, a full timm citizen.
 
     `local_up_to_layer` blocks with GPSA lead (0: a plain ViT), or with PSA (`local_attention="psa"`, one softmax and no
@@ -102,17 +103,19 @@ class ConViT(BlockwiseViT):
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        return is_public(state)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
+
     def no_weight_decay(self) -> set[str]:
         """timm's, and places and gates: decay would pull them to 0, which is another function."""
         return super().no_weight_decay() | undecayed(self)
 
     def place_patches(self, x: Tensor) -> Tensor:
         """Patches with their absolute positions. Shape: x (B, H, W, C) -> (B, H W, C)"""
-        H, W = x.shape[1:3]
-        x = x.flatten(1, 2)  # (B, H W, C)
-        if self.pos_embed is not None:
-            x = x + resample_abs_pos_embed(self.pos_embed, [H, W], self.patch_embed.grid_size, num_prefix_tokens=0)
-        return self.pos_drop(x)
+        return self.pos_drop(x.flatten(1, 2) + self.resized_positions(x.shape[1], x.shape[2]))
 
     def start(self, grid_size: tuple[int, int]) -> tuple[int, int]:
         """Every block is told the grid."""

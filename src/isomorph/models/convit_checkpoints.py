@@ -14,6 +14,11 @@ PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
 """Our names of GPSA parameters, and the public ones; `pos_proj.bias`, constant along the softmax, has no effect."""
 
 
+def is_public(state: dict[str, Any]) -> bool:
+    """Whether a checkpoint has the layout of the authors and of timm's convit_*."""
+    return any(name.endswith(".attn.pos_proj.weight") for name in state)
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Checkpoints of the authors, of timm's convit_* and our own, their position embedding resized to the model's grid.
 
@@ -35,8 +40,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
     given = state.pop("pos_embed", None)
     state = vision_transformer.checkpoint_filter_fn(state, model)  # a patch of another size is resized
     if given is not None and model.pos_embed is not None:
-        public = any(name.endswith("pos_proj.weight") for name in state_dict)
-        state["pos_embed"] = resize_positions(given, model.pos_embed, model.patch_embed.grid_size, public)
+        grid_size = model.patch_embed.grid_size
+        state["pos_embed"] = resize_positions(given, model.pos_embed, grid_size, is_public(state_dict))
     return state
 
 

@@ -11,7 +11,7 @@ from isomorph.analysis.evolution import DRAWN, DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, fixed_cost
 from isomorph.report.charts import Chart, Dots
-from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table
+from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
 from isomorph.report.likeness import Evolution, alignments, evolution_chart, similarity_chart
 from isomorph.report.maps import BUDGET, gather_maps
 from isomorph.report.page import Fold, Section, Shot
@@ -81,6 +81,13 @@ def untimed(subject: Subject) -> dict[str, Any]:
     return {"model": subject.name, "height": height, "width": width, **cost}
 
 
+PASS = (
+    "Of one forward pass: what every image adds, and what a step costs once, whatever its batch (the products of "
+    "weights). By branches: what every image would cost in training if its tokens passed through all branches."
+)
+"""What the table of `pass_cost_table` says."""
+
+
 def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     """What each model costs at the size of the page's images; timed: speed and peak memory too, of both in turns."""
     models = {s.name: s.model for s in subjects}
@@ -88,6 +95,8 @@ def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     rows = list(cost_rows(models, [size])) if timed else [untimed(s) for s in subjects]
     text = "Of one image. 1 MAC = 2 FLOPs, attention included. Saved: what a training step keeps for its backward pass."
     sections = [Section("Cost", text, fixed_cost_table(rows))]
+    if passes := pass_cost_table(rows):
+        sections.append(Section("Cost of a pass", PASS, passes))
     if timed:
         text = "On this machine, model after model in turns; memory at its peak on top of the model, without and with "
         fold = Fold("What could not be measured", lost) if (lost := cost_problems(rows)) else None

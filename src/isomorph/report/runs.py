@@ -41,11 +41,14 @@ def read_rows(path: Path) -> tuple[Rows, str]:
     if not path.is_file():
         return [], f"no {path.name}"
     rows: Rows = []
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except OSError as error:
+        return [], f"{path.name} cannot be read ({error.strerror})"
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         rows += [row] if isinstance(row, dict) else []
     lost = len(lines) - len(rows)
@@ -65,7 +68,7 @@ def read_run(folder: Path) -> Log:
         recipe = json.loads((folder / "recipe.json").read_text())
     except FileNotFoundError:
         problems.append("no recipe.json")
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         problems.append("recipe.json cannot be read")
     recipe = recipe if isinstance(recipe, dict) else {}
     if not (epochs or steps or recipe):
@@ -126,6 +129,7 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     ]
     for title, key, pick in (
         ("Largest attention logit, worst layer", "max_logit", max),
+        ("Largest attention, worst layer", "max_attention", max),
         ("Attention entropy, mean over layers", "entropy", fmean),
     ):
         wanted.append(
@@ -144,6 +148,12 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     return charts
 
 
+def group_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of fields of a recipe, empty where there is none."""
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
 def best_top1(log: Log) -> float | None:
     """The highest top-1 of a run; None where none was measured."""
     return max((row["top1"] for row in log.epochs if is_number(row.get("top1"))), default=None)
@@ -158,8 +168,8 @@ def final_table(logs: Sequence[Log]) -> Table:
         top = best_top1(log)
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = log.recipe.get("model") or {}
-        rule = (model.get("recast") or {}).get("rule")
+        model = group_of(log.recipe, "model")
+        rule = group_of(model, "recast").get("rule")
         made = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
         cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
         rows.append([log.name, *made, done, "-" if top is None else f"{top:.2f}", *cells, f"{seconds:,.0f}"])

@@ -11,7 +11,8 @@ from isomorph.analysis import Trajectory, along, dials_along
 from isomorph.data import Source, eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import count_macs, count_parameters, evaluation_config
-from isomorph.training.build import images_for_model, open_trained
+from isomorph.training.build import images_for_model
+from isomorph.training.opening import open_trained
 from isomorph.training.snapshot import newest
 
 

@@ -95,21 +95,28 @@ def group_lines(optimizer: Optimizer, optim: OptimPart) -> list[str]:
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     """timm's optimiser of that name over `parameter_groups`."""
     groups = parameter_groups(model, optim)
+    more = {"betas": optim.betas} if optim.betas else {}
     return timm.optim.create_optimizer_v2(
-        groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum
+        groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
     )
 
 
 def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int) -> Scheduler:
-    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine, a line or constant."""
+    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine, a line or constant.
+
+    With t steps of T taken and W of warm-up: min + (peak - min) shape((t - W) / (T - W)) from the peak, and
+    min + (peak - min) shape(t / T) from the start, where the shapes fall from 1 to 0.
+    """
+    after = optim.schedule_from == "peak"
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched="poly" if optim.schedule == "linear" else optim.schedule,
         decay_rate=1.0,  # the power of poly; the others have none
-        num_epochs=epochs,
+        num_epochs=epochs - optim.warmup_epochs if after else epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr / 100,
         warmup_epochs=optim.warmup_epochs,
+        warmup_prefix=after,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )

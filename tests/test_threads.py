@@ -1,0 +1,274 @@
+"""One model, several images on their way: threads, gradient checkpointing, blocks computed again in any order."""
+
+import copy
+import functools
+import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import timm
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import isomorph as iso
+from isomorph.models.coatnet import CoAtNet
+
+SMALL = dict(embed_dim=36, depth=2, img_size=64, num_heads=4)
+RULES = {
+    "gpsa exact": (iso.AttentionToGPSA(gate=0.0), "blocks.*.attn"),
+    "gpsa paper": (iso.AttentionToGPSA("paper"), "blocks.*.attn"),
+    "refined": (iso.AttentionToRefined(init="paper"), "blocks.*.attn"),
+    "refined spatial": (iso.AttentionToRefined(span="spatial", init="paper"), "blocks.*.attn"),
+    "refined spatial, recomputed": (
+        iso.AttentionToRefined(span="spatial", init="paper", recompute=True),
+        "blocks.*.attn",
+    ),
+    "refined row+column": (iso.AttentionToRefined(span="row+column", init="paper"), "blocks.*.attn"),
+    "refined local": (iso.AttentionToRefined(ratio=0, init="paper"), "blocks.*.attn"),
+    "refined, all maps": (iso.AttentionToRefined(reduce=False, init="paper"), "blocks.*.attn"),
+    "pyramids": (iso.LinearToPyramid(), ["blocks.*.attn.qkv", "blocks.*.mlp.fc?"]),
+}
+
+
+def vit(**kwargs):
+    return timm.create_model("vit_tiny_patch16_224", num_classes=3, **{"dynamic_img_size": True, **SMALL, **kwargs})
+
+
+def recast(rule, **kwargs):
+    made = iso.recast(vit(**kwargs), *RULES[rule])
+    assert iso.edits(made)
+    return made
+
+
+def named(name, **kwargs):
+    return timm.create_model(name, num_classes=3, **kwargs)
+
+
+MODELS = {
+    "convit": functools.partial(named, "convit_ti", **SMALL, local_up_to_layer=1),
+    "refined_vit": functools.partial(named, "refined_vit_b", **SMALL, init="paper"),
+    "refined_vit shared": functools.partial(named, "refined_vit_s", **SMALL, init="paper"),
+    "refined_vit spatial": functools.partial(named, "refined_vit_b", **SMALL, span="spatial", init="paper"),
+    "refined_vit released": functools.partial(named, "refined_vit_s_released", **SMALL),
+    "coatnet": functools.partial(
+        CoAtNet, depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 32, 32), head_dim=16, num_classes=3, img_size=64
+    ),
+    "coatnet post": functools.partial(
+        CoAtNet,
+        depths=(2, 1, 1, 1, 1),
+        widths=(8, 8, 16, 32, 32),
+        head_dim=16,
+        num_classes=3,
+        img_size=64,
+        relative="post",
+    ),
+    "tdrl_vit": functools.partial(named, "tdrl_vit_ti", **SMALL),
+    "cifar_resnet": functools.partial(named, "cifar_resnet20"),
+    "t_cifar_resnet": functools.partial(named, "t_cifar_resnet20"),
+    **{f"vit, {rule}": functools.partial(recast, rule) for rule in RULES},
+}
+MODELS["vit"] = vit
+
+
+def build(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().double()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * parameter.data.std(correction=0) * torch.randn_like(parameter)
+    return model.eval()
+
+
+def images(name):
+    """Two images of as many patches, one the other's shape turned over."""
+    side = 8 if "cifar" in name else 32
+    return [torch.randn(1, 3, 2 * side, side).double(), torch.randn(1, 3, side, 2 * side).double()]
+
+
+@pytest.fixture
+def busy():
+    """Threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_threads_share_a_model(name, busy):
+    model, batch = build(name), images(name)
+    with torch.no_grad():
+        expected = [model(x) for x in batch]
+
+        def wrong(turn):
+            x, y = batch[turn], expected[turn]
+            with torch.no_grad():
+                return sum(not torch.allclose(model(x), y, rtol=1e-10, atol=1e-12) for _ in range(100))
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(wrong, [0, 1])) == [0, 0]
+
+
+def backward(outputs):
+    sum(y.square().sum() for y in outputs).backward()
+
+
+def gradients(model, run):
+    model.zero_grad()
+    backward(run(model))
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-11, msg=name)
+
+
+def both(batch):
+    return lambda model: [model(x) for x in batch]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_sizes_before_one_checkpointed_backward(name):
+    model, batch = build(name), images(name)
+    expected = gradients(model, both(batch))
+    model.set_grad_checkpointing()
+    same(gradients(model, both(batch)), expected)
+
+
+POSITIONED = ["vit, gpsa exact", "vit, refined spatial", "vit, refined spatial, recomputed"]
+
+
+@pytest.mark.parametrize("name", POSITIONED)
+class TestBlocksComputedAgain:
+    """By whoever asks for it: what a block reads is all that is sure to come back."""
+
+    def test_reentrant(self, name, monkeypatch):
+        model, batch = build(name), [x.requires_grad_() for x in images(name)]
+        expected = gradients(model, both(batch))
+        monkeypatch.setattr(timm.layers.config, "_USE_REENTRANT_CKPT", True)
+        model.set_grad_checkpointing()
+        same(gradients(model, both(batch)), expected)
+
+    def test_several_blocks_at_a_time(self, name):
+        model, batch = build(name), images(name)
+        expected = gradients(model, both(batch))
+
+        def run(model):
+            tokens = [model.norm_pre(model._pos_embed(model.patch_embed(x))) for x in batch[:1]]
+            first = checkpoint(model.blocks, tokens[0], use_reentrant=False)
+            second = model._pos_embed(model.patch_embed(batch[1]))
+            return [
+                model.forward_head(model.norm(x))
+                for x in (first, checkpoint(model.blocks, second, use_reentrant=False))
+            ]
+
+        same(gradients(model, run), expected)
+        every = functools.partial(timm.models.checkpoint_seq, every=2)
+        model.forward_features = lambda x, **_: model.norm(every(model.blocks, model._pos_embed(model.patch_embed(x))))
+        same(gradients(model, both(batch)), expected)
+
+    def test_the_attention_alone_or_the_whole_model(self, name):
+        model, batch = build(name), images(name)
+        expected = gradients(model, both(batch))
+
+        def whole(model):
+            return [checkpoint(model, x, use_reentrant=False) for x in batch]
+
+        same(gradients(model, whole), expected)
+        alone = build(name)
+        for block in alone.blocks:
+            block.attn.forward = functools.partial(checkpoint, block.attn.forward, use_reentrant=False)
+        same(gradients(alone, both(batch)), expected)
+
+    def test_in_another_thread(self, name):
+        """As on a GPU, where blocks are computed again by a thread of the backward pass."""
+        model, batch = build(name), images(name)
+        expected = gradients(model, both(batch))
+        model.set_grad_checkpointing()
+        model.zero_grad()
+        outputs = both(batch)(model)
+        model(images(name)[1])
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(backward, outputs).result()
+        same({n: p.grad for n, p in model.named_parameters() if p.grad is not None}, expected)
+
+    def test_tokens_moved_meanwhile(self, name):
+        """Hooks on saved tensors hand out others: enough where one size only was seen, an error where two were."""
+        model, batch = build(name), images(name)
+        expected = gradients(model, both(batch[:1]))
+        model.set_grad_checkpointing()
+
+        def run(batch):
+            with saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t.clone()):
+                return both(batch)(model)
+
+        model.zero_grad()
+        same(gradients(model, lambda _: run(batch[:1])), expected)
+        said = "8 tokens computed again .* grids 4 x 2, 2 x 4; checkpoint without"
+        with ThreadPoolExecutor(1) as pool, pytest.raises(iso.UserError, match=said):
+            # in a thread of its own: torch frees what a failed backward pass leaves when the thread ends
+            pool.submit(backward, run(batch)).result()
+
+
+@pytest.mark.parametrize("name", POSITIONED[:2])
+class TestGridsOfCalls:
+    def test_a_layer_on_its_own_uses_its_attribute(self, name):
+        model, batch = build(name), images(name)
+        layer, tokens = model.blocks[0].attn, torch.randn(1, 9, 36).double()
+        with torch.no_grad():
+            model(batch[0])
+            assert layer.grid_size == (4, 2)
+            tall = layer(tokens)
+            layer.grid_size = (2, 4)
+            wide = layer(tokens)
+            assert not torch.allclose(tall, wide)
+            torch.testing.assert_close(layer(tokens, grid_size=(4, 2)), tall)
+            torch.testing.assert_close(layer.attention(tokens, grid_size=(2, 4)), layer.attention(tokens))
+            layer.grid_size = (4, 2)
+            torch.testing.assert_close(model(batch[1]), copy.deepcopy(model)(batch[1]))
+
+    def test_a_forward_that_fails_leaves_nothing_behind(self, name):
+        model, batch = build(name), images(name)
+        layer, tokens = model.blocks[0].attn, torch.randn(1, 9, 36).double()
+        with torch.no_grad():
+            handle = model.blocks[0].mlp.register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(batch[0])
+            handle.remove()
+            expected = model(batch[1])
+            layer.grid_size = (4, 2)
+            tall = layer(tokens)
+            layer.grid_size = (2, 4)
+            assert not torch.allclose(tall, layer(tokens))
+            torch.testing.assert_close(model(batch[1]), expected)
+
+    def test_copies_have_grids_of_their_own(self, name):
+        model, batch = build(name), images(name)
+        with torch.no_grad():
+            expected = [model(x) for x in batch]
+            for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                for student, teacher in ((model, twin), (twin, model)):  # one embeds while the other is on its way
+                    tokens = student._pos_embed(student.patch_embed(batch[0]))
+                    torch.testing.assert_close(teacher(batch[1]), expected[1])
+                    torch.testing.assert_close(student.head(student.norm(student.blocks(tokens))[:, 0]), expected[0])
+            block = copy.deepcopy(model.blocks[0])
+            assert sum(p.numel() for p in block.parameters()) == sum(p.numel() for p in model.blocks[0].parameters())
+            assert len(pickle.dumps(block)) < len(pickle.dumps(model)) * 0.7
+
+    def test_hooks_come_and_go_with_the_layers(self, name):
+        model = MODELS[name.replace("paper", "exact")]()
+        again = iso.recast(model, iso.LinearToPyramid(), "blocks.*.mlp.fc1")
+        for made in (model, again):
+            assert len(made.patch_embed._forward_pre_hooks) == 1
+            assert len(made.blocks[0]._forward_pre_hooks) == len(made.blocks[0]._forward_hooks) == 1
+        plain = iso.recast(
+            vit(), type(iso.edits(model)[0].rule)(**({"span": "spatial"} if "spatial" in name else {})), "blocks.*.attn"
+        )
+        back = iso.revert(plain)
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in back.modules())
+        part = iso.revert(plain, "blocks.0.attn")
+        assert not part.blocks[0]._forward_pre_hooks
+        assert part.blocks[1]._forward_pre_hooks
