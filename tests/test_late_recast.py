@@ -27,7 +27,7 @@ def recipe(out, epoch, model=None, **more):
         | (model or {}),
         data=dict(source="digits", fraction=0.1, size=[16, 16], batch_size=32),
         augment=dict(crop_padding=2, hflip=0),
-        optim=dict(name="sgd", lr=0.05, warmup_epochs=1),
+        optim=dict(name="sgd", lr=0.05, gate_lr=0.1, warmup_epochs=1),
         epochs=3,
         ema=0.9,
         log_every=1,

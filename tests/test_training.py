@@ -23,9 +23,9 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=32),
+    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32),
     augment=dict(crop_padding=2, hflip=0),
-    optim=dict(lr=1e-3, warmup_epochs=0.5),
+    optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=2,
 )
 
@@ -124,7 +124,7 @@ class TestRecipe:
             "data.size=[32,32]",
             "data.batch_size=20",
             "data.workers=0",
-            "data.fraction=0.03",
+            "data.fraction=0.04",
         ]
         brief = ["epochs=1", "optim.warmup_epochs=0", "evaluate_every=1", "keep_every=null", "data.classes=null"]
         run = open_run(iso.load_recipe(name, [*small, *brief, f"out={tmp_path}"]))
@@ -343,7 +343,8 @@ class TestRun:
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
 
     def test_it_learns(self, tmp_path):
-        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3}, optim=dict(lr=3e-3, warmup_epochs=1))
+        optim = dict(lr=3e-3, gate_lr=0.1, warmup_epochs=1)
+        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3}, optim=optim)
         assert iso.train(recipe, show=False).metrics["top1"] > 50
 
     @pytest.mark.parametrize(
@@ -351,8 +352,8 @@ class TestRun:
         [
             dict(augment=dict(mixup=0.8, cutmix=1.0, smoothing=0.1, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25)),
             dict(ema=0.9, drop_path=0.1, amp="bf16"),
-            dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, clip_grad=1.0, schedule="constant")),
-            dict(optim=dict(name="sgd", lr=0.1), augment=dict(scale=[0.5, 1.0], repeats=3)),
+            dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, gate_lr=0.1, clip_grad=1.0, schedule="constant")),
+            dict(optim=dict(name="sgd", lr=0.1, gate_lr=0.1), augment=dict(scale=[0.5, 1.0], repeats=3)),
         ],
         ids=["mixing", "averaging", "annealing", "sgd, repeats"],
     )
