@@ -99,6 +99,18 @@ ALTERATIONS = {
 }
 
 
+BRIEF = (
+    "forward hook",
+    "state-dict hook",
+    "forward of its own",
+    "another class",
+    "adapter",
+    "orthogonal",
+    "spectral norm",
+)
+"""A row of each kind, for layers with many parts."""
+
+
 def attachments(model):
     """How many hooks, own forwards and parametrizations a model has, all in all."""
     hooks = (len(h) for m in model.modules() for name, h in vars(m).items() if name.endswith("_hooks") and h)

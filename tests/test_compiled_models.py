@@ -74,6 +74,13 @@ def test_a_compiled_model_is_saved_under_its_own_names(tmp_path):
     assert iso.load(tmp_path / "m.safetensors").state_dict().keys() == model.state_dict().keys()
 
 
+def test_hooks_on_the_wrapper_are_an_error():
+    wrapped = torch.compile(nn.Linear(4, 4))
+    wrapped.register_forward_hook(lambda *args: None)
+    with pytest.raises(iso.UserError, match=r"the compiled model has hooks \(<lambda>\)"):
+        iso.recast(wrapped, iso.LinearToPyramid(), "")
+
+
 def test_modules_without_a_truth_value_are_left_alone():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), torch.compile(nn.Linear(4, 4)), nn.ModuleDict({}))
     with pytest.raises(TypeError):

@@ -92,6 +92,8 @@ def test_parts_are_rectified_each_in_its_own_way():
     assert [p.rectify for p in wide.blocks[0].attn.qkv.pyramids] == ["none", "batchnorm", "batchnorm"]
     assert wide.blocks[0].mlp.fc1.rectify == "rescale"
     assert rule == iso.LinearToPyramid("R-D1W4", rectify="v=batchnorm, q=none")
+    other = iso.recast(plain, iso.LinearToPyramid(rectify="qkv=none,v=batchnorm"), "blocks.0.attn.qkv")
+    assert [p.rectify for p in other.blocks[0].attn.qkv.pyramids] == ["none", "none", "batchnorm"]
     iso.verify(plain, wide, torch.randn(2, 3, 32, 32))
 
 

@@ -50,7 +50,7 @@ PARAMETERS = {
     "t_resnet200d": 64_693_064 + 3 * (3 * 512**2 + 36),
     "tdrl_vit_ti": 48_859_816,  # the paper's 48.86M
     "tdrl_vit_s": 194_154_856,
-    "vanillanet_5": 22_777_712,
+    "vanillanet_5": 22_328_800,
     "tdrl_vit_ti_distilled": 48_859_816 + 2 * 192 + 193_000,  # a token, its position, a second head
 }
 PAPER_MILLIONS = {  # T-CNN Table 2

@@ -12,7 +12,7 @@ from timm.models.byobnet import LayerFn, MobileOneBlock
 from torch import nn
 
 import isomorph as iso
-from hostile import ALTERATIONS, attachments
+from hostile import ALTERATIONS, BRIEF, attachments
 from isomorph.surgery import Unstride, replay
 
 CONVS = [
@@ -430,8 +430,8 @@ BACK = {
     "ViTGPSA": (iso.revert, SURGERY["AttentionToGPSA"]),
     "RefinedAttention": (iso.revert, SURGERY["AttentionToRefined"]),
     "ExpandedAttention": (iso.revert, SURGERY["without reduction"]),
-    "PyramidLinear": (iso.fuse, SURGERY["LinearToPyramid"]),
-    "PyramidConv2d": (iso.fuse, SURGERY["chain"]),
+    "PyramidLinear": (iso.fuse, (iso.LinearToPyramid("P-W1S"), *SURGERY["LinearToPyramid"][1:])),
+    "PyramidConv2d": (iso.fuse, (iso.LinearToPyramid("R-D1W1"), *SURGERY["chain"][1:])),
 }
 
 
@@ -445,8 +445,9 @@ def alter(model, path, alteration):
 def check_nothing_is_lost(model, operate, shape):
     """Every alteration of every part of a model: it is said to be lost, or it is kept."""
     x, kept, refused = torch.randn(shape), 0, []
-    for path in (name for name, _ in model.named_modules() if name):
-        for alteration in ALTERATIONS:
+    paths = [name for name, _ in model.named_modules() if name]
+    for path in paths:
+        for alteration in ALTERATIONS if len(paths) < 10 or path == "0" else BRIEF:
             altered = alter(model, path, alteration)
             if altered is None:
                 continue
@@ -480,3 +481,35 @@ def test_hostile_targets_keep_what_they_compute_or_are_refused(name):
 def test_hostile_layers_go_back_with_all_they_have_or_not_at_all(name):
     back, (rule, make, shape) = BACK[name]
     check_nothing_is_lost(iso.recast(make().eval(), rule, "0"), back, shape)
+
+
+def subclasses(kind):
+    """All classes that timm and torch derive from one, quantised ones included."""
+    return {sub for child in kind.__subclasses__() for sub in (child, *subclasses(child))}
+
+
+OF_ALL = [
+    (iso.ConvToGPSA(), nn.Conv2d(4, 4, 3, padding=1), MAP),
+    (iso.LinearToPyramid(), nn.Conv2d(4, 4, 3, padding=1), MAP),
+    (iso.LinearToPyramid(), nn.Linear(12, 12), TOKENS),
+    (iso.AttentionToGPSA(**PLACED), Attention(12, 3), TOKENS),
+    (iso.AttentionToRefined(), Attention(12, 3), TOKENS),
+]
+
+
+@pytest.mark.parametrize(("rule", "layer", "shape"), OF_ALL)
+def test_no_class_of_timm_or_torch_is_taken_for_what_it_is_not(rule, layer, shape):
+    """A layer of a derived class is refused, or computes what the layer of its base computes."""
+    import torch.ao.nn.intrinsic.qat  # registers classes that are trained to be quantised
+
+    x, plain = torch.randn(shape), type(layer)
+    found = sorted(subclasses(plain), key=str)
+    taken = []
+    for kind in found:
+        other = copy.deepcopy(layer).eval()
+        other.__class__ = kind
+        if rule.accepts(other):
+            taken.append(kind)
+            torch.testing.assert_close(other(x), layer.eval()(x), msg=str(kind))
+    assert len(found) > 3
+    assert len(taken) < len(found)

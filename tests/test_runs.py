@@ -100,16 +100,17 @@ def at(moment, arguments, folder, environment, out, err):
 class TestAlone:
     @pytest.mark.slow
     def test_of_two_that_start_together_one_trains(self, tmp_path):
-        """In a new folder, several times; the other says so in a line, and leaves no trace."""
-        (tmp_path / "recipe.yaml").write_text(json.dumps({**TINY, "epochs": 6}))
-        for n in range(3):
-            folder = tmp_path / f"runs/{n}"
-            found = sorted(together([folder, folder], tmp_path))
-            assert [code for code, _, _ in found] == [0, 2], found
-            assert "another process trains in" in found[1][2]
-            assert found[1][2].count("\n") == 1
-            assert len(rows_of(folder / "environment.jsonl")) == 1
-            assert [row["epoch"] for row in rows_of(folder / "log.jsonl")] == list(range(1, 7))
+        """In a new folder, in several pairs; the other says so in a line, and leaves no trace."""
+        (tmp_path / "recipe.yaml").write_text(json.dumps({**TINY, "epochs": 3}))
+        folders = [tmp_path / f"runs/{n // 2}" for n in range(8)]
+        found = together(folders, tmp_path)
+        for n in range(0, 8, 2):
+            trained, other = sorted(found[n : n + 2])
+            assert (trained[0], other[0]) == (0, 2), (trained, other)
+            assert "another process trains in" in other[2]
+            assert other[2].count("\n") == 1
+            assert len(rows_of(folders[n] / "environment.jsonl")) == 1
+            assert [row["epoch"] for row in rows_of(folders[n] / "log.jsonl")] == [1, 2, 3]
 
     def test_a_start_that_fails_leaves_no_folder(self, tmp_path):
         with pytest.raises(iso.UserError, match="no folder"):
@@ -382,6 +383,19 @@ class TestFolders:
         assert done.returncode == 0, done.stderr
         (run / "recipe.json").write_bytes(b"\xff" + b"[" * 100_000)
         assert isomorph("compare", "run", folder=run.parent).returncode == 0
+
+    def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
+        import isomorph.training.snapshot as snapshot
+
+        def dropped(path, read=snapshot.read_values):
+            if path.name == "step-00000006":
+                shutil.rmtree(path)
+            return read(path)
+
+        monkeypatch.setattr(snapshot, "read_values", dropped)
+        found = newest(run)
+        assert found.path.name == "step-00000004"
+        assert not found.damaged
 
     def test_a_run_is_opened_before_its_first_evaluation(self, tmp_path):
         """A snapshot says by itself how its model is rebuilt."""

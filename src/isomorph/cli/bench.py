@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Weights, app, bounded, steps_bar
+from isomorph.cli.app import Device, Json, Weights, Whole, app, bounded, steps_bar
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
 from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table, show
@@ -21,8 +21,8 @@ def bench(
     /,
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    batch_size: Annotated[list[int], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: tuple[tuple[int, int], ...] = (),
+    batch_size: Annotated[list[Whole], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
+    size: tuple[tuple[Whole, Whole], ...] = (),
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,

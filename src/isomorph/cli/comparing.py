@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 from cyclopts import Parameter
 
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, app, bounded, spinner
+from isomorph.cli.app import Device, Json, Whole, app, bounded, spinner
 from isomorph.cli.reports import footer, say
 from isomorph.data import Source, first_classes, open_source
 from isomorph.errors import UserError
@@ -115,7 +115,7 @@ def compare_(
     along: Annotated[list[Along] | None, Parameter(consume_multiple=True)] = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: int = 256,
+    samples: Whole = 256,
     evaluated: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     out: Path = Path("isomorph-comparison.html"),
     figures: Path | None = None,
@@ -158,7 +158,7 @@ def compare_(
         refuse_named_twice([point.name for point in points])
     with spinner("measuring") as tell:
         courses = follow(folders, logs, along, Images(data, root, samples), device, tell) if along else {}
-    drawn = f"{samples} test images of {data or 'its own data'}, drawn at random"
+    drawn = f"{samples} test images of {data or 'the data of each run'}, drawn at random"
     sections = compare_runs(logs, dials_kept(folders, logs), courses, drawn, points)
     if not sections:
         raise UserError(f"{points[0].name} has nothing beside it; give another model in --evaluated, or a run")

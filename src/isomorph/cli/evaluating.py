@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, bounded, called
+from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bar, bounded, called
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
@@ -27,10 +27,10 @@ def evaluate_(
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
     pretrained: bool = True,
-    batch_size: int = 100,
-    workers: int = 0,
-    size: tuple[tuple[int, int], ...] = (),
-    classes: int | None = None,
+    batch_size: Whole = 100,
+    workers: Whole = 0,
+    size: tuple[tuple[Whole, Whole], ...] = (),
+    classes: Whole | None = None,
     rfc: tuple[float, ...] = (),
     rfc_fill: Literal["zero", "black"] = "zero",
     per_class: Path | None = None,

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 import isomorph as iso
 from isomorph.analysis import feature_evolution
 from isomorph.analysis.evolution import random_draws
-from isomorph.cli.app import Device, Json, Model, Weights, app, bounded, called, spinner
+from isomorph.cli.app import Device, Json, Model, Weights, Whole, app, bounded, called, spinner
 from isomorph.data import Source, eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import at_size, evaluation_config
@@ -131,12 +131,12 @@ def analyze(
     layers: list[str] | None = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: int = 256,
+    samples: Whole = 256,
     evolution: Annotated[bool, Parameter(negative="")] = False,
     robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[Whole, Whole] | None = None,
     figures: Path | None = None,
     megabytes: float = 7.5,
     speed: bool = False,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bounded, called, steps_bar
+from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bounded, called, steps_bar
 from isomorph.data.corruptions import SEVERITIES
 from isomorph.report import show
 from isomorph.suites.robustness import wanted_cells
@@ -26,20 +26,20 @@ def robustness(
     root: Root = None,
     folder: Path | None = None,
     corruption: tuple[str, ...] = (),
-    severity: tuple[int, ...] = (),
+    severity: tuple[Whole, ...] = (),
     extra: bool = False,
     out: Path | None = None,
     baseline: Path | None = None,
     cache: Path | None = None,
-    limit: int | None = None,
+    limit: Whole | None = None,
     partial: bool = False,
-    seed: int = 0,
-    size: tuple[int, int] | None = None,
-    classes: int | None = None,
+    seed: Whole = 0,
+    size: tuple[Whole, Whole] | None = None,
+    classes: Whole | None = None,
     weights: Weights = None,
     pretrained: bool = True,
-    batch_size: int = 100,
-    workers: int = 0,
+    batch_size: Whole = 100,
+    workers: Whole = 0,
     device: Device = "auto",
     json_: Json = False,
 ) -> None:

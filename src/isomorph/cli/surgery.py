@@ -10,7 +10,7 @@ import torch
 from cyclopts import Parameter, Token
 
 import isomorph as iso
-from isomorph.cli.app import Json, Model, Weights, app, bounded
+from isomorph.cli.app import Json, Model, Weights, Whole, app, bounded
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, training_config
@@ -88,7 +88,7 @@ def recast(
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[Whole, Whole] | None = None,
     json_: Json = False,
 ) -> None:
     """Recast modules of a model as gated or refined attention or as pyramids, verify, and save it.
@@ -114,10 +114,10 @@ def recast(
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
         raise UserError(f"--out {out} is the model to recast; give another name")
+    made = build_rule(rule, **asdict(fields))
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    made = build_rule(rule, **asdict(fields))
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
     if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
@@ -139,9 +139,9 @@ def verify(
     /,
     *,
     weights: Weights = None,
-    size: list[tuple[int, int]] | None = None,
-    batch: int = 2,
-    seeds: list[int] | None = None,
+    size: list[tuple[Whole, Whole]] | None = None,
+    batch: Whole = 2,
+    seeds: list[Whole] | None = None,
     data: str | None = None,
     root: Path | None = None,
     atol: float | None = None,
@@ -189,10 +189,10 @@ def fuse(
     /,
     *,
     out: Path | None = None,
-    recalibrate: int = 0,
+    recalibrate: Whole = 0,
     data: str | None = None,
     root: Path | None = None,
-    batch_size: int = 128,
+    batch_size: Whole = 128,
     average: bool = True,
     json_: Json = False,
 ) -> None:

@@ -60,12 +60,13 @@ def eval_loader(
     if rfc is not None:
         refuse_calibration(rfc, rfc_fill, config["input_size"][-2:])
         kept |= dict(crop_pct=rfc, crop_mode="center")
-    source = copy.copy(source)
-    source.transform = evaluation_transform(kept)
+    transform: Any = evaluation_transform(kept)
     if rfc is not None and rfc_fill == "zero":
-        steps = list(source.transform.transforms)  # type: ignore[union-attr]
+        steps = list(transform.transforms)
         crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
-        source.transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
+        transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
+    source = copy.copy(source)
+    source.transform = transform
     return Loader(
         source,
         batch_size,

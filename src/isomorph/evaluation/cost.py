@@ -55,7 +55,7 @@ def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
         if isinstance(module, JointPyramid):
             module.forward = partial(_joined_branches, module)  # type: ignore[method-assign]
         elif isinstance(module, Pyramid):
-            module.forward = partial(_summed_branches, module)  # type: ignore[method-assign]
+            module.forward = partial(_summed_branches, module)
     return _counted(shapes, input_size).image
 
 

@@ -76,8 +76,8 @@ class AnnealedPair(nn.Sequential):
         layers = list(children.values())
         if act.is_identity:
             return merge(layers)
-        parts = OrderedDict(first=merge(layers[:2]), act=copy.deepcopy(act), second=merge(layers[2:]))
-        return nn.Sequential(parts).eval()
+        parts: OrderedDict[str, nn.Module] = OrderedDict(first=merge(layers[:2]), act=copy.deepcopy(act))
+        return nn.Sequential(parts | dict(second=merge(layers[2:]))).eval()
 
 
 class SeriesActivation(nn.Sequential):
@@ -96,7 +96,8 @@ class SeriesActivation(nn.Sequential):
         """The same function in eval mode, BatchNorm within the convolution. Raises: UserError in train mode."""
         require_eval(self)
         children = dict(self.named_children())
-        fused = OrderedDict(act=nn.ReLU(), conv=merge([children["conv"], children["norm"]]))
+        fused: OrderedDict[str, nn.Module] = OrderedDict(act=nn.ReLU())
+        fused["conv"] = merge([children["conv"], children["norm"]])
         return nn.Sequential(fused).eval()
 
 

@@ -97,7 +97,7 @@ class VanillaNet(StagedNet):
     ) -> list[int]:
         """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
         take, last = feature_take_indices(1 + len(self.stages), indices)
-        self.stages = self.stages[:last]  # type: ignore[assignment]
+        self.stages = self.stages[:last]
         if prune_head:
             self.reset_classifier(0, "")
         return take
@@ -143,10 +143,18 @@ def initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-PUBLIC = (("stem1.0", "stem.pair.first"), ("stem1.1", "stem.pair.norm1"), ("stem2.0", "stem.pair.second"))
+PUBLIC: tuple[tuple[str, str], ...] = (
+    ("stem1.0", "stem.pair.first"),
+    ("stem1.1", "stem.pair.norm1"),
+    ("stem2.0", "stem.pair.second"),
+)
 PUBLIC += (("stem2.1", "stem.pair.norm2"), ("stem2.2.bn", "stem.act.norm"), ("stem2.2", "stem.act.conv"))
 PUBLIC += (("cls1.2", "head.first"), ("cls1.3", "head.norm1"), ("cls2.0", "head.second"))
-IN_STAGE = (("conv1.0", "pair.first"), ("conv1.1", "pair.norm1"), ("conv2.0", "pair.second"))
+IN_STAGE: tuple[tuple[str, str], ...] = (
+    ("conv1.0", "pair.first"),
+    ("conv1.1", "pair.norm1"),
+    ("conv2.0", "pair.second"),
+)
 IN_STAGE += (("conv2.1", "pair.norm2"), ("act.bn", "act.norm"), ("act", "act.conv"))
 """Names of the public checkpoints and ours, the first match counts."""
 

@@ -86,6 +86,7 @@ def tables() -> dict[str, dict[str, Any]]:
 
 DEIT_OPTIM: dict[str, Any] = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
+SWIN: dict[str, Any] = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
 G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
 """The authors' own: DeiT's, Swin's, and G2SD's pre-training."""
 
@@ -148,8 +149,8 @@ def applications() -> dict[str, dict[str, Any]]:
     return {
         "tdrl_deit_b": application(deit, ["blocks.*.attn.qkv"], "0.6 above its baseline,", "B.5"),
         "tdrl_plain_deit_b": application(deit, None, "an unpublished", "B.5, baseline"),
-        "tdrl_swin_t": application(swin, ["layers.*.mlp.fc?"], "78.2", "Table 3", drop_path=0.2, optim=SWIN_OPTIM),
-        "tdrl_plain_swin_t": application(swin, None, "76.2", "Table 3, baseline", drop_path=0.2, optim=SWIN_OPTIM),
+        "tdrl_swin_t": application(swin, ["layers.*.mlp.fc?"], "78.2", "Table 3", **SWIN),
+        "tdrl_plain_swin_t": application(swin, None, "76.2", "Table 3, baseline", **SWIN),
         "tdrl_mobileone_s0": application("mobileone_s0", blocks, "75.1", "Table 3", **MOBILE),
         "tdrl_plain_mobileone_s0": application("mobileone_s0", None, "71.3", "Table 3, baseline", **MOBILE),
         "tdrl_vanillanet_5": vanilla(["stages.*.pair"], "71.5", "Table 3"),

@@ -1,7 +1,8 @@
 """TDRL's Figures 3, 4 and 5: pyramids in a part of the network, rectified in several ways, or not at all.
 
 Every point is two runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint (`--model.weights`). The figures
-are drawn without numbers, so what is expected is what the text says of them. Which N Fig. 4 and 5 show, it does not say.
+are drawn without numbers, so what is expected is what the text says of them. It does not say which N Figs. 4 and 5
+show.
 """
 
 from typing import Any
@@ -34,7 +35,8 @@ def figure_4() -> dict[str, dict[str, Any]]:
     Queries and keys are always normalised; with rectification the latter is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
     """
     everywhere = {"v": "none", "fc1": "none", "fc2": "none"}
-    points = {"all_none": (dict(rectify=everywhere), "0.21 below tdrl_vit_ti_100ep's")}
+    kwargs: dict[str, Any] = dict(rectify=everywhere)
+    points = {"all_none": (kwargs, "0.21 below tdrl_vit_ti_100ep's")}
     for width in (1, 2, 3):
         kwargs = dict(layout=f"P-W{width}S", where=FFN)
         below = {1: "about that of", 2: "0.13 below that of", 3: "at most 0.18 below that of"}[width]

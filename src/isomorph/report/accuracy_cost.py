@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isomorph.errors import UserError
-from isomorph.report.charts import Chart, Scatter, Table, is_number
+from isomorph.report.charts import Chart, Scatter, Table, is_number, number
 from isomorph.report.subjects import short_name
 
 
@@ -53,7 +53,7 @@ def read_point(path: Path) -> Point:
 def points_table(points: Sequence[Point]) -> Table:
     """Head and a row for each model, the cheapest first."""
     rows = [
-        [p.name, p.data, f"{p.top1:.2f}", f"{p.macs / 1e9:,.3f}", f"{p.parameters / 1e6:,.2f}"]
+        [p.name, p.data, f"{p.top1:.2f}", number(p.macs / 1e9), number(p.parameters / 1e6)]
         for p in sorted(points, key=lambda point: point.macs)
     ]
     return [["", "test set", "top-1 (%)", "GMACs an image", "parameters (M)"], *rows]

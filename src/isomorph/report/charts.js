@@ -56,16 +56,18 @@ function extent(values, floor = null) {
   if (low === high) { low -= .5; high += .5; }
   return [low, high];
 }
-function ticks(low, high, count) {
+function tickStep(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
-  const found = [];
+  return [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
+}
+function ticks(low, high, count) {
+  const step = tickStep(low, high, count), found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
   return found;
 }
 // Ends of an axis that hold all values and lie on its ticks.
 function ends(low, high, count) {
-  const found = ticks(low, high, count), step = found.length > 1 ? found[1] - found[0] : high - low;
+  const step = tickStep(low, high, count);
   return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step].map(v => +v.toPrecision(12));
 }
 // Names without what all of them share at both ends: blocks.0.attn, blocks.1.attn -> 0, 1.

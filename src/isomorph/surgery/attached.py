@@ -53,10 +53,10 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
     It is not lost where the replacement carries the part itself: the same class under the same name, with as many
     hooks and the same methods.
     """
-    carried = dict(replacement.named_modules(remove_duplicate=False))
+    carried: dict[str, nn.Module] = dict(replacement.named_modules(remove_duplicate=False))
     for path, part in original.named_modules(remove_duplicate=False):
         other = carried.get(path)
-        kept = type(other) is type(part) and other is not None and _counts(other) == _counts(part)
+        kept = other is not None and type(other) is type(part) and _counts(other) == _counts(part)
         if not kept and (found := attached(part)):
             full = ".".join(filter(None, (name, path))) or "the model"
             raise UserError(f"{full} has {found}, which would be lost; remove them first")

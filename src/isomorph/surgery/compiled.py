@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.attached import hooks_on
 
 RECOMPILE = "the model was compiled and its copy is not: compile the copy"
 """The note on a copy of a compiled model."""
@@ -35,7 +36,10 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
+    """What torch.compile's wrappers hold. Raises: UserError when a wrapper has hooks, which would be lost."""
     while (inner := module._modules.get("_orig_mod")) is not None:
+        if hooks := hooks_on(module):
+            raise UserError(f"the compiled model has hooks ({', '.join(hooks)}); register them on the model inside")
         module = inner
     return module
 

@@ -7,7 +7,7 @@ that the rule knows: its class's forward, its class's parameters, plain tensors,
 import inspect
 
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.surgery.attached import OWN
@@ -48,7 +48,7 @@ def altered_part(layer: nn.Module) -> str | None:
 
 def _unlike_tensor(name: str, tensor: Tensor) -> str | None:
     """Why a tensor of a layer cannot be copied out, or None."""
-    if isinstance(tensor, UninitializedTensorMixin):
+    if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return f"its {name} is not initialised yet; call the model once on a batch"
     if type(tensor) not in (nn.Parameter, Tensor):
         return f"its {name} is a {type(tensor).__name__}, not a plain tensor; recast before quantising or sharding"

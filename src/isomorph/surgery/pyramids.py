@@ -150,10 +150,12 @@ class LinearToPyramid:
         assert isinstance(self.rectify, str)
         return dict(pair.split("=") for pair in self.rectify.split(",")) if "=" in self.rectify else {}
 
-    def rectification(self, name: str) -> str:
-        """Rectification of a layer of that last name; "paper" where it goes by the name."""
+    def rectification(self, name: str, joint: str = "") -> str:
+        """Rectification of a layer of that last name, or of that of its joint layer; "paper" where it goes by name."""
         assert isinstance(self.rectify, str)
-        return self.rectified.get(name, "paper") if "=" in self.rectify else self.rectify
+        if "=" not in self.rectify:
+            return self.rectify
+        return self.rectified.get(name) or self.rectified.get(joint) or "paper"
 
     def accepts(self, module: nn.Module) -> bool:
         return NamedLinears(self, {}).accepts(module)
@@ -240,28 +242,29 @@ class NamedLinears:
             return self.build_conv(module, name)
         assert isinstance(module, nn.Linear)
         if unlike_joint(module, name, parent) or name not in JOINT:
-            return self.build_linear(name, module)
-        pairs = zip(JOINT[name], split(module, len(JOINT[name])), strict=True)
-        return JointPyramid([self.build_linear(*pair) for pair in pairs])
+            return self.build_linear(module, name)
+        pairs = zip(split(module, len(JOINT[name])), JOINT[name], strict=True)
+        return JointPyramid([self.build_linear(*pair, name) for pair in pairs])
 
     def build_part(self, part: Part) -> JointPyramid:
         """The joint layer with a pyramid for one part; the others stay as they are."""
         joint = part.joint
         parts: list[Any] = list(joint.pyramids) if isinstance(joint, JointPyramid) else split(joint, len(part.names))
         place = part.names.index(part.name)
-        parts[place] = adopt(self.build_linear(part.name, parts[place]), parts[place])
+        pyramid = self.build_linear(parts[place], part.name, part.joint_name.rpartition(".")[2])
+        parts[place] = adopt(pyramid, parts[place])
         return JointPyramid(parts).train(joint.training)
 
-    def arguments(self, name: str) -> dict[str, Any]:
-        """Layout and rectification for a layer of that name."""
-        rectify = self.rule.rectification(name)
+    def arguments(self, name: str, joint: str = "") -> dict[str, Any]:
+        """Layout and rectification for a layer of that name, a part of a joint layer maybe."""
+        rectify = self.rule.rectification(name, joint)
         if rectify == "paper":
             rectify = "batchnorm" if name in RECTIFIED else "rescale"
         return dict(layout=self.rule.layout, rectify=rectify, rescale_by=self.rule.rescale_by)
 
-    def build_linear(self, name: str, linear: nn.Linear) -> PyramidLinear:
+    def build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
         weight = linear.weight
-        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self.arguments(name)).to(weight)
+        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self.arguments(name, joint)).to(weight)
         if self.rule.init == "paper":
             draw(pyramid)
         else:

@@ -266,6 +266,8 @@ def read_tensors(path: Path) -> dict[str, Any]:
         state = state.get(key, state) if isinstance(state, dict) else state
     if not isinstance(state, dict):
         raise UserError(f"checkpoint {path} holds a {type(state).__name__}, not a dictionary of tensors")
+    if not all(isinstance(name, str) for name in state):
+        raise UserError(f"checkpoint {path} holds tensors without names, not a dictionary of tensors by name")
     return state
 
 

@@ -26,7 +26,7 @@ WEIGHTS = "checkpoint_path"
 SHOWN = 60
 """Characters of a value in a message."""
 
-Side = Annotated[int, Field(ge=1, le=2**14)]
+Side = Annotated[int, Field(ge=1, le=2**13)]
 Finite = Annotated[float, Field(ge=-1e6, le=1e6)]
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 
@@ -71,7 +71,7 @@ class DataPart(_Part):
     mean: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=2**14)] | None = None
     std: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=2**14)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
-    crop_pct: Annotated[float, Field(gt=0, le=10)] | None = None
+    crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
     source: Annotated[str, Field(max_length=1000)] | None = None
     label_names: list[str] | None = None
@@ -82,7 +82,7 @@ class DecoderPart(_Part):
 
     model_config = ConfigDict(extra="forbid")
 
-    depth: Annotated[int, Field(ge=0, le=DEEPEST)]
+    depth: Annotated[int, Field(ge=0, le=100)]
     width: Side
     heads: Side
     mask: Annotated[float, Field(gt=0, lt=1)]

@@ -312,6 +312,11 @@ class AnnealPart(Part):
     stop: tuple[Positive, float] = (1.0, 1.0)
     """Locality and gate at the end (paper); then the optimiser has them."""
 
+    @model_validator(mode="after")
+    def coherent(self) -> "AnnealPart":
+        self.schedule(1)
+        return self
+
     def schedule(self, steps_per_epoch: int) -> Anneal:
         return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
 

@@ -260,6 +260,8 @@ def newest(folder: Path) -> Found | None:
         try:
             return Found(path, read_values(path), tuple(damaged))
         except Damaged as error:
+            if not path.exists():  # the run that writes here has dropped it in between
+                return newest(folder)
             damaged.append((path, str(error)))
     if damaged:
         raise Damaged("; ".join(said for _, said in damaged))
