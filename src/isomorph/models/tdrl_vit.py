@@ -55,13 +55,6 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
             rule = LinearToPyramid(layout, init="paper", rectify=rectify)
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
-
-class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
-    """A TDRL-ViT with a distillation token and a head for it, as DeiT has them; in eval mode the mean of both heads.
-
-    Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
-    """
-
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
         plain = any(f"{name}.weight" in state for name, _ in pyramids_of(self))
@@ -69,6 +62,13 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
+
+
+class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
+    """A TDRL-ViT with a distillation token and a head for it, as DeiT has them; in eval mode the mean of both heads.
+
+    Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
+    """
 
 
 def pyramids_of(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
