@@ -139,7 +139,7 @@ def test_positions_follow_the_size(name, tmp_path):
     [
         (dict(share=-1), "share -1"),
         (dict(share=1, reduce=False), "not shared"),
-        (dict(ratio=3, kernel=0), "kernel 0 must be odd"),
+        (dict(ratio=3, kernel=0), "kernel 0 must be a whole number from 1 to 127, and odd"),
         (dict(span="image"), "span 'image' is unknown"),
         (dict(num_heads=5), "num_heads 5 does not divide embed_dim 24"),
         (dict(patch_drop_rate=0.5), "patch_drop_rate leaves a grid with holes"),

@@ -24,9 +24,9 @@ def refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
     """Raises: UserError for a refinement that the layers do not have."""
     check_whole("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
     check_truth("reduce", reduce)
-    if type(kernel) is int and kernel % 2 == 0:
-        raise UserError(f"kernel {kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
     check_whole("kernel", kernel, KERNEL, ", and odd (1: no convolution)")
+    if kernel % 2 == 0:
+        raise UserError(f"kernel {kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
     check_choice("span", span, ("map", "spatial", "row+column"))
     check_choice("init", init, ("same-function", "paper"))
     if ratio == 0 and (span != "map" or not reduce):

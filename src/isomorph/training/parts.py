@@ -64,9 +64,9 @@ class RecastPart(Part):
     its last name, as in {q: none, v: rescale} (pyramids)."""
     rescale_by: Positive | None = None
     """N of the division by sqrt(N), by default the number of branches (pyramids)."""
-    ratio: Annotated[int, Field(ge=0, le=1024)] | None = None
+    ratio: int | None = None
     """Maps for every head; 1 is talking heads, 0 no expansion (refined attention)."""
-    kernel: Annotated[int, Field(ge=1, le=1023)] | None = None
+    kernel: int | None = None
     """Size of the kernel on the maps, odd; 1 is none (refined attention)."""
     reduce: bool | None = None
     """Whether the maps are reduced to one for every head again (refined attention)."""
