@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
 from isomorph.layers.by_images import by_images, in_eager_mode
@@ -31,7 +31,7 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
     """
     size = [2 * n - 1 for n in grid_size]
-    if statically_known_true(sym_eq(list(table.shape[1:]), size)):  # an export leaves sizes open: it interpolates
+    if all(statically_known_true(have == want) for have, want in zip(table.shape[1:], size, strict=True)):  # an export leaves sizes open: it interpolates
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)

@@ -71,6 +71,10 @@ class BlockwiseViT(VisionTransformer):
         """Block i: tokens, and what the next block is told. Shape: x (B, N, C) -> (B, N, C)"""
         return self.call_block(i, x, state)
 
+    def handed(self, state: Any) -> Any:
+        """What a block hands to the next, out of the state that goes with the tokens: attention maps, where it has any."""
+        return state
+
     def call_block(self, i: int, *arguments: Any) -> Any:
         """Calls block i, keeping only its arguments for the backward pass where gradient checkpointing is on."""
         block = self.blocks[i]
@@ -85,7 +89,7 @@ class BlockwiseViT(VisionTransformer):
         for i in range(len(self.blocks)):
             x, state = self.run_block(i, x, state)
             if handed_on is not None:
-                handed_on.append(state)
+                handed_on.append(self.handed(state))
         return self.norm(x)
 
     def forward(self, x: Tensor) -> Tensor:

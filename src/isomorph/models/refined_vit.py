@@ -118,6 +118,9 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
         x, maps = self.call_block(i, x, maps, grid_size)
         return x, (maps, grid_size)
 
+    def handed(self, state: Any) -> Any:
+        return state[0]
+
     def update_grid(self) -> None:
         super().update_grid()
         for module in self.modules():
