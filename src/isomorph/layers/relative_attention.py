@@ -31,7 +31,8 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
     """
     size = [2 * n - 1 for n in grid_size]
-    if all(statically_known_true(have == want) for have, want in zip(table.shape[1:], size, strict=True)):  # an export leaves sizes open: it interpolates
+    # an export leaves sizes open: it interpolates
+    if all(statically_known_true(have == want) for have, want in zip(table.shape[1:], size, strict=True)):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)

@@ -72,7 +72,7 @@ class BlockwiseViT(VisionTransformer):
         return self.call_block(i, x, state)
 
     def handed(self, state: Any) -> Any:
-        """What a block hands to the next, out of the state that goes with the tokens: attention maps, where it has any."""
+        """What a block hands to the next besides the tokens: attention maps, where it has any."""
         return state
 
     def call_block(self, i: int, *arguments: Any) -> Any:
