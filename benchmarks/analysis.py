@@ -29,7 +29,7 @@ def growth(code: str) -> float:
     """MiB that a process grows by while it runs some code, after `before = peak()`."""
     head = "import resource, timm, torch, isomorph as iso\n"
     head += "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
-    done = subprocess.run([sys.executable, "-c", head + code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-P", "-c", head + code], capture_output=True, text=True, check=True)
     return float(done.stdout.split()[-1])
 
 

@@ -67,6 +67,9 @@ def run_branches(pyramids, x):
     """Shape: x (*, C) -> (*, sum of out)"""
     tokens, outputs = x.flatten(0, -2), []
     for pyramid in pyramids:
+        if type(pyramid) is nn.Linear:
+            outputs.append(pyramid(tokens))
+            continue
         total = sum(reduce(lambda y, layer: layer(y), chain, tokens) for chain in pyramid.chains) * pyramid.factor
         outputs.append(total if pyramid.norm is None else pyramid.norm(total))
     return torch.cat(outputs, -1).view(*x.shape[:-1], -1)

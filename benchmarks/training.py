@@ -47,7 +47,7 @@ CRASHED = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
     data=dict(source="digits", fraction=0.5, size=[16, 16], batch_size=32),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
-    optim=dict(lr=1e-3, warmup_epochs=0.5),
+    optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=12,
     ema=0.99,
     drop_path=0.0,
@@ -116,7 +116,7 @@ def overhead(options):
 def start(out, options):
     code = "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
     code += "iso.train(check(json.loads(sys.argv[1])), show=False)"
-    return subprocess.Popen([sys.executable, "-c", code, json.dumps({**CRASHED, "out": str(out)})])
+    return subprocess.Popen([sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})])
 
 
 def lines_of(folder):

@@ -40,6 +40,28 @@ def gpsa(layer, x, grid_size):
     return layer.proj(torch.cat(heads, dim=-1))
 
 
+def psa(layer, x, grid_size):
+    """ConViT eq. 4, one head, one query and one key after the other."""
+    H, W = grid_size
+    cells = [(r, c) for r in range(H) for c in range(W)]
+    q, k = layer.qk(x).chunk(2, dim=-1)
+    v = layer.v(x)
+    hd = x.shape[-1] // layer.num_heads
+    heads = []
+    for h in range(layer.num_heads):
+        part, v_pos = slice(h * hd, (h + 1) * hd), layer.position[h]
+        rows = []
+        for i, (qy, qx) in enumerate(cells):
+            scores = []
+            for j, (ky, kx) in enumerate(cells):
+                dy, dx = ky - qy, kx - qx
+                r = torch.tensor([dx, dy, dx**2 + dy**2], dtype=x.dtype)
+                scores.append((q[:, i, part] * k[:, j, part]).sum(-1) / hd**0.5 + v_pos @ r)
+            rows.append(torch.softmax(torch.stack(scores, dim=-1), dim=-1))
+        heads.append(torch.stack(rows, dim=1) @ v[..., part])
+    return layer.proj(torch.cat(heads, dim=-1))
+
+
 def gpsa2d_attention(layer, x):
     """T-CNN eq. 7 on an explicitly padded map, head by head. -> (B, nh, Nq, Nk)"""
     k, (sh, sw), (ph, pw) = layer.kernel_size, layer.stride, layer.padding

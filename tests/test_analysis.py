@@ -95,8 +95,8 @@ class TestNonlocality:
         torch.testing.assert_close(found["blocks.0.attn"], expected, atol=1e-4, rtol=0)
 
     def test_it_is_the_sum_over_the_maps_of_every_kind_of_layer(self):
-        batch = torch.randn(11, 3, 48, 48)
-        for model in (self.convit(), timm.create_model("t_cifar_resnet20")):
+        batch = torch.randn(11, 3, 48, 48).double()
+        for model in (self.convit().double(), timm.create_model("t_cifar_resnet20").double()):
             maps, found = iso.attention_maps(model, batch), iso.nonlocality(model, batch)
             assert set(maps) == set(found)
         torch.testing.assert_close(found["layer3.1.conv2"], by_hand(maps["layer3.1.conv2"], 12, 1, 1))

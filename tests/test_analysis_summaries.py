@@ -45,6 +45,18 @@ class TestSummaries:
         mean = sum(math.dist(a, b) for a in cells for b in cells) / 16**2
         torch.testing.assert_close(iso.nonlocality(model, x)["blocks.0.attn"], torch.full((3,), mean * 16 / 17))
 
+    def test_logits_of_a_t_cnn_are_those_of_its_content(self):
+        """Padded keys count with a logit of 0; the softmax is the map with gates open."""
+        layer = iso.GPSA2d(6, 4, 3, stride=2, padding=1)
+        layer.set_dials(gate=-50.0)
+        model, x = nn.Sequential(layer), 3 * torch.randn(2, 6, 5, 7)
+        found, maps = iso.logit_stats(model, x)["0"], layer.attention(x)
+        torch.testing.assert_close(found.max_attention, maps.amax((2, 3)).mean(0))
+        torch.testing.assert_close(found.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
+        q, k = layer.queries_padded_keys(x)
+        assert k.shape[2] == 7 * 9
+        torch.testing.assert_close(found.max_logit, (q @ k.mT / q.shape[-1] ** 0.5).amax((2, 3)).mean(0))
+
     def test_identity_and_one_hot_maps(self):
         N = 9
         torch.testing.assert_close(matrix_rank(torch.eye(N)[None]), torch.tensor([float(N)]))

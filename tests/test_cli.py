@@ -1,12 +1,15 @@
 """The command line as a user meets it, in a process of its own."""
 
 import json
+from inspect import signature
+from typing import get_args
 
 import pytest
 import timm
 
 import isomorph as iso
 from command_line import alone, isomorph, refusal
+from isomorph.cli.app import LIMITS, app
 
 pytestmark = pytest.mark.slow
 
@@ -166,7 +169,7 @@ BAD = {
     ),
     "source": (["evaluate", "{weights}", "--data", "cifar"], "'cifar' is unknown"),
     "batch size": (["evaluate", "{weights}", "--batch-size", "0"], "at least 1"),
-    "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "int"),
+    "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "not a whole number"),
     "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' cannot be used"),
     "recipe": (["train", "cifar_exat"], "did you mean cifar_exact"),
     "field": (["train", "digits_cnn", "--optim.lrr", "3"], "did you mean lr"),
@@ -213,6 +216,52 @@ BAD = {
         ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--init", "same-function"],
         "init 'same-function' is unknown; choose 'exact' or 'paper'",
     ),
+    "ratio": (
+        [
+            "recast",
+            "vit_tiny_patch16_224",
+            "--no-pretrained",
+            "--where",
+            "blocks.0.attn",
+            "--out",
+            "x.safetensors",
+            "--rule",
+            "AttentionToRefined",
+            "--ratio",
+            "99999999999999999999",
+        ],
+        "ratio 99999999999999999999 must be a whole number from 0 to 64",
+    ),
+    "digits": (
+        [
+            "recast",
+            "{weights}",
+            "--where",
+            "layer3.*",
+            "--out",
+            "x.safetensors",
+            "--rule",
+            "AttentionToRefined",
+            "--kernel",
+            "9" * 5000,
+        ],
+        "must be a whole number",
+    ),
+    "branches": (
+        [
+            "recast",
+            "{weights}",
+            "--where",
+            "linear",
+            "--out",
+            "x.safetensors",
+            "--rule",
+            "LinearToPyramid",
+            "--layout",
+            "P-W999999S",
+        ],
+        "numbers from 1 to 32",
+    ),
     "nothing to fuse": (["fuse", "{weights}", "--out", "x.safetensors"], "has nothing to fuse"),
     "fuse nothing": (["fuse", "none.safetensors"], "no checkpoint none.safetensors"),
     "fuse no run": (["fuse", "images"], "no folder of a run with a snapshot"),
@@ -221,6 +270,27 @@ BAD = {
     "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "must not be negative"),
     "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer whose map"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
+    "infinite page": (["analyze", "{weights}", "--image", "x.png", "--megabytes", "inf"], "--megabytes inf is out of"),
+    "page of no size": (
+        ["analyze", "{weights}", "--image", "x.png", "--megabytes", "nan"],
+        "--megabytes nan is out of",
+    ),
+    "endless": (["bench", "{weights}", "--seconds", "inf"], "--seconds inf is out of range; give at most 86,400"),
+    "negative time": (["bench", "{weights}", "--seconds", "-1", "--no-peak"], "-1 seconds cannot be timed"),
+    "huge batch": (
+        ["evaluate", "{weights}", "--data", "digits", "--batch-size", "9" * 20],
+        "--batch-size 1e+20 is out of",
+    ),
+    "huge size": (["verify", "{weights}", "{weights}", "--size", "8", "9" * 20], "--size 1e+20 is out of range"),
+    "many workers": (["robustness", "{weights}", "--data", "digits", "--workers", "9999"], "--workers 9,999 is out of"),
+    "half an image": (["robustness", "{weights}", "--data", "digits", "--limit", "1.5"], "1.5 is not a whole number"),
+    "half a pixel": (["bench", "{weights}", "--size", "32", "32.5"], 'unable to convert "32.5" into int'),
+    "no corruptions": (
+        ["robustness", "{weights}", "--folder", "empty"],
+        "empty has no folder gaussian_noise; unpack it",
+    ),
+    "unknown tag": (["bench", "vit_tiny_patch16_224.nope"], "vit_tiny_patch16_224 has no weights tagged 'nope'"),
+    "long name": (["bench", "a" * 300], "cannot open aaa"),
 }
 
 
@@ -233,6 +303,7 @@ def folder(tmp_path_factory, weights):
     iso.save(timm.create_model("cifar_resnet20", num_classes=3), folder / "few.safetensors")
     iso.save(timm.create_model("cifar_resnet20", in_chans=1), folder / "grey.safetensors")
     (folder / "folder.safetensors").mkdir()
+    (folder / "empty").mkdir()
     (folder / "images/a").mkdir(parents=True)
     (folder / "images/a/broken.png").write_bytes(b"not an image")
     for i in range(9):
@@ -247,6 +318,21 @@ def test_bad_input_is_one_clear_line_and_leaves_nothing(case, folder, weights):
     said = refused(*(a.format(weights=weights) for a in arguments), folder=folder)
     assert any(part in said for part in expected.split("|")), said
     assert sorted(folder.rglob("*")) == before
+
+
+def plain_types(annotation):
+    """The types that an annotation is made of."""
+    parts = get_args(annotation)
+    return {annotation} if not parts and isinstance(annotation, type) else set().union(*map(plain_types, parts))
+
+
+def test_every_number_has_a_limit():
+    """In every command, whatever it does with it; fields of rules have their own."""
+    commands = [app[name] for name in app if not name.startswith("-")]
+    options = [p for c in commands if c.default_command for p in signature(c.default_command).parameters.values()]
+    numbers = [p.name for p in options if {int, float} & plain_types(p.annotation)]
+    assert len(numbers) > 20
+    assert set(numbers) == set(LIMITS)
 
 
 def test_a_missing_network_is_said(tmp_path):

@@ -102,7 +102,7 @@ def test_table_10(name):
     assert found == column
     assert optim.clip_grad == 1.0
     assert recipe.drop_path == drop_path
-    assert augment.auto_augment == (None if magnitude is None else f"rand-m{magnitude}-n2")
+    assert augment.auto_augment == (None if magnitude is None else f"rand-m{magnitude}-n2-p1.0-mmax30")
     assert recipe.expected.partition(" ")[0] == top1
     size = int(name.rpartition("_")[2]) if name.rpartition("_")[2] in ("224", "384", "512") else 224
     assert recipe.data.size == [size, size]
@@ -187,8 +187,8 @@ def test_recipes_run_two_steps(name, tmp_path):
     small = dict(depths=[1, 1] if "vit_rel" in name else [2, 1, 1, 1, 1])
     small["widths"] = [32, 32] if "vit_rel" in name else [8, 8, 16, 32, 32]
     fields = [f"model.kwargs.{key}={value}" for key, value in small.items()]
-    data = ["data.source=digits", "data.batch_size=20", "data.workers=0", "data.fraction=0.03", "data.size=[64,64]"]
-    brief = ["epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
+    data = ["data.source=digits", "data.batch_size=20", "data.workers=0", "data.fraction=0.04", "data.size=[64,64]"]
+    brief = ["epochs=1", "optim.warmup_epochs=0", "model.start=random", f"out={tmp_path}"]
     run = open_run(iso.load_recipe(name, [*fields, *data, *brief]))
     assert run.order.steps == 2
     assert train_epoch(run) > 0

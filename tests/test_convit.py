@@ -11,7 +11,7 @@ from timm.optim import param_groups_layer_decay
 
 import isomorph as iso
 from isomorph.evaluation import count_macs
-from isomorph.layers import GPSA
+from isomorph.layers import GPSA, PSA
 from isomorph.models.convit import VARIANTS, checkpoint_filter_fn, public_state_dict
 from isomorph.training.checkpoint import load_weights
 
@@ -230,6 +230,40 @@ def test_born_convolutional_or_not():
         assert not torch.equal(random.v.weight, torch.eye(36))
 
 
+def test_with_psa_it_is_the_same_network_but_for_the_softmax(tmp_path):
+    model, x = small(local_attention="psa", locality_strength=3.0), torch.randn(2, 3, 48, 32)
+    layers = [block.attn for block in model.blocks[:3]]
+    assert all(type(layer) is PSA for layer in layers)
+    assert not any(isinstance(module, GPSA) for module in model.modules())
+    assert torch.equal(layers[0].v.weight, torch.eye(36))
+    assert torch.equal(layers[0].locality, torch.full((9,), 3.0))
+    gated = small(locality_strength=3.0, gate=50.0)
+    missing, unexpected = gated.load_state_dict(model.state_dict(), strict=False)
+    assert unexpected == []
+    assert {name.rpartition(".")[2] for name in missing} == {"gate"}
+    for network in (model, gated):
+        for block in network.blocks[:3]:
+            block.attn.qk.weight.data.zero_()
+    torch.testing.assert_close(model(x), gated(x))
+    assert {n for n in model.no_weight_decay() if "attn" in n} == {f"blocks.{i}.attn.position" for i in range(3)}
+    model.set_input_size((48, 32))
+    assert layers[1].grid_size == (3, 2)
+    iso.save(model, tmp_path / "psa.safetensors")
+    torch.testing.assert_close(iso.load(tmp_path / "psa.safetensors")(x), model(x))
+    with pytest.raises(iso.UserError, match="no public layout"):
+        public_state_dict(model)
+
+
+def test_psa_is_watched_like_any_attention():
+    model, x = perturbed(small(local_attention="psa", img_size=(32, 48), patch_size=8)), torch.randn(2, 3, 32, 48)
+    maps, far, logits = iso.attention_maps(model, x), iso.nonlocality(model, x), iso.logit_stats(model, x)
+    assert list(maps) == list(far) == list(logits) == [f"blocks.{i}.attn" for i in range(4)]
+    cells = torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
+    expected = (maps["blocks.1.attn"] * torch.cdist(cells, cells)).sum(-1).mean((0, 2))
+    torch.testing.assert_close(far["blocks.1.attn"], expected)
+    torch.testing.assert_close(logits["blocks.1.attn"].max_attention, maps["blocks.1.attn"].amax((2, 3)).mean(0))
+
+
 def test_born_in_another_dtype_and_on_another_device():
     model = small(dtype=torch.bfloat16)
     assert model(torch.randn(1, 3, 32, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
@@ -316,6 +350,8 @@ def test_pruning_drops_a_class_token_that_would_not_join():
         (dict(img_size="32"), "must be whole numbers"),
         (dict(patch_size=0), "patch has no pixel"),
         (dict(local_up_to_layer=2.5), "between 0 and the 4 blocks"),
+        (dict(local_attention="sa"), "local_attention 'sa' is unknown; use gpsa or psa"),
+        (dict(local_attention="psa", gate=2.0), "psa has one softmax and no gates"),
         (dict(gate=math.nan), "must be a finite number"),
         (dict(gate="x"), "must be a finite number"),
     ],

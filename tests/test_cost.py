@@ -6,15 +6,87 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import isomorph as iso
+import references
 from isomorph.cli import main
-from isomorph.evaluation import PeakMeter, at_size, cost_rows, peak_bytes, saved_bytes, speeds
-from isomorph.report import batch_cost_table, cost_problems
+from isomorph.evaluation import (
+    PeakMeter,
+    at_size,
+    cost_rows,
+    count_branches,
+    count_macs,
+    count_pass,
+    fixed_cost,
+    peak_bytes,
+    saved_bytes,
+    speeds,
+)
+from isomorph.evaluation.sweep import pyramid_cost
+from isomorph.report import batch_cost_table, cost_problems, pass_cost_table
 
 
 def small_vit(**kwargs):
     return timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_heads=3, img_size=32, **kwargs)
+
+
+class TestMacs:
+    """An image is charged with what grows with the batch, a step with the rest."""
+
+    def test_the_row_of_tdrls_table_8(self):
+        """9.72 and 1.26 GFLOPs there; its counter adds the norms (a LayerNorm 5, a BatchNorm 1 a number)."""
+        with torch.device("meta"):
+            pyramids = timm.create_model("tdrl_vit_ti")
+            plain = timm.create_model("vit_tiny_patch16_224", num_heads=12)
+        macs = count_pass(pyramids, (3, 224, 224))
+        row = {"macs": macs.image, "step_macs": macs.step, **pyramid_cost(pyramids, (3, 224, 224))}
+        layer_norms = 25 * 197 * 192 * 5
+        batch_norms = 197 * sum(m.num_features for m in pyramids.modules() if isinstance(m, nn.BatchNorm1d))
+        assert row["macs"] == count_macs(plain, (3, 224, 224)) == 1_253_683_200
+        assert row["branch_macs"] == 9_706_893_312
+        assert f"{(row['macs'] + layer_norms) / 1e9:.2f}" == "1.26"
+        assert f"{(row['branch_macs'] + layer_norms + batch_norms) / 1e9:.2f}" == "9.72"
+        assert (row["step_macs"], row["training_macs"], row["training_step_macs"]) == (
+            10_956_570_624,
+            2_255_867_904,
+            28_736_667_648,
+        )
+        table = pass_cost_table([{"model": "tdrl_vit_ti", "height": 224, "width": 224, **row}])
+        assert table[1] == ["tdrl_vit_ti", "224x224", "1,253.7", "10,956.6", "2,255.9", "28,736.7", "9,706.9"]
+
+    def test_a_pyramid_by_hand(self):
+        M, C, D = 5, 8, 12  # tokens, features in and out; P-W2S: branches of one and of two units, and a skip
+        layer = iso.PyramidLinear(C, D)
+        first, second = C * C + C * D, C * C + C * D + D * D
+        assert count_branches(layer, (M, C)) == M * (first + second + C * D)
+        assert count_pass(layer, (M, C)).image == M * C * D
+        training = count_pass(layer, (M, C), training=True)
+        assert training.image == M * C * D + M * C * C  # the covariance of the tokens
+        assert training.step > count_pass(layer, (M, C)).step > 0
+        assert count_pass(layer.eval().fuse(), (M, C)) == (M * C * D, 0)
+
+    @pytest.mark.parametrize(
+        ("layer", "size"),
+        [(iso.PyramidConv2d(4, 6, 3, padding=1, groups=2), (4, 5, 5)), (iso.PyramidLinear(8, 8), (3, 8))],
+    )
+    def test_branches_are_counted_as_they_run(self, layer, size):
+        """Against the layers themselves, every token through every branch."""
+        x = torch.zeros(2, *size)
+        with FlopCounterMode(display=False) as counter:
+            references.pyramid(layer, x)
+        assert count_branches(layer, size) == counter.get_total_flops() // 4
+
+    def test_pyramids_that_share_their_moments(self):
+        joint = iso.JointPyramid([iso.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)])
+        assert count_branches(joint, (4, 8)) == 4 * 3 * 2 * 64
+        assert count_pass(joint, (4, 8)).image == 4 * 3 * 64
+
+    def test_other_models_cost_nothing_a_step(self):
+        row = fixed_cost(timm.create_model("cifar_resnet20"), (3, 32, 32))
+        assert row["step_macs"] == 0
+        assert "branch_macs" not in row
+        assert pass_cost_table([{"model": "cnn", "height": 32, "width": 32, **row}]) == []
 
 
 class TestSavedBytes:
@@ -171,6 +243,14 @@ class TestCommand:
         assert [row["model"] for row in rows] == ["cifar_resnet20", "t_cifar_resnet20"] * 2
         assert rows[0]["parameters"] == 269_722
         assert "269,722" in call("bench cifar_resnet20 --batch-size 1 --seconds 0 --no-peak")
+
+    def test_pyramids_have_a_table_of_their_own(self, tmp_path, capsys):
+        small = dict(depth=1, embed_dim=24, num_heads=3, img_size=32, num_classes=5)
+        wide = iso.recast(timm.create_model("vit_tiny_patch16_224", **small).eval(), iso.LinearToPyramid(), "*.fc1")
+        iso.save(wide, tmp_path / "wide.safetensors")
+        with pytest.raises(SystemExit, match="0"):
+            main(f"bench {tmp_path / 'wide.safetensors'} --batch-size 1 --seconds 0 --no-peak".split())
+        assert "training: an image" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

@@ -124,7 +124,7 @@ def test_class_fraction_is_seeded_and_even():
     assert [p.tobytes() for p in a.pictures] == [p.tobytes() for p in b.pictures]
     assert [p.tobytes() for p in a.pictures] != [p.tobytes() for p in other.pictures]
     full, part = np.bincount(source.labels), np.bincount(a.labels)
-    assert np.abs(part - 0.1 * full).max() <= 0.5
+    assert part.tolist() == [int(0.1 * count) for count in full]
     with pytest.raises(iso.UserError, match=r"fraction 0 is not in"):
         class_fraction(source, 0)
 
@@ -294,7 +294,14 @@ def test_the_first_images_of_each_class_can_be_taken_instead():
     first = class_fraction(source, 0.1, seed=None)
     for label in range(10):
         members = [i for i, found in enumerate(source.labels) if found == label]
-        assert [i for i in first.ids if source.labels[i] == label] == members[: round(0.1 * len(members))]
+        assert [i for i in first.ids if source.labels[i] == label] == members[: int(0.1 * len(members))]
+
+
+@pytest.mark.parametrize(("images", "kept"), [(732, 36), (1300, 65), (19, 1)])
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_fraction_is_rounded_down_as_convit_does(images, kept, seed):
+    source = Source([None] * images, [0] * images, ["only"])
+    assert len(class_fraction(source, 0.05, seed)) == kept
 
 
 def test_first_classes():

@@ -36,6 +36,29 @@ def test_every_recipe_and_model_that_the_docs_name_exists():
         assert model in names(), model
 
 
+def test_every_result_file_that_the_docs_name_exists_and_none_is_orphaned():
+    text = "\n".join(page.read_text() for page in PAGES)
+    named = {name.split("/")[-1] for name in re.findall(r"results/[\w/]+\.json", text)}
+    stored = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert named - stored == set(), "named in the docs, but not in benchmarks/results"
+    assert stored - named == set(), "in benchmarks/results, but named on no page"
+
+
+def test_every_benchmark_that_the_docs_name_exists():
+    text = "\n".join(page.read_text() for page in PAGES)
+    for name in set(re.findall(r"python (benchmarks/\w+\.py)", text)):
+        assert (ROOT / name).is_file(), name
+
+
+def test_every_page_is_reachable():
+    """No page that neither the index nor the navigation leads to."""
+    index, navigation = (ROOT / "docs/index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
+    for page in (ROOT / "docs").rglob("*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        assert name == "index.md" or f"({name})" in index, f"{name} is not in docs/index.md"
+        assert name in navigation, f"{name} is not in mkdocs.yml"
+
+
 def test_no_address_or_path_of_a_machine():
     """No package index and no absolute path of the machine it was written on."""
     words = ("pypi.org/" + "simple", "file:" + "///", "/ro" + "ot/", "extra-index" + "-url", "find-" + "links")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import references
-from isomorph.layers import GPSA, GPSA2d, gpsa2d, mix
+from isomorph.layers import GPSA, PSA, GPSA2d, gpsa2d, mix
 from isomorph.layers.position import attend_by_axis, attend_dense, attend_shared, kronecker
 
 GRIDS_2D = [  # height, width, kernel, stride, padding
@@ -70,6 +70,36 @@ def test_gpsa_is_the_papers_formula(H, W, heads, prefix, form, monkeypatch):
     x = torch.randn(2, prefix + H * W, 36, dtype=torch.float64, requires_grad=True)
     expected = output_and_gradients(lambda x: references.gpsa(layer, x, (H, W)), x, layer)
     assert_equal(output_and_gradients(layer, x, layer), expected)
+
+
+@pytest.mark.parametrize(("H", "W", "heads"), [(3, 3, 4), (2, 5, 9), (4, 2, 1), (1, 4, 4)])
+def test_psa_is_the_papers_formula(H, W, heads):
+    layer = perturbed(PSA(36, heads, (H, W), qkv_bias=heads == 4).double())
+    x = torch.randn(2, H * W, 36, dtype=torch.float64, requires_grad=True)
+    expected = output_and_gradients(lambda x: references.psa(layer, x, (H, W)), x, layer)
+    assert_equal(output_and_gradients(layer, x, layer), expected)
+    values = layer.v(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+    by_map = layer.proj((layer.attention(x) @ values).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(by_map, expected[0], rtol=1e-11, atol=1e-12)
+    assert layer.no_weight_decay() == {"position"}
+
+
+def test_psa_is_born_as_gpsa_with_closed_gates():
+    """Without content scores the one softmax is that of position."""
+    gated, layer, x = GPSA(36, 9, (5, 7)), PSA(36, 9, (5, 7)), torch.randn(1, 35, 36)
+    for each in (gated, layer):
+        each.reset_attention(locality=2.0)
+        each.qk.weight.data.zero_()
+    gated.set_dials(gate=50.0)
+    torch.testing.assert_close(layer.attention(x), gated.attention(x))
+    torch.testing.assert_close(layer.centre, gated.centre)
+    torch.testing.assert_close(layer.locality, gated.locality)
+    torch.testing.assert_close(layer(x, (7, 5)), layer(x, (7, 5)))
+    assert not torch.allclose(layer(x, (7, 5)), layer(x))
+    with pytest.raises(ValueError, match="do not fill the 6 x 6 grid"):
+        layer(x, (6, 6))
+    with pytest.raises(ValueError, match="do not form a square window"):
+        PSA(36, 6)
 
 
 @pytest.mark.parametrize("prefix", [0, 2])
@@ -146,10 +176,15 @@ def test_axis_forms_agree():
 
 
 def layers_and_inputs():
-    return [(GPSA2d(24, 16, 3, 1, 1), torch.randn(2, 24, 9, 7)), (GPSA(36, 9, (9, 7)), torch.randn(2, 63, 36))]
+    tokens = torch.randn(2, 63, 36)
+    return [
+        (GPSA2d(24, 16, 3, 1, 1), torch.randn(2, 24, 9, 7)),
+        (GPSA(36, 9, (9, 7)), tokens),
+        (PSA(36, 9, (9, 7)), tokens),
+    ]
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["GPSA2d", "GPSA"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["GPSA2d", "GPSA", "PSA"])
 @pytest.mark.parametrize("form", FORMS)
 class TestTorchCitizens:
     @pytest.fixture(autouse=True)
@@ -161,7 +196,10 @@ class TestTorchCitizens:
     def test_autocast_keeps_geometry_in_float32(self):
         with torch.autocast("cpu", torch.bfloat16):
             y = self.layer(self.x)
-            maps = self.layer.axis_maps(*([(9, 7)] if isinstance(self.layer, GPSA) else (9, 7)))
+            if isinstance(self.layer, PSA):
+                maps = [self.layer.bias(self.x, None)]
+            else:
+                maps = self.layer.axis_maps(*([(9, 7)] if isinstance(self.layer, GPSA) else (9, 7)))
         assert y.dtype == torch.bfloat16
         assert {m.dtype for m in maps} == {torch.float32}
         y.float().sum().backward()
@@ -181,7 +219,7 @@ class TestTorchCitizens:
         compiled = torch.compile(self.layer, fullgraph=True)
         torch.testing.assert_close(compiled(self.x), self.layer(self.x))
         compiled(self.x).sum().backward()
-        assert self.layer.gate.grad is not None
+        assert all(parameter.grad is not None for parameter in self.layer.parameters())
 
     @pytest.mark.slow
     @pytest.mark.filterwarnings("ignore")  # the exporter warns about itself

@@ -27,7 +27,7 @@ def recipe(out, epoch, model=None, **more):
         | (model or {}),
         data=dict(source="digits", fraction=0.1, size=[16, 16], batch_size=32),
         augment=dict(crop_padding=2, hflip=0),
-        optim=dict(name="sgd", lr=0.05, warmup_epochs=1),
+        optim=dict(name="sgd", lr=0.05, gate_lr=0.1, warmup_epochs=1),
         epochs=3,
         ema=0.9,
         log_every=1,
@@ -155,3 +155,17 @@ def test_a_target_that_is_not_there_is_said_before_the_first_step(tmp_path):
     with pytest.raises(iso.UserError, match="matches no module"):
         iso.train(values, show=False)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_attention_is_monitored_from_the_epoch_it_is_there(epoch, tmp_path):
+    iso.train(recipe(tmp_path, epoch, epochs=2, monitor_every=1), show=False)
+    rows = rows_of(tmp_path / "monitor.jsonl")
+    assert [row["step"] for row in rows] == ([1, 2, 3, 4, 5, 6, 7, 8] if epoch == 0 else [5, 6, 7, 8])
+    assert all(list(row["max_logit"]) == list(row["entropy"]) == [WHERE] for row in rows)
+    assert all(row["entropy"][WHERE] > 0 for row in rows)
+
+
+def test_what_will_have_no_attention_is_not_monitored(tmp_path):
+    with pytest.raises(iso.UserError, match="no attention layer"):
+        open_run(recipe(tmp_path, 1, model=dict(recast=None, unstride="layer3"), monitor_every=1))

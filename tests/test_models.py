@@ -50,6 +50,8 @@ PARAMETERS = {
     "t_resnet200d": 64_693_064 + 3 * (3 * 512**2 + 36),
     "tdrl_vit_ti": 48_859_816,  # the paper's 48.86M
     "tdrl_vit_s": 194_154_856,
+    "vanillanet_5": 22_328_800,
+    "tdrl_vit_ti_distilled": 48_859_816 + 2 * 192 + 193_000,  # a token, its position, a second head
 }
 PAPER_MILLIONS = {  # T-CNN Table 2
     "t_resnetrs50": 38,
@@ -60,7 +62,7 @@ PAPER_MILLIONS = {  # T-CNN Table 2
     "t_resnetrs350": 167,
 }
 VITS = ["convit_ti", "refined_vit_s", "refined_vit_s_released", "tdrl_vit_ti"]
-SMALL = ["cifar_resnet20", "coatnet_0", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", *VITS]
+SMALL = ["cifar_resnet20", "coatnet_0", "vanillanet_5", "t_cifar_resnet20", "t_resnet50d", "t_resnetrs50", *VITS]
 ODD_SIZES = {name: dict(dynamic_img_pad=True) for name in VITS}
 
 

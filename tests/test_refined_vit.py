@@ -139,7 +139,7 @@ def test_positions_follow_the_size(name, tmp_path):
     [
         (dict(share=-1), "share -1"),
         (dict(share=1, reduce=False), "not shared"),
-        (dict(ratio=3, kernel=0), "kernel 0 must be odd"),
+        (dict(ratio=3, kernel=0), "kernel 0 must be a whole number from 1 to 127, and odd"),
         (dict(span="image"), "span 'image' is unknown"),
         (dict(num_heads=5), "num_heads 5 does not divide embed_dim 24"),
         (dict(patch_drop_rate=0.5), "patch_drop_rate leaves a grid with holes"),
@@ -318,7 +318,7 @@ class TestTokenLabels:
     @pytest.mark.parametrize("name", ["refined_vit_s_released", "refined_vit_s", "refiner_vit_16b_dla"])
     def test_recipes_run_two_steps(self, name, tmp_path):
         small = ["data.source=digits", "data.size=[32,32]", "data.batch_size=20", "data.workers=0"]
-        brief = ["data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}", "model.kwargs.depth=4"]
+        brief = ["data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}", "model.kwargs.depth=4"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
         assert run.order.steps == 2
         assert isinstance(run.task, TokenLabelTask) == (name == "refined_vit_s_released")

@@ -18,11 +18,13 @@ from PIL import Image
 import isomorph as iso
 from isomorph.analysis import Trajectory
 from isomorph.analysis.alignment import hsic
+from isomorph.analysis.evolution import random_draws
 from isomorph.analysis.places import Places
 from isomorph.cli import main
-from isomorph.cli.reports import dials_kept, images_for
-from isomorph.data import Source, evaluation_transform
-from isomorph.evaluation import evaluation_config
+from isomorph.cli.comparing import dials_kept
+from isomorph.cli.reports import images_for
+from isomorph.data import Source, eval_loader, evaluation_transform, open_source
+from isomorph.evaluation import count_macs, evaluation_config
 from isomorph.report import (
     Bars,
     Dots,
@@ -56,6 +58,7 @@ from isomorph.report.runs import POINTS, along_epochs, curve, flat, paths_of
 from isomorph.report.subjects import framed, percent, predictions
 from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results, weights_hash
 from isomorph.suites.robustness_scores import summary
+from isomorph.training.build import draw_images
 from isomorph.training.checkpoint import remember_data
 
 
@@ -191,7 +194,8 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
     assert lead_of([subject], sections).startswith("What it says" if name == "cnn" else "What each head looks at")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn", "convit"))
-    assert titles[-2:] == ["Cost", f"How {name} was made"]
+    once = ["Cost of a pass"] if name == "refined" else []  # its kernels are composed once a pass, whatever the batch
+    assert titles[titles.index("Cost") :] == ["Cost", *once, f"How {name} was made"]
     if name != "cnn":
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
         assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
@@ -629,6 +633,93 @@ class TestCommands:
         assert "Gates along training: gated" in (folder / "page.html").read_text()
         assert "Gates along training: plain" not in (folder / "page.html").read_text()
 
+    def test_compare_follows_attention_along_training(self, folder, capsys):
+        """ConViT Fig. 5: of every model that was kept, on the run's own test images; --json has every head."""
+        shape = dict(img_size=16, patch_size=4, embed_dim=12, depth=2, num_heads=4, num_classes=10, pretrained=False)
+        own = {"source": "digits", "root": None}
+        for name, layers in (("convit", 1), ("vit", 0)):
+            write_run(folder / name)
+            (folder / name / "recipe.json").write_text(json.dumps({"name": name, "data": own}))
+            for epoch, alpha in ((1, 2.0), (4, 0.1)):
+                model = timm.create_model("convit_ti", local_up_to_layer=layers, locality_strength=alpha, **shape)
+                remember_data(model, CONFIG | {"input_size": (3, 16, 16), "source": "digits"})
+                iso.save(model, folder / name / f"epoch-{epoch}.safetensors")
+        iso.save(timm.create_model("cifar_resnet20"), write_run(folder / "cnn") / "epoch-1.safetensors")
+        done("compare convit vit cnn --along nonlocality entropy --samples 40 --out page.html --json")
+        found = json.loads(capsys.readouterr().out)["along"]
+        assert [(key, list(runs)) for key, runs in found.items()] == [
+            ("nonlocality", ["convit", "vit"]),
+            ("entropy", ["convit", "vit"]),
+        ]
+        course = found["nonlocality"]["convit"]
+        assert course["epochs"] == [1, 4]
+        assert list(course["layers"]) == ["blocks.0.attn", "blocks.1.attn"]
+        model = iso.load(folder / "convit/epoch-4.safetensors")
+        source = draw_images(open_source("digits", "test"), 40)
+        expected = iso.nonlocality(model, eval_loader(source, evaluation_config(model), 40))
+        for layer, rows in course["layers"].items():
+            assert rows[1] == pytest.approx(expected[layer].tolist(), rel=1e-4)
+        page = (folder / "page.html").read_text()
+        assert "Nonlocality along training: convit" in page
+        assert "Attention entropy along training: vit" in page
+        assert "no nonlocality and no entropy along training" in page  # the CNN, whose recipe has no data
+        done("compare vit --along nonlocality --data digits --samples 8 --out page.html --figures figures")
+        assert (folder / "figures/nonlocality-along-training-vit.svg").is_file()
+        said = capsys.readouterr().out
+        assert "vit: nonlocality (steps of the grid)" in said
+        assert "epoch 4" in said
+        assert re.search(r"blocks\.1\.attn +\d\.\d+ +\d\.\d+", said)
+
+    def test_compare_draws_accuracy_against_cost(self, folder, capsys):
+        """CoAtNet Fig. 2 and 3: the models of runs, and those that have been evaluated, by MACs and parameters."""
+        for name, model in (("a", "cifar_resnet20"), ("b", "cifar_resnet32"), ("gone", None)):
+            write_run(folder / name)
+            if model:
+                iso.save(timm.create_model(model), folder / name / "model.safetensors")
+        row = {"model": "coatnet_0", "data": "cifar10", "top1": 81.6, "macs": 4.2e9, "parameters": 25e6}
+        Path("x.json").write_text(json.dumps(row))
+        Path("y.json").write_text(json.dumps(row | {"top1": 80.0, "weights": "random"}))
+        done("compare a b gone --evaluated x.json y.json --out page.html --json --figures figures")
+        points = {point["name"]: point for point in json.loads(capsys.readouterr().out)["points"]}
+        assert list(points) == ["a", "b", "coatnet_0", "coatnet_0 (random weights)"]
+        assert points["a"]["parameters"] == 269_722
+        assert points["b"]["macs"] == count_macs(timm.create_model("cifar_resnet32"), (3, 32, 32))
+        assert points["a"]["top1"] == 30.0
+        page = (folder / "page.html").read_text()
+        assert "Accuracy and cost" in page
+        assert "its cost was not counted" in page
+        assert (folder / "figures/top-1-against-macs.svg").is_file()
+        done("compare a --out page.html")
+        assert "Accuracy and cost" not in (folder / "page.html").read_text()
+        done("compare --evaluated x.json y.json --out page.html")
+        assert "Accuracy and cost" in (folder / "page.html").read_text()
+
+    def test_analyze_tells_how_features_evolve(self, folder, capsys):
+        """F_k of both models on ten draws of 32 test images, the same for both; a table, and JSON."""
+        net = timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=2, img_size=32, num_classes=10)
+        remember_data(net, CONFIG | {"input_size": (3, 32, 32), "source": "digits"})
+        iso.save(net, "vit.safetensors")
+        done(
+            "analyze vit.safetensors --against vit.safetensors --image a.png --data digits --samples 8 --evolution "
+            "--json"
+        )
+        found = json.loads(capsys.readouterr().out)["evolution"]
+        first, second = found.values()
+        assert first == second
+        assert list(first) == ["blocks.0", "blocks.1", "blocks.2"]
+        assert first["blocks.0"] == pytest.approx(1)
+        source, model = open_source("digits", "test"), iso.load("vit.safetensors")
+        draws = random_draws(len(source))
+        assert draws.shape == (320,)
+        assert all(len(set(draw)) == 32 for draw in draws.view(10, 32).tolist())
+        loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
+        assert first["blocks.1"] == pytest.approx(iso.feature_evolution(model, loader)["blocks.1"])
+        done("analyze vit.safetensors --image a.png --data digits --evolution --out page.html")
+        assert re.search(r"blocks\.2 +\d", capsys.readouterr().out)
+        assert "Feature evolution" in (folder / "page.html").read_text()
+        with pytest.raises(iso.UserError, match="31 images are too few"):
+            random_draws(31)
+
     def test_layers_are_drawn_from_the_epoch_they_are_there(self):
         nan = math.nan
         assert paths_of(torch.tensor([[[nan, nan]], [[1.0, 2.0]], [[3.0, 4.0]]])) == [[(1, 2), (3, 4)]]
@@ -696,11 +787,26 @@ class TestCommands:
             "analyze cnn.safetensors --image a.png --samples 3": "--samples must be at least 4",
             "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
             "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
+            "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
+            "compare": "nothing to compare; give folders of runs, or --evaluated",
+            "compare c --along looks": "looks",
+            "compare c --samples 0 --along entropy": "--samples must be at least 1",
+            "compare c --data digits": "--data and --root are for the images of --along",
+            "compare c --along entropy": "c: no entropy along training: recipe.json does not say its data; give --data",
+            "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",
+            "compare --evaluated z.json": "z.json does not exist; write it with isomorph evaluate",
+            "compare --evaluated t.jsonl": "t.jsonl is not what isomorph evaluate --json prints",
+            "compare --evaluated recipe.json": "recipe.json is not what isomorph evaluate --json prints",
+            "compare --evaluated e.json": "e.json has no macs and no parameters; evaluate m without --no-cost",
+            "compare --evaluated f.json": "m has nothing beside it; give another model",
             "compare nowhere": "nowhere is no folder of a run",
             "compare .": "page.html|",
         }.items(),
     )
     def test_bad_input_is_one_line(self, folder, capsys, command, expected):
+        iso.save(timm.create_model("cifar_resnet20"), write_run(folder / "c") / "epoch-1.safetensors")
+        Path("e.json").write_text('{"model": "m", "top1": 1.0}')
+        Path("f.json").write_text('{"model": "m", "top1": 1.0, "macs": 1, "parameters": 1}')
         if command == "compare .":
             (folder / "recipe.json").unlink()
             expected = "it has no log.jsonl, steps.jsonl or recipe.json"

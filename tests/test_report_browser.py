@@ -28,7 +28,7 @@ from isomorph.report import (
     read_runs,
     write_page,
 )
-from isomorph.report.charts import Paths
+from isomorph.report.charts import Paths, Scatter
 from isomorph.report.page import Fold, colour_table
 from isomorph.report.pictures import normalised
 from isomorph.report.subjects import predictions
@@ -365,6 +365,9 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
         Dots("Gates", "sigma", {"a": {"l.0.x": [0.25, 0.5], "l.1.x": [0.75]}}, 1.0),
         Paths("Centres", {"l.0": [[(0.0, 1.0), (0.5, 1.25)], [(1.0, 0.0), (2.0, -1.0)]], "l.1": [[(1.0, 1.0)]]}),
         Matrix("CKA", "a", "b", ["r1", "r2"], ["c1", "c2"], [[1.0, 0.25], [0.5, 0.125]]),
+        Scatter(
+            "Cost", "GMACs", "%", {"d": {"small": (1.0, 80.0), "large": (4.2, 81.5)}, "e": {"other": (1.05, 80.1)}}
+        ),
     ]
     write_page(tmp_path / "page.html", "Runs", "", [*compare_runs(logs), Section("More", charts=charts)])
     tab.open(tmp_path / "page.html")
@@ -383,6 +386,9 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
     assert reading("Gates", "ArrowRight") == "l.0.x: a 0.25, 0.5"
     assert reading("Centres", "ArrowRight", "ArrowRight") == "l.0, head 2: from 1, 0 to 2, -1"
     assert reading("CKA", "ArrowRight", "ArrowDown", "ArrowRight") == f"r2 {TIMES} c2: 0.125"
+    assert reading("Cost", "ArrowRight", "ArrowRight") == "large: 4.2 GMACs, 81.5 % · d"
+    written = tab.run("[...document.querySelectorAll('.chart svg')].at(-1).textContent")
+    assert all(name in written for name in ("small", "large", "other"))
     tab.hover(f".card:nth-child({titles.index('Top-1') + 1}) .chart svg", 0.5, 0.98)
     assert tab.run(f"document.querySelectorAll('.reading')[{titles.index('Top-1')}].textContent").startswith(
         "epoch 3: a 30"

@@ -138,6 +138,23 @@ def test_numbered_folders_are_not_taken_in_the_order_of_text(tmp_path):
     assert iso.open_source("imagefolder", "test", place).classes[:3] == ("0", "1", "10")
 
 
+def test_the_three_sets_of_imagenet_v2_are_told_apart(tmp_path):
+    """TDRL Table 6: each by its name, in the folder that its archive unpacks to; imagenet-v2 is the first."""
+    names = ("imagenet-v2-matched-frequency", "imagenet-v2-threshold-0.7", "imagenet-v2-top-images")
+    for drawn, images in (("matched-frequency", 2), ("threshold0.7", 3), ("top-images", 4)):
+        folders(tmp_path / f"imagenetv2-{drawn}-format-val", [(str(n), n) for n in range(images)])
+    sets = open_suites([*names, "imagenet-v2"], tmp_path, partial=True)
+    found = {view.name: len(each.source) for each in sets for view in each.views}
+    assert found == dict(zip((*names, "imagenet-v2"), (2, 3, 4, 2), strict=True))
+    assert len(sets) == 3  # the same images once
+    by_name = folders(tmp_path / "sets" / "imagenet-v2-top-images", [("7", 7)])
+    assert len(open_suites(["imagenet-v2-top-images"], by_name.parent, partial=True)[0].source) == 1
+    with pytest.raises(
+        iso.UserError, match=r"no folder of imagenet-v2-threshold-0\.7 .*imagenetv2-threshold0\.7-format"
+    ):
+        open_suites(["imagenet-v2-threshold-0.7"], by_name.parent)
+
+
 @pytest.mark.parametrize("suite", KEPT)
 def test_two_hundred_classes_alone_take_part(tmp_path, suite):
     kept = KEPT[suite]
@@ -362,7 +379,8 @@ def test_unnamed_outputs_are_counted_and_suites_checked(tmp_path):
         open_suites(["imagenet-r"], tmp_path)
     with pytest.raises(iso.UserError, match="read as imagefolder, tar"):
         open_suites(["imagenet"], tmp_path, form="cifar10")
-    assert set(SUITES) == {"imagenet", "real", "imagenet-v2", "imagenet-a", "imagenet-r", "imagenet-sketch"}
+    of_v2 = {f"imagenet-v2{drawn}" for drawn in ("", "-matched-frequency", "-threshold-0.7", "-top-images")}
+    assert set(SUITES) == {"imagenet", "real", "imagenet-a", "imagenet-r", "imagenet-sketch"} | of_v2
 
 
 def run(arguments):

@@ -181,6 +181,9 @@ def test_the_monitor_watches_every_block(tmp_path):
     assert [row["step"] for row in rows] == list(range(1, rows[-1]["step"] + 1, 4))
     assert all(set(row["max_logit"]) == set(row["entropy"]) == {"blocks.0.attn", "blocks.1.attn"} for row in rows)
     assert all(0 < value < 17**0.5 * 10 for row in rows for value in row["entropy"].values())
+    for row in rows:  # TDRL Fig. 3 (c): the maximum before and after the softmax
+        assert set(row["max_attention"]) == set(row["max_logit"])
+        assert all(1 / 17 < value <= 1 for value in row["max_attention"].values())
 
 
 def test_a_model_without_attention_cannot_be_monitored(tmp_path):
@@ -252,6 +255,42 @@ def test_branch_similarity_over_groups_and_silent_branches():
     born = nn.Sequential(iso.LinearToPyramid().build(nn.Linear(4, 5)))
     silent = iso.branch_similarity(born, torch.randn(20, 4))["0"]
     torch.testing.assert_close(silent, torch.diag(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)))
+
+
+def test_branch_similarity_over_a_loader_is_unbiased_minibatch_cka():
+    """TDRL Fig. 2 (c) as Nguyen et al. measure it: images are samples, HSIC of batches is summed."""
+    model = timm.create_model("tdrl_vit_ti", **SMALL).eval().double()
+    loader = [(torch.randn(n, 3, 32, 32, dtype=torch.float64), None) for n in (5, 6, 3)]  # the last is too small
+    pyramid, inputs = model.blocks[0].mlp.fc1, []
+    model.blocks[0].mlp.fc1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    found = iso.branch_similarity(model, loader)
+    assert found["blocks.0.attn.qkv"].shape == (3, 3, 3)
+    sums = torch.zeros(3, 3, dtype=torch.float64)
+    for x in inputs:
+        n = len(x)
+        outputs = [nn.Sequential(*chain)(x.flatten(0, 1)).view(n, -1) for chain in pyramid.chains]
+        grams = [y @ y.T * (1 - torch.eye(n)) for y in outputs]
+        for i, k in enumerate(grams):
+            for j, m in enumerate(grams):
+                term = (k @ m).trace() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 * (k @ m).sum() / (n - 2)
+                sums[i, j] += term / (n * (n - 3))
+    own = sums.diagonal().sqrt()
+    assert [len(x) for x in inputs] == [5, 6]
+    torch.testing.assert_close(found["blocks.0.mlp.fc1"], sums / (own[:, None] * own))
+    with pytest.raises(iso.UserError, match="at least 4 images"):
+        iso.branch_similarity(model, loader[2:])
+
+
+def test_branch_similarity_over_a_loader_of_windows_and_groups():
+    swin = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2)
+    )
+    wide = iso.recast(swin, iso.LinearToPyramid("P-W2"), ["layers.0.*.qkv", "patch_embed.proj"])
+    found = iso.branch_similarity(wide, [torch.randn(6, 3, 32, 32)])
+    assert found["layers.0.blocks.0.attn.qkv"].shape == (3, 2, 2)
+    torch.testing.assert_close(found["patch_embed.proj"].diagonal(), torch.ones(2, dtype=torch.float64))
+    layer = nn.Sequential(iso.PyramidConv2d(6, 6, 3, padding=1, groups=6)).eval()
+    assert iso.branch_similarity(layer, [torch.randn(6, 6, 5, 7)])["0"].shape == (3, 3)
 
 
 def test_cka_knows_rotations_and_strangers():

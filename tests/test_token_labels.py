@@ -288,11 +288,15 @@ class TestRuns:
         return iso.load_recipe("refined_vit_s_standard", [*BRIEF, *small, *place, "augment.mixup=0", *more])
 
     @pytest.mark.parametrize(
-        ("said", "kind", "amp"),
-        [("label", MapLabelTask, "none"), ("map", MapOnlyTask, "none"), ("map", MapOnlyTask, "bf16")],
+        ("said", "kind", "more"),
+        [
+            ("label", MapLabelTask, ["amp=none"]),
+            ("map", MapOnlyTask, ["amp=none", "augment.mixup=0.8", "augment.cutmix=1.0"]),
+            ("map", MapOnlyTask, ["amp=bf16"]),
+        ],
     )
-    def test_two_steps_of_a_training(self, said, kind, amp, data):
-        run = open_run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", f"amp={amp}"))
+    def test_two_steps_of_a_training(self, said, kind, more, data):
+        run = open_run(self.recipe(data, f"token_labels.class_token={said}", f"out={data / 'run'}", *more))
         assert type(run.task) is kind
         assert run.order.steps == 2
         before = [parameter.clone() for parameter in run.trained.aux_head.parameters()]
@@ -302,7 +306,7 @@ class TestRuns:
     @pytest.mark.parametrize(
         ("change", "said"),
         [
-            ("augment.mixup=0.2", "token_labels.maps are mixed by token_labels.mix"),
+            ("data.source=huggingface-stream", "needs images with file names"),
             ("augment.crop_padding=4", "leave augment.crop_padding at 0"),
             ("token_labels.maps=null", "class_token map needs token_labels.maps"),
         ],

@@ -23,9 +23,9 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=32),
+    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32),
     augment=dict(crop_padding=2, hflip=0),
-    optim=dict(lr=1e-3, warmup_epochs=0.5),
+    optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=2,
 )
 
@@ -79,7 +79,7 @@ class TestRecipe:
     @pytest.mark.parametrize("name", ["tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_resnet50d"])
     def test_published_recipes_run_two_steps(self, name, tmp_path):
         small = ["model.pretrained=false", "data.source=digits", "data.size=[64,64]", "data.batch_size=20"]
-        brief = ["data.workers=0", "data.fraction=0.03", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
+        brief = ["data.workers=0", "data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
         assert run.order.steps == 2
         assert train_epoch(run) > 0
@@ -89,7 +89,7 @@ class TestRecipe:
         part = iso.load_recipe(name).model
         with torch.device("meta"):
             model = build_model(part, 1000, 0.1)
-        gpsa = [m for m in model.modules() if isinstance(m, iso.GPSA)]
+        gpsa = [m for m in model.modules() if isinstance(m, iso.PSA if "psa" in name else iso.GPSA)]
         assert len(gpsa) == (
             0 if name.split("_")[0] in ("vit", "deit") else part.kwargs.get("local_up_to_layer", 10)
         ) or (name.startswith("cifar_vit") and not gpsa)
@@ -100,10 +100,23 @@ class TestRecipe:
         assert {n.rpartition(".")[2] for n in frozen} == wanted.get(row, set())
         assert all(".attn." in n for n in frozen)
 
+    def test_figure_8_is_a_grid(self):
+        """Every number of GPSA layers with every strength of locality, once; a plain ViT has no strength."""
+        cells = []
+        for name in convit.RECIPES:
+            recipe = iso.load_recipe(name)
+            if recipe.source.startswith("ConViT Fig. 8"):
+                kwargs = recipe.model.kwargs
+                cells.append((kwargs.get("local_up_to_layer", 10), kwargs.get("locality_strength", 1.0)))
+                assert (recipe.model.name, recipe.data.classes) == ("convit_s_plus", 100)
+        assert sorted(cells) == [(0, 1.0), *((n, alpha) for n in (3, 6, 9, 10) for alpha in (0.5, 1.0, 2.0))]
+        known = {"convit_layers_0", "convit_layers_3", "convit_layers_3_locality_0.5", "convit_locality_1"}
+        assert known < set(convit.RECIPES)
+
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "name",
-        ["convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_layers_3", "cifar_convit_5pct"],
+        ["convit_ti", "vit_ti_plus", "convit_s_5pct", "convit_ablation_g", "convit_layers_3", "convit_s_psa"],
     )
     def test_convit_recipes_run_two_steps(self, name, tmp_path):
         small = [
@@ -111,11 +124,32 @@ class TestRecipe:
             "data.size=[32,32]",
             "data.batch_size=20",
             "data.workers=0",
-            "data.fraction=0.03",
+            "data.fraction=0.04",
         ]
         brief = ["epochs=1", "optim.warmup_epochs=0", "evaluate_every=1", "keep_every=null", "data.classes=null"]
         run = open_run(iso.load_recipe(name, [*small, *brief, f"out={tmp_path}"]))
         assert train_epoch(run) > 0
+
+    def test_deits_augmentation_shows_every_image_three_times(self):
+        for name in (
+            "tcnn_resnetrs50",
+            "finetune_resnetrs50",
+            "tcnn_late_100",
+            "convit_s",
+            "refiner_b_deit",
+            "tdrl_deit_b",
+        ):
+            assert iso.load_recipe(name).augment.repeats == 3, name
+
+    def test_longer_fine_tuning_and_other_peaks(self):
+        """T-CNN Table 4 and Fig. 6 differ from Table 1 in the number of epochs, and in the peak rate, alone."""
+        for name in ("tcnn_resnetrs50_10ep", "tcnn_resnetrs101_20ep", "tcnn_resnetrs50_lr_3e-5"):
+            recipe, whole = iso.load_recipe(name), iso.load_recipe("_".join(name.split("_")[:2]))
+            said = {"name", "source", "expected"}
+            changed = {k for k, v in recipe.model_dump().items() if v != whole.model_dump()[k]} - said
+            assert changed == ({"optim"} if "lr" in name else {"epochs"})
+        assert "81.90" in iso.load_recipe("tcnn_resnetrs101_20ep").expected
+        assert iso.load_recipe("tcnn_resnetrs270").keep_every == 2
 
     def test_text_that_is_no_yaml_or_looks_like_a_number(self):
         assert iso.load_recipe("cifar_cnn", ["model.recast.where=*.conv2"]).model.recast.where == ["*.conv2"]
@@ -232,7 +266,41 @@ class TestOptim:
         assert [line.split()[0] for line in lines] == ["group", "decayed", "undecayed", "gates", "positions"]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert sum(int(line.split()[2].replace(",", "")) for line in lines[1:]) == trained
-        assert lines[3].split()[3:] == ["0.1", "0"]
+        assert lines[3].split()[3:] == ["1", "0"]
+        (gates,) = [line for line in group_lines(build_optimizer(model, OptimPart()), OptimPart()) if "gates" in line]
+        assert gates.split()[3:] == ["0.1", "0"]
+
+    @pytest.mark.parametrize(
+        ("name", "fields", "gates", "positions"),
+        [
+            ("tcnn_resnetrs50", [], 0.1, 1e-4),
+            ("tcnn_resnetrs50", ["optim.lr=5e-5"], 0.05, 5e-5),
+            ("tcnn_resnetrs50", ["optim.lr=5e-5", "optim.gate_lr=0.1"], 0.1, 5e-5),
+            ("tcnn_resnetrs50", ["optim.gate_lr=10x", "optim.position_lr=20x"], 1e-3, 2e-3),
+            ("tcnn_resnetrs50_lr_3e-4", [], 0.3, 3e-4),
+            ("convit_s", ["optim.lr=5e-4"], 5e-4, 5e-4),
+            ("tcnn_late_100", ["optim.lr=0.1"], 0.1, 0.1),
+            ("cifar_exact", ["optim.lr=2e-3"], 0.2, 0.04),
+            ("cifar_exact", ["optim.lr=2e-3", "optim.position_lr=null"], 0.2, 2e-3),
+        ],
+    )
+    def test_rates_of_gates_and_positions_follow_lr(self, name, fields, gates, positions):
+        optim = iso.load_recipe(name, fields).optim
+        assert (optim.gate_lr, optim.position_lr) == pytest.approx((gates, positions))
+        model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.*")
+        scales = {group["name"]: group["lr_scale"] for group in parameter_groups(model, optim)}
+        assert scales["gates"] * optim.lr == pytest.approx(gates)
+        assert scales["positions"] * optim.lr == pytest.approx(positions)
+
+    @pytest.mark.parametrize("rate", ["fast", "x", "1000 times", "0x", "-3x", "infx"])
+    def test_a_rate_is_a_number_or_a_multiple(self, rate):
+        with pytest.raises(iso.UserError, match=r"optim\.gate_lr: .*given '") as caught:
+            iso.load_recipe("tcnn_resnetrs50", [f"optim.gate_lr={rate}"])
+        assert "\n" not in str(caught.value)
+
+    def test_a_wrong_lr_is_the_only_problem(self):
+        with pytest.raises(iso.UserError, match=r"1 problem: optim\.lr"):
+            iso.load_recipe("tcnn_resnetrs50", ["optim.lr=-1"])
 
     def test_layer_decay_follows_the_layer_and_not_the_form(self):
         """A recast layer has the rate of the layer that it was, in every part; frozen layers count."""
@@ -275,7 +343,8 @@ class TestRun:
         assert iso.edits(rebuilt)[0].names == ("layer3.2.conv2",)
 
     def test_it_learns(self, tmp_path):
-        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3}, optim=dict(lr=3e-3, warmup_epochs=1))
+        optim = dict(lr=3e-3, gate_lr=0.1, warmup_epochs=1)
+        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3}, optim=optim)
         assert iso.train(recipe, show=False).metrics["top1"] > 50
 
     @pytest.mark.parametrize(
@@ -283,8 +352,8 @@ class TestRun:
         [
             dict(augment=dict(mixup=0.8, cutmix=1.0, smoothing=0.1, auto_augment="rand-m9-mstd0.5-inc1", erasing=0.25)),
             dict(ema=0.9, drop_path=0.1, amp="bf16"),
-            dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, clip_grad=1.0, schedule="constant")),
-            dict(optim=dict(name="sgd", lr=0.1), augment=dict(scale=[0.5, 1.0], repeats=3)),
+            dict(anneal=dict(epochs=0.5), optim=dict(lr=1e-3, gate_lr=0.1, clip_grad=1.0, schedule="constant")),
+            dict(optim=dict(name="sgd", lr=0.1, gate_lr=0.1), augment=dict(scale=[0.5, 1.0], repeats=3)),
         ],
         ids=["mixing", "averaging", "annealing", "sgd, repeats"],
     )

@@ -14,9 +14,9 @@ import torch
 
 import isomorph as iso
 from isomorph.training import Diverged, Stopped
-from isomorph.training.build import open_model
 from isomorph.training.journal import alone_in, rows_of
 from isomorph.training.loop import train_epoch
+from isomorph.training.opening import open_model
 from isomorph.training.recipe import changes, check, identity, with_defaults
 from isomorph.training.run import open_run
 from isomorph.training.runtime import Runtime
@@ -28,7 +28,7 @@ TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
     data=dict(source="digits", fraction=0.2, size=[16, 16], batch_size=32),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
-    optim=dict(lr=1e-3, warmup_epochs=0.5),
+    optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=3,
     ema=0.9,
     drop_path=0.0,
@@ -243,7 +243,7 @@ class TestDivergence:
     def test_weights_that_are_not_finite_are_never_kept(self, tmp_path):
         """What a run keeps is whole at every moment, also where the loss is not looked at."""
         with pytest.raises(Diverged, match="not finite at epoch 1"):
-            iso.train(tiny(tmp_path, optim=dict(lr=1e30), checkpoint_minutes=0, log_every=50), show=False)
+            iso.train(tiny(tmp_path, optim=dict(lr=1e30, gate_lr=0.1), checkpoint_minutes=0, log_every=50), show=False)
         for path in snapshots(tmp_path):
             assert all(tensor.isfinite().all() for tensor in read_snapshot(path).values() if tensor.is_floating_point())
         assert not (tmp_path / "best.safetensors").exists()

@@ -5,6 +5,13 @@
 >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
 """
 
+import sys
+
+from isomorph.import_path import leave_working_folder, starts_isomorph
+
+if starts_isomorph(sys.argv, sys.orig_argv):
+    leave_working_folder()
+
 from isomorph.doctor import torchvision_problem
 
 if problem := torchvision_problem():
@@ -35,6 +42,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluate
 from isomorph.layers import (
     GPSA,
+    PSA,
     GPSA2d,
     JointPyramid,
     LocalAttention,
@@ -61,6 +69,7 @@ from isomorph.surgery import (
     compare,
     edits,
     fuse,
+    notes,
     recalibrate,
     recast,
     revert,
@@ -74,6 +83,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GPSA",
+    "PSA",
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",
@@ -122,6 +132,7 @@ __all__ = [
     "map_similarity",
     "models",
     "nonlocality",
+    "notes",
     "open_source",
     "recalibrate",
     "recast",

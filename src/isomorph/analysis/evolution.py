@@ -14,6 +14,9 @@ from isomorph.analysis.taps import run_hooked
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where, matches, nearest_names
 
+DRAWS, DRAWN = 10, 32
+"""Batches that F_k is the mean of in the paper's measurement, and images of each."""
+
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:
     """The modules whose outputs are the features: those that timm names for the model, or those selected.
@@ -63,6 +66,18 @@ def features(
 
     run_hooked(model, batch, [layer.register_forward_hook(keep(name)) for name, layer in layers.items()])
     return {name: seen[name] for name in layers if name in seen}
+
+
+def random_draws(images: int) -> Tensor:
+    """Which of so many images the batches of F_k have, one batch after the other; the same at every call.
+
+    Shape: -> (DRAWS DRAWN,)
+    Raises: UserError when there are fewer images than a batch has.
+    """
+    if images < DRAWN:
+        raise UserError(f"{images} images are too few to draw batches of {DRAWN} from; give more test images")
+    generator = torch.Generator().manual_seed(0)
+    return torch.cat([torch.randperm(images, generator=generator)[:DRAWN] for _ in range(DRAWS)])
 
 
 def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Where | None = None) -> dict[str, float]:

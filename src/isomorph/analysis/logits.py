@@ -29,7 +29,7 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
 
     Logits are what the softmax is given: scaled, with masks and relative positions. A logit of 1,000 is attention lost;
     an entropy of 0 is one-hot attention, of log(N) uniform attention. Of every layer that has a softmax over keys; of
-    GPSA on tokens the content half; not of GPSA2d. What a layer does to its map after the softmax is not in here.
+    GPSA, on tokens and on maps, the content half. What a layer does to its map after the softmax is not in here.
 
     Shape: a batch (B, C, H, W), or a loader of such -> {name: LogitStats, (heads,) each}
     Source: TDRL Fig. 3

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d, SpatialAttention, ViTGPSA
+from isomorph.layers import GPSA, PSA, GPSA2d, SpatialAttention, ViTGPSA
 from isomorph.layers.grid import axis_offsets
 from isomorph.surgery.follow import embedding_models
 
@@ -51,7 +51,7 @@ def called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) ->
     """The grid that a call of a layer with positions names itself."""
     if isinstance(layer, SpatialAttention | ViTGPSA):
         return grid_size  # their second argument is a mask
-    return grid_size or next(iter(args), None) if isinstance(layer, GPSA) else None
+    return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PSA) else None
 
 
 def map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:

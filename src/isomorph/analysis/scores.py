@@ -9,7 +9,7 @@ from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 
-from isomorph.layers import GPSA, PostRelativeAttention, RelativeAttention
+from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention
 
 ENTRIES_AT_ONCE = 2**22
 """Entries of a layer's maps that are formed at the same time where only a summary of them is wanted."""
@@ -182,6 +182,20 @@ def gated(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
     """The content half. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
     return Scores(q * q.shape[-1] ** -0.5, k)
+
+
+@scores.register
+def gated_on_maps(layer: GPSA2d, x: Tensor) -> Scores:
+    """The content half, the padding among its keys. Shape: x (B, C, H, W)"""
+    q, keys = layer.queries_padded_keys(x)
+    return Scores(q * q.shape[-1] ** -0.5, keys)
+
+
+@scores.register
+def positional(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
+    """Content and position, as its softmax is given them. Shape: x (B, N, C)"""
+    q, k = layer.queries_keys(x)
+    return Scores(q * q.shape[-1] ** -0.5, k, layer.bias(x, grid_size).to(q.dtype))
 
 
 def hands_out_map(layer: nn.Module) -> bool:

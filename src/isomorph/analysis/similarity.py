@@ -1,17 +1,8 @@
-"""How alike representations are: centred kernel alignment, of any features and of the branches of pyramids."""
+"""How alike two sets of features are: centred kernel alignment."""
 
-from typing import Any
+from torch import Tensor
 
-import torch
-from torch import Tensor, nn
-
-from isomorph.analysis.taps import visit
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid
-from isomorph.layers.affine_chain import collapse_chain
-from isomorph.layers.moments import measure
-from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.recast import outermost
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:
@@ -28,38 +19,3 @@ def linear_cka(x: Tensor, y: Tensor) -> Tensor:
         inner = (x @ x.T * (y @ y.T)).sum()
         return inner / ((x @ x.T).norm() * (y @ y.T).norm())
     return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())
-
-
-def branch_similarity(model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-    """Linear CKA between the branches of every pyramid, the skip last, on what it really receives, in eval mode.
-
-    0 where a branch is silent, as all but the skip are when born with the same function. Computed from the covariance S
-    of the input: branches A and B have |A S B^T|^2 / (|A S A^T| |B S B^T|).
-
-    Shape: batch (B, C, H, W) -> {name: (branches, branches)}; of a joint pyramid (pyramids, branches, branches)
-    Source: TDRL Fig. 2 (c)
-    Raises: UserError when the model has no pyramid.
-    """
-    layers = outermost(model, lambda module: isinstance(module, Pyramid | JointPyramid))
-    if not layers:
-        raise UserError("the model has no pyramids; recast it with LinearToPyramid, or it is fused already")
-    return visit(model, batch, look, layers)
-
-
-def look(layer: Any, x: Tensor) -> Tensor:
-    """Similarities within one layer."""
-    if isinstance(layer, JointPyramid):
-        covariance = measure(x).covariance
-        return torch.stack([similarities(pyramid, covariance) for pyramid in layer.pyramids])  # type: ignore[arg-type]
-    window = getattr(layer, "window", None)
-    return similarities(layer, measure(x, window and window._replace(groups=1)).covariance)
-
-
-def similarities(pyramid: Pyramid, covariance: Tensor) -> Tensor:
-    """Linear CKA of all pairs of branches, over all groups. Shape: (C, C) -> (branches, branches)"""
-    maps = [collapse_chain(chain, None, pyramid.origin())[0].double() for chain in pyramid.chains]
-    maps = [a if a.ndim == 2 else torch.block_diag(*a) for a in maps]  # (out, C)
-    covariance = covariance.double()
-    inner = torch.stack([torch.stack([(a @ covariance @ b.mT).norm() ** 2 for b in maps]) for a in maps])
-    own = inner.diagonal().sqrt()
-    return torch.where(inner > 0, inner / (own[:, None] * own), 0.0)

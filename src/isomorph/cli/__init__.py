@@ -3,13 +3,16 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cyclopts import CycloptsError
+from torch import OutOfMemoryError
 from torch.distributed import DistError
 
-from isomorph.cli import bench, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds its commands)
+from isomorph.cli import bench, comparing, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
+from isomorph.import_path import SafeChildren
 from isomorph.training import Stopped
 
 
@@ -26,7 +29,17 @@ def said_of(error: Exception) -> str:
         return one_line(error)
     if isinstance(error, DistError) or "Connection closed by peer" in str(error):
         return "another process of this run has ended; the line that it left says why"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"cannot open {error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error):
+        return "there is not enough memory for this; give smaller sizes or batches"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def complain(text: str) -> None:
+    """Prints a line where there is still a terminal to read it; the exit code says the rest."""
+    with suppress(OSError):
+        print(f"isomorph: {text}", file=sys.stderr)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -35,15 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ISOMORPH_DEBUG=1 lets errors through with their traceback.
     """
     try:
-        app(arguments)
+        with SafeChildren():
+            app(arguments)
     except Stopped as stopped:
-        print(f"isomorph: {stopped}", file=sys.stderr)
+        complain(str(stopped))
         sys.exit(128 + stopped.number)
-    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError) as error:
+    except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        print(f"isomorph: {said_of(error)}", file=sys.stderr)
+        complain(said_of(error))
         sys.exit(2)
     except KeyboardInterrupt:
-        print("isomorph: interrupted; a run resumes from its last checkpoint", file=sys.stderr)
+        complain("interrupted; a run resumes from its last checkpoint")
         sys.exit(130)

@@ -1,12 +1,13 @@
 """The application, and the options that several commands share."""
 
+import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from cyclopts import App, Parameter
+from cyclopts import App, Parameter, Token
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,8 +21,10 @@ from rich.progress import (
 )
 
 import isomorph as iso
+from isomorph.errors import UserError
 
 T = TypeVar("T")
+Command = TypeVar("Command", bound=Callable[..., None])
 app = App(
     name="isomorph",
     help="Change the form of a vision model, keep its function.",
@@ -30,11 +33,63 @@ app = App(
     print_error=False,
     default_parameter=Parameter(negative_iterable=()),
 )
+
+
+def _whole(kind: type, tokens: Sequence[Token]) -> int:
+    """A whole number as it was typed: cyclopts would round a fraction."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value} is not a whole number") from None
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print plain JSON for machines.")]
 Model = Annotated[str, Parameter(help="A timm model, a checkpoint written by isomorph, or the folder of a run.")]
 Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
 Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model instead of its public weights.")]
 Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+LIMITS: dict[str, float] = {
+    "atol": 1e6,
+    "batch": 2**16,
+    "batch_size": 2**16,
+    "classes": 10**7,
+    "limit": 10**9,
+    "megabytes": 1000,
+    "recalibrate": 10**6,
+    "rfc": 100,
+    "samples": 10**7,
+    "seconds": 24 * 60 * 60,
+    "seed": 2**31 - 1,
+    "seeds": 2**31 - 1,
+    "severity": 5,
+    "size": 2**13,
+    "workers": 256,
+}
+"""The largest number that an option takes, by its name, in every command."""
+
+
+def bounded(command: Command) -> Command:
+    """A command that rejects numbers beyond LIMITS, and those that are not finite, before it does anything."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> None:
+        for name, limit in LIMITS.items():
+            check_limit(name, options.get(name), limit)
+        command(*arguments, **options)
+
+    return checked  # type: ignore[return-value]
+
+
+def check_limit(name: str, value: Any, limit: float) -> None:
+    """Raises: UserError for a number, or one of several, that is not finite or beyond the limit."""
+    if isinstance(value, list | tuple):
+        for number in value:
+            check_limit(name, number, limit)
+    elif isinstance(value, int | float) and not abs(value) <= limit:
+        raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
 
 
 def called(model: str, pretrained: bool) -> str:

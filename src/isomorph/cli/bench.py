@@ -6,22 +6,23 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Weights, app, steps_bar
+from isomorph.cli.app import Device, Json, Weights, Whole, app, bounded, steps_bar
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
-from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, show
-from isomorph.training.build import open_model
+from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table, show
+from isomorph.training.opening import open_model
 from isomorph.training.runtime import open_runtime
 
 
 @app.command
+@bounded
 def bench(
     model: str,
     /,
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    batch_size: Annotated[list[int], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: tuple[tuple[int, int], ...] = (),
+    batch_size: Annotated[list[Whole], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
+    size: tuple[tuple[Whole, Whole], ...] = (),
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,
@@ -57,8 +58,9 @@ def bench(
     if json_:
         print(json.dumps(rows))
     else:
-        show(fixed_cost_table(rows))
-        print()
+        for table in filter(None, (fixed_cost_table(rows), pass_cost_table(rows))):
+            show(table)
+            print()
         show(batch_cost_table(rows))
     for problem in cost_problems(rows):
         print(f"isomorph: {problem}", file=sys.stderr)

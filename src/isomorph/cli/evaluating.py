@@ -6,16 +6,18 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, bar, called
+from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bar, bounded, called
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
 from isomorph.suites import evaluating, imagenet, views
-from isomorph.training.build import default_data, evaluation_data, open_model, refuse_weights
+from isomorph.training.build import default_data, evaluation_data
+from isomorph.training.opening import open_model, refuse_weights
 from isomorph.training.runtime import open_runtime
 
 
 @app.command(name="evaluate")
+@bounded
 def evaluate_(
     model: Model,
     /,
@@ -26,10 +28,10 @@ def evaluate_(
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
     pretrained: bool = True,
-    batch_size: int = 100,
-    workers: int = 0,
-    size: tuple[tuple[int, int], ...] = (),
-    classes: int | None = None,
+    batch_size: Whole = 100,
+    workers: Whole = 0,
+    size: tuple[tuple[Whole, Whole], ...] = (),
+    classes: Whole | None = None,
     rfc: tuple[float, ...] = (),
     rfc_fill: Literal["zero", "black"] = "zero",
     per_class: Path | None = None,
@@ -42,8 +44,9 @@ def evaluate_(
     Parameters
     ----------
     suite
-        imagenet, real, imagenet-v2, imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several
-        times. Each is looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
+        imagenet, real, imagenet-v2 (also imagenet-v2-matched-frequency, the same images, -threshold-0.7 and
+        -top-images), imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several times. Each is
+        looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
     data
         cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on. With --suite: the
         form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.

@@ -1,9 +1,8 @@
-"""Commands that write pages: analyze a model, compare runs."""
+"""The command that takes models apart, and how pages are written."""
 
 import json
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,29 +11,35 @@ import torch
 from cyclopts import Parameter
 
 import isomorph as iso
-from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, Model, Weights, app, called, spinner
-from isomorph.data import eval_loader
+from isomorph.analysis import feature_evolution
+from isomorph.analysis.evolution import random_draws
+from isomorph.cli.app import Device, Json, Model, Weights, Whole, app, bounded, called, spinner
+from isomorph.data import Source, eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import at_size, evaluation_config
 from isomorph.report import (
     Extras,
     Section,
     Subject,
-    compare_runs,
     dissect,
     lead_of,
     open_pictures,
-    read_runs,
     recipe_beside,
     save_figures,
+    show,
     told_apart,
     write_page,
 )
-from isomorph.report.runs import Log
+from isomorph.report.charts import Table
+from isomorph.report.likeness import evolution_table
 from isomorph.suites.robustness_journal import read_results, weights_hash
-from isomorph.training import dials_of_run
-from isomorph.training.build import default_data, images_to_test, is_trained, open_model
+from isomorph.training.build import (
+    default_data,
+    draw_images,
+    images_for_model,
+    images_to_test,
+)
+from isomorph.training.opening import is_trained, open_model
 from isomorph.training.runtime import open_runtime
 
 FRAME = ("crop_pct", "crop_mode", "interpolation")
@@ -61,9 +66,20 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
     All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
     """
     source = images_to_test(subjects[0].model, data, root)
-    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
+    return loaders_for(subjects, draw_images(source, samples))
+
+
+def loaders_for(subjects: list[Subject], source: Source) -> dict[str, Iterable[Any]]:
+    """A loader of the same images for each model, in batches of 32."""
     frame = {key: subjects[0].config[key] for key in FRAME}
-    return {s.name: eval_loader(source.subset(drawn.tolist()), {**s.config, **frame}, 32) for s in subjects}
+    return {s.name: eval_loader(source, {**s.config, **frame}, 32) for s in subjects}
+
+
+def evolutions(subjects: list[Subject], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
+    """F_k of every layer of each model, on the same random batches of test images."""
+    source = images_to_test(subjects[0].model, data, root)
+    loaders = loaders_for(subjects, source.subset(random_draws(len(source)).tolist()))
+    return {s.name: feature_evolution(s.model, images_for_model(loaders[s.name], s.model)) for s in subjects}
 
 
 def refuse_other_channels(subjects: list[Subject]) -> None:
@@ -74,35 +90,36 @@ def refuse_other_channels(subjects: list[Subject]) -> None:
         raise UserError(f"the models take images of other numbers of channels ({said}); give models of the same")
 
 
-def dials_kept(folders: Iterable[Path], logs: Iterable[Log]) -> dict[str, Trajectory]:
-    """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out.
-
-    Kept checkpoints that cannot be read are said among the log's problems.
-    """
-    found = {}
-    for folder, log in zip(folders, logs, strict=True):
-        with suppress(UserError):  # nothing was kept, or nothing in it is gated
-            found[log.name] = dials_of_run(folder, damaged=log.problems)
-    return found
-
-
 def footer() -> str:
     """What made the page, and when."""
     made = f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
     return f"{made}. This file loads nothing."
 
 
-def say(out: Path, size: int, sections: list[Section], figures: Path | None, json_: bool) -> None:
-    """Prints what was written, after writing the figures where they are wanted."""
+def say(
+    out: Path,
+    size: int,
+    sections: list[Section],
+    figures: Path | None,
+    json_: bool,
+    measured: Mapping[str, Any] | None = None,
+    tables: Sequence[Table] = (),
+) -> None:
+    """Prints what was measured and written, after writing the figures where they are wanted."""
     drawn = save_figures(figures, sections) if figures else []
     if json_:
-        print(json.dumps({"out": str(out), "bytes": size, "figures": [str(path) for path in drawn]}))
+        written = {"out": str(out), "bytes": size, "figures": [str(path) for path in drawn]}
+        print(json.dumps({**written, **(measured or {})}))
     else:
+        for table in tables:
+            show(table)
+            print()
         more = f"\nfigures: {len(drawn)} files in {figures}" if figures else ""
         print(f"page: {out}  ({size / 1e6:.2f} MB; open it in any browser){more}")
 
 
 @app.command
+@bounded
 def analyze(
     model: Model,
     /,
@@ -113,11 +130,12 @@ def analyze(
     layers: list[str] | None = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: int = 256,
+    samples: Whole = 256,
+    evolution: Annotated[bool, Parameter(negative="")] = False,
     robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[Whole, Whole] | None = None,
     figures: Path | None = None,
     megabytes: float = 7.5,
     speed: bool = False,
@@ -142,6 +160,9 @@ def analyze(
         Folder of that data.
     samples
         Images for CKA, 4 at least.
+    evolution
+        With --data or --root: print and draw how fast features become the final ones (F_k of Refiner eq. 2, linear CKA,
+        mean of 10 random batches of 32).
     robustness
         Results of `isomorph robustness` (--out, or what --json printed) of the model, the other, or both.
     pretrained
@@ -157,6 +178,8 @@ def analyze(
     """
     if samples < 4 or megabytes < 0.5:
         raise UserError("--samples must be at least 4 and --megabytes at least 0.5")
+    if evolution and not (data or root):
+        raise UserError("--evolution compares features of test images; give --data or --root too")
     given = [model, *([against] if against else [])]
     names = told_apart(given)
     wanted = zip(given, names, [weights, None], strict=False)
@@ -169,34 +192,9 @@ def analyze(
     batches = images_for(subjects, data, root, samples) if data or root else {}
     with spinner("taking apart") as tell:
         drawn = f"{samples} images of {data or default_data(subjects[0].model)}, drawn at random"
-        extras = Extras(batches, drawn, results, speed, int((megabytes - 0.4) * 1e6), tell)
+        evolved = evolutions(subjects, data, root) if evolution else {}
+        extras = Extras(batches, drawn, evolved, results, speed, int((megabytes - 0.4) * 1e6), tell)
         sections = dissect(subjects, pictures, layers, extras)
     written = write_page(out, " and ".join(s.name for s in subjects), lead_of(subjects, sections), sections, footer())
-    say(out, written, sections, figures, json_)
-
-
-@app.command(name="compare")
-def compare_(
-    runs: list[Path],
-    /,
-    *,
-    out: Path = Path("isomorph-comparison.html"),
-    figures: Path | None = None,
-    json_: Json = False,
-) -> None:
-    """Compare runs in one HTML page: learning curves, gates along training, final tables, recipe fields that differ.
-
-    Parameters
-    ----------
-    runs
-        Folders of runs, finished or not.
-    out
-        The page: one file, which loads nothing.
-    figures
-        Folder for every chart as PDF and SVG.
-    """
-    logs = read_runs(runs)
-    sections = compare_runs(logs, dials_kept(runs, logs))
-    title = f"{len(logs)} runs" if len(logs) > 1 else logs[0].name
-    size = write_page(out, title, ", ".join(log.name for log in logs), sections, footer())
-    say(out, size, sections, figures, json_)
+    tables = [evolution_table(evolved)] if evolved else []
+    say(out, written, sections, figures, json_, {"evolution": evolved} if evolved else None, tables)

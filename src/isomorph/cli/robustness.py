@@ -5,17 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.cli.app import Device, Json, Model, Root, Weights, app, called, steps_bar
+from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bounded, called, steps_bar
 from isomorph.data.corruptions import SEVERITIES
 from isomorph.report import show
 from isomorph.suites.robustness import wanted_cells
 from isomorph.suites.robustness_published import open_published
 from isomorph.suites.robustness_scores import headlines, robustness_rows
-from isomorph.training.build import images_to_test, open_model, refuse_weights
+from isomorph.training.build import images_to_test
+from isomorph.training.opening import open_model, refuse_weights
 from isomorph.training.runtime import open_runtime
 
 
 @app.command
+@bounded
 def robustness(
     model: Model,
     /,
@@ -25,20 +27,20 @@ def robustness(
     root: Root = None,
     folder: Path | None = None,
     corruption: tuple[str, ...] = (),
-    severity: tuple[int, ...] = (),
+    severity: tuple[Whole, ...] = (),
     extra: bool = False,
     out: Path | None = None,
     baseline: Path | None = None,
     cache: Path | None = None,
-    limit: int | None = None,
+    limit: Whole | None = None,
     partial: bool = False,
-    seed: int = 0,
-    size: tuple[int, int] | None = None,
-    classes: int | None = None,
+    seed: Whole = 0,
+    size: tuple[Whole, Whole] | None = None,
+    classes: Whole | None = None,
     weights: Weights = None,
     pretrained: bool = True,
-    batch_size: int = 100,
-    workers: int = 0,
+    batch_size: Whole = 100,
+    workers: Whole = 0,
     device: Device = "auto",
     json_: Json = False,
 ) -> None:

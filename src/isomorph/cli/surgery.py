@@ -10,12 +10,13 @@ import torch
 from cyclopts import Parameter, Token
 
 import isomorph as iso
-from isomorph.cli.app import Json, Model, Weights, app
+from isomorph.cli.app import Json, Model, Weights, Whole, app, bounded
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, training_config
 from isomorph.surgery import build_rule, compare, edits_since, fusible
-from isomorph.training.build import default_data, open_model, open_trained, standard_normal
+from isomorph.training.build import default_data, standard_normal
+from isomorph.training.opening import open_model, open_trained
 
 
 def option(text: str, **more: Any) -> Parameter:
@@ -47,8 +48,11 @@ class RuleFields:
     gate: Annotated[float | None, option("Overrides the init's gate (gated attention).")] = None
     layout: Annotated[str | None, option("P-W2S, R-D2W1S, naive-W8 and the like (pyramids).")] = None
     rectify: Annotated[
-        Literal["paper", "batchnorm", "rescale", "none"] | None,
-        option("What tames the sum of a pyramid's branches (pyramids)."),
+        str | None,
+        option(
+            "What keeps the sum of the branches in bounds: paper, batchnorm, rescale or none; or one for each layer by "
+            "its last name, like q=none,v=rescale (pyramids)."
+        ),
     ] = None
     rescale_by: Annotated[
         float | None, option("N of the division by sqrt(N), by default the number of branches (pyramids).")
@@ -73,6 +77,7 @@ class RuleFields:
 
 
 @app.command
+@bounded
 def recast(
     model: Model,
     /,
@@ -84,7 +89,7 @@ def recast(
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[int, int] | None = None,
+    size: tuple[Whole, Whole] | None = None,
     json_: Json = False,
 ) -> None:
     """Recast modules of a model as gated or refined attention or as pyramids, verify, and save it.
@@ -92,7 +97,8 @@ def recast(
     Parameters
     ----------
     where
-        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times.
+        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times. LinearToPyramid
+        takes parts of a joint qkv too: `blocks.[0-3].attn.v`.
     out
         The new checkpoint (.safetensors).
     rule
@@ -109,10 +115,10 @@ def recast(
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
         raise UserError(f"--out {out} is the model to recast; give another name")
+    made = build_rule(rule, **asdict(fields))
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    made = build_rule(rule, **asdict(fields))
     new = iso.recast(base, made, where)
     report = compare(base, new, [standard_normal(1, base, size)])
     if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
@@ -127,15 +133,16 @@ def recast(
 
 
 @app.command
+@bounded
 def verify(
     original: str,
     other: str,
     /,
     *,
     weights: Weights = None,
-    size: list[tuple[int, int]] | None = None,
-    batch: int = 2,
-    seeds: list[int] | None = None,
+    size: list[tuple[Whole, Whole]] | None = None,
+    batch: Whole = 2,
+    seeds: list[Whole] | None = None,
     data: str | None = None,
     root: Path | None = None,
     atol: float | None = None,
@@ -177,15 +184,16 @@ def verify(
 
 
 @app.command
+@bounded
 def fuse(
     checkpoint: Path,
     /,
     *,
     out: Path | None = None,
-    recalibrate: int = 0,
+    recalibrate: Whole = 0,
     data: str | None = None,
     root: Path | None = None,
-    batch_size: int = 128,
+    batch_size: Whole = 128,
     average: bool = True,
     json_: Json = False,
 ) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from isomorph.data.corruptions import SMALLEST, corrupt, seed_of
-from isomorph.data.loaders import evaluation_transform, leave_signals_alone
+from isomorph.data.loaders import Loader, evaluation_transform, leave_signals_alone
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
@@ -61,7 +61,7 @@ def picture_loader(pictures: Dataset[tuple[Tensor, int]], batch: int, workers: i
     if workers:
         leave_one_thread()
     pinned = torch.cuda.is_available()
-    return DataLoader(pictures, batch, num_workers=workers, worker_init_fn=leave_signals_alone, pin_memory=pinned)
+    return Loader(pictures, batch, num_workers=workers, worker_init_fn=leave_signals_alone, pin_memory=pinned)
 
 
 def leave_one_thread() -> None:

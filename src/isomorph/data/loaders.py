@@ -2,6 +2,7 @@
 
 import copy
 import math
+import multiprocessing
 import os
 import signal
 import threading
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from PIL import Image, ImageOps
-from timm.data import create_loader, create_transform
+from timm.data import create_transform
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
@@ -19,6 +20,7 @@ from isomorph.data.label_maps import MapLabels
 from isomorph.data.order import Deals, Draw, seed_generators
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
+from isomorph.import_path import SafeChildren
 
 SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")
@@ -27,6 +29,14 @@ Example = tuple[Tensor, int | MapLabels, list[str]]
 """Image, label, and what could not be read on the way to it."""
 
 NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
+
+
+class Loader(DataLoader[Any]):
+    """A DataLoader whose workers import nothing from the working folder, however they are started."""
+
+    def __iter__(self) -> Any:
+        with SafeChildren():
+            return super().__iter__()
 
 
 def eval_loader(
@@ -50,14 +60,20 @@ def eval_loader(
     if rfc is not None:
         refuse_calibration(rfc, rfc_fill, config["input_size"][-2:])
         kept |= dict(crop_pct=rfc, crop_mode="center")
-    source = copy.copy(source)
-    loader = create_loader(source, batch_size=batch_size, use_prefetcher=False, num_workers=workers, **kept)
-    loader.worker_init_fn = leave_signals_alone
+    transform: Any = evaluation_transform(kept)
     if rfc is not None and rfc_fill == "zero":
-        steps = list(source.transform.transforms)  # type: ignore[union-attr]
+        steps = list(transform.transforms)
         crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
-        source.transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
-    return loader
+        transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
+    source = copy.copy(source)
+    source.transform = transform
+    return Loader(
+        source,
+        batch_size,
+        num_workers=workers,
+        worker_init_fn=leave_signals_alone,
+        persistent_workers=workers > 0,
+    )
 
 
 def evaluation_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
@@ -89,7 +105,7 @@ def train_loader(
     """
     source = copy.copy(source)
     source.transform = transform
-    return DataLoader(
+    return Loader(
         Drawn(source, unreadable),
         batch_sampler=deals,
         num_workers=workers,
@@ -148,14 +164,16 @@ def collate(examples: Sequence[Example]) -> tuple[Tensor, Labels, list[str]]:
 def leave_signals_alone(worker: int) -> None:
     """A stop is for the main process, which lets its workers go when it has saved: they heed no one else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not everywhere; there, a SIGTERM to all processes ends the workers
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=heed_parent, daemon=True).start()
 
 
 def heed_parent() -> None:
-    """Ends a worker when its parent asks for it."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    """Ends a worker when the process that it works for asks for it (its system parent may be a fork server)."""
+    parent = multiprocessing.parent_process()
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != (parent.pid if parent else os.getppid()):
         pass
     os._exit(0)
 

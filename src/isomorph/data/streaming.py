@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from isomorph.data.loaders import Example, Labels, collate, leave_signals_alone
+from isomorph.data.loaders import Example, Labels, Loader, collate, leave_signals_alone
 from isomorph.data.order import Deals, Share, mixed_seed, seed_generators
 from isomorph.data.stream import Sample, Stream
 from isomorph.errors import UserError
@@ -112,7 +112,7 @@ def stream_loader(
     """Training batches out of a stream, as `train_loader` gives them out of a source."""
     stream = copy.copy(stream)
     stream.transform = transform
-    return DataLoader(
+    return Loader(
         StreamedParts(stream, deals, unreadable),
         batch_size=None,
         num_workers=workers,
@@ -128,7 +128,7 @@ def stream_test_loader(
     stream = copy.copy(stream)
     stream.transform = transform
     dataset = StreamedTest(stream, share)
-    return DataLoader(
+    return Loader(
         dataset,
         batch_size=batch_size,
         num_workers=workers,

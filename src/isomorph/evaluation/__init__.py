@@ -1,7 +1,7 @@
 """(model, loader) -> numbers."""
 
 from isomorph.evaluation.accuracy import answer, evaluate, tally
-from isomorph.evaluation.cost import count_macs, count_parameters, measure_cost
+from isomorph.evaluation.cost import Macs, count_branches, count_macs, count_parameters, count_pass, measure_cost
 from isomorph.evaluation.memory import saved_bytes
 from isomorph.evaluation.peak import PeakMeter, peak_bytes
 from isomorph.evaluation.sizes import at_size, channels, evaluation_config, refusal, training_config
@@ -10,6 +10,7 @@ from isomorph.evaluation.sweep import cost_rows, fixed_cost
 from isomorph.evaluation.tally import SetTally, Tally, added
 
 __all__ = [
+    "Macs",
     "PeakMeter",
     "SetTally",
     "Speed",
@@ -19,8 +20,10 @@ __all__ = [
     "at_size",
     "channels",
     "cost_rows",
+    "count_branches",
     "count_macs",
     "count_parameters",
+    "count_pass",
     "evaluate",
     "evaluation_config",
     "fixed_cost",

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.import_path import import_path
 from isomorph.layers.mode import eval_mode
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+MEASURING = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.peak import main; main()"
+"""The code of the measuring process, which imports from where this one does."""
 
 
 def run_once(model: nn.Module, x: Tensor, training: bool) -> None:
@@ -99,9 +102,8 @@ class PeakMeter:
         self.stop()
         # large blocks go back to the system as soon as they are free, so that the peak is the pass's own
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-        env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         env["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        command = [sys.executable, "-c", "from isomorph.evaluation.peak import main; main()"]
+        command = [sys.executable, "-I" if sys.flags.isolated else "-P", "-c", MEASURING, *import_path()]
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         with self.said.open("wb") as said:
             self.process = subprocess.Popen(command, env=env, text=True, stderr=said, **pipes)

@@ -1,5 +1,6 @@
 """How fast models are: images a second in rounds that take turns, so that none has the quiet minute to itself."""
 
+import math
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -50,8 +51,10 @@ def speeds(
 
     Rounds go on for `seconds` a model, `least` rounds at least. Weights and mode are as before afterwards.
 
-    Raises: UserError when a batch has no image, or there is no model.
+    Raises: UserError when a batch has no image, there is no model, or the time is negative or not finite.
     """
+    if not 0 <= seconds < math.inf:
+        raise UserError(f"{seconds:g} seconds cannot be timed; give 0 or more")
     if batch_size < 1 or not models:
         raise UserError(f"nothing to time: {len(models)} models, batches of {batch_size}")
     sizes = input_sizes if isinstance(input_sizes, Mapping) else dict.fromkeys(models, input_sizes)

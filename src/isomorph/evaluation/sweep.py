@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.evaluation.cost import count_branches, count_parameters, count_pass, has_pyramids
 from isomorph.evaluation.memory import saved_bytes
 from isomorph.evaluation.peak import PeakMeter, peak_bytes
 from isomorph.evaluation.sizes import at_size, channels
@@ -30,10 +30,12 @@ def cost_rows(
 ) -> Iterator[Row]:
     """One row for each resolution, batch size and model: what it costs, and its speed against the first model's.
 
-    Keys: model, height, width, batch, parameters, macs (an image), saved_bytes (an image, kept for the backward pass),
+    Keys: model, height, width, batch, parameters, macs (inference, an image), step_macs (inference, a pass, whatever
+    its batch: products of weights), saved_bytes (an image, kept for the backward pass),
     peak_bytes and training_peak_bytes (a pass of the batch, on top of the model; None where unavailable),
     images_per_second with its quartiles low and high and its runs, ratio (to the first model of the same row group);
-    problem: why a peak could not be measured, where one failed.
+    problem: why a peak could not be measured, where one failed. Of a model with pyramids also training_macs and
+    training_step_macs (its forward pass in training mode) and branch_macs (an image, in training branch by branch).
     Models are timed in turns, within one process.
 
     Raises: UserError when a model does not take a size, or a size or batch is not positive.
@@ -100,10 +102,23 @@ def speed_cells(speed: Speed, first: float) -> Row:
 
 def fixed_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
     """What does not depend on the batch."""
+    macs = count_pass(model, input_size)
     return {
         "parameters": count_parameters(model),
-        "macs": count_macs(model, input_size),
+        "macs": macs.image,
+        "step_macs": macs.step,
+        **(pyramid_cost(model, input_size) if has_pyramids(model) else {}),
         "saved_bytes": saved_bytes(model, input_size, 2) if has_batch_norm(model) else saved_bytes(model, input_size),
+    }
+
+
+def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
+    """Multiply-accumulates of a forward pass in training, in closed form and branch by branch."""
+    macs = count_pass(model, input_size, training=True)
+    return {
+        "training_macs": macs.image,
+        "training_step_macs": macs.step,
+        "branch_macs": count_branches(model, input_size),
     }
 
 

@@ -1,9 +1,11 @@
 """nn.Modules that know tensors only."""
 
+from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.local_attention import LocalAttention
 from isomorph.layers.mbconv import LayerNormMBConv, MBConv
+from isomorph.layers.psa import PSA
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
 from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttention, ReusedAttention, SpatialAttention
@@ -13,6 +15,9 @@ from isomorph.layers.vit_gpsa import ViTGPSA
 
 __all__ = [
     "GPSA",
+    "PSA",
+    "AnnealedPair",
+    "AnnealedReLU",
     "CrossKernel",
     "ExpandedAttention",
     "Expansion",
@@ -29,6 +34,7 @@ __all__ = [
     "Refiner",
     "RelativeAttention",
     "ReusedAttention",
+    "SeriesActivation",
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",

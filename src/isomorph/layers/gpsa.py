@@ -12,6 +12,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.grid import axis_offsets, square_window, window_centres
@@ -19,6 +20,7 @@ from isomorph.layers.mix import mix, mix_by_place
 from isomorph.layers.position import geometry_dtype, kronecker, quadratic_axis
 
 
+@register_notrace_module
 class GPSA(nn.Module):
     """Gated positional self-attention on tokens: each head mixes looking by content with looking by place.
 

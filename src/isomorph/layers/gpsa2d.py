@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
+from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.grid import axis_offsets, output_size, window_centres
 from isomorph.layers.mix import mix
 from isomorph.layers.position import attend_shared, geometry_dtype, kronecker, peaked_axis
 
 DENSE_PAIRS = 512 * 512
-"""The mixed map is formed up to this many query-key pairs; above, no map is ever held (benchmarks/gpsa.py)."""
+"""The mixed map is formed up to this many query-key pairs; above, and for sizes that an export leaves open, no map is
+ever held (benchmarks/gpsa.py)."""
 
 SOFTPLUS_BETA = 5.0
 """Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1; its sign there is a misprint)."""
@@ -69,6 +71,7 @@ class SoftColumns(torch.autograd.Function):
         return torch.bmm(grad, maps), torch.bmm(grad.transpose(1, 2), values)
 
 
+@register_notrace_module
 class GPSA2d(nn.Module):
     """Gated positional self-attention on maps: a k x k convolution whose k*k taps may wander and look at content.
 
@@ -164,7 +167,8 @@ class GPSA2d(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         H, W = x.shape[-2:]
         Hq, Wq = self.query_grid(H, W)
-        soften = self.columns_dense if Hq * Wq * H * W <= DENSE_PAIRS else self.columns_by_axis
+        dense = statically_known_true(Hq * Wq * H * W <= DENSE_PAIRS)
+        soften = self.columns_dense if dense else self.columns_by_axis
         columns = soften(x)  # (B, C nh, Nq)
         taps = self.weight.flatten(1)[:, :, None]  # (C_out, C nh, 1)
         return F.conv1d(columns, taps, self.bias).unflatten(-1, (Hq, Wq))
@@ -190,12 +194,11 @@ class GPSA2d(nn.Module):
 
     def standing(self, x: Tensor) -> Tensor:
         """The map under the middle of every window. Shape: x (B, C, H, W) -> (B, C, Hq, Wq)"""
-        (sh, sw), (ph, pw), middle = self.stride, self.padding, self.kernel_size // 2
-        Hq, Wq = self.query_grid(*x.shape[-2:])
-        if (sh, sw) == (1, 1) and (ph, pw) == (middle, middle):
-            return x
-        ends = (middle + (Wq - 1) * sw + 1, middle + (Hq - 1) * sh + 1)
-        return F.pad(x, (pw, pw, ph, ph))[:, :, middle : ends[1] : sh, middle : ends[0] : sw]
+        middle = self.kernel_size // 2
+        (sh, sw), (ph, pw) = self.stride, (padding - middle for padding in self.padding)
+        if (ph, pw) != (0, 0):  # below 0: cut off
+            x = F.pad(x, (pw, pw, ph, ph))
+        return x[:, :, ::sh, ::sw].contiguous()
 
     def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
         """Score added to each key: 0, and log(how many padded keys there are) for the one that stands for them.
@@ -203,9 +206,8 @@ class GPSA2d(nn.Module):
         Shape: -> (H W + 1,)
         """
         padded = (H + 2 * self.padding[0]) * (W + 2 * self.padding[1]) - H * W
-        score = like.new_zeros(H * W + 1)
-        score[-1] = math.log(padded) if padded else -math.inf
-        return score
+        last = torch.full((1,), padded, dtype=geometry_dtype(like), device=like.device).log()  # log 0 is -inf
+        return F.pad(last.to(like.dtype), (H * W, 0))
 
     def columns_dense(self, x: Tensor) -> Tensor:
         """Soft columns through the mixed map: one product of all heads with the values they share.
@@ -219,8 +221,7 @@ class GPSA2d(nn.Module):
         content = torch.softmax(scores, dim=-1)[..., :-1]
         mixed = mix(content, kronecker(*self.inner_axis_maps(x, content.dtype)), self.gate)
         values = self.value.weight @ x.flatten(2)  # (B, C, H W)
-        columns = SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype))  # (B, C, nh Nq)
-        return columns.view(B, values.shape[1] * self.num_heads, Nq)
+        return SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype)).view(B, -1, Nq)
 
     def columns_by_axis(self, x: Tensor) -> Tensor:
         """Soft columns without any query-by-key map: fused content attention, positions axis by axis.
@@ -239,15 +240,22 @@ class GPSA2d(nn.Module):
         mixed = mix(content, position, self.gate)
         return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
 
+    def queries_padded_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries where the window stands, and a key at each position of the padded grid.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd)
+        """
+        ph, pw = self.padding
+        q, k = self.queries_keys(x)
+        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
+        return q, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
+
     def attention(self, x: Tensor) -> Tensor:
         """The map over the zero-padded keys, formed on request; every row sums to 1.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        ph, pw = self.padding
-        q, k = self.queries_keys(x)
-        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
-        keys = F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
+        q, keys = self.queries_padded_keys(x)
         content = torch.softmax(q @ keys.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
         return mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, DropPath, LayerNorm2d, LayerNormAct2d, SqueezeExcite
 from torch import Tensor, nn
+from torch.fx import Proxy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from isomorph.layers.affine_chain import uses_batch
@@ -34,7 +35,8 @@ def some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], firs
 
     `first` is the convolution whose map is the largest. Shape: x (B, C, H, W) -> (B, ...)
     """
-    if x.device.type != "cpu" or torch.is_grad_enabled() or not in_eager_mode() or sees_the_batch(module):
+    traced = isinstance(x, Proxy) or not in_eager_mode()
+    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or sees_the_batch(module):
         return function(x)
     numbers = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
     return by_images(function, images_within(CACHED_BYTES, numbers, x), x)
@@ -47,6 +49,8 @@ class MaxPool(nn.Module):
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():  # the same, and torch proves its size where an export leaves the map's open
+            return F.max_pool2d(F.pad(x, (0, 1, 0, 1), mode="replicate"), 2)
         return F.max_pool2d(x, 2, ceil_mode=True)
 
 

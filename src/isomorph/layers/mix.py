@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.position import along_columns, along_rows, as_tokens, attend_by_axis, attend_dense, by_head
 
 DENSE_TOKENS = 32
-"""The positional map is multiplied out up to this many tokens; above, axis by axis is faster (benchmarks/gpsa.py)."""
+"""The positional map is multiplied out up to this many tokens; above, axis by axis is faster (benchmarks/gpsa.py), and
+so it is done for sizes that an export leaves open."""
 
 
 class MixByPlace(torch.autograd.Function):
@@ -28,7 +30,7 @@ class MixByPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, keep: Tensor) -> Tensor:
-        attend = attend_dense if values.shape[1] <= DENSE_TOKENS else attend_by_axis
+        attend = attend_dense if statically_known_true(values.shape[1] <= DENSE_TOKENS) else attend_by_axis
         return (content * keep[:, None]).add_(attend(rows, columns, values))
 
     @staticmethod

@@ -63,11 +63,19 @@ def along_rows(rows: Tensor, grid: Tensor) -> Tensor:
     return torch.bmm(rows, grid.flatten(2)).unflatten(2, grid.shape[2:])
 
 
+def each_row(x: Tensor) -> Tensor:
+    """One matrix for each row of each head. Shape: x (nh, H, n, m) -> (nh H, n, m)
+
+    Through a single axis: for sizes that an export leaves open, torch proves that this fits, and not the short way.
+    """
+    nh, H, n, m = x.shape
+    return x.contiguous().flatten().view(nh * H, n * m).unflatten(1, (n, m))
+
+
 def along_columns(columns: Tensor, grid: Tensor) -> Tensor:
     """Shape: columns (nh, Wq, W), grid (nh, H, W, B, hd) -> (nh, H, Wq, B, hd)"""
     nh, H = grid.shape[:2]
-    each_row = columns[:, None].expand(-1, H, -1, -1).flatten(0, 1)  # (nh H, Wq, W)
-    out = torch.bmm(each_row, grid.flatten(3).flatten(0, 1))
+    out = torch.bmm(each_row(columns[:, None].expand(-1, H, -1, -1)), each_row(grid.flatten(3)))  # (nh H, Wq, B hd)
     return out.unflatten(0, (nh, H)).unflatten(-1, grid.shape[3:])
 
 
@@ -88,7 +96,7 @@ def attend_dense(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     B, N, nh, hd = values.shape
     flat = values.permute(2, 1, 0, 3).reshape(nh, N, B * hd)
     out = torch.bmm(kronecker(rows, columns), flat)  # (nh, Hq Wq, B hd)
-    return out.view(nh, out.shape[1], B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
+    return out.view(nh, -1, B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
 
 
 def attend_shared(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
@@ -96,9 +104,7 @@ def attend_shared(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
 
     Shape: rows (nh, Hq, H), columns (nh, Wq, W), values (B, H W, C) -> (B, nh, Hq Wq, C)
     """
-    nh, Hq, H = rows.shape
-    Wq, W = columns.shape[1:]
-    B, _, C = values.shape
-    by_row = rows.reshape(nh * Hq, H) @ values.reshape(B, H, W * C)  # (B, nh Hq, W C)
-    out = columns[:, None] @ by_row.view(B, nh, Hq, W, C)  # (B, nh, Hq, Wq, C)
-    return out.view(B, nh, Hq * Wq, C)
+    grid = values.unflatten(1, (rows.shape[2], columns.shape[2])).permute(1, 2, 0, 3).contiguous()  # (H, W, B, C)
+    each_head = grid.expand(rows.shape[0], -1, -1, -1, -1)  # (nh, H, W, B, C)
+    out = along_columns(columns, along_rows(rows, each_head))  # (nh, Hq, Wq, B, C)
+    return out.permute(3, 0, 1, 2, 4).flatten(2, 3)

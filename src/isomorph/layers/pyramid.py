@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -15,6 +16,9 @@ from isomorph.layers.affine_chain import collapse_chain, normalise, times, uses_
 from isomorph.layers.moments import Moments, row_variance
 
 Rectify = Literal["batchnorm", "rescale", "none"]
+
+LARGEST = 32
+"""Branches, and units in a branch, that a layout may have; TDRL goes to 8."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,15 @@ class Layout:
 
         Raises: UserError for any other name.
         """
-        found = re.fullmatch(r"(?:(P)|R-D(\d+)|(naive))-?W(\d+)(S?)", str(name))
-        if found and int(found[4]) > 0 and found[2] != "0" and not (found[3] and found[5]):
-            width, depth = int(found[4]), int(found[2] or 1)
+        given = name if isinstance(name, str) else type(name).__name__
+        found = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", given)
+        width, depth = (int(found[4]), int(found[2] or 1)) if found else (0, 0)
+        if found and 0 < width <= LARGEST and 0 < depth <= LARGEST and not (found[3] and found[5]):
             depths = tuple(range(1, width + 1)) if found[1] else (depth,) * width
             return cls(depths, skip=bool(found[5]), last=not found[3])
         raise UserError(
-            f"layout {name!r} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (any numbers from 1)"
+            f"layout {given[:40]!r} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to "
+            f"{LARGEST})"
         )
 
     def widths(self, first: int, out_features: int, depth: int) -> list[int]:
@@ -47,6 +53,7 @@ class Layout:
         return [first, *[max(first, out_features)] * (depth - 1), out_features]
 
 
+@register_notrace_module
 class Pyramid(nn.Module):
     """Branches over one input, summed and rectified: the base of its linear and its convolutional form.
 

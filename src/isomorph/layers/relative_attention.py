@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import trunc_normal_
+from timm.layers import register_notrace_module, trunc_normal_
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
-from isomorph.layers.by_images import by_images, in_eager_mode, transformed
+from isomorph.layers.by_images import by_images, in_eager_mode
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
 
@@ -30,7 +31,8 @@ def resize_table(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     Source: CoAtNet A.1, for larger grids; smaller ones are treated alike
     """
     size = [2 * n - 1 for n in grid_size]
-    if list(table.shape[1:]) == size:
+    # an export leaves sizes open: it interpolates
+    if all(statically_known_true(have == want) for have, want in zip(table.shape[1:], size, strict=True)):
         return table
     exact = table.to(torch.promote_types(table.dtype, torch.float32))
     return F.interpolate(exact[None], size, mode="bilinear", align_corners=False)[0].to(table.dtype)
@@ -45,6 +47,11 @@ def spread(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     rows, columns = (n - 1 - axis_offsets(n, n, device=table.device, dtype=torch.long) for n in grid_size)
     places = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
     return table.flatten(1).index_select(1, places.flatten()).view(-1, H * W, H * W)
+
+
+def transformed(tensor: Tensor) -> bool:
+    """Whether it is a stand-in that torch.func (vmap, jvp and the like) computes with."""
+    return in_eager_mode() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,6 +124,7 @@ def may_keep(table: Tensor) -> bool:
     return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
 
 
+@register_notrace_module
 class RelativeAttention(HeadedAttention):
     """Global attention of the places of a map that weighs content and offset together.
 

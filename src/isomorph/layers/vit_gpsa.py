@@ -65,12 +65,12 @@ class ViTGPSA(GPSA):
         the largest output) when it is above `atol`: some gates look at places.
         """
         dim, bias = self.v.in_features, self.v.bias is not None
-        attention = Attention(dim, self.num_heads, qkv_bias=bias, proj_drop=self.proj_drop.p)
+        attention = Attention(dim, self.num_heads, qkv_bias=bias)
         attention.to(self.v.weight.device, self.v.weight.dtype).train(self.training)
         attention.qkv.weight.copy_(torch.cat([self.qk.weight, self.v.weight]))
         if self.qk.bias is not None and self.v.bias is not None:
             attention.qkv.bias.copy_(torch.cat([self.qk.bias, self.v.bias]))
-        for name in ("proj", "q_norm", "k_norm"):
+        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(attention, name, copy.deepcopy(getattr(self, name)))
         deviation = self.deviation_from(attention)
         if not deviation <= atol:

@@ -7,9 +7,9 @@ import timm
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit
+from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet
 
-MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit)
+MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
 
 
 def names() -> list[str]:

@@ -3,16 +3,21 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from timm.layers import resample_abs_pos_embed
 from timm.models import checkpoint
 from timm.models._features import feature_take_indices
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.models.any_size import AnySizeViT
-from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size
+from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size, require_images
+
+torch.fx.wrap("require_images")  # they read sizes, so a tracer calls them; timm's list does not reach subclasses' files
+torch.fx.wrap("resample_abs_pos_embed")
 
 
-class BlockwiseViT(AnySizeViT):
+class BlockwiseViT(VisionTransformer):
     """timm's VisionTransformer for any image size at every call, with `run_block` between embedding and norm.
 
     What goes from block to block beside the tokens is a state, which each block is called with and gives: maps of
@@ -30,16 +35,30 @@ class BlockwiseViT(AnySizeViT):
 
     def place_patches(self, x: Tensor) -> Tensor:
         """Patches with their positions, after the prefix tokens. Shape: x (B, H, W, C) -> (B, N, C)"""
-        return self._pos_embed(x)
+        positions = self.resized_positions(x.shape[1], x.shape[2])
+        tokens = (self.cls_token, self.reg_token)
+        prefix = [token.expand(x.shape[0], -1, -1) for token in tokens if token is not None]
+        x = x.flatten(1, 2)  # (B, H W, C)
+        if self.no_embed_class:
+            x = torch.cat([*prefix, x + positions], dim=1)
+        else:
+            x = torch.cat([*prefix, x], dim=1) + positions
+        return self.pos_drop(x)
+
+    def resized_positions(self, H: int, W: int) -> Any:
+        """The position embedding for a grid of patches; 0 where there is none. Shape: -> (1, N, C)"""
+        if self.pos_embed is None:
+            return 0
+        prefix = 0 if self.no_embed_class else self.num_prefix_tokens
+        old = self.patch_embed.grid_size
+        return resample_abs_pos_embed(self.pos_embed, [H, W], old, num_prefix_tokens=prefix)
 
     def embed(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, tuple[int, int]]:
         """What the first block reads, and the grid of the patches, which may be rearranged before they are placed.
 
         Shape: x (B, in_chans, height, width) -> (B, N, C), (H, W)
         """
-        if x.ndim != 4:
-            raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
-        refuse_size(tuple(x.shape[-2:]), self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
+        x = require_images(x, self.patch_embed.patch_size, self.patch_embed.dynamic_img_pad)
         x = self.patch_embed(x)  # (B, H, W, C)
         x = rearrange(x) if rearrange else x
         return self.norm_pre(self.place_patches(x)), (x.shape[1], x.shape[2])
@@ -52,17 +71,25 @@ class BlockwiseViT(AnySizeViT):
         """Block i: tokens, and what the next block is told. Shape: x (B, N, C) -> (B, N, C)"""
         return self.call_block(i, x, state)
 
+    def handed(self, state: Any) -> Any:
+        """What a block hands to the next besides the tokens: attention maps, where it has any."""
+        return state
+
     def call_block(self, i: int, *arguments: Any) -> Any:
         """Calls block i, keeping only its arguments for the backward pass where gradient checkpointing is on."""
         block = self.blocks[i]
         return checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
 
-    def forward_features(self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Shape: x (B, in_chans, height, width) -> (B, N, C)"""
+    def forward_features(
+        self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, handed_on: list[Any] | None = None
+    ) -> Tensor:
+        """Shape: x (B, in_chans, height, width) -> (B, N, C); what each block tells the next is added to `handed_on`"""
         x, grid_size = self.embed(x, rearrange)
         state = self.start(grid_size)
         for i in range(len(self.blocks)):
             x, state = self.run_block(i, x, state)
+            if handed_on is not None:
+                handed_on.append(self.handed(state))
         return self.norm(x)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,9 +11,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from isomorph.errors import UserError
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
-from isomorph.layers.by_images import transformed
 from isomorph.layers.decay import undecayed
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
@@ -28,7 +26,9 @@ from isomorph.models.coatnet_layout import (
     refuse_unknown,
 )
 from isomorph.models.staged import StagedNet
-from isomorph.models.vit_cfg import unwrapped, vit_cfg
+from isomorph.models.vit_cfg import require_images, unwrapped, vit_cfg
+
+torch.fx.wrap("require_images")  # it reads sizes, so a tracer calls it
 
 NORMS: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "batch": (BatchNormStem, MBConv),
@@ -93,7 +93,7 @@ class CoAtNet(StagedNet):
         refuse_numbers(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
         refuse_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         (first, *rest), *others = parse_layout(layout, depths, widths)
-        self.img_size, self.num_classes = image_size(img_size), num_classes
+        self.img_size, self.in_chans, self.num_classes = image_size(img_size), in_chans, num_classes
         stem, convolution = NORMS[norm]
         patches = first.kind == "P"
         self.stem_stride = patch_size if patches else stem_stride
@@ -114,7 +114,7 @@ class CoAtNet(StagedNet):
     ) -> None:
         """The blocks of every resolution, and what timm's feature extraction wants to know of them."""
         rates = iter(calculate_drop_path_rates(drop_path, sum(group.depth for groups in stages for group in groups)))
-        self.stages = nn.ModuleList()
+        self.stages = nn.Sequential()
         self.feature_info: list[dict[str, Any]] = []
         reduction = self.stem_stride
         for i, groups in enumerate(stages):
@@ -126,7 +126,8 @@ class CoAtNet(StagedNet):
                     blocks.append(make[group.kind](dim, group.width, stride, drop_path=next(rates), **grid))
                     dim = group.width
             self.stages.append(nn.Sequential(*blocks))
-            self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=f"stages.{i}"))
+            module = f"stages.{i}" if blocks else "stem"  # a stage without blocks leaves no trace
+            self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
 
     def grid_at(self, reduction: int) -> tuple[int, int]:
         """Size of the map at a reduction, for the image size the network is made for."""
@@ -146,10 +147,8 @@ class CoAtNet(StagedNet):
 
         Raises: UserError for what is no batch of images.
         """
-        if x.ndim != 4 or min(x.shape[-2:]) < 1:
-            raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
-        x = x if transformed(x) else x.contiguous(memory_format=torch.channels_last)  # vmap has no memory formats
-        return self.run_stage(self.stages[0], self.stem(x))
+        x = require_images(x)
+        return self.run_stage(self.stages[0], self.stem(x.contiguous(memory_format=torch.channels_last)))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
         """One for each resolution."""
@@ -227,7 +226,7 @@ def create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
     """Builds a variant through timm, with features of every resolution."""
     arguments = VARIANTS[variant] | kwargs
     levels = tuple(range(count_levels(arguments.get("layout", "C-C-T-T"))))
-    features = dict(out_indices=arguments.pop("out_indices", levels), feature_cls="getter")
+    features = dict(out_indices=arguments.pop("out_indices", levels), feature_cls="getter", flatten_sequential=True)
     return build_model_with_cfg(
         CoAtNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features, **arguments
     )

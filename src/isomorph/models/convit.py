@@ -8,22 +8,26 @@ taken at every call. Checkpoints of the authors and of timm's convit_* load thro
 from typing import Any
 
 import torch
-from timm.layers import resample_abs_pos_embed, trunc_normal_
+from timm.layers import trunc_normal_
 from timm.models import generate_default_cfgs, register_model
 from timm.models.vision_transformer import Block
 from torch import Tensor
 
-from isomorph.layers import GPSA
+from isomorph.layers import GPSA, PSA
 from isomorph.layers.decay import undecayed
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.convit_arguments import refuse_arguments
-from isomorph.models.convit_checkpoints import checkpoint_filter_fn
+from isomorph.models.convit_arguments import refuse_arguments, refuse_attention
+from isomorph.models.convit_checkpoints import checkpoint_filter_fn, is_public
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, vit_cfg
+
+LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
+"""What the first blocks may attend with: two softmaxes and a gate (eq. 7), or one softmax (eq. 4)."""
 
 
 class LocalBlock(Block):
-    """A ViT block whose attention is GPSA; it has to be told the grid.
+    """A ViT block whose attention is GPSA or PSA; it has to be told the grid.
 
     Shape: x (B, H W, C) -> (B, H W, C)
     Source: ConViT Fig. 4 and eq. 5; `local_init` False is the random start of Table 3 (c, d, g)
@@ -36,25 +40,26 @@ class LocalBlock(Block):
         locality_strength: float = 1.0,
         gate: float = 1.0,
         local_init: bool = True,
+        local_attention: str = "gpsa",
         **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
         bias, drop = kwargs.get("qkv_bias", False), kwargs.get("proj_drop", 0.0)
-        attention = GPSA(dim, num_heads, qkv_bias=bias, proj_drop=drop)
+        attention = LOCAL_ATTENTION[local_attention](dim, num_heads, qkv_bias=bias, proj_drop=drop)
         self.attn = attention.to(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
-        self.dials, self.local_init = (locality_strength, gate), local_init
+        self.locality_strength, self.gate, self.local_init = locality_strength, gate, local_init
         if not local_init:
             self.attn.v.reset_parameters()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Places and gates as at birth; timm calls it once the linear layers are drawn."""
-        locality, gate = self.dials
+        """Initialises positions, values and gates; timm calls it once the linear layers are drawn."""
         if self.local_init:
-            self.attn.reset_attention(locality, gate)
+            self.attn.reset_attention(self.locality_strength)
         else:
             trunc_normal_(self.attn.position, std=0.02)
-            self.attn.set_dials(gate=gate)
+        if isinstance(self.attn, GPSA):
+            self.attn.set_dials(gate=self.gate)
 
     reset_parameters = init_weights
 
@@ -63,12 +68,12 @@ class LocalBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
-class ConViT(BlockwiseViT):
+class ConViT(ForeignCheckpoints, BlockwiseViT):
     """Vision transformer that starts as a convolutional network and may stop being one, a full timm citizen.
 
-    `local_up_to_layer` blocks with GPSA lead (0: a plain ViT). `locality_strength` and `gate` (lambda, before the
-    sigmoid) are theirs at birth, `local_init=False` leaves centres and values random. Other arguments are
-    VisionTransformer's.
+    `local_up_to_layer` blocks with GPSA lead (0: a plain ViT), or with PSA (`local_attention="psa"`, one softmax and no
+    gates). `locality_strength` and `gate` (lambda, before the sigmoid) are theirs at initialisation, `local_init=False`
+    leaves centres and values random. Other arguments are VisionTransformer's.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: ConViT section 3; differs: rectangles, any size per call; GPSA exempt from weight decay
@@ -82,10 +87,13 @@ class ConViT(BlockwiseViT):
         gate: float = 1.0,
         local_init: bool = True,
         use_pos_embed: bool = True,
+        local_attention: str = "gpsa",
         **kwargs: Any,
     ) -> None:
+        refuse_attention(local_attention, gate, tuple(LOCAL_ATTENTION))
         refuse_arguments(local_up_to_layer, locality_strength, gate, kwargs)
         local: dict[str, Any] = dict(locality_strength=locality_strength, gate=gate, local_init=local_init)
+        local["local_attention"] = local_attention
 
         def block(depth: int, **arguments: Any) -> Block:
             return LocalBlock(**local, **arguments) if depth < local_up_to_layer else Block(**arguments)
@@ -95,17 +103,19 @@ class ConViT(BlockwiseViT):
         self.local_up_to_layer = local_up_to_layer
         self.update_grid()
 
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        return is_public(state)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
+
     def no_weight_decay(self) -> set[str]:
         """timm's, and places and gates: decay would pull them to 0, which is another function."""
         return super().no_weight_decay() | undecayed(self)
 
     def place_patches(self, x: Tensor) -> Tensor:
         """Patches with their absolute positions. Shape: x (B, H, W, C) -> (B, H W, C)"""
-        H, W = x.shape[1:3]
-        x = x.flatten(1, 2)  # (B, H W, C)
-        if self.pos_embed is not None:
-            x = x + resample_abs_pos_embed(self.pos_embed, [H, W], self.patch_embed.grid_size, num_prefix_tokens=0)
-        return self.pos_drop(x)
+        return self.pos_drop(x.flatten(1, 2) + self.resized_positions(x.shape[1], x.shape[2]))
 
     def start(self, grid_size: tuple[int, int]) -> tuple[int, int]:
         """Every block is told the grid."""
@@ -132,7 +142,7 @@ class ConViT(BlockwiseViT):
     def update_grid(self) -> None:
         super().update_grid()
         for module in self.modules():
-            if isinstance(module, GPSA):
+            if isinstance(module, GPSA | PSA):
                 module.grid_size = self.patch_embed.grid_size
 
 

@@ -21,6 +21,14 @@ FIXED_ARGUMENTS |= {"scale_attn_norm": False, "proj_bias": True, "attn_layer": A
 """Arguments of VisionTransformer that would need a map, a full grid or another attention than GPSA has."""
 
 
+def refuse_attention(local_attention: str, gate: float, known: tuple[str, ...]) -> None:
+    """Raises: UserError for an attention that there is not, or a gate for one that has none."""
+    if local_attention not in known:
+        raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(known)}")
+    if local_attention == "psa" and gate != 1.0:
+        raise UserError(f"gate {gate} is of local_attention gpsa; psa has one softmax and no gates: leave gate out")
+
+
 def refuse_arguments(local_up_to_layer: int, locality_strength: float, gate: float, kwargs: dict[str, Any]) -> None:
     """Raises: UserError for arguments that make no ConViT, before anything is built."""
     size, patch = as_sizes(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))

@@ -7,10 +7,16 @@ from timm.models import vision_transformer
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers import PSA
 from isomorph.models.vit_cfg import unwrapped
 
 PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
 """Our names of GPSA parameters, and the public ones; `pos_proj.bias`, constant along the softmax, has no effect."""
+
+
+def is_public(state: dict[str, Any]) -> bool:
+    """Whether a checkpoint has the layout of the authors and of timm's convit_*."""
+    return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
@@ -34,8 +40,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
     given = state.pop("pos_embed", None)
     state = vision_transformer.checkpoint_filter_fn(state, model)  # a patch of another size is resized
     if given is not None and model.pos_embed is not None:
-        public = any(name.endswith("pos_proj.weight") for name in state_dict)
-        state["pos_embed"] = resize_positions(given, model.pos_embed, model.patch_embed.grid_size, public)
+        grid_size = model.patch_embed.grid_size
+        state["pos_embed"] = resize_positions(given, model.pos_embed, grid_size, is_public(state_dict))
     return state
 
 
@@ -70,6 +76,8 @@ def public_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     if not hasattr(model, "local_up_to_layer"):
         raise UserError(f"{type(model).__name__} is not a ConViT: it has no layout of theirs")
+    if any(isinstance(module, PSA) for module in model.modules()):
+        raise UserError("a ConViT with local_attention psa has no public layout: theirs all have gates")
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         stem, _, last = name.partition(".attn.")

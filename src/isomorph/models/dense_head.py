@@ -10,6 +10,11 @@ from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 
 
+def classifier_of(dense_head: bool) -> str | tuple[str, str]:
+    """The classifiers that a `pretrained_cfg` names: those that there are."""
+    return ("head", "aux_head") if dense_head else "head"
+
+
 class Box(NamedTuple):
     """A rectangle of the grid of patches: rows top to bottom, columns left to right, ends excluded."""
 
@@ -34,10 +39,14 @@ def swap(box: Box, patches: Tensor) -> Tensor:
 class DenseHeadViT(BlockwiseViT):
     """A ViT that, with `dense_head`, classifies every patch too: logits = class token's + .5 max over patches'.
 
+    `hands_maps_on` says whether every block hands attention maps to the next, its own or those that it was given.
+
     Shape: x (B, in_chans, height, width) -> (B, num_classes); with `tokens` (B, num_classes), (B, H W, num_classes)
     Source: Refiner code, after LV-ViT
     Raises: UserError for patches' logits of a model without their head.
     """
+
+    hands_maps_on = False
 
     def __init__(self, dense_head: bool = False, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -52,11 +61,22 @@ class DenseHeadViT(BlockwiseViT):
         nn.init.zeros_(head.bias)
         return head
 
-    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None) -> Any:
-        """Logits; with `tokens` those of the pooled tokens and of every patch, the box's mixed (MixToken)."""
-        features = self.forward_features(x, box and partial(swap, box))
-        if not tokens:
-            return self.forward_head(features)
+    def forward(self, x: Tensor, tokens: bool = False, box: Box | None = None, hand_out: bool = False) -> Any:
+        """Logits; with `tokens` those of the pooled tokens and of every patch, the box's mixed (MixToken).
+
+        With `hand_out` also what every block handed to the next: in a network that `hands_maps_on`, (B, H, N, N) each.
+        """
+        # torch.fx calls it with stand-ins for all arguments, which are neither True nor a Box
+        handed_on: list[Any] | None = [] if hand_out is True else None
+        features = self.forward_features(x, partial(swap, box) if isinstance(box, Box) else None, handed_on)
+        found = self.token_logits(features) if tokens is True else self.forward_head(features)
+        return found if handed_on is None else (found, handed_on)
+
+    def token_logits(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of the pooled tokens and of every patch.
+
+        Shape: (B, N, C) -> (B, num_classes), (B, H W, num_classes)
+        """
         if self.aux_head is None:
             raise UserError("the model has no head for its patches; create it with dense_head=True")
         return super().forward_head(features), self.aux_head(features[:, self.num_prefix_tokens :])

@@ -16,7 +16,8 @@ from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, ReusedAttention, SpatialAttention
 from isomorph.layers.refiner import MapConvolution
 from isomorph.models.conv_embed import ConvPatchEmbed
-from isomorph.models.dense_head import DenseHeadViT
+from isomorph.models.dense_head import DenseHeadViT, classifier_of
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import AttentionToRefined
 
@@ -57,7 +58,7 @@ class ReusingBlock(RefinedBlock):
         return self.attn(x, maps), maps
 
 
-class RefinedViT(DenseHeadViT):
+class RefinedViT(ForeignCheckpoints, DenseHeadViT):
     """Vision transformer with refined attention, a full timm citizen of any image size.
 
     `ratio`, `kernel`, `reduce`, `span`, `init` and `recompute` are AttentionToRefined's (both 0: plain
@@ -102,7 +103,7 @@ class RefinedViT(DenseHeadViT):
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
-        self.share, self.init = share, init
+        self.share, self.init, self.hands_maps_on = share, init, share > 0
         for layer in self.modules():
             if isinstance(layer, RefinedAttention):
                 layer.reverts = False
@@ -117,11 +118,20 @@ class RefinedViT(DenseHeadViT):
         x, maps = self.call_block(i, x, maps, grid_size)
         return x, (maps, grid_size)
 
+    def handed(self, state: Any) -> Any:
+        return state[0]
+
     def update_grid(self) -> None:
         super().update_grid()
         for module in self.modules():
             if isinstance(module, SpatialAttention):
                 module.grid_size = self.patch_embed.grid_size
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        return is_plain(state, self)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
 
 
 def attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
@@ -149,18 +159,28 @@ def reused_attention(given: dict[str, Any]) -> ReusedAttention:
     return ReusedAttention(given["dim"], given["num_heads"], **arguments, **kind)
 
 
+def refiners_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a plain ViT has not."""
+    return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
+
+
+def is_plain(state: dict[str, Tensor], model: nn.Module) -> bool:
+    """Whether a checkpoint is a plain ViT's, for a model that has refiners: its second block has queries and keys."""
+    refiners = refiners_of(model)
+    return bool(refiners) and "blocks.1.attn.qkv.weight" in state and not any(name in state for name in refiners)
+
+
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> dict[str, Tensor]:
     """A Refined-ViT's checkpoint, its position embedding resized; a plain ViT's, with refiners that change nothing.
 
     Raises: UserError for a plain checkpoint and a model that reuses maps: its queries and keys would be lost.
     """
     state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
-    refiners = {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
-    if any(name in state for name in refiners) or "blocks.1.attn.qkv.weight" not in state:
+    if not is_plain(state, model):
         return state
     if model.share:
         raise UserError("a plain ViT's checkpoint fits a model whose blocks all have their own maps; give share=0")
-    return state | refiners if model.init == "same-function" else state
+    return state | refiners_of(model) if model.init == "same-function" else state
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -172,16 +192,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Refiner Table 10. The published sizes of S, M and L come out with the released embedding and MLP, and shared maps."""
 
 
-FIRST = {"refined_vit_b": "patch_embed.proj"}
-HEADS = ("head", "aux_head")
+def first_conv_of(conv_embed: bool) -> str:
+    """What reads the image: a convolution before the patches, or the patches."""
+    return "patch_embed.conv1" if conv_embed else "patch_embed.proj"
+
+
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(first_conv=FIRST.get(name, "patch_embed.conv1"), classifier=HEADS) for name in VARIANTS}
+    {name: vit_cfg(first_conv=first_conv_of("conv_embed" in shape)) for name, shape in VARIANTS.items()}
 )  # no public weights exist
 
 
 def create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:
     """Builds a variant through timm."""
-    return build_vit(RefinedViT, variant, pretrained, checkpoint_filter_fn, VARIANTS[variant] | kwargs)
+    arguments = VARIANTS[variant] | kwargs
+    cfg = dict(
+        classifier=classifier_of(arguments.get("dense_head", False)),
+        first_conv=first_conv_of(arguments.get("conv_embed", False)),
+    )
+    return build_vit(RefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, **cfg)
 
 
 @register_model

@@ -16,7 +16,8 @@ from isomorph.errors import UserError
 from isomorph.layers.headed_attention import placement
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
 from isomorph.models.conv_embed import ConvPatchEmbed
-from isomorph.models.dense_head import DenseHeadViT
+from isomorph.models.dense_head import DenseHeadViT, classifier_of
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 
 HALVED = 0.5
@@ -57,7 +58,7 @@ class ReleasedBlock(Block):
         return x + self.drop_path2(self.mlp(self.norm2(x * HALVED))) / HALVED, maps
 
 
-class ReleasedRefinedViT(DenseHeadViT):
+class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
     """The released Refined-ViT, a full timm citizen of any image size.
 
     `ratio` is that of the refiner; `dense_head=False` leaves the head of the patches out. Other arguments are
@@ -67,6 +68,8 @@ class ReleasedRefinedViT(DenseHeadViT):
     Source: Refiner code
     Raises: UserError for norms of queries and keys or layer scales, which it has none of.
     """
+
+    hands_maps_on = True
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
         for name in PAPER_ONLY:
@@ -90,6 +93,13 @@ class ReleasedRefinedViT(DenseHeadViT):
         if self.cls_token is not None:
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """The authors' checkpoints all have the head of the patches."""
+        return not self.dense_head and any(name.startswith("aux_head.") for name in state)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
+
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
     """The authors' checkpoints, wrapped or not, and our own, their position embedding resized to the model's grid."""
@@ -104,7 +114,7 @@ VARIANTS: dict[str, tuple[dict[str, int], float]] = {
 }
 """Shape, and the share of the image that is evaluated (above 1: receptive-field calibration)."""
 
-SHARED = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=("head", "aux_head"))
+SHARED = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=classifier_of(True))
 
 
 default_cfgs = generate_default_cfgs(
@@ -115,7 +125,8 @@ default_cfgs = generate_default_cfgs(
 def create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRefinedViT:
     """Builds a variant through timm."""
     arguments: dict[str, Any] = VARIANTS[variant][0] | kwargs
-    return build_vit(ReleasedRefinedViT, variant, pretrained, checkpoint_filter_fn, arguments)
+    heads = classifier_of(arguments.get("dense_head", True))
+    return build_vit(ReleasedRefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, classifier=heads)
 
 
 @register_model

@@ -18,6 +18,7 @@ from isomorph.layers import GPSA2d
 from isomorph.layers.decay import undecayed
 from isomorph.models import cifar_resnet
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 
 RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
@@ -39,16 +40,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
 """Name: timm backbone, its arguments, fine-tuning resolution (T-CNN Table 1 and Table 5)."""
 
 
-class TransformedMixin:
+class TransformedMixin(ForeignCheckpoints):
     """What a network needs once its convolutions are attention."""
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """A CNN's: it has the filters of every attention layer, and nothing else of any."""
+        layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
+        filters = bool(layers) and all(f"{name}.weight" in state for name in layers)
+        return filters and not any(name in state for name in attention_of(self))
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
 
     def no_weight_decay(self) -> set[str]:
         """Centres, localities and gates of its attention layers."""
-        return undecayed(self)  # type: ignore[arg-type]
+        return undecayed(self)
 
     def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
         """Rebuilds the network's own convolutions, in place: it is being born."""
-        replay(self, Edit(rule, tuple(targets(self, rule, where))))  # type: ignore[arg-type]
+        replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
 class TResNet(TransformedMixin, ResNet):
@@ -80,18 +90,22 @@ class TCifarResNet(TransformedMixin, CifarResNet):
         self.recast_convs("layer3.*.conv?", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
-    if isinstance(model, CifarResNet):
-        state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)
-    born = {
+def attention_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of its attention layers that a convolution has not."""
+    return {
         f"{name}.{key}": tensor
         for name, module in model.named_modules()
         if isinstance(module, GPSA2d)
         for key, tensor in module.state_dict().items()
         if key not in ("weight", "bias")
     }
-    return {**born, **state_dict}
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
+    if isinstance(model, CifarResNet):
+        state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)
+    return {**attention_of(model), **state_dict}
 
 
 def backbone_cfg(base: str, resolution: int) -> dict[str, Any]:

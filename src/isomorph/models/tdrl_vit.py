@@ -6,15 +6,18 @@ ViT, the form that `iso.fuse` gives.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import torch
 from timm.models import generate_default_cfgs, register_model, vision_transformer
-from torch import Tensor
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_birth import carry
-from isomorph.models.any_size import AnySizeViT
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
@@ -26,14 +29,15 @@ PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_p
 """First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
 
 
-class TDRLViT(AnySizeViT):
+class TDRLViT(ForeignCheckpoints, VisionTransformer):
     """Vision transformer trained with pyramids for linear layers, a full timm citizen of any image size.
 
-    `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs; other arguments are VisionTransformer's.
+    `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs, `blocks.[0-3].attn.v` for example; other
+    arguments are VisionTransformer's.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
-    Raises: UserError for an unknown layout or rectification.
+    Raises: UserError for an unknown layout or rectification, or a `where` that names no layer.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"layout": "plain"}
@@ -42,56 +46,99 @@ class TDRLViT(AnySizeViT):
     def __init__(
         self,
         layout: str = "P-W2S",
-        rectify: str = "paper",
-        where: Sequence[str] = WHERE,
+        rectify: str | Mapping[str, str] = "paper",
+        where: str | Sequence[str] = WHERE,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
         if layout != "plain":
-            rule = LinearToPyramid(layout, init="paper", rectify=rectify)  # type: ignore[arg-type]
-            replay(self, Edit(rule, tuple(targets(self, rule, list(where)))))
+            rule = LinearToPyramid(layout, init="paper", rectify=rectify)
+            replay(self, Edit(rule, tuple(targets(self, rule, where))))
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
+        plain = any(f"{name}.weight" in state for name, _ in pyramids_of(self))
+        return plain or any(name.startswith(PRETRAINING) for name in state)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
+
+
+class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
+    """A TDRL-ViT with a distillation token and a head for it, as DeiT has them; in eval mode the mean of both heads.
+
+    Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
+    """
+
+
+def pyramids_of(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
+    """Names and layers of all that is a pyramid where a plain ViT has a linear layer."""
+    kinds = JointPyramid | PyramidLinear | PyramidConv2d
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """A TDRL-ViT's checkpoint as it is; a plain ViT's (timm, DeiT, MAE) with its layers carried by the pyramids.
 
-    What belongs to masked pre-training only, decoder and mask token, is left out.
+    What belongs to masked pre-training only, decoder and mask token, is left out; a distillation token that the
+    checkpoint does not have stays the model's own.
 
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {n: tensor for n, tensor in unwrapped(state_dict).items() if not n.startswith(PRETRAINING)}
+    state_dict = with_distillation_token(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
-    for name, module in model.named_modules():
-        if isinstance(module, JointPyramid | PyramidLinear | PyramidConv2d) and f"{name}.weight" in state_dict:
+    for name, module in pyramids_of(model):
+        if f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
             state_dict |= {f"{name}.{key}": tensor for key, tensor in carried(module, weight, bias).items()}
     return state_dict
 
 
+def with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+    """The state with the model's own distillation token, its position zero, where the checkpoint has none.
+
+    Source: as published with G2SD, whose token is drawn for fine-tuning and has no position
+    """
+    if not isinstance(model, TDRLViTDistilled) or "dist_token" in state_dict or "pos_embed" not in state_dict:
+        return state_dict
+    positions = state_dict["pos_embed"]
+    positions = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
+    return {**state_dict, "pos_embed": positions, "dist_token": model.state_dict()["dist_token"]}
+
+
 def carried(module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
-    """The state of pyramids that compute a plain layer."""
+    """The state of pyramids, and of linear layers among them, that compute a plain layer."""
     twin = copy.deepcopy(module).cpu()
-    pyramids = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]
-    parts = zip(pyramids, weight.chunk(len(pyramids)), bias.chunk(len(pyramids)), strict=True)
-    for pyramid, part, shift in parts:
-        carry(pyramid, part.flatten(1), shift)  # type: ignore[arg-type]
+    parts: list[Any] = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]
+    for part, rows, shift in zip(parts, weight.chunk(len(parts)), bias.chunk(len(parts)), strict=True):
+        if isinstance(part, nn.Linear):
+            part.load_state_dict({"weight": rows, "bias": shift} if part.bias is not None else {"weight": rows})
+        else:
+            carry(part, rows.flatten(1), shift)
     return twin.state_dict()
 
 
 VARIANTS = {"tdrl_vit_ti": (192, 12), "tdrl_vit_s": (384, 6)}
 """Width and heads. ViT-Tiny has 12 heads here, as in MAE-Lite and TDRL; of ViT-Small the paper says none."""
 
+DISTILLED = {"tdrl_vit_ti_distilled": "tdrl_vit_ti"}
+"""The variant that each has with a distillation token."""
 
-default_cfgs = generate_default_cfgs({name: vit_cfg() for name in VARIANTS})  # no public weights exist
+
+default_cfgs = generate_default_cfgs(  # no public weights exist
+    {name: vit_cfg() for name in VARIANTS} | {name: vit_cfg(classifier=("head", "head_dist")) for name in DISTILLED}
+)
 
 
 def create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
     """Builds a variant through timm."""
-    width, heads = VARIANTS[variant]
+    width, heads = VARIANTS[DISTILLED.get(variant, variant)]
     arguments = {"embed_dim": width, "num_heads": heads, **kwargs}
-    return build_vit(TDRLViT, variant, pretrained, checkpoint_filter_fn, arguments)
+    kind = TDRLViTDistilled if variant in DISTILLED else TDRLViT
+    return build_vit(kind, variant, pretrained, checkpoint_filter_fn, arguments)
 
 
 @register_model
@@ -104,3 +151,9 @@ def tdrl_vit_ti(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
 def tdrl_vit_s(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
     """TDRL-ViT-S: 194M parameters in training, 22.1M fused; 81.3 top-1 pre-trained (TDRL Table 3)."""
     return create_tdrl_vit("tdrl_vit_s", pretrained, **kwargs)
+
+
+@register_model
+def tdrl_vit_ti_distilled(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
+    """TDRL-ViT-Ti with a distillation token: 79.1 top-1 pre-trained and distilled by a ViT-B (TDRL Table 1)."""
+    return create_tdrl_vit("tdrl_vit_ti_distilled", pretrained, **kwargs)

@@ -6,6 +6,7 @@ from typing import Any
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg
+from torch import Tensor
 
 from isomorph.errors import UserError
 
@@ -40,10 +41,14 @@ def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def build_vit(
-    kind: type, variant: str, pretrained: bool, filter_fn: Callable[..., Any], arguments: dict[str, Any]
+    kind: type, variant: str, pretrained: bool, filter_fn: Callable[..., Any], arguments: dict[str, Any], **cfg: Any
 ) -> Any:
-    """Builds a variant through timm, its features taken block by block."""
+    """Builds a variant through timm, its features taken block by block.
+
+    `cfg`: what its `pretrained_cfg` says of the network that these arguments give, unless the user overlays it.
+    """
     kept = {name: value for name, value in arguments.items() if name != "out_indices"}
+    kept["pretrained_cfg_overlay"] = {**cfg, **(kept.get("pretrained_cfg_overlay") or {})}
     features = dict(out_indices=arguments.get("out_indices", 3), feature_cls="getter")
     return build_model_with_cfg(kind, variant, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=features, **kept)
 
@@ -54,6 +59,19 @@ def as_sizes(img_size: Any, patch_size: Any) -> tuple[tuple[int, ...], tuple[int
     if any(len(size) != 2 or not all(isinstance(n, int) for n in size) for size in sizes):
         raise UserError(f"img_size {img_size!r} and patch_size {patch_size!r} must be whole numbers or pairs of them")
     return sizes
+
+
+def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool = False) -> Tensor:
+    """Return a batch of images as it is. A model that wraps this name for `torch.fx` can be traced at any size.
+
+    Shape: x (B, in_chans, height, width) -> as x
+    Raises: UserError for another number of axes, an image without pixels, or one of no whole patches.
+    """
+    if x.ndim != 4 or x.shape[2] < 1 or x.shape[3] < 1:
+        raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
+    if patch:
+        refuse_size((x.shape[2], x.shape[3]), patch, padded)
+    return x
 
 
 def refuse_size(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:

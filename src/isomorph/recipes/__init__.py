@@ -1,4 +1,7 @@
-"""Every published run as a named recipe, its expected number beside it."""
+"""The papers' runs of image classification by name, each with its expected number.
+
+docs/recipes.md says which published runs are not among them.
+"""
 
 import difflib
 from collections.abc import Sequence
@@ -6,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from isomorph.errors import UserError
-from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl
+from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
 from isomorph.training.recipe import Recipe, check, override, read_file
 
 RECIPES: dict[str, dict[str, Any]] = {
     **tcnn.RECIPES,
     **convit.RECIPES,
     **tdrl.RECIPES,
+    **tdrl_figures.RECIPES,
     **refiner.RECIPES,
     **coatnet.RECIPES,
     **cifar.RECIPES,

@@ -1,7 +1,7 @@
 """Figures and the self-contained page."""
 
 from isomorph.report.charts import Bars, Chart, Dots, Line, Matrix, Panel
-from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table
+from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
 from isomorph.report.dissection import Extras, dissect, lead_of
 from isomorph.report.maps import gather_maps
 from isomorph.report.page import Section, write_page
@@ -35,6 +35,7 @@ __all__ = [
     "lead_of",
     "metric_rows",
     "open_pictures",
+    "pass_cost_table",
     "read_runs",
     "recipe_beside",
     "save_figures",

@@ -56,16 +56,18 @@ function extent(values, floor = null) {
   if (low === high) { low -= .5; high += .5; }
   return [low, high];
 }
-function ticks(low, high, count) {
+function tickStep(low, high, count) {
   const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
-  const found = [];
+  return [1, 2, 5, 10].map(m => m * power).find(s => s >= rough);
+}
+function ticks(low, high, count) {
+  const step = tickStep(low, high, count), found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(+(i * step).toPrecision(12));
   return found;
 }
 // Ends of an axis that hold all values and lie on its ticks.
 function ends(low, high, count) {
-  const found = ticks(low, high, count), step = found.length > 1 ? found[1] - found[0] : high - low;
+  const step = tickStep(low, high, count);
   return [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step].map(v => +v.toPrecision(12));
 }
 // Names without what all of them share at both ends: blocks.0.attn, blocks.1.attn -> 0, 1.
@@ -222,6 +224,34 @@ const painters = {
       stops.push({x: last[0], y: last[1], box: [11, 11], text: `${s.name}, head ${head + 1}: from ${path[0].map(say).join(", ")} to ${path.at(-1).map(say).join(", ")}`});
     }));
     return stops;
+  },
+  scatter(root, spec, width) {
+    const height = 300, margin = {left: 46, right: 16, top: 24, bottom: 36};
+    root.setAttribute("height", height);
+    const points = spec.series.flatMap((s, i) => s.points.map(p => ({...p, series: s.name, colour: tint(spec.series, i)})));
+    const count = Math.max(2, width / 110), [x0, x1] = extent(points.map(p => p.x), 0), [y0, y1] = extent(points.map(p => p.y));
+    const x = linear(...ends(x0, x1, count), margin.left, width - margin.right);
+    const y = linear(...ends(y0, y1, 4), height - margin.bottom - 6, margin.top + 6);
+    axes(root, width, height, margin, y, spec.y);
+    const found = ticks(x.low, x.high, count), write = ruled(found);
+    for (const tick of found) {
+      svg("line", {class: "axis", x1: x(tick), x2: x(tick), y1: margin.top, y2: height - margin.bottom}, root);
+      svg("text", {x: x(tick), y: height - margin.bottom + 16, "text-anchor": "middle"}, root, write(tick));
+    }
+    svg("text", {x: width - margin.right, y: height - 3, "text-anchor": "end"}, root, spec.x);
+    for (const p of points) svg("circle", {cx: x(p.x), cy: y(p.y), r: 4.5, fill: p.colour}, root);
+    // A name goes right of its point, left where it would leave the chart, and above or below where others are.
+    const taken = points.map(p => [x(p.x) - 5, y(p.y) - 5, x(p.x) + 5, y(p.y) + 5]);
+    for (const p of points) {
+      const wide = p.name.length * 6.4, at = [x(p.x), y(p.y)], right = [at[0] + 8, at[1] + 4], left = [at[0] - 8 - wide, at[1] + 4];
+      const places = [right, left, ...[-11, 19, -24, 32].flatMap(dy => [[right[0] - 4, at[1] + dy], [left[0] + 4, at[1] + dy]])];
+      const boxes = places.map(([a, b]) => [a, b - 9, a + wide, b + 2]).filter(b => b[0] > margin.left - 4 && b[2] < width && b[1] > 12 && b[3] < height - margin.bottom);
+      const free = boxes.find(b => taken.every(t => b[2] < t[0] || b[0] > t[2] || b[3] < t[1] || b[1] > t[3]));
+      if (!free) continue; // the reading and the table name it
+      taken.push(free);
+      svg("text", {x: free[0], y: free[3] - 2}, root, p.name);
+    }
+    return points.map(p => ({x: x(p.x), y: y(p.y), box: [13, 13], text: `${p.name}: ${say(p.x)} ${spec.x}, ${say(p.y)} ${spec.y}` + (spec.series.length > 1 ? ` · ${p.series}` : "")}));
   },
 };
 function lineColour(spec, i) {

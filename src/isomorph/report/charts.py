@@ -94,7 +94,21 @@ class Paths(NamedTuple):
         )
 
 
-Chart = Panel | Dots | Bars | Matrix | Paths
+class Scatter(NamedTuple):
+    """Named points on a pair of axes, a colour for each series: {series: {name: (x, y)}}."""
+
+    title: str
+    x_label: str
+    y_label: str
+    series: Mapping[str, Mapping[str, tuple[float, float]]]
+
+
+Chart = Panel | Dots | Bars | Matrix | Paths | Scatter
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a log is a finite number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def plain(value: float) -> float | None:
@@ -160,6 +174,15 @@ def paths_json(chart: Paths) -> dict[str, Any]:
     return {"kind": "paths", "title": chart.title, "ordered": True, "reach": chart.reach, "series": series}
 
 
+@as_json.register
+def scatter_json(chart: Scatter) -> dict[str, Any]:
+    series = [
+        {"name": name, "points": [{"name": point, "x": plain(x), "y": plain(y)} for point, (x, y) in points.items()]}
+        for name, points in chart.series.items()
+    ]
+    return {"kind": "scatter", "title": chart.title, "x": chart.x_label, "y": chart.y_label, "series": series}
+
+
 @singledispatch
 def numbers(chart: Any) -> Table:
     """The chart's numbers as a table, the first row its head; none where they are too many to be read."""
@@ -204,3 +227,9 @@ def paths_numbers(chart: Paths) -> Table:
         for i, path in enumerate(heads)
     ]
     return [["row, column", "first", "last"], *rows]
+
+
+@numbers.register
+def scatter_numbers(chart: Scatter) -> Table:
+    rows = [[name, *map(number, point)] for points in chart.series.values() for name, point in points.items()]
+    return [["", chart.x_label, chart.y_label], *rows]

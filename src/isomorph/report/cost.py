@@ -26,6 +26,18 @@ def fixed_cost_table(rows: Sequence[Row]) -> list[list[str]]:
     return [["one image", "size", "parameters", "M MACs", "saved MiB"], *body]
 
 
+def pass_cost_table(rows: Sequence[Row]) -> list[list[str]]:
+    """Head and a row for each model and resolution whose passes cost more than their images; empty where none does.
+
+    Of inference, of training in closed form, and of training branch by branch.
+    """
+    each = {(row["model"], size_of(row)): row for row in rows if row["step_macs"] or "branch_macs" in row}
+    keys = ("macs", "step_macs", "training_macs", "training_step_macs", "branch_macs")
+    body = [[*name, *(f"{row[key] / 1e6:,.1f}" if key in row else "-" for key in keys)] for name, row in each.items()]
+    head = ["a pass, M MACs", "size", "an image", "a step", "training: an image", "a step", "by branches: an image"]
+    return [head, *body] if body else []
+
+
 def cost_problems(rows: Sequence[Row]) -> list[str]:
     """Why peaks could not be measured, each reason once."""
     return list(dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row))

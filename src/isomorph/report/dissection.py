@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality, spans
+from isomorph.analysis.evolution import DRAWN, DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, fixed_cost
 from isomorph.report.charts import Chart, Dots
-from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table
-from isomorph.report.likeness import alignments, similarity_chart
+from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+from isomorph.report.likeness import Evolution, alignments, evolution_chart, similarity_chart
 from isomorph.report.maps import BUDGET, gather_maps
 from isomorph.report.page import Fold, Section, Shot
 from isomorph.report.pictures import normalised
@@ -80,6 +81,13 @@ def untimed(subject: Subject) -> dict[str, Any]:
     return {"model": subject.name, "height": height, "width": width, **cost}
 
 
+PASS = (
+    "Of one forward pass: what every image adds, and what a step costs once, whatever its batch (the products of "
+    "weights). By branches: what every image would cost in training if its tokens passed through all branches."
+)
+"""What the table of `pass_cost_table` says."""
+
+
 def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     """What each model costs at the size of the page's images; timed: speed and peak memory too, of both in turns."""
     models = {s.name: s.model for s in subjects}
@@ -87,6 +95,8 @@ def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     rows = list(cost_rows(models, [size])) if timed else [untimed(s) for s in subjects]
     text = "Of one image. 1 MAC = 2 FLOPs, attention included. Saved: what a training step keeps for its backward pass."
     sections = [Section("Cost", text, fixed_cost_table(rows))]
+    if passes := pass_cost_table(rows):
+        sections.append(Section("Cost of a pass", PASS, passes))
     if timed:
         text = "On this machine, model after model in turns; memory at its peak on top of the model, without and with "
         fold = Fold("What could not be measured", lost) if (lost := cost_problems(rows)) else None
@@ -137,10 +147,11 @@ def lead_of(subjects: Sequence[Subject], sections: Sequence[Section]) -> str:
 @dataclass(frozen=True)
 class Extras:
     """What a page shows beside the maps when it is given: batches of images for CKA by model and which they are, in
-    words; robustness results."""
+    words; F_k by model; robustness results."""
 
     batches: Mapping[str, Iterable[Any]] = field(default_factory=dict)
     drawn: str = ""
+    evolution: Evolution = field(default_factory=dict)
     results: Measured | None = None
     timed: bool = False
     budget: int = BUDGET
@@ -152,6 +163,12 @@ def likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[
     """CKA between the layers of the two models and within each. Raises: UserError when there are no features."""
     found = alignments({s.name: s.model for s in subjects}, batches)
     return [similarity_chart(names, matrix) for names, matrix in found.items()]
+
+
+EVOLUTION = (
+    "F_k = CKA(f_k, f_out) / CKA(f_in, f_out) of what layer k gives: 1 at the first layer, higher where features are "
+    f"closer to the last ones (Refiner eq. 2). Linear CKA of {DRAWN} random test images, mean of {DRAWS} draws."
+)
 
 
 def dissect(
@@ -188,6 +205,8 @@ def dissect(
             "near 0 unrelated; by chance it may fall a little below 0." + f" On {extras.drawn}." * bool(extras.drawn)
         )
         sections.append(Section("Likeness of layers", text, charts=likeness_charts(subjects, extras.batches)))
+    if extras.evolution:
+        sections.append(Section("Feature evolution", EVOLUTION, charts=[evolution_chart(extras.evolution)]))
     if extras.results:
         cells, measured, problems = extras.results
         fold = Fold("What could not be read", problems) if problems else None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths
+from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
 
 INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
 NUMBERED = 12
@@ -208,6 +208,23 @@ def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
     axes.set_ylabel("row")
     axes.grid()
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure
+
+
+@draw.register
+def draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
+    figure, axes = pyplot().subplots(figsize=(4.6, 3.2))
+    for (name, points), colour in zip(chart.series.items(), tints(chart.series, models), strict=True):
+        axes.scatter(*zip(*points.values(), strict=True), s=20, color=colour, label=name, zorder=3)
+        for label, point in points.items():
+            axes.annotate(label, point, (4, 4), textcoords="offset points", fontsize=7, annotation_clip=False)
+    axes.set_xlim(left=0)
+    axes.set_title(chart.title)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.grid()
+    if len(chart.series) > 1:
+        axes.legend()
     return figure
 
 

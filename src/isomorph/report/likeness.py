@@ -1,4 +1,4 @@
-"""CKA between the layers of two models, from features that are averaged over the image."""
+"""CKA between the layers of two models, from features that are averaged over the image; how features evolve in each."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from isomorph.analysis.alignment import CKA, comparable, grams, hsic, pooled
 from isomorph.analysis.batches import batches
 from isomorph.analysis.evolution import feature_layers
-from isomorph.report.charts import Matrix
+from isomorph.report.charts import Line, Matrix, Panel, Table, number
 
 
 @torch.no_grad()
@@ -40,3 +40,19 @@ def similarity_chart(names: tuple[str, str], found: CKA) -> Matrix:
     """CKA of every layer of one model (down) with every layer of the other (across)."""
     a, b = names
     return Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, found.rows, found.columns, found.matrix.tolist())
+
+
+Evolution = Mapping[str, Mapping[str, float]]
+"""F_k of every layer, by model: what `iso.feature_evolution` gives."""
+
+
+def evolution_chart(found: Evolution) -> Panel:
+    """F_k along the depth, a line for each model."""
+    lines = {name: Line(range(1, len(layers) + 1), list(layers.values())) for name, layers in found.items()}
+    return Panel("Feature evolution", "layer k", "F_k", lines)
+
+
+def evolution_table(found: Evolution) -> Table:
+    """Head and a row for each layer: F_k of each model, a dash where it has no layer of that name."""
+    layers = dict.fromkeys(layer for values in found.values() for layer in values)
+    return [["F_k", *found], *([layer, *(number(values.get(layer)) for values in found.values())] for layer in layers)]

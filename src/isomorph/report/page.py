@@ -84,7 +84,7 @@ def render(title: str, lead: str, sections: Sequence[Section], footer: str = "")
             blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
             viewers.append(section.viewer.data)
         shown.append({**vars(section), "charts": drawn, "viewer": viewer})
-    script = "".join(part(name) for name in ("charts.js", "maps.js", "start.js"))
+    script = "".join(part(name) for name in ("charts.js", "maps.js", "paint.js", "viewer.js", "start.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     colours = {use: colour_table(name) for use, name in COLOURS.items()}
     environment = Environment(loader=PackageLoader("isomorph.report", "."), autoescape=True, undefined=StrictUndefined)

@@ -1,7 +1,6 @@
 """`isomorph compare` as a page: what runs left in their folders, side by side."""
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -9,12 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isomorph.analysis import Trajectory
 from isomorph.errors import UserError
-from isomorph.report.charts import Chart, Line, Panel, Paths, Table
+from isomorph.report.accuracy_cost import Point, points_table, scatters
+from isomorph.report.along import Courses, along_epochs, course_panels
+from isomorph.report.charts import Chart, Line, Panel, Paths, Table, is_number
 from isomorph.report.page import Fold, Section
 from isomorph.report.terminal import UNITS
 
@@ -41,11 +41,14 @@ def read_rows(path: Path) -> tuple[Rows, str]:
     if not path.is_file():
         return [], f"no {path.name}"
     rows: Rows = []
-    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    except OSError as error:
+        return [], f"{path.name} cannot be read ({error.strerror})"
     for line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         rows += [row] if isinstance(row, dict) else []
     lost = len(lines) - len(rows)
@@ -65,7 +68,7 @@ def read_run(folder: Path) -> Log:
         recipe = json.loads((folder / "recipe.json").read_text())
     except FileNotFoundError:
         problems.append("no recipe.json")
-    except ValueError:
+    except (OSError, ValueError, RecursionError):
         problems.append("recipe.json cannot be read")
     recipe = recipe if isinstance(recipe, dict) else {}
     if not (epochs or steps or recipe):
@@ -94,10 +97,6 @@ def curve(rows: Rows, x: str, y: str) -> Line | None:
         parts = [points[a:b] for a, b in pairwise(cuts)]
         points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
     return Line(*map(list, zip(*points, strict=True))) if points else None
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def peaks(log: Log, key: str, pick: Any) -> Rows:
@@ -130,6 +129,7 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     ]
     for title, key, pick in (
         ("Largest attention logit, worst layer", "max_logit", max),
+        ("Largest attention, worst layer", "max_attention", max),
         ("Attention entropy, mean over layers", "entropy", fmean),
     ):
         wanted.append(
@@ -148,20 +148,31 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     return charts
 
 
+def group_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of fields of a recipe, empty where there is none."""
+    found = values.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def best_top1(log: Log) -> float | None:
+    """The highest top-1 of a run; None where none was measured."""
+    return max((row["top1"] for row in log.epochs if is_number(row.get("top1"))), default=None)
+
+
 def final_table(logs: Sequence[Log]) -> Table:
     """Recipe and model, epochs done, best top-1, and what the last evaluated epoch measured."""
     keys = [k for k in UNITS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)]
     rows = []
     for log in logs:
         last = {k: row[k] for row in log.epochs for k in keys if is_number(row.get(k))}
-        top = [row["top1"] for row in log.epochs if is_number(row.get("top1"))]
+        top = best_top1(log)
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = log.recipe.get("model") or {}
-        rule = (model.get("recast") or {}).get("rule")
+        model = group_of(log.recipe, "model")
+        rule = group_of(model, "recast").get("rule")
         made = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
         cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
-        rows.append([log.name, *made, done, f"{max(top):.2f}" if top else "-", *cells, f"{seconds:,.0f}"])
+        rows.append([log.name, *made, done, "-" if top is None else f"{top:.2f}", *cells, f"{seconds:,.0f}"])
     return [["", "recipe", "model", "epochs", "best top-1 (%)", *(UNITS[k][0] for k in keys), "seconds"], *rows]
 
 
@@ -214,29 +225,48 @@ def centreless(found: Trajectory) -> str:
     return f"{lost} heads have lost their centre by the end (locality not positive): they have no span." if lost else ""
 
 
-def along_epochs(moments: Tensor, heads: Tensor) -> Line:
-    """Mean and range of a layer's heads at the epochs at which any has a value. Shape: (T,), (T, heads)"""
-    known = heads.isfinite()
-    there = known.any(1)
-    heads, known = heads[there].double(), known[there]
-    low, high = (heads.where(known, -sign * torch.inf) for sign in (-1, 1))
-    mean = heads.where(known, 0).sum(1) / known.sum(1)
-    return Line(*(part.tolist() for part in (moments[there], mean, low.amin(1), high.amax(1))))
+def course_sections(courses: Courses, drawn: str) -> list[Section]:
+    """Charts of what was followed along training, on which images."""
+    text = f"At the epochs that keep_every in the recipe kept, on {drawn}. A line is a layer, the mean over its heads; "
+    charts = course_panels(courses)
+    return [Section("Attention along training", f"{text}the range is theirs.", charts=charts)] if charts else []
 
 
-def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = None) -> list[Section]:
-    """All sections of the page of some runs; `dials` are those of the runs that kept models with gated layers."""
-    problems = [f"{log.name}: {problem}." for log in logs for problem in log.problems]
+def point_sections(points: Sequence[Point]) -> list[Section]:
+    """Accuracy against cost, where there are models to compare."""
+    text = (
+        "Best top-1 of a run, or what isomorph evaluate measured; MACs of one image (1 MAC = 2 FLOPs), attention "
+        "included. Only models of the same test set can be compared."
+    )
+    charts = scatters(points)
+    return [Section("Accuracy and cost", text, points_table(points), charts=charts)] if charts else []
+
+
+def compare_runs(
+    logs: Sequence[Log],
+    dials: Mapping[str, Trajectory] | None = None,
+    courses: Courses | None = None,
+    drawn: str = "",
+    points: Sequence[Point] = (),
+) -> list[Section]:
+    """All sections of the page of some runs; `dials` are those of the runs that kept models with gated layers.
+
+    `courses` are other measures along training, on the images that `drawn` says in words; `points` are models by their
+    accuracy and cost.
+    """
+    dials = dials or {}
+    problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
     fold = Fold("What is missing or could not be read", problems) if problems else None
     longest = max((len(log.steps) for log in logs), default=0)
     thinned = (
         f"Of logs with more than {POINTS} lines, means over {POINTS} equal parts are drawn." if longest > POINTS else ""
     )
-    sections = [Section("At the end", "", final_table(logs), fold=fold)]
+    sections = [Section("At the end", "", final_table(logs), fold=fold)] if logs else []
+    sections += point_sections(points)
     if charts := run_charts(logs):
         sections.append(Section("Learning curves", thinned, charts=charts))
-    if charts := dial_panels(dials or {}):
-        moving = any(len(found.moments) > 1 for found in (dials or {}).values())
+    if charts := dial_panels(dials):
+        moving = any(len(found.moments) > 1 for found in dials.values())
         text = (
             "At the epochs that keep_every in the recipe kept. A line is a layer, the mean over its heads; the range "
             "is theirs. Centres are where each head looks from the query, the cross: from the ring to the dot."
@@ -244,8 +274,9 @@ def compare_runs(logs: Sequence[Log], dials: Mapping[str, Trajectory] | None = N
             else "Where each head looks from the query, the cross. These runs kept no model but their last; with "
             "keep_every in the recipe gates, spans and centres are drawn along the training."
         )
-        lost = [f"{run}: {said}" for run, found in (dials or {}).items() if (said := centreless(found))]
+        lost = [f"{run}: {said}" for run, found in dials.items() if (said := centreless(found))]
         sections.append(Section("Gates, spans and centres along training", " ".join([text, *lost]), charts=charts))
+    sections += course_sections(courses or {}, drawn)
     differing = recipe_table(logs)
     if len(logs) > 1 and len(differing) > 1:
         sections.append(Section("Where the recipes differ", "Every other field is the same.", differing))

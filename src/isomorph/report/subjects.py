@@ -49,7 +49,7 @@ def recipe_beside(path: Path) -> dict[str, Any] | None:
     folder = path if path.is_dir() else path.parent
     try:
         found = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

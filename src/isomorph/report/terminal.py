@@ -17,6 +17,7 @@ UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
     "images": ("images", "{:,.0f}".format),
     "parameters": ("parameters", "{:,.0f}".format),
     "macs": ("M MACs an image", lambda macs: f"{macs / 1e6:,.1f}"),
+    "step_macs": ("M MACs a step, whatever the batch", lambda macs: f"{macs / 1e6:,.1f}"),
     "images_per_second": ("images / s, batch 32", "{:,.0f}".format),
 }
 """Label and format of every metric."""

@@ -35,14 +35,20 @@ class Suite:
 
 
 OF_IMAGENET = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
-OF_V2 = ("imagenet-v2", "imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency")
+OF_V2 = {
+    "imagenet-v2-matched-frequency": ("imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency"),
+    "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
+    "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
+}
+"""The three test sets of ImageNet-V2 and the folders that their archives unpack to."""
 OF_SKETCH = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
 SUITES = {
     suite.name: suite
     for suite in (
         Suite("imagenet", OF_IMAGENET, 50_000),
         Suite("real", OF_IMAGENET, 50_000, sets=True),
-        Suite("imagenet-v2", OF_V2, 10_000),
+        Suite("imagenet-v2", ("imagenet-v2", *OF_V2["imagenet-v2-matched-frequency"]), 10_000),
+        *(Suite(name, (name, *folders), 10_000) for name, folders in OF_V2.items()),
         Suite("imagenet-a", ("imagenet-a",), 7_500),
         Suite("imagenet-r", ("imagenet-r",), 30_000),
         Suite("imagenet-sketch", OF_SKETCH, 50_889),

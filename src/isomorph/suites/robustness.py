@@ -192,7 +192,7 @@ def conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Sig
     """The result: whose, of what, every cell, and the means over them."""
     cells = {(name, s): journal.cells[name, s] for name, severities in wanted.items() for s in severities}
     clean = journal.cells.get((CLEAN, 0))
-    images = min(int(cell["images"]) for cell in cells.values())
+    images = min(int(cell.get("images", 0)) for cell in cells.values())
     found = {
         **journal.identity,
         "images": images,

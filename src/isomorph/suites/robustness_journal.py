@@ -19,6 +19,8 @@ SAME_SIGHT = ("suite", "version", "source", "limit", "size", "seed", "pictures")
 """What two models' results must share to be compared."""
 WORDS = {"version": "corruptions of version", "source": "data:"}
 """What these are called where they differ."""
+NOT_RESULTS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
+"""Errors of reading a file that holds no results."""
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -86,16 +88,29 @@ def read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell
         first, *others = [json.loads(line) for line in block[:whole].splitlines()]
         if first.pop("kind") != KIND:
             raise ValueError
-        return first, by_place(others), whole
-    except (ValueError, KeyError, AttributeError, TypeError):
+        return identity_of(first), by_place(others), whole
+    except NOT_RESULTS:
         raise UserError(
             f"{path} is not a file of robustness cells, or is damaged; isomorph robustness writes them"
         ) from None
 
 
 def by_place(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
-    """Cells by corruption and severity. Raises: ValueError, KeyError, TypeError for what is none."""
-    return {(str(cell["corruption"]), int(cell["severity"])): {**cell, "top1": float(cell["top1"])} for cell in lines}
+    """Cells by corruption and severity, their numbers as such. Raises: one of NOT_RESULTS for what is none."""
+    return {(str(line["corruption"]), int(line["severity"])): cell_of(line) for line in lines}
+
+
+def cell_of(line: Cell) -> Cell:
+    """A cell with its numbers as such. Raises: one of NOT_RESULTS for an accuracy or a count that is none."""
+    if not 0 <= float(line["top1"]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
+        raise ValueError
+    return {**line, "top1": float(line["top1"])} | ({"images": int(line["images"])} if "images" in line else {})
+
+
+def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Whose results these are, and of which pictures. Raises: one of NOT_RESULTS where that is not said."""
+    told = {key: line[key] for key in ("weights", "data", "constants") if key in line}
+    return told | {key: line[key] for key in SAME_SIGHT} | {"model": str(line["model"])}
 
 
 def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
@@ -107,11 +122,10 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         result = json.loads(path.read_text())
         clean = result["clean"]
         cells = by_place([*result["cells"], *([clean] if clean else [])])
-        told = {key: result[key] for key in ("weights", "data", "constants") if key in result}
-        return told | {key: result[key] for key in ("model", *SAME_SIGHT)}, cells
+        return identity_of(result), cells
     except OSError as error:
         raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
-    except (ValueError, KeyError, TypeError):
+    except NOT_RESULTS:
         identity, found, _ = read_journal(path)
         return identity, found
 

@@ -61,16 +61,22 @@ class CifarC:
         if not self.root.is_dir():
             raise UserError(f"no folder {self.root}; give the one with CIFAR-C's CORRUPTION.npy and labels.npy")
         for corruption in wanted:
-            shape = open_array(self.root / f"{corruption}.npy").shape
+            pictures = open_array(self.root / f"{corruption}.npy")
+            shape = pictures.shape
             if len(shape) != 4 or shape[3] != 3 or shape[0] != len(self.labels) or shape[0] % len(SEVERITIES):
                 raise UserError(
                     f"{self.root / corruption}.npy is {' x '.join(map(str, shape))}, not five times as many images as "
                     f"there are, height, width and 3, with {len(self.labels)} labels"
                 )
+            if pictures.dtype != np.uint8 or not pictures.size:
+                raise UserError(f"{self.root / corruption}.npy holds {pictures.dtype}, not images as uint8")
 
     @cached_property
     def labels(self) -> np.ndarray:
-        return np.asarray(open_array(self.root / "labels.npy"), np.int64)
+        labels = open_array(self.root / "labels.npy")
+        if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not labels.size or labels.min() < 0:
+            raise UserError(f"{self.root / 'labels.npy'} is not a row of class numbers, one for each image")
+        return np.asarray(labels, np.int64)
 
     def cell(self, corruption: str, severity: int, classes: int) -> Source:
         """The pictures of one cell. Raises: UserError when their labels are not the model's."""
@@ -146,8 +152,5 @@ def corruption_folder(root: Path, corruption: str, severities: Sequence[int]) ->
         for path in sorted((*root.glob("*"), *root.glob("*/*")))
         if path.is_dir() and path.name not in CATEGORIES
     ]
-    close = get_close_matches(corruption, below, n=1)
-    raise UserError(
-        f"{root} has no folder {corruption}" + f"; nearest: {close[0]}" * bool(close) + "; unpack it, or choose others "
-        "with --corruption"
-    )
+    nearest = "".join(f"; nearest: {close}" for close in get_close_matches(corruption, below, n=1))
+    raise UserError(f"{root} has no folder {corruption}{nearest}; unpack it, or choose others with --corruption")

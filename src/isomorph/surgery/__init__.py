@@ -4,7 +4,8 @@ import dataclasses
 from typing import Any
 
 from isomorph.errors import UserError
-from isomorph.surgery.anneal import Anneal, gpsa_layers
+from isomorph.surgery.anneal import Anneal, annealed_layers, gpsa_layers
+from isomorph.surgery.compiled import notes
 from isomorph.surgery.fuse import Fuse, fuse, fusible
 from isomorph.surgery.pyramids import LinearToPyramid
 from isomorph.surgery.recalibrate import recalibrate
@@ -49,6 +50,7 @@ __all__ = [
     "Report",
     "Rule",
     "Unstride",
+    "annealed_layers",
     "build_rule",
     "compare",
     "edits",
@@ -56,6 +58,7 @@ __all__ = [
     "fuse",
     "fusible",
     "gpsa_layers",
+    "notes",
     "recalibrate",
     "recast",
     "replay",

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d
-from isomorph.surgery.rules import CONTENT_DIALS, DIALS, dials
+from isomorph.layers import GPSA, AnnealedReLU, GPSA2d
+from isomorph.surgery.rules import CONTENT_DIALS, DIALS, check_dials, dials
 
 
 @dataclass(frozen=True)
 class Anneal:
     """Moves every gated attention layer from one (locality, gate) to another in `steps` steps, then lets go of it.
+
+    Annealed ReLUs (VanillaNet) go from slope 0 to slope 1, the identity, in the same steps, and stay there.
 
     Without a `start` each layer starts exact: as the convolution (20, 15) or the attention (1, -15) it was recast from.
     Locality moves geometrically (a constant factor a step: its effect is exponential), the gate's logit linearly.
@@ -29,8 +31,8 @@ class Anneal:
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
             raise UserError(f"anneal steps {self.steps} must be a whole number, at least 1")
-        if min((self.start or self.stop)[0], self.stop[0]) <= 0:
-            raise UserError("both localities of an anneal must be above 0")
+        for pair in filter(None, (self.start, self.stop)):
+            check_dials(*pair)
 
     def at(self, step: int, exact: tuple[float, float] = DIALS["exact"]) -> tuple[float, float]:
         """(locality, gate) at a step; step `steps` and later give `stop`. `exact` is the start where none is given."""
@@ -44,11 +46,32 @@ class Anneal:
         Raises: UserError for a model that was born gated (ConViT) where no `start` says from where.
         """
         if step <= self.steps:
-            for layer in gpsa_layers(model):
+            self.set_slopes(model, step)
+            for layer in annealed_layers(model)[0]:
                 if self.start is None and type(layer) is GPSA:
                     raise UserError("this layer was recast from nothing, so nothing is exact; give the anneal a start")
                 named = DIALS if isinstance(layer, GPSA2d) else CONTENT_DIALS
                 layer.set_dials(*self.at(step, named["exact"]))
+
+    def set_slopes(self, model: nn.Module, step: int) -> None:
+        """Sets the slopes of annealed ReLUs after so many steps, of averaged weights too: a slope is not averaged."""
+        for layer in annealed_relus(model):
+            layer.set_slope(min(max(step / self.steps, 0.0), 1.0))
+
+
+def annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
+    """Every annealed ReLU of a model."""
+    return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
+
+
+def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | GPSA2d], Sequence[AnnealedReLU]]:
+    """All that an anneal moves: gated attention layers, and annealed ReLUs.
+
+    Raises: UserError when there is neither.
+    """
+    relus = annealed_relus(model)
+    gated = any(isinstance(module, GPSA | GPSA2d) for module in model.modules())
+    return (gpsa_layers(model) if gated or not relus else []), relus
 
 
 def gpsa_layers(model: nn.Module) -> Sequence[GPSA | GPSA2d]:

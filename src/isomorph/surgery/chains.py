@@ -5,33 +5,44 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import torch
-from timm.layers import ConvNormAct, to_2tuple
+from timm.layers import BatchNormAct2d, ConvNormAct, SyncBatchNormAct, to_2tuple
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.utils.parametrize import is_parametrized
 
+from isomorph.layers import AnnealedReLU
 from isomorph.layers.affine_chain import collapse_chain, matrix
+from isomorph.surgery.exact import changed, unlike
+
+NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+"""BatchNorms that are known to compute nothing else, a subclass before its base."""
 
 
-def pieces(module: nn.Module) -> Iterator[nn.Module]:
-    """The layers of a chain in order, identities left out."""
-    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+def pieces(module: nn.Module, annealed: bool = False) -> Iterator[nn.Module]:
+    """The layers of a chain in order, identities left out; with `annealed` also ReLUs that are yet to become one."""
+    if isinstance(module, nn.Sequential) and not changed(module, nn.Sequential):
         for child in module:
-            yield from pieces(child)
-    elif isinstance(module, ConvNormAct):
+            yield from pieces(child, annealed)
+    elif isinstance(module, AnnealedReLU):
+        yield from () if annealed or module.is_identity else (module,)
+    elif isinstance(module, ConvNormAct) and not changed(module, ConvNormAct):
         yield from (
-            piece for child in (module.conv, module.bn, module.aa) if child is not None for piece in pieces(child)
+            piece
+            for child in (module.conv, module.bn, module.aa)
+            if child is not None
+            for piece in pieces(child, annealed)
         )
-    elif not isinstance(module, nn.Identity):
+    elif not isinstance(module, nn.Identity) or changed(module, nn.Identity):
         yield module
 
 
 def is_plain_norm(module: nn.Module) -> bool:
     """Whether a module is BatchNorm with statistics and nothing more: timm's may carry an activation."""
     extras = (getattr(module, name, None) for name in ("act", "drop"))
-    tracked = isinstance(module, _BatchNorm) and module.running_mean is not None
-    return tracked and all(isinstance(e, nn.Identity | None) for e in extras)
+    kind = next((known for known in NORMS if isinstance(module, known)), None)
+    if kind is None or changed(module, kind) or module.running_mean is None:
+        return False
+    return all(extra is None or type(extra) is nn.Identity for extra in extras)
 
 
 def is_pointwise(conv: nn.Module) -> bool:
@@ -44,17 +55,16 @@ def is_pointwise(conv: nn.Module) -> bool:
 def unlike_linear(module: nn.Module) -> str | None:
     """Why a layer is no linear map of its input or patches that its own weight tells, or None."""
     if isinstance(module, nn.Linear):
-        if type(module).forward is not nn.Linear.forward:
-            return f"{type(module).__name__} does not compute what nn.Linear does"
-    elif not isinstance(module, nn.Conv2d):
+        return unlike(module, nn.Linear, "nn.Linear")
+    if not isinstance(module, nn.Conv2d):
         return f"{type(module).__name__} is no linear layer or convolution"
-    elif type(module)._conv_forward is not nn.Conv2d._conv_forward or type(module).forward is not nn.Conv2d.forward:
-        return f"{type(module).__name__} does not compute what nn.Conv2d does with its weight"
-    elif module.padding_mode != "zeros":
+    if reason := unlike(module, nn.Conv2d, "nn.Conv2d"):
+        return reason
+    if module.padding_mode != "zeros":
         return f"padding_mode={module.padding_mode!r}, only 'zeros' is linear on patches"
-    elif conv_padding(module) is None:
+    if conv_padding(module) is None:
         return f"padding={module.padding!r} pads one side more than the other"
-    return "its weight is parametrized, which would be lost" if is_parametrized(module) else None
+    return None
 
 
 def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
@@ -67,9 +77,12 @@ def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
     return to_2tuple(conv.padding)
 
 
-def is_chain(module: nn.Module) -> bool:
-    """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them."""
-    layers = list(pieces(module))
+def is_chain(module: nn.Module, annealed: bool = False) -> bool:
+    """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them.
+
+    `annealed`: ReLUs that an anneal will make the identity count as nothing.
+    """
+    layers = list(pieces(module, annealed))
     linear = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
     if len(linear) < 2 or any(map(unlike_linear, linear)) or layers[0] is not linear[0]:
         return False
@@ -85,10 +98,10 @@ def is_chain(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def merge_chain(module: nn.Module) -> nn.Linear | nn.Conv2d:
-    """A chain in eval mode as one layer with a bias, computed in float64."""
+def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Conv2d:
+    """A chain in eval mode as one layer with a bias, computed in float64; `annealed` as in `is_chain`."""
     dtype = next(module.parameters()).dtype
-    layers = list(pieces(copy.deepcopy(module).double().eval()))
+    layers = list(pieces(copy.deepcopy(module).double().eval(), annealed))
     first = layers[0]
     assert isinstance(first, nn.Linear | nn.Conv2d)
     weight, bias = collapse_chain(layers, None, matrix(first).new_zeros(matrix(first).shape[-1]))

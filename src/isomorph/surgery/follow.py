@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA
+from isomorph.surgery.bounds import check_grid
 
 FOLLOWERS = (SpatialAttention, ViTGPSA)
 """Layers whose tokens have positions on the grid of the image."""
@@ -239,12 +240,9 @@ def embedding_model(model: nn.Module) -> Any:
 
 def check_place(rule: Any) -> None:
     """Makes `grid_size` a pair, as JSON and YAML have lists only. Raises: UserError for an impossible place."""
+    check_grid(rule.grid_size, rule.prefix_tokens)
     if rule.grid_size is not None:
         object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
-        if len(rule.grid_size) != 2 or min(rule.grid_size) < 1:
-            raise UserError(f"grid_size {rule.grid_size} must be (height, width), both at least 1")
-    if rule.prefix_tokens is not None and rule.prefix_tokens < 0:
-        raise UserError(f"prefix_tokens {rule.prefix_tokens} must not be negative")
 
 
 def placed(rule: Any, model: nn.Module) -> Any:
@@ -259,5 +257,5 @@ def placed(rule: Any, model: nn.Module) -> Any:
 def attach_grid(rule: Any, model: nn.Module) -> None:
     """Lets the grid of the rule's layers follow the images, unless the rule gives one; stops where none is left."""
     owner = embedding_model(model) if rule.grid_size is None else None
-    if owner:
+    if owner is not None:
         follow_grid(owner)

@@ -7,6 +7,8 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.compiled import copied, uncompiled
+from isomorph.surgery.exact import altered_part
 from isomorph.surgery.recast import Edit, outermost, replay
 
 
@@ -20,19 +22,29 @@ class Fuse:
         return callable(getattr(module, "fuse", None))
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Raises: UserError when the module has no `fuse()`."""
+        """Raises: UserError when the module has no `fuse()`, or one that does not know its forward or its parts."""
+        kind = type(module)
         if not self.accepts(module):
-            raise UserError(f"{type(module).__name__} has no fused form")
-        return copy.deepcopy(module).eval().fuse()  # type: ignore[operator]
+            raise UserError(f"{kind.__name__} has no fused form")
+        owner = next((base for base in kind.__mro__ if "fuse" in vars(base)), kind)
+        if any("forward" in vars(base) for base in kind.__mro__[: kind.__mro__.index(owner)]):
+            raise UserError(f"{kind.__name__} has its own forward, which {owner.__name__}.fuse() does not know")
+        try:
+            return copy.deepcopy(module).eval().fuse()  # type: ignore[operator]
+        except RuntimeError:
+            if reason := altered_part(module):
+                raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
+            raise
 
 
 def fuse(model: nn.Module) -> nn.Module:
     """A copy of the model with every module that has a `fuse()` replaced by its result, root included, outermost first.
 
     `fuse()` on a layer returns a new module and needs no rule, so it works on any checkpoint; a layer whose way back
-    holds only under a condition has a named method instead (`GPSA2d.to_conv()`) and is left alone here.
+    holds only under a condition has a named method instead (`GPSA2d.to_conv()`) and is left alone here. Of a compiled
+    model the model inside is fused, and not compiled again. Hooks and shared parameters are treated as by `recast`.
 
-    Raises: UserError in train mode: BatchNorm would fuse the statistics of one batch.
+    Raises: UserError in train mode: BatchNorm would fuse the statistics of one batch; or when hooks would be lost.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r} is not a model; load it first, with iso.load")
@@ -42,9 +54,9 @@ def fuse(model: nn.Module) -> nn.Module:
             f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first"
         )
     names = fusible(model)
-    return replay(copy.deepcopy(model), Edit(Fuse(), names)) if names else copy.deepcopy(model)
+    return replay(copied(model), Edit(Fuse(), names)) if names else copied(model)
 
 
 def fusible(model: nn.Module) -> tuple[str, ...]:
     """Names of the outermost modules that have a fused form."""
-    return tuple(outermost(model, Fuse().accepts))
+    return tuple(outermost(uncompiled(model), Fuse().accepts))

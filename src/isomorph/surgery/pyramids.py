@@ -1,24 +1,28 @@
 """The rule that trains wide and ships thin: linear layers become pyramids, which `fuse` brings back."""
 
 import copy
+import difflib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
+from timm.layers import ConvNormAct
 from timm.models.byobnet import MobileOneBlock
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import matrix
-from isomorph.layers.pyramid import Layout, Rectify
+from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_birth import carry, draw
-from isomorph.surgery.chains import conv_padding, is_chain, merge_branches, merge_chain, unlike_linear
-
-JOINT: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-"""Projections that are one linear layer in a model and several pyramids here, by their last name."""
+from isomorph.surgery.bounds import RESCALE, check_choice, check_number
+from isomorph.surgery.chains import conv_padding, is_chain, is_plain_norm, merge_branches, merge_chain, unlike_linear
+from isomorph.surgery.exact import changed
+from isomorph.surgery.joint import JOINT, Part, joint_parts
+from isomorph.surgery.recast import adopt
 
 RECTIFIED = {
     f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
@@ -40,41 +44,118 @@ def unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str 
     return None
 
 
+RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
+
+
+def as_rectification(given: str | Mapping[str, str]) -> str:
+    """A rectification, or NAME=RECTIFICATION of several layers by their last names, as one string in a fixed order.
+
+    Raises: UserError for an unknown one, or a name given twice.
+    """
+    pairs = list(given.items()) if isinstance(given, Mapping) else []
+    if isinstance(given, str) and "=" not in given:
+        refuse_rectification(given)
+        return given
+    if isinstance(given, str):
+        pairs = [(name.strip(), value.strip()) for name, _, value in (pair.partition("=") for pair in given.split(","))]
+    if not pairs or len(dict(pairs)) < len(pairs):
+        raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
+    for name, value in pairs:
+        refuse_rectification(value, f" of {name}")
+    return ",".join(f"{name}={value}" for name, value in sorted(pairs))
+
+
+def refuse_rectification(value: Any, place: str = "") -> None:
+    """Raises: UserError for a rectification that does not exist."""
+    if value not in RECTIFICATIONS:
+        raise UserError(
+            f"rectify{place} {value!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each "
+            "layer, as in 'q=none,v=rescale'"
+        )
+
+
+def unlike_block(block: MobileOneBlock) -> str | None:
+    """Why a block of MobileOne is not the sum of its convolutional branches, or None."""
+    if methods := " and ".join(changed(block, MobileOneBlock)):
+        return f"{type(block).__name__} does not compute what timm's MobileOneBlock does: it has its own {methods}"
+    if block.reparam_conv is not None:
+        return "it is fused already; its reparam_conv is a target of its own"
+    if type(block.drop_path) is not nn.Identity:
+        return "it drops paths between its branches"
+    for name, part in block.conv_kxk.named_modules():
+        if isinstance(part, nn.Conv2d) and (reason := unlike_linear(part)):
+            return f"of its conv_kxk.{name}: {reason}"
+        if isinstance(part, ConvNormAct) and changed(part, ConvNormAct):
+            return f"its conv_kxk.{name} does not compute what timm's ConvNormAct does"
+    norms = [*block.conv_kxk.modules(), block.identity] if is_pointwise_block(block) else []
+    if any(isinstance(part, _BatchNorm) and not is_plain_norm(part) for part in norms):
+        return "its branches have norms that are not plain BatchNorm"
+    return None
+
+
+def is_pointwise_block(block: MobileOneBlock) -> bool:
+    """Whether all branches of a block are 1x1: one linear map of every position."""
+    return block.conv_kxk[0].conv.kernel_size == (1, 1)
+
+
 @dataclass(frozen=True)
 class LinearToPyramid:
     """A linear layer becomes a pyramid of Linear + BatchNorm branches, which trains better and fuses back (TDRL).
 
     Takes nn.Linear; nn.Conv2d (zero padding), as a linear layer on its patches; an nn.Sequential of several such with
     BatchNorms and nothing else, as one map; and timm's MobileOneBlock: a 1x1 block is replaced, the convolutions of a
-    3x3 block become pyramids within it (TDRL A.4). A joint `qkv` becomes three pyramids that share their moments.
+    3x3 block become pyramids within it (TDRL A.4). A VanillaNet's pair is one map once its ReLU is the identity, and
+    for init="paper" before. A joint `qkv` becomes three pyramids that share their moments;
+    `where="blocks.[0-3].attn.v"` names its values alone, and the other parts stay linear.
 
     `init="same-function"` computes what the layer computed, in eval mode exactly; `"paper"` draws anew, for training
     from scratch. `rectify="paper"` puts BatchNorm on the sums of queries and keys, recognised by name, and divides
-    others by sqrt(N); `rescale_by` overrides N. The way back is `fuse`, at any time.
+    others by sqrt(N); `rescale_by` overrides N. `rectify={"q": "none", "v": "rescale"}` or "q=none,v=rescale" is for
+    layers by their last names, and "paper" for all others. The way back is `fuse`, at any time.
     """
 
     layout: str = "P-W2S"
     init: Literal["same-function", "paper"] = "same-function"
-    rectify: Literal["paper", "batchnorm", "rescale", "none"] = "paper"
+    rectify: str | Mapping[str, str] = "paper"
     rescale_by: float | None = None
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d)
+    kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
+    takes_parts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
-        if self.init not in ("same-function", "paper"):
-            raise UserError(f"init {self.init!r} is unknown; choose 'same-function' or 'paper'")
-        if self.rectify not in ("paper", "batchnorm", "rescale", "none"):
-            raise UserError(f"rectify {self.rectify!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none'")
-        if self.rescale_by is not None and not self.rescale_by > 0:
-            raise UserError(f"rescale_by {self.rescale_by} must be above 0: the sum is divided by its square root")
+        check_choice("init", self.init, ("same-function", "paper"))
+        object.__setattr__(self, "rectify", as_rectification(self.rectify))
+        if self.rescale_by is not None:
+            check_number("rescale_by", self.rescale_by, RESCALE)
 
     def within(self, model: nn.Module) -> "NamedLinears":
-        """The rule with the names of the model's layers, which tell queries and keys from others."""
-        return NamedLinears(
-            self, {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
-        )
+        """The rule with the names of the model's layers, which tell queries and keys from others.
+
+        Raises: UserError when `rectify` names a layer that the model does not have.
+        """
+        places = {m: (n, parent) for parent in model.modules() for n, m in parent._modules.items() if m}
+        known = {name for name, _ in places.values()} | {part.name for part in joint_parts(model).values()}
+        for name in self.rectified:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
+                near = f"; nearest names: {', '.join(close)}" if close else ""
+                raise UserError(f"rectify names {name}, which is the last name of no layer of the model{near}")
+        return NamedLinears(self, places)
+
+    @property
+    def rectified(self) -> dict[str, str]:
+        """Rectification of the layers that have one of their own, by last name."""
+        assert isinstance(self.rectify, str)
+        return dict(pair.split("=") for pair in self.rectify.split(",")) if "=" in self.rectify else {}
+
+    def rectification(self, name: str, joint: str = "") -> str:
+        """Rectification of a layer of that last name, or of that of its joint layer; "paper" where it goes by name."""
+        assert isinstance(self.rectify, str)
+        if "=" not in self.rectify:
+            return self.rectify
+        return self.rectified.get(name) or self.rectified.get(joint) or "paper"
 
     def accepts(self, module: nn.Module) -> bool:
         return NamedLinears(self, {}).accepts(module)
@@ -82,6 +163,16 @@ class LinearToPyramid:
     def build(self, module: nn.Module) -> nn.Module:
         """Raises: UserError with the reason when the module is not accepted."""
         return NamedLinears(self, {}).build(module)
+
+
+def split(joint: nn.Linear, parts: int) -> list[nn.Linear]:
+    """The equal parts of a joint projection, as layers of their own."""
+    width, bias = joint.out_features // parts, joint.bias is not None
+    found = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
+    for name, parameter in joint.named_parameters():
+        for part, rows in zip(found, parameter.detach().chunk(parts), strict=True):
+            setattr(part, name, nn.Parameter(rows.clone(), parameter.requires_grad))
+    return found
 
 
 @dataclass(frozen=True)
@@ -95,18 +186,22 @@ class NamedLinears:
     def kind(self) -> tuple[type[nn.Module], ...]:
         return self.rule.kind
 
-    def accepts(self, module: nn.Module) -> bool:
+    def accepts(self, module: nn.Module | Part) -> bool:
         return self.reason(module) is None
 
-    def reason(self, module: nn.Module) -> str | None:
+    def reason(self, module: nn.Module | Part) -> str | None:
         """Why the module cannot be rebuilt, or None."""
+        if isinstance(module, Part):
+            return self.reason_of_part(module)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, MobileOneBlock):
-            if module.reparam_conv is not None:
-                return "it is fused already; its reparam_conv is a target of its own"
-            return None if isinstance(module.drop_path, nn.Identity) else "it drops paths between its branches"
+            return unlike_block(module)
         if isinstance(module, nn.Sequential):
-            return None if is_chain(module) else "it does more than linear maps and BatchNorm"
+            if is_chain(module, self.redraws):
+                return None
+            if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
+                return "its ReLU is not the identity yet: anneal it first, or give init='paper' to start anew"
+            return "it does more than linear maps and BatchNorm"
         if reason := unlike_linear(module):
             return reason
         if isinstance(parent, nn.MultiheadAttention):
@@ -114,42 +209,66 @@ class NamedLinears:
         if getattr(parent, "q_bias", None) is not None:
             return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
         problem = unlike_joint(module, name, parent)
-        if problem and self.rule.rectify == "paper":
+        if problem and self.rule.rectification(name) == "paper":
             return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
 
+    @property
+    def redraws(self) -> bool:
+        """Whether pyramids are drawn anew: their function need not be that of what they replace."""
+        return self.rule.init == "paper"
+
+    def reason_of_part(self, part: Part) -> str | None:
+        """Why a part of a joint projection cannot be rebuilt, or None."""
+        if isinstance(part.joint, JointPyramid):
+            linear = type(part.joint.pyramids[part.names.index(part.name)]) is nn.Linear
+            return None if linear else "it is a pyramid already"
+        problem = unlike_joint(part.joint, *self.places.get(part.joint, ("", None)))
+        return f"{problem}; take the whole layer" if problem else self.reason(part.joint)
+
     @torch.no_grad()
-    def build(self, module: nn.Module) -> nn.Module:
+    def build(self, module: nn.Module | Part) -> nn.Module:
         """Raises: UserError with the reason when the module is not accepted."""
         if reason := self.reason(module):
             raise UserError(f"LinearToPyramid cannot rebuild it: {reason}")
+        if isinstance(module, Part):
+            return self.build_part(module)
         if isinstance(module, MobileOneBlock):
             return self.build_block(module)
         if isinstance(module, nn.Sequential):
-            module = merge_chain(module)
+            module = merge_chain(module, self.redraws)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)
         assert isinstance(module, nn.Linear)
-        parts = (name,) if unlike_joint(module, name, parent) else JOINT.get(name, (name,))
-        weights = module.weight.chunk(len(parts))
-        biases = [None] * len(parts) if module.bias is None else module.bias.chunk(len(parts))
-        pyramids = [self.build_linear(*given) for given in zip(parts, weights, biases, strict=True)]
-        return pyramids[0] if len(pyramids) == 1 else JointPyramid(pyramids)
+        if unlike_joint(module, name, parent) or name not in JOINT:
+            return self.build_linear(module, name)
+        pairs = zip(split(module, len(JOINT[name])), JOINT[name], strict=True)
+        return JointPyramid([self.build_linear(*pair, name) for pair in pairs])
 
-    def arguments(self, name: str) -> dict[str, Any]:
-        """Layout and rectification for a layer of that name."""
-        rectify: Rectify = "batchnorm" if name in RECTIFIED else "rescale"
-        if self.rule.rectify != "paper":
-            rectify = self.rule.rectify
+    def build_part(self, part: Part) -> JointPyramid:
+        """The joint layer with a pyramid for one part; the others stay as they are."""
+        joint = part.joint
+        parts: list[Any] = list(joint.pyramids) if isinstance(joint, JointPyramid) else split(joint, len(part.names))
+        place = part.names.index(part.name)
+        pyramid = self.build_linear(parts[place], part.name, part.joint_name.rpartition(".")[2])
+        parts[place] = adopt(pyramid, parts[place])
+        return JointPyramid(parts).train(joint.training)
+
+    def arguments(self, name: str, joint: str = "") -> dict[str, Any]:
+        """Layout and rectification for a layer of that name, a part of a joint layer maybe."""
+        rectify = self.rule.rectification(name, joint)
+        if rectify == "paper":
+            rectify = "batchnorm" if name in RECTIFIED else "rescale"
         return dict(layout=self.rule.layout, rectify=rectify, rescale_by=self.rule.rescale_by)
 
-    def build_linear(self, name: str, weight: Tensor, bias: Tensor | None) -> PyramidLinear:
-        pyramid = PyramidLinear(weight.shape[1], weight.shape[0], **self.arguments(name)).to(weight)
+    def build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
+        weight = linear.weight
+        pyramid = PyramidLinear(linear.in_features, linear.out_features, **self.arguments(name, joint)).to(weight)
         if self.rule.init == "paper":
             draw(pyramid)
         else:
-            carry(pyramid, weight, weight.new_zeros(weight.shape[0]) if bias is None else bias)
+            carry(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
         return pyramid
 
     def build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
@@ -167,9 +286,11 @@ class NamedLinears:
 
     def build_block(self, block: MobileOneBlock) -> nn.Module:
         """A 1x1 block as a pyramid and its activation; a larger one with pyramids for its convolutions."""
-        if block.conv_kxk[0].conv.kernel_size == (1, 1):
+        if is_pointwise_block(block):
             pyramid = self.build_conv(merge_branches(block), "")
-            return nn.Sequential(OrderedDict(conv=pyramid, attn=block.attn, act=block.act))
+            return nn.Sequential(
+                OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))
+            )
         combined = copy.deepcopy(block)
         for branch in combined.conv_kxk:
             branch.conv = self.build_conv(branch.conv, "").train(block.training)

@@ -1,6 +1,5 @@
 """BatchNorm statistics of the model as it is now, on the data it will see: before fusing, after averaging weights."""
 
-import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.mode import eval_mode
 from isomorph.layers.moments import measure
 from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.compiled import copied
 from isomorph.surgery.recast import outermost
 
 
@@ -29,7 +29,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     Raises: UserError without a BatchNorm that keeps statistics, without a batch, or, to keep the function, where a
     BatchNorm has no weights.
     """
-    model = copy.deepcopy(model)
+    model = copied(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         raise UserError("the model has no BatchNorm statistics to recalibrate")
@@ -90,10 +90,10 @@ def norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tens
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         yield module, channels.mean(0), channels.var(0)
         return
-    pyramids = module.pyramids if isinstance(module, JointPyramid) else [module]
+    parts = module.pyramids if isinstance(module, JointPyramid) else [module]
     moments = measure(x, getattr(module, "window", None))
-    for pyramid in pyramids:
-        for norm, mean, variance in pyramid.norm_inputs(moments):  # type: ignore[operator]
+    for pyramid in (part for part in parts if isinstance(part, Pyramid)):
+        for norm, mean, variance in pyramid.norm_inputs(moments):
             yield norm, mean, variance * (moments.total / (moments.total - 1))
 
 

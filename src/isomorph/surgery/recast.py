@@ -5,16 +5,20 @@
 checkpoint can be rebuilt: create the base, replay the edits, load the tensors.
 """
 
-import copy
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.attached import check_attached
+from isomorph.surgery.compiled import add_notes, copied, notes, uncompiled
+from isomorph.surgery.exact import altered_part
+from isomorph.surgery.joint import Part, find_target, joint_parts
+from isomorph.surgery.tied import retie, tied_parameters
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -25,7 +29,8 @@ class Rule(Protocol):
     A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar` too, a type
     or several, modules that it cannot take are an error if of that kind and passed over in silence if not. With
     `within(model) -> Rule` it completes itself with what a module alone does not tell; with `attach(model)` it ties
-    its replacements to the rest of the model, and unties what a revert has left idle.
+    its replacements to the rest of the model, and unties what a revert has left idle. With `takes_parts = True` globs
+    may name the parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule gets as a `Part`.
     """
 
     atol: ClassVar[float]
@@ -40,18 +45,9 @@ class Rule(Protocol):
         ...
 
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks that its replacement would lack, other than those that `attach` puts on again."""
-    hooks = (hook for kind in HOOKS for hook in module.__dict__[kind].values())
-    return any(not getattr(getattr(hook, "__self__", hook), "attached_again", False) for hook in hooks)
-
-
 @dataclass(frozen=True)
 class Edit:
-    """One recast: the rule, and the names of the modules it rebuilt."""
+    """One recast: the rule, and the names of the modules, or parts of joint projections, that it rebuilt."""
 
     rule: Rule
     names: tuple[str, ...]
@@ -75,9 +71,12 @@ def matches(where: Where, name: str, module: nn.Module) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def distinct(pairs: Iterable[tuple[str, nn.Module]]) -> Iterable[tuple[str, nn.Module]]:
+Target = nn.Module | Part
+
+
+def distinct(pairs: Iterable[tuple[str, Target]]) -> Iterable[tuple[str, Target]]:
     """Every module once, under the first name given."""
-    seen: set[nn.Module] = set()
+    seen: set[Target] = set()
     for name, module in pairs:
         if module not in seen:
             seen.add(module)
@@ -129,23 +128,28 @@ def nearest_names(where: Where, names: Sequence[str]) -> str:
 def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     """Names of the modules of the rule's kind that `where` selects, in the order of named_modules().
 
+    For a rule that takes them, globs select parts of joint projections too, which follow, unless all of the layer is
+    selected.
+
     Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
     reason), or when one lies inside another.
     """
     refuse_misuse(rule, where)
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
+    check_model(model)
+    model = uncompiled(model)
     given, rule = rule, complete(rule, model)
-    named = list(model.named_modules(remove_duplicate=False))
+    named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
+    if getattr(given, "takes_parts", False) and not callable(where):
+        named += joint_parts(model).items()
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
-    selected = list(distinct((n, m) for n, m in named if matches(where, n, m)))
+    selected = without_covered(list(distinct((n, m) for n, m in named if matches(where, n, m))))
     kind = kinds(rule)
     if not selected:
         names = [name for name, _ in named if name]
         raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
-    found = [(n, m) for n, m in selected if isinstance(m, kind) or rule.accepts(m)]
+    found = [(n, m) for n, m in selected if isinstance(m, (*kind, Part)) or rule.accepts(m)]
     if not found:
         wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
         seen = ", ".join(sorted({name_kind(type(module), wanted) for _, module in selected}))
@@ -159,6 +163,18 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     return [name for name, _ in found]
 
 
+def without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The selection without parts of joint projections that are selected as a whole."""
+    modules = {module for _, module in selected}
+    return [(n, m) for n, m in selected if not (isinstance(m, Part) and m.joint in modules)]
+
+
+def check_model(model: object) -> None:
+    """Raises: UserError when it is not a model."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
+
+
 def kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
     """The rule's `kind`, none or several."""
     kind = getattr(rule, "kind", ())
@@ -170,7 +186,7 @@ def name_kind(kind: type, wanted: str) -> str:
     return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
 
-def refusal(rule: Rule, module: nn.Module) -> str:
+def refusal(rule: Rule, module: Any) -> str:
     """Why the rule cannot take the module: what `build` says."""
     try:
         rule.build(module)
@@ -192,14 +208,16 @@ def refuse_nested(names: Sequence[str]) -> None:
 def adopt(replacement: nn.Module, original: nn.Module) -> nn.Module:
     """Gives the replacement the original's device, dtype, mode and requires_grad (parameter by parameter where it can).
 
-    A replacement of the original's own type is the original, altered: it has them already.
+    A replacement of the original's own type is the original, altered: it has them already. Where the original has
+    several dtypes, what it carries over keeps its own.
     """
     if type(replacement) is type(original):
         return replacement
     old = dict(original.named_parameters())
     if old:
         first = next(iter(old.values()))
-        replacement.to(device=first.device, dtype=first.dtype)
+        mixed = any(parameter.dtype != first.dtype for parameter in old.values())
+        replacement.to(device=first.device, dtype=None if mixed else first.dtype)
     trained = not old or any(parameter.requires_grad for parameter in old.values())
     for name, parameter in replacement.named_parameters():
         parameter.requires_grad_(old[name].requires_grad if name in old else trained and parameter.requires_grad)
@@ -210,32 +228,50 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
     """A copy of the model in which every target is rebuilt by the rule; the model itself is left as it was.
 
     Device, dtype, train / eval mode and requires_grad are those of each target; a module used in several places is
-    rebuilt once. The root may be a target.
+    rebuilt once. The root may be a target. Of a compiled model (`torch.compile`) the model inside is recast, under its
+    own names; the copy is not compiled.
 
-    Raises: UserError as `targets` does, or when a target has hooks, which would be lost.
+    Hooks and methods set on a module stay where the replacement carries that module over, and are an error where it
+    does not. Parameters that modules share (tied weights) stay shared where the replacement has the parameter under
+    the same name, with the same shape and values; where it has not, they train apart, and `notes` of the copy says so.
+
+    Raises: UserError as `targets` does, or when hooks or methods of a target's own would be lost.
     """
-    return replay(copy.deepcopy(model), Edit(rule, tuple(targets(model, rule, where))))
+    edit = Edit(rule, tuple(targets(model, rule, where)))
+    return replay(copied(model), edit)
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:
     """Makes one edit in place and returns the model: what loading a checkpoint does to the base it has just created."""
-    rule = complete(edit.rule, model)
+    rule, tied = complete(edit.rule, model), tied_parameters(model)
     for name in edit.names:
+        target: Any = find_target(model, name)
+        if target is None:
+            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild")
+        original, own = (target.joint, target.joint_name) if isinstance(target, Part) else (target, name)
         try:
-            original = model.get_submodule(name)
-        except AttributeError:
-            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild") from None
-        if has_hooks(original):
-            raise UserError(f"{name or 'the model'} has hooks, which would be lost; remove them before recasting")
-        replacement = adopt(rule.build(original), original)
-        if not name:
-            model = replacement
-            continue
-        for alias in aliases(model, original):
-            model.set_submodule(alias, replacement)
+            replacement = rule.build(target)
+        except UserError as error:
+            raise UserError(f"{name or 'the model'}: {error}") from None
+        model = replace(model, own, original, adopt(replacement, original))
+    add_notes(model, *retie(model, tied))
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
     for made in edits(model):
         attach(made.rule, model)
+    return model
+
+
+def replace(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
+    """Puts the replacement in every place of the original; gives the model, or the replacement of all of it.
+
+    Raises: UserError when hooks or methods set on the original, or on a part of it, would be lost.
+    """
+    check_attached(name, original, replacement)
+    if not name:
+        add_notes(replacement, *notes(model))
+        return replacement
+    for alias in aliases(model, original):
+        model.set_submodule(alias, replacement)
     return model
 
 
@@ -261,7 +297,9 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     Raises: UserError when `where` matches no such layer, or naming the first that has another function by now, with
     the measured deviation.
     """
-    model = copy.deepcopy(model)
+    check_model(model)
+    model = copied(model)
+    tied = tied_parameters(model)
     found = [n for n, m in model.named_modules() if way_back(m) and matches(where, n, m)]
     if not found:
         raise UserError(f"{describe(where)} matches no layer with a way back; pyramids go back with fuse")
@@ -271,10 +309,12 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
             original = way_back(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
-        if not name:
-            return original
-        for alias in aliases(model, layer):
-            model.set_submodule(alias, original)
+        except (RuntimeError, TypeError, KeyError):  # of parts that do not let themselves be merged
+            if reason := altered_part(layer):
+                raise UserError(f"{name or 'the model'} has no way back: {reason}") from None
+            raise
+        model = replace(model, name, layer, original)
+    add_notes(model, *retie(model, tied))
     for edit in edits(model):
         attach(edit.rule, model)
     kept = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]

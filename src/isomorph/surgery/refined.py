@@ -12,24 +12,23 @@ from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention,
 from isomorph.layers.headed_attention import placement
 from isomorph.layers.refined_attention import carry_parts, shape_arguments
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
+from isomorph.surgery.attached import attached
+from isomorph.surgery.bounds import KERNEL, RATIO, check_choice, check_truth, check_whole
 from isomorph.surgery.follow import attach_grid, check_place, placed
-from isomorph.surgery.rules import unlike_attention
+from isomorph.surgery.rules import unlike_attention, unlike_part
 
 Span = Literal["map", "spatial", "row+column"]
 
 
 def refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
     """Raises: UserError for a refinement that the layers do not have."""
-    if type(ratio) is not int or ratio < 0:
-        raise UserError(f"ratio {ratio} must be a whole number (1: talking heads, 0: no expansion)")
-    if not isinstance(reduce, bool):
-        raise UserError(f"reduce {reduce!r} must be true or false")
-    if not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-        raise UserError(f"kernel {kernel} must be odd, at least 1 (1: no convolution)")
-    if span not in ("map", "spatial", "row+column"):
-        raise UserError(f"span {span!r} is unknown; choose 'map', 'spatial' or 'row+column'")
-    if init not in ("same-function", "paper"):
-        raise UserError(f"init {init!r} is unknown; choose 'same-function' or 'paper'")
+    check_whole("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
+    check_truth("reduce", reduce)
+    check_whole("kernel", kernel, KERNEL, ", and odd (1: no convolution)")
+    if kernel % 2 == 0:
+        raise UserError(f"kernel {kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
+    check_choice("span", span, ("map", "spatial", "row+column"))
+    check_choice("init", init, ("same-function", "paper"))
     if ratio == 0 and (span != "map" or not reduce):
         given = f"span={span!r}" if span != "map" else "reduce=False"
         raise UserError(f"{given} belongs to an expansion; give a ratio, 1 for talking heads")
@@ -65,6 +64,7 @@ class AttentionToRefined:
 
     def __post_init__(self) -> None:
         refuse_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
+        check_truth("recompute", self.recompute)
         check_place(self)
 
     def within(self, model: nn.Module) -> "AttentionToRefined":
@@ -79,7 +79,11 @@ class AttentionToRefined:
         if reason := unlike_attention(module):
             return reason
         assert isinstance(module, Attention)
-        if not self.reduce and (module.gate is not None or not isinstance(module.norm, nn.Identity)):
+        if self.ratio == 0 and (found := attached(module.attn_drop)):
+            return f"its attn_drop has {found}, and ratio=0 forms no map to call it on"
+        if not self.reduce and (reason := unlike_part(module, "proj")):
+            return reason
+        if not self.reduce and (module.gate is not None or type(module.norm) is not nn.Identity):
             return "its output is gated or normalised, which reduce=False would have to widen"
         if self.span == "spatial" and None in (self.grid_size, self.prefix_tokens):
             return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"

@@ -9,10 +9,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from timm.layers import Attention, to_2tuple
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, ViTGPSA
+from isomorph.layers.refined_attention import PARTS
+from isomorph.surgery.attached import attached
+from isomorph.surgery.bounds import GATE, LOCALITY, check_choice, check_number
+from isomorph.surgery.exact import changed, unlike
 from isomorph.surgery.follow import attach_grid, check_place, placed
 
 Dials = Mapping[str, tuple[float, float]]
@@ -29,18 +32,20 @@ CONTENT_DIALS: Dials = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
 def dials(init: str, locality: float | None, gate: float | None, named: Dials = DIALS) -> tuple[float, float]:
     """The locality and gate of an init, each overridden by a given value.
 
-    Raises: UserError for an unknown init, a locality that is not positive, or an infinite value.
+    Raises: UserError for an unknown init, or a value that is not within bounds.
     """
-    if init not in named:
-        raise UserError(f"init {init!r} is unknown; choose 'exact' or 'paper'")
+    check_choice("init", init, named)
     default_locality, default_gate = named[init]
     locality = default_locality if locality is None else locality
     gate = default_gate if gate is None else gate
-    if not 0 < locality < math.inf:
-        raise UserError(f"locality {locality} must be above 0 and finite")
-    if not math.isfinite(gate):
-        raise UserError(f"gate {gate} must be finite")
+    check_dials(locality, gate)
     return locality, gate
+
+
+def check_dials(locality: float, gate: float) -> None:
+    """Raises: UserError for a locality or a gate that is not within bounds."""
+    check_number("locality", locality, LOCALITY)
+    check_number("gate", gate, GATE)
 
 
 @dataclass(frozen=True)
@@ -67,10 +72,8 @@ class ConvToGPSA:
         """Why the module cannot be rebuilt, or None."""
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
-        if type(module)._conv_forward is not nn.Conv2d._conv_forward or type(module).forward is not nn.Conv2d.forward:
-            return f"{type(module).__name__} does not compute what nn.Conv2d does with its weight"
-        if is_parametrized(module):
-            return "its weight is parametrized, which would be lost"
+        if reason := unlike(module, nn.Conv2d, "nn.Conv2d"):
+            return reason
         (kh, kw) = module.kernel_size
         if kh != kw:
             return f"the {kh}x{kw} kernel is not square"
@@ -114,21 +117,36 @@ def unlike_attention(module: nn.Module) -> str | None:
     """Why a module does not compute what timm's Attention does with its weights, or None."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    if type(module).forward is not Attention.forward:
-        return f"{type(module).__name__} does not compute what timm's Attention does"
+    if methods := " and ".join(changed(module, Attention)):
+        return f"{type(module).__name__} does not compute what timm's Attention does: it has its own {methods}"
+    if extra := [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in PARTS]:
+        return f"it holds {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
     if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
         kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
         return f"its projections are {kinds}, not linear layers; recast the attention first, or fuse it"
-    if any(map(is_parametrized, module.modules())):
-        return "its weights are parametrized, which would be lost"
+    if type(module.attn_drop) is not nn.Dropout:
+        return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
+    if module.fused_attn and (found := attached(module.attn_drop)):
+        return f"its attn_drop has {found}, which fused attention never calls; remove them first"
+    if not module.qkv.weight.is_floating_point():
+        return f"the weight of its qkv is of {module.qkv.weight.dtype}, not of a floating-point type"
+    if not module.fused_attn and not math.isclose(module.scale, module.head_dim**-0.5):
+        return f"its scale {module.scale:g} is not {module.head_dim**-0.5:g}, which its heads of {module.head_dim} have"
     return None
+
+
+def unlike_part(module: Attention, name: str) -> str | None:
+    """Why the weights of a projection cannot be taken apart, or None."""
+    reason = unlike(getattr(module, name), nn.Linear, "nn.Linear")
+    return f"of its {name}: {reason}" if reason else None
 
 
 @dataclass(frozen=True)
 class AttentionToGPSA:
     """A ViT's attention becomes gated positional self-attention: queries, keys and output projection are kept.
 
-    Takes timm's Attention (any number of heads, biases or not, q and k norms). `init="exact"` keeps the values too and
+    Takes timm's Attention (any number of heads, biases or not, q and k norms). Its qkv is taken apart and has to be an
+    nn.Linear as it comes; its other parts are carried over, whatever they are. `init="exact"` keeps the values too and
     opens the gates to content: the same function within `atol`, and places to be learnt. `init="paper"` is ConViT's
     birth: values the identity, locality 1, gate 1; for networks that will be trained. `locality` and `gate` override
     the init's. Class and register tokens have no place: they look, and are looked at, by content only.
@@ -162,10 +180,12 @@ class AttentionToGPSA:
         if reason := unlike_attention(module):
             return reason
         assert isinstance(module, Attention)
-        if module.gate is not None or not isinstance(module.norm, nn.Identity):
+        if module.gate is not None or type(module.norm) is not nn.Identity:
             return "its output is gated or normalised before the projection"
         if module.attn_drop.p:
             return f"it drops {module.attn_drop.p} of its map, which is never formed here"
+        if reason := unlike_part(module, "qkv"):
+            return reason
         if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
             return f"{module.qkv.in_features} channels become {module.attn_dim}, then {module.proj.out_features}"
         if self.grid_size is None or self.prefix_tokens is None:
@@ -183,8 +203,8 @@ class AttentionToGPSA:
         assert isinstance(module, Attention)
         assert self.grid_size is not None
         qkv, dim = module.qkv, module.qkv.in_features
-        bias, drop = qkv.bias is not None, module.proj_drop.p
-        arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens, proj_drop=drop)
+        bias = qkv.bias is not None
+        arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens)
         gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
         gpsa.set_dials(*dials(self.init, self.locality, self.gate, CONTENT_DIALS))
         for name, tensor in qkv.named_parameters():
@@ -196,7 +216,8 @@ class AttentionToGPSA:
             nn.init.zeros_(gpsa.v.bias)
         gpsa.qk.requires_grad_(qkv.weight.requires_grad)
         gpsa.v.requires_grad_(qkv.weight.requires_grad)
-        gpsa.proj, gpsa.q_norm, gpsa.k_norm = map(copy.deepcopy, (module.proj, module.q_norm, module.k_norm))
+        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
+            setattr(gpsa, name, copy.deepcopy(getattr(module, name)))
         return gpsa
 
 

@@ -11,6 +11,7 @@ from timm.layers import BlurPool2d
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.compiled import copied
 from isomorph.surgery.recast import Edit, Where, replay, targets
 
 
@@ -51,6 +52,7 @@ def strided(module: nn.Module) -> bool:
 def unstride(model: nn.Module, where: Where) -> nn.Module:
     """A copy of the model in which the stages that `where` selects keep their input's resolution; the weights stay.
 
-    Raises: UserError when `where` matches nothing, or a stage without a stride.
+    Raises: UserError when `where` matches nothing, or a stage without a stride, or when hooks on a pool would be lost.
     """
-    return replay(copy.deepcopy(model), Edit(Unstride(), tuple(targets(model, Unstride(), where))))
+    edit = Edit(Unstride(), tuple(targets(model, Unstride(), where)))
+    return replay(copied(model), edit)

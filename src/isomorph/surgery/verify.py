@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.surgery.compiled import notes, uncompiled
+from isomorph.surgery.joint import joint_parts
 from isomorph.surgery.recast import edits_since
 
 
@@ -50,6 +52,8 @@ class Report:
     atol: float
     inputs: tuple[InputDeviation, ...]
     targets: tuple[TargetDeviation, ...]
+    notes: tuple[str, ...] = ()
+    """What else surgery has changed, as `notes` of the recast model says: ties between parameters."""
 
     @property
     def fp32(self) -> float:
@@ -85,6 +89,7 @@ class Report:
                 f"    {t.name:<{width}}  {t.kind}  max |diff| {t.deviation:.3g} of max |out| {t.scale:.3g}"
                 for t in self.targets
             ]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -107,7 +112,7 @@ def compare(
 
     `inputs`: one batch or several, of any sizes the models take; each seed adds a standard normal batch of every
     given size. `atol` defaults to the loosest tolerance of the rules that made `recast` from `original` (1e-5 if none).
-    Both models are left as they were.
+    Both models are left as they were; of a compiled one the model inside is compared.
     """
     batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not batches:
@@ -116,11 +121,14 @@ def compare(
     batches += [torch.randn(b.shape, generator=g).to(b.device) for g in generators for b in batches[:]]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
+    noted = notes(recast)[len(notes(original)) :]
+    original, recast = uncompiled(original), uncompiled(recast)
     models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
     return Report(
         atol=atol,
         inputs=tuple(input_deviation(models, batch) for batch in batches),
         targets=target_deviations(*models[torch.float64], batches[0].double()),
+        notes=noted,
     )
 
 
@@ -161,8 +169,13 @@ def input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batc
 
 @torch.no_grad()
 def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
-    """Each recast module against the one it replaced, on the input that the latter sees in `original`."""
-    names = list(dict.fromkeys(name for edit in edits_since(recast, original) for name in edit.names))
+    """Each recast module against the one it replaced, on the input that the latter sees in `original`.
+
+    A part of a joint projection is compared as the whole layer.
+    """
+    parts = joint_parts(original)
+    edited = (name for edit in edits_since(recast, original) for name in edit.names)
+    names = list(dict.fromkeys(parts[name].joint_name if name in parts else name for name in edited))
     present = dict(original.named_modules())
     found: dict[str, TargetDeviation] = {}
 

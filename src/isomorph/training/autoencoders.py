@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked import MaskedAutoencoder, sine_cosine
 from isomorph.models.vit_cfg import unwrapped
-from isomorph.surgery import RULES, Edit
 from isomorph.training.checkpoint import (
+    build_within,
     describe_model,
     read_header,
     read_tensors,
@@ -23,6 +24,7 @@ from isomorph.training.checkpoint import (
     remember_data,
     write_model,
 )
+from isomorph.training.header import parse_header
 
 BESIDE = ("decoder_", "mask_token")
 """First words of the tensors that are not the encoder's."""
@@ -62,7 +64,9 @@ def load_autoencoder(
     """A masked autoencoder from a file by `save_autoencoder`, or from a published MAE checkpoint; in eval mode.
 
     A published one tells its tensors only: `encoder_name` is its encoder in timm (vit_base_patch16_224), `arguments`
-    are what else timm.create_model needs, `heads` are the decoder's. A file of ours knows all that by itself.
+    are what else timm.create_model needs, `heads` are the decoder's. Its images are normalised as MAE's are, by
+    ImageNet's mean and deviation, unless the name has a tag that says otherwise. A file of ours knows all that by
+    itself.
 
     Raises: UserError when the file is missing, damaged, an encoder alone, or does not fit tensor for tensor.
     """
@@ -73,9 +77,11 @@ def load_autoencoder(
     if "autoencoder" in header:
         if encoder_name:
             raise UserError(f"{path} knows its encoder by itself; leave {encoder_name} out")
-        model = rebuilt(header, path)
+        model = rebuilt(header, state, path)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
+        if "." not in encoder_name:  # else its pretrained_cfg is the one that was asked for
+            remember_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         depth, width = decoder_sizes(state, path)
         model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
     else:
@@ -101,18 +107,12 @@ def decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
     return 1 + max(int(match[1]) for match in found if match), len(weight)
 
 
-def rebuilt(header: dict[str, str], path: Path) -> MaskedAutoencoder:
+def rebuilt(header: dict[str, str], state: dict[str, Any], path: Path) -> MaskedAutoencoder:
     """The autoencoder that a header describes, its weights not yet loaded."""
-    try:
-        base, stored, data, sizes = (json.loads(header[key]) for key in ("base", "edits", "data", "autoencoder"))
-        recorded = [Edit(RULES[edit["rule"]](**edit["fields"]), tuple(edit["names"])) for edit in stored]
-        encoder = rebuild(base, recorded)
-        remember_data(encoder, data)
-        return MaskedAutoencoder(encoder, **sizes)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(
-            f"{path} asks to rebuild its autoencoder in a way this isomorph does not know ({error!r})"
-        ) from None
+    parts = parse_header(header, path)
+    model = build_within(state, path, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
+    remember_data(model.encoder, parts.data)
+    return model
 
 
 def filled(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:

@@ -1,12 +1,11 @@
 """From a recipe to the model and the loaders of its run."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,14 +30,16 @@ from isomorph.data import (
 )
 from isomorph.errors import UserError
 from isomorph.evaluation import evaluation_config, refusal, training_config
-from isomorph.models import create, refuse_unknown
-from isomorph.surgery import recast, unstride
-from isomorph.training.checkpoint import load, load_weights, remember_base
+from isomorph.models import create
+from isomorph.surgery import notes, recast, unstride
+from isomorph.training.checkpoint import (
+    fill,
+    read_tensors,
+    remember_base,
+)
 from isomorph.training.parts import ModelPart
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_snapshot
-from isomorph.training.state import AVERAGED, MODEL
 
 Data = Source | Stream
 
@@ -52,17 +53,65 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
-    if part.weights:
-        new = load_weights(model, part.weights, fresh_head=True)
-        model.isomorph_start = loaded_line(model, part.weights, new)  # type: ignore[assignment]
+    model = (start_from if part.weights else prepare)(model, part, recast_now)
+    said = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
+    model.isomorph_start = "; ".join(said)  # type: ignore[assignment]
+    return model
+
+
+def prepare(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
+    """The surgery of a recipe now, or only the freezing where the surgery comes later."""
     return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
 
 
-def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str]) -> str:
-    """Which of a model's tensors came from a checkpoint and which are new, in words."""
+def start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
+    """The base with the weights of `model.weights`, then the surgery; or the surgery first, for weights of its result.
+
+    The names and shapes of the tensors tell which: those of the base where they fit it, else those of the recast model.
+
+    Raises: UserError when they fit neither, or are recast already in a run that recasts later.
+    """
+    path = part.weights
+    assert path is not None
+    state, form = read_tensors(path), " (of the model before its recast)" if part.recast else ""
+    try:
+        new = fill(model, dict(state), path, fresh_head=True)
+    except UserError as misfit:
+        if not part.recast:
+            raise
+        model, new = fill_recast(model, part, state, misfit)
+        if not recast_now:
+            raise UserError(
+                f"model.weights {path} is recast already, and model.recast_epoch {part.recast_epoch} recasts a model "
+                "that is not; set model.recast_epoch to 0, or give weights of the model before its recast"
+            ) from None
+        model.isomorph_start = loaded_line(model, path, new, " (of the recast model)")  # type: ignore[assignment]
+        return model
+    model.isomorph_start = loaded_line(model, path, new, form)  # type: ignore[assignment]
+    return prepare(model, part, recast_now)
+
+
+def fill_recast(
+    model: nn.Module, part: ModelPart, state: dict[str, Any], misfit: UserError
+) -> tuple[nn.Module, list[str]]:
+    """The model after the surgery, with weights of its kind; and what of it is new.
+
+    Raises: UserError, with what kept the base from taking the weights, when the recast model cannot take them either.
+    """
+    model = operate(model, part)
+    assert part.weights is not None
+    try:
+        return model, fill(model, dict(state), part.weights, fresh_head=True)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
+        raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
+
+
+def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
+    """Which of a model's tensors came from a checkpoint, of which form of the model, and which are new, in words."""
     taken = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
     named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
-    return f"weights: {taken} tensors from {path}" + (f"; new: {named}" if new else "")
+    return f"weights: {taken} tensors from {path}{form}" + (f"; new: {named}" if new else "")
 
 
 def operate(model: nn.Module, part: ModelPart) -> nn.Module:
@@ -100,7 +149,10 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
         "center": {"crop_mode": "center"},
         "whole": {"crop_mode": "squash", "crop_pct": 1.0},
     }
-    return training_config(model, recipe.data.size, crops[recipe.data.test_crop] if recipe.data.test_crop else None)
+    crop = crops[recipe.data.test_crop] if recipe.data.test_crop else {}
+    if recipe.data.crop_pct:
+        crop = crops["center"] | {"crop_pct": recipe.data.crop_pct}
+    return training_config(model, recipe.data.size, crop)
 
 
 def refuse_blind(model: nn.Module, size: Sequence[int], who: str) -> None:
@@ -182,62 +234,6 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
     return eval_loader(mine, config, batch, workers)
 
 
-def open_model(name: str, weights: Path | None = None, pretrained: bool = True) -> nn.Module:
-    """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run."""
-    if is_trained(name):
-        if weights:
-            raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
-        return open_trained(Path(name))
-    refuse_unknown(name)
-    public = timm.get_pretrained_cfg(name)
-    if pretrained and weights is None and not (public and public.has_weights):
-        raise UserError(f"{name} has no public weights; give --weights")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # random weights are the same at every call
-        model = create(name, pretrained=pretrained and weights is None)
-    if weights:
-        load_weights(model, weights)
-    return model.eval()
-
-
-def refuse_weights(name: str, weights: Path | None, pretrained: bool) -> None:
-    """Raises: UserError when a model that is to have random weights is given some."""
-    if not pretrained and (weights or is_trained(name)):
-        raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
-
-
-def is_trained(name: str) -> bool:
-    """Whether this names a checkpoint by isomorph or a run's folder, and no model of timm."""
-    return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
-
-
-def open_trained(path: Path, averaged: bool = True) -> nn.Module:
-    """The model of a run as it is now: a checkpoint by isomorph, or a run's folder, mid-run or complete.
-
-    `averaged`: the averaged weights, where the run has any.
-
-    Raises: UserError when nothing is there yet, or it does not fit.
-    """
-    if path.suffix == ".safetensors":
-        return load(path)
-    found = newest(path) if path.is_dir() else None
-    if found is None and (path / "model.safetensors").is_file():
-        return load(path / "model.safetensors")
-    if found is None:
-        raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
-    if not (path / "best.safetensors").is_file():
-        raise UserError(f"the run in {path} has not been evaluated yet, and cannot be rebuilt before; let it go on")
-    model = load(path / "best.safetensors")
-    tensors = read_snapshot(found.path)
-    prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
-    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    try:
-        model.load_state_dict(state)
-    except RuntimeError:
-        raise UserError(f"{found.path} is not the state of the run that wrote best.safetensors") from None
-    return model.eval()
-
-
 def default_data(model: nn.Module) -> str:
     """The source that a model's weights were trained on, as far as isomorph has it."""
     config = getattr(model, "pretrained_cfg", None) or {}
@@ -248,6 +244,18 @@ def images_to_test(model: nn.Module, data: str | None, root: Path | None, classe
     """The test split of a source, by default the model's own; only its first classes where a number is given."""
     source = open_source(data or default_data(model), "test", root)
     return source if classes is None else first_classes(source, classes)
+
+
+def draw_images(source: Source, samples: int) -> Source:
+    """Images of a source drawn at random, the same ones at every call."""
+    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
+    return source.subset(drawn.tolist())
+
+
+def images_for_model(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
+    """The images of a loader, on the model's device."""
+    device = next(model.parameters()).device
+    return (images.to(device) for images, _ in loader)
 
 
 def evaluation_data(

@@ -3,10 +3,10 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,10 +18,13 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.surgery import RULES, Edit, Fuse, edits, replay
+from isomorph.surgery.compiled import uncompiled
+from isomorph.surgery.joint import possible_joints
+from isomorph.training.header import DATA_KEYS, FORMAT, parse_header
 
-FORMAT = "isomorph-1"
-DATA_KEYS = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode", "source", "label_names")
-"""What of a pretrained_cfg travels with the weights; `source` names the data set, `label_names` its classes."""
+SMALL = 2**20
+"""Numbers of a model that may always be built."""
+T = TypeVar("T", bound=nn.Module)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -103,7 +106,7 @@ def remember_data(model: nn.Module, data: dict[str, Any]) -> None:
     model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
 
 
-def rebuild(base: dict[str, Any], recorded: list[Edit]) -> nn.Module:
+def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     """Creates the base and replays the edits that it was not born with."""
     model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
     for edit in recorded[len(edits(model)) :]:
@@ -114,7 +117,7 @@ def rebuild(base: dict[str, Any], recorded: list[Edit]) -> nn.Module:
 def refuse_unlike(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
     """Raises: UserError when base and edits do not rebuild this very model (seen on the meta device)."""
     with torch.device("meta"):
-        twin = rebuild(base, list(made))
+        twin = rebuild(base, made)
     layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
     if layout[0] != layout[1] or repr(model) != repr(twin):
         raise UserError(
@@ -131,7 +134,8 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
     base, made = describe_base(model), edits(model)
     left = unfused(made)
     plain = base if left == made else {**base, **getattr(model, "fused_arguments", {})}
-    records = [(b, e) for b, e in ((plain, left), (base, made)) for b in (b, {**describe_arguments(model), **b})]
+    pairs = ((plain, left), (plain, made), (base, made))
+    records = [(b, e) for b, e in pairs for b in (b, {**describe_arguments(model), **b})]
     for record in records[:-1]:
         with suppress(UserError):
             refuse_unlike(model, *record)
@@ -143,7 +147,11 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
 def unfused(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """The edits without those of modules that have been fused since, and without the fusing."""
     gone = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
-    kept = (Edit(e.rule, tuple(n for n in e.names if n not in gone)) for e in made if not isinstance(e.rule, Fuse))
+    kept = (
+        Edit(e.rule, tuple(n for n in e.names if gone.isdisjoint([n, *possible_joints(n)])))
+        for e in made
+        if not isinstance(e.rule, Fuse)
+    )
     return tuple(edit for edit in kept if edit.names)
 
 
@@ -156,6 +164,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
+    model = uncompiled(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
     if base is not None and not (isinstance(base, dict) and "name" in base):
@@ -168,7 +177,9 @@ def describe_model(model: nn.Module, base: dict[str, Any] | None = None) -> dict
     base, made = rebuilding_record(model) if base is None else (base, edits(model))
     refuse_unlike(model, base, made)
     parts = {"base": base, "edits": describe_edits(made), "data": describe_data(model)}
-    return {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
+    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
+    parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
+    return header
 
 
 def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -183,21 +194,40 @@ def load(path: str | Path) -> nn.Module:
     Raises: UserError when the file is missing, truncated, not isomorph's, or does not fit.
     """
     path = Path(path)
-    header = read_header(path)
-    if header.get("format") != FORMAT:
-        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
-    try:
-        base, stored, data = (json.loads(header[key]) for key in ("base", "edits", "data"))
-        recorded = [Edit(RULES[edit["rule"]](**edit["fields"]), tuple(edit["names"])) for edit in stored]
-        model = rebuild(base, recorded)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} asks to rebuild its model in a way this isomorph does not know ({error!r})") from None
-    model.isomorph_edits = tuple(recorded)  # type: ignore[assignment]
-    remember_data(model, data)
-    state = read_tensors(path)
+    header, state = read_header(path), read_tensors(path)
+    model = rebuild_described(header, state, path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
     return model.eval()
+
+
+def rebuild_described(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
+    """The model that the header of a checkpoint describes, its tensors not yet loaded. Raises: UserError as `load`."""
+    if header.get("format") != FORMAT:
+        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
+    parts = parse_header(header, path)
+    model = build_within(state, path, lambda: rebuild(parts.base, parts.edits))
+    model.isomorph_edits = parts.edits  # type: ignore[assignment]
+    remember_data(model, parts.data)
+    return model
+
+
+def build_within(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]) -> T:
+    """The model that `build` makes, once it is known to be no larger than the tensors of its file.
+
+    Raises: UserError when it is, before memory is taken, or when it cannot be built.
+    """
+    held = sum(tensor.numel() for tensor in state.values())
+    try:
+        with torch.device("meta"):
+            wanted = sum(tensor.numel() for tensor in build().state_dict().values())
+        if wanted > max(2 * held, SMALL):
+            raise UserError(f"cannot rebuild {path}: its header asks for {wanted:,} numbers, it holds {held:,}")
+        return build()
+    except UserError:
+        raise
+    except Exception as error:  # modules fail in many ways on arguments that are not theirs
+        raise UserError(f"cannot rebuild {path}: {type(error).__name__} {first_words(error)}") from error
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -236,6 +266,8 @@ def read_tensors(path: Path) -> dict[str, Any]:
         state = state.get(key, state) if isinstance(state, dict) else state
     if not isinstance(state, dict):
         raise UserError(f"checkpoint {path} holds a {type(state).__name__}, not a dictionary of tensors")
+    if not all(isinstance(name, str) for name in state):
+        raise UserError(f"checkpoint {path} holds tensors without names, not a dictionary of tensors by name")
     return state
 
 
@@ -255,8 +287,12 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
 
     Raises: UserError saying which tensors are missing, unexpected or of another shape; the model is then unchanged.
     """
+    return fill(model, read_tensors(Path(path)), path, fresh_head)
+
+
+def fill(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
+    """Loads the tensors of the checkpoint at `path` into a model, as `load_weights` does. Raises: as it does."""
     path = Path(path)
-    state = read_tensors(path)
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
     try:
         state = module.checkpoint_filter_fn(state, model) if hasattr(module, "checkpoint_filter_fn") else state
@@ -297,7 +333,9 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
         if names
     ]
     if parts:
-        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}")
+        pooled = any(name.startswith("fc_norm.") for name in unexpected)
+        hint = "; it is of a model that averages over tokens: create it with global_pool='avg'" if pooled else ""
+        raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
 
 
 def shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:

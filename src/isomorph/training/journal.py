@@ -1,6 +1,5 @@
 """What a run writes down as it goes: its recipe, the machine it is on, and its metrics, line by line."""
 
-import fcntl
 import json
 import os
 import platform
@@ -8,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from isomorph.errors import UserError
 from isomorph.training.checkpoint import write_atomically
+from isomorph.training.folder_lock import alone_in
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
 
-LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl")
+LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
+
+__all__ = ["Journal", "alone_in", "environment", "rows_of"]
 
 
 def environment(runtime: Runtime) -> dict[str, Any]:
@@ -43,33 +45,6 @@ def environment(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def alone_in(folder: Path, runtime: Runtime) -> Iterator[None]:
-    """Keeps other runs out of a folder, where its file system can.
-
-    Raises: UserError when one is there.
-    """
-    if not runtime.leads:
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}; give `out` another folder") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise UserError(f"another process trains in {folder}; wait for it, or give `out` another folder") from None
-    except OSError:
-        pass
-    try:
-        yield
-    finally:
-        os.close(handle)
-
-
 class Journal:
     """The files of a run's folder that are read by people, and the terminal. Only the leading process writes.
 
@@ -78,19 +53,24 @@ class Journal:
 
     def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
         self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
-        self.console = Console(quiet=not (show and runtime.leads))
+        self.console = Console(file=Terminal(sys.stdout), quiet=not (show and runtime.leads))  # type: ignore[arg-type]
         self.board: Any = None
 
     def open(self, epoch: int, step: int) -> None:
-        """Writes recipe and environment, and drops what the logs say of steps that will be run again."""
+        """Writes recipe and environment, and drops what the logs say of steps that will be run again.
+
+        Raises: UserError when one of these files cannot be read or written.
+        """
         if not self.runtime.leads:
             return
+        for name in LOGS:
+            if lost := trim(self.folder / name, epoch, step):
+                lines = "1 line" if lost == 1 else f"{lost} lines"
+                self.say(f"{self.recipe.name}: {lines} of {name} cannot be read and were dropped from it")
         self.board = open_board(self.folder, step) if self.recipe.tensorboard else None
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", environment(self.runtime))
-        for name in LOGS:
-            trim(self.folder / name, epoch, step)
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line of JSON. Raises: UserError when the disk is full."""
@@ -146,19 +126,72 @@ def open_board(folder: Path, step: int) -> Any:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows of a log, without a line that a crash cut short."""
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue
-    return rows
+    """The rows of a log, without lines that a crash cut short or that are damaged."""
+    return read_rows(path)[0]
 
 
-def trim(path: Path, epoch: int, step: int) -> None:
-    """Drops the rows of epochs after `epoch`, or, where they say a step, of steps after `step`."""
-    rows = rows_of(path)
+def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows of a log, and how many of its lines are not rows: cut short, not UTF-8, not JSON, of other types."""
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    lines = [line for line in lines if line.strip()]
+    rows: list[dict[str, Any]] = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            rows += [row] if is_row(row) else []
+    return rows, len(lines) - len(rows)
+
+
+def is_row(row: Any) -> bool:
+    """Whether this is a row of a log: its step and its epoch, where it has them, are whole numbers."""
+    return isinstance(row, dict) and all(type(row.get(key, 0)) is int for key in ("step", "epoch"))
+
+
+def trim(path: Path, epoch: int, step: int) -> int:
+    """Drops the rows of epochs after `epoch`, or, where they say a step, of steps after `step`; and damaged lines.
+
+    Returns the number of the latter.
+
+    Raises: UserError when the log cannot be read or written.
+    """
+    if not path.exists():
+        return 0
+    try:
+        if not path.is_file():
+            raise OSError("it is not a file")
+        rows, lost = read_rows(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}; move it away") from None
     kept = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", 0) <= epoch)]
-    if path.is_file():
-        write_atomically(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in kept)))
+    write_atomically(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in kept)))
+    return lost
+
+
+class Terminal:
+    """A stream that may go away (a closed terminal, a pipe without a reader): what is written after that is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream or open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with self.dropping():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.dropping():
+            self.stream.flush()
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Points the stream at nothing once it fails, for all who write to it."""
+        try:
+            yield
+        except (OSError, ValueError):  # the latter: it has been closed in this process
+            with suppress(OSError, ValueError):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self.stream.fileno())
+                os.close(nothing)

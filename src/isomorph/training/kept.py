@@ -1,14 +1,18 @@
 """The models that a run has left behind, one after the other: what looks along a training reads them here."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from isomorph.analysis import Trajectory, dials_along
+from isomorph.analysis import Trajectory, along, dials_along
+from isomorph.data import Source, eval_loader
 from isomorph.errors import UserError
-from isomorph.training.build import open_trained
+from isomorph.evaluation import count_macs, count_parameters, evaluation_config
+from isomorph.training.build import images_for_model
+from isomorph.training.opening import open_trained
 from isomorph.training.snapshot import newest
 
 
@@ -50,3 +54,40 @@ def dials_of_run(folder: str | Path, damaged: list[str] | None = None) -> Trajec
     Raises: UserError when the folder holds no checkpoint, or no model in it has a gated layer.
     """
     return dials_along(kept_models(folder, damaged))
+
+
+Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
+"""A number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
+
+
+def measures_of_run(
+    folder: str | Path,
+    measures: Mapping[str, Measure],
+    source: Source,
+    device: str = "cpu",
+    damaged: list[str] | None = None,
+) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
+    """Measures of attention along a run, from its folder, on some images: nonlocality, entropy.
+
+    `damaged` as in `kept_models`.
+
+    Shape: -> moments (T,), {measure: {layer: (T, heads)}}, NaN before a layer was there
+    Raises: UserError when the folder holds no checkpoint, or no model in it has attention.
+    """
+
+    def look(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+        loader = eval_loader(source, evaluation_config(model.to(device)), 32)
+        found = {key: measure(model, images_for_model(loader, model)) for key, measure in measures.items()}
+        return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
+
+    moments, values = along(kept_models(folder, damaged), look)
+    return moments, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
+
+
+def cost_of_run(folder: str | Path) -> dict[str, int]:
+    """MACs of an image and parameters of a run's model as it is now, at the size that it is tested at.
+
+    Raises: UserError when the folder holds no model that can be read.
+    """
+    model = open_trained(Path(folder))
+    return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}

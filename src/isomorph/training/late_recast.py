@@ -11,6 +11,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from isomorph.surgery import notes
 from isomorph.training.build import operate
 from isomorph.training.run import Run, assemble
 from isomorph.training.runtime import seed_everything
@@ -21,7 +22,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
     """The run with its model recast, optimiser and averages carried over; and what is said about it."""
     recipe, before = run.recipe, run.trained
     tensors, values = split_optimizer(before, run.optimizer)
-    model, averaged = recast_alike(before, run), run.averaged and recast_alike(run.averaged, run)
+    model, averaged = recast_alike(before, run), None if run.averaged is None else recast_alike(run.averaged, run)
     kept = unchanged(before, model)
     objective, optimizer, scheduler, header = assemble(recipe, model, run.runtime, run.order.steps)
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
@@ -32,7 +33,8 @@ def recast_run(run: Run) -> tuple[Run, str]:
     fill_optimizer(run.trained, optimizer, owned, values)
     run.progress.recast = True
     new = sum(1 for name, _ in run.trained.named_parameters() if name not in kept)
-    return run, f"recast after epoch {run.progress.closed}: {len(kept)} parameter tensors go on, {new} are new"
+    said = f"recast after epoch {run.progress.closed}: {len(kept)} parameter tensors go on, {new} are new"
+    return run, "; ".join((said, *notes(run.trained)))
 
 
 def recast_alike(model: nn.Module, run: Run) -> nn.Module:

@@ -96,13 +96,22 @@ class Look:
         stop(run, int(number))
 
     def monitor(self, images: Tensor) -> None:
-        """Appends what attention is like on a few images: by layer, the worst head's logit, mean entropy."""
+        """Appends what attention is like on a few images, in eval mode, by layer.
+
+        The worst head's largest logit and largest attention, both means over images, and the mean entropy.
+        """
         run = self.run
-        found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
+        try:
+            found = logit_stats(run.objective.result(run.trained), images[:MONITORED].to(run.runtime.device))
+        except UserError:
+            if run.progress.recast:
+                raise
+            return  # a CNN that is recast later has no attention yet
         row = {
             "epoch": run.progress.closed + 1,
             "step": run.progress.step,
             "max_logit": {name: stats.max_logit.max().item() for name, stats in found.items()},
+            "max_attention": {name: stats.max_attention.max().item() for name, stats in found.items()},
             "entropy": {name: stats.entropy.mean().item() for name, stats in found.items()},
         }
         self.journal.write("monitor.jsonl", row)

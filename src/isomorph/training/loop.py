@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from isomorph.training.checkpoint import is_whole
-from isomorph.training.journal import Journal, alone_in
+from isomorph.training.folder_lock import alone_in
+from isomorph.training.journal import Journal
 from isomorph.training.late_recast import recast_run
 from isomorph.training.look import Look, diverged, finite, save_snapshot, stop
 from isomorph.training.optim import group_lines
@@ -18,7 +18,7 @@ from isomorph.training.run import Run, open_run
 from isomorph.training.runtime import open_runtime
 from isomorph.training.snapshot import set_aside
 from isomorph.training.step import train_step
-from isomorph.training.watch import INFINITE, StopRequest, stop_requests
+from isomorph.training.watch import INFINITE, StopRequest, signals_raise, stop_requests
 
 SHORT = 10.0
 """Seconds of an epoch that are too few to judge by."""
@@ -45,22 +45,22 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     the two newest snapshots (`step-*`), `log.jsonl` by epoch, `steps.jsonl`, `recipe.json`, `environment.jsonl`.
 
     Raises: UserError when something is missing or does not fit, the folder holds another run, or the disk is full;
-    Diverged when the loss is not finite or far too high; Stopped after SIGTERM or Ctrl-C, when all is saved.
+    Diverged when the loss is not finite or far too high; Stopped after SIGTERM, SIGHUP or Ctrl-C, when all is saved.
     """
     runtime = open_runtime(recipe.device, recipe.amp == "bf16")
-    with ExitStack() as alone:
-        if recipe.folder.is_dir():
-            alone.enter_context(alone_in(recipe.folder, runtime))
-        run = open_run(recipe, runtime)
-        if not recipe.folder.is_dir():  # nothing is written before all is known to fit
-            alone.enter_context(alone_in(recipe.folder, runtime))
-        return run_to_its_end(run, Journal(recipe, runtime, show))
+    journal = Journal(recipe, runtime, show)
+    with ExitStack() as held:
+        with signals_raise():
+            if said := held.enter_context(alone_in(recipe.folder, runtime)):
+                journal.say(f"{recipe.name}: {said}")
+            run = open_run(recipe, runtime)  # writes nothing
+        return run_to_its_end(run, journal)
 
 
 def run_to_its_end(run: Run, journal: Journal) -> Result:
     """What is left of a run, all of it or nothing. Raises: as `train`."""
     recipe = run.recipe
-    if run.progress.closed == recipe.epochs and is_whole(recipe.folder / "model.safetensors"):
+    if run.progress.closed == recipe.epochs and run.has_written(recipe.folder / "model.safetensors"):
         journal.say(f"{recipe.name}: finished already, in {recipe.folder}")
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
     with stop_requests() as request, closing(journal):

@@ -2,7 +2,7 @@
 
 from pydantic import model_validator
 
-from isomorph.training.parts import Count, File, Part, Rate
+from isomorph.training.parts import File, Part, Rate, Side
 
 
 class MaskPart(Part):
@@ -10,11 +10,11 @@ class MaskPart(Part):
 
     ratio: Rate = 0.75
     """Share of the patches that is hidden."""
-    depth: Count | None = None
+    depth: Side | None = None
     """Blocks of the decoder; by default 8, with a teacher 4."""
-    width: Count | None = None
+    width: Side | None = None
     """Channels of the decoder; by default 512, with a teacher 128."""
-    heads: Count | None = None
+    heads: Side | None = None
     """Heads of the decoder; by default 16, with a teacher 4 (as published with G2SD; TDRL does not say)."""
     normalise: bool = True
     """Paint patches less their mean and over their deviation."""
@@ -22,9 +22,9 @@ class MaskPart(Part):
     """A masked autoencoder, its decoder included: an autoencoder.safetensors by isomorph, or MAE's full checkpoint."""
     teacher_model: str | None = None
     """The teacher's encoder in timm, e.g. vit_base_patch16_224; of MAE's checkpoint only."""
-    teacher_heads: Count = 16
+    teacher_heads: Side = 16
     """Heads of the teacher's decoder, which MAE's checkpoint does not tell."""
-    block: Count = 4
+    block: Side = 4
     """The block of the teacher's decoder whose features are learnt."""
 
     @model_validator(mode="after")

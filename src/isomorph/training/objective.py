@@ -11,7 +11,6 @@ from torch import nn
 
 from isomorph.evaluation import added, tally
 from isomorph.models.masked import MaskedAutoencoder
-from isomorph.training.build import open_model
 from isomorph.training.masked import (
     Aligned,
     GenericDistillationTask,
@@ -19,7 +18,7 @@ from isomorph.training.masked import (
     evaluate_alignment,
     evaluate_reconstruction,
 )
-from isomorph.training.objectives import classification, distillation, refuse_teacher
+from isomorph.training.objectives import classification, distillation, open_teacher, refuse_teacher
 from isomorph.training.recipe import Recipe
 from isomorph.training.runtime import Runtime
 from isomorph.training.token_labels import token_labelling
@@ -55,10 +54,10 @@ def build_objective(recipe: Recipe, model: nn.Module, device: torch.device) -> O
 def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
     """What a run with labels minimises."""
     if recipe.token_labels:
-        return token_labelling(model, recipe.token_labels, recipe.augment, device)
+        return token_labelling(model, recipe.token_labels, recipe.augment, device, recipe.map_similarity)
     if recipe.distill is None:
-        return classification(model, recipe.augment, recipe.loss, device)
-    teacher = open_model(recipe.distill.teacher, recipe.distill.weights)
+        return classification(model, recipe.augment, recipe.loss, device, recipe.map_similarity)
+    teacher = open_teacher(recipe.distill)
     refuse_teacher(teacher, model)
     return distillation(model, teacher, recipe.distill, recipe.augment, recipe.loss, device)
 

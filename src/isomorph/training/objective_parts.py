@@ -1,10 +1,10 @@
 """The groups of fields of a recipe that say what a run minimises."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import model_validator
 
-from isomorph.training.parts import File, NotNegative, Part, Positive, Share
+from isomorph.training.parts import Count, File, NotNegative, Part, Positive, Share
 
 
 class TokenLabelPart(Part):
@@ -29,6 +29,15 @@ class TokenLabelPart(Part):
         return self
 
 
+class MapSimilarityPart(Part):
+    """A penalty on how similar the attention maps of neighbouring blocks are (Refiner's code), of refined_vit_*."""
+
+    weight: Positive = 0.1
+    """Of the similarity: the mean over neighbours, queries and keys of the cosine between their heads."""
+    pairs: Count | None = None
+    """Only the first so many pairs of neighbouring blocks; by default all."""
+
+
 class DistillPart(Part):
     """A teacher beside the labels, on the same images (DeiT's distillation, with or without a token)."""
 
@@ -36,6 +45,9 @@ class DistillPart(Part):
     """A timm model with public weights, or a checkpoint written by isomorph."""
     weights: File | None = None
     """Weights of the teacher, where they are in a file of their own."""
+    kwargs: dict[str, Any] = {}
+    """Further arguments of timm.create_model for the teacher: {global_pool: avg, num_classes: 1000} of MAE's
+    fine-tuned vit_base_patch16_224.mae, which averages over tokens."""
     kind: Literal["hard", "soft"] = "hard"
     """hard: the teacher's best class is a second label; soft: its probabilities are."""
     share: Share = 0.5
@@ -43,4 +55,5 @@ class DistillPart(Part):
     temperature: Positive = 1.0
     """Of the soft probabilities."""
     token: bool = False
-    """The teacher's term is for the head of a distillation token (deit_*_distilled_*), else for the one head."""
+    """The teacher's term is for the head of a distillation token (deit_*_distilled_*, tdrl_vit_ti_distilled), and the
+    mean of both heads is evaluated; else for the one head."""

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.training.build import refuse_blind
-from isomorph.training.objective_parts import DistillPart
+from isomorph.training.map_similarity import PenalisedTask
+from isomorph.training.objective_parts import DistillPart, MapSimilarityPart
+from isomorph.training.opening import is_trained, open_model
 from isomorph.training.parts import AugmentPart
+from isomorph.training.token_labels import MapMixup
 
 
 def criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
@@ -22,9 +25,18 @@ def criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
     return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
-def classification(model: nn.Module, augment: AugmentPart, loss: str, device: torch.device) -> ClassificationTask:
-    """Labels alone."""
-    return ClassificationTask(model, criterion=criterion(augment, loss), device=device, verbose=False)
+def classification(
+    model: nn.Module,
+    augment: AugmentPart,
+    loss: str,
+    device: torch.device,
+    similarity: MapSimilarityPart | None = None,
+) -> ClassificationTask:
+    """Labels alone, and a penalty on similar maps where one is given.
+
+    Raises: UserError for a penalty and a network whose blocks do not hand their maps on.
+    """
+    return PenalisedTask(model, criterion(augment, loss), device, similarity)
 
 
 class HardDistillationTask(LogitDistillationTask):
@@ -72,8 +84,16 @@ def refuse_tokenless(model: nn.Module) -> None:
     """Raises: UserError when the model has no distillation token."""
     if not hasattr(model, "set_distilled_training"):
         raise UserError(
-            f"{type(model).__name__} has no distillation token: leave distill.token off, or train a deit_*_distilled_*"
+            f"{type(model).__name__} has no distillation token: leave distill.token off, or train a "
+            "deit_*_distilled_* or tdrl_vit_ti_distilled"
         )
+
+
+def open_teacher(part: DistillPart) -> nn.Module:
+    """The teacher of a recipe. Raises: UserError when it cannot be opened."""
+    if part.kwargs and is_trained(part.teacher):
+        raise UserError(f"{part.teacher} has arguments of its own; distill.kwargs goes with a timm model's name")
+    return open_model(part.teacher, part.weights, **part.kwargs)
 
 
 @torch.no_grad()
@@ -82,8 +102,10 @@ def refuse_teacher(teacher: nn.Module, model: nn.Module) -> None:
     refuse_blind(teacher.eval(), model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
 
 
-def build_mixup(augment: AugmentPart, num_classes: int) -> Mixup | None:
-    """timm's mixup and cutmix, or None where neither is on."""
+def build_mixup(augment: AugmentPart, num_classes: int, maps: bool = False) -> Mixup | None:
+    """timm's mixup and cutmix, or None where neither is on; with `maps` for images whose labels are maps."""
     if not augment.mixes:
         return None
+    if maps:
+        return MapMixup(augment.mixup, augment.cutmix)
     return Mixup(augment.mixup, augment.cutmix, label_smoothing=augment.smoothing, num_classes=num_classes)

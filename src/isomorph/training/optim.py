@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d
+from isomorph.layers import GPSA, PSA, GPSA2d
 from isomorph.layers.decay import undecayed
 from isomorph.layers.pyramid import Pyramid
 from isomorph.training.parts import OptimPart
@@ -22,8 +22,8 @@ KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 
 
 def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Full names of the gates, and of the centres and localities, of every gated attention layer."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d)}
+    """Full names of the gates, and of the centres and localities, of every layer that attends by position."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d | PSA)}
     dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
     gates = {name for name in dials if name.rpartition(".")[2] == "gate"}
     return gates, dials - gates
@@ -66,7 +66,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
             kind = "branches" if name in branches else kind
             kind = "gates" if name in gates else "positions" if name in positions else kind
             members.setdefault((scales[name], kind), []).append(parameter)
-    rates = {"gates": optim.gate_lr, "positions": optim.position_lr or optim.lr}
+    rates = {"gates": optim.gate_lr, "positions": optim.position_lr}
     rates["branches"] = optim.branch_lr or optim.lr
     decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
     order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))
@@ -95,21 +95,28 @@ def group_lines(optimizer: Optimizer, optim: OptimPart) -> list[str]:
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     """timm's optimiser of that name over `parameter_groups`."""
     groups = parameter_groups(model, optim)
+    more = {"betas": optim.betas} if optim.betas else {}
     return timm.optim.create_optimizer_v2(
-        groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum
+        groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
     )
 
 
 def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int) -> Scheduler:
-    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine, a line or constant."""
+    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine, a line or constant.
+
+    With t steps of T taken and W of warm-up: min + (peak - min) shape((t - W) / (T - W)) from the peak, and
+    min + (peak - min) shape(t / T) from the start, where the shapes fall from 1 to 0.
+    """
+    after = optim.schedule_from == "peak"
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched="poly" if optim.schedule == "linear" else optim.schedule,
         decay_rate=1.0,  # the power of poly; the others have none
-        num_epochs=epochs,
+        num_epochs=epochs - optim.warmup_epochs if after else epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr / 100,
         warmup_epochs=optim.warmup_epochs,
+        warmup_prefix=after,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )

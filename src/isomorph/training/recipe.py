@@ -6,7 +6,7 @@ whole: all problems are reported at once, an unknown field with the closest know
 
 import difflib
 import json
-import tomllib
+import re
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,12 +16,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from isomorph.errors import UserError
 from isomorph.training.mask_part import MaskPart
-from isomorph.training.objective_parts import DistillPart, TokenLabelPart
+from isomorph.training.objective_parts import DistillPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.parts import (
     AnnealPart,
     AugmentPart,
     Count,
     DataPart,
+    Epochs,
     File,
     ModelPart,
     NotNegative,
@@ -31,6 +32,7 @@ from isomorph.training.parts import (
     Rate,
     ScalePart,
 )
+from isomorph.training.recipe_text import load_toml, load_yaml, read_text
 
 
 class Recipe(Part):
@@ -46,17 +48,18 @@ class Recipe(Part):
     anneal: AnnealPart | None = None
     distill: DistillPart | None = None
     token_labels: TokenLabelPart | None = None
+    map_similarity: MapSimilarityPart | None = None
     mask: MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
     """Classes against each other, or each on its own, summed over classes (large label sets)."""
-    epochs: Count = 50
+    epochs: Epochs = 50
     """Passes over the training data."""
     evaluate_every: Count = 1
     """Epochs between two evaluations; the last one is always evaluated."""
     keep_every: Count | None = None
     """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
     monitor_every: Count | None = None
-    """Steps between two looks at the largest attention logit and the entropy of every block (monitor.jsonl)."""
+    """Steps between two lines of monitor.jsonl: largest attention logit, largest attention and entropy, by block."""
     log_every: Count = 50
     """Steps between two lines of steps.jsonl: loss, rate, images a second, share of the time spent waiting for them."""
     checkpoint_minutes: NotNegative = 10.0
@@ -98,6 +101,8 @@ class Recipe(Part):
             raise ValueError("model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false")
         if self.model.recast_epoch and self.mask:
             raise ValueError("model.recast_epoch is for runs with labels; recast before masked pre-training (0)")
+        if self.drop_path and "drop_path_rate" in self.model.kwargs:
+            raise ValueError("drop_path and model.kwargs.drop_path_rate are the same; give one")
         if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
             raise ValueError("monitor_every cannot look into a sharded autoencoder; leave it out, or use ddp")
         if self.augment.repeats > 1 and self.data.streamed:
@@ -111,6 +116,8 @@ class Recipe(Part):
         objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
         if len(objectives) > 1:
             raise ValueError(f"{' and '.join(objectives)} are {len(objectives)} objectives; give one")
+        if self.map_similarity and (self.distill or self.mask):
+            raise ValueError("map_similarity goes with labels or token_labels; leave it out with distill or mask")
         if self.mask and self.augment.mixes:
             raise ValueError("mask knows no labels to mix: leave augment.mixup and augment.cutmix at 0")
         if self.token_labels and self.loss == "sigmoid":
@@ -123,8 +130,6 @@ class Recipe(Part):
         """Raises: ValueError for what label maps cannot follow."""
         if self.data.streamed:
             raise ValueError(f"token_labels.maps needs images with file names; {self.data.source} has none")
-        if self.augment.mixes:
-            raise ValueError("token_labels.maps are mixed by token_labels.mix: leave augment.mixup and cutmix at 0")
         if self.augment.crop_padding:
             raise ValueError("token_labels.maps follow resized crops only: leave augment.crop_padding at 0")
 
@@ -144,6 +149,7 @@ FREE: dict[str, Any] = {
     "divergence": True,
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
+    "model": {"start"},
 }
 """Fields that may change between a run and its resumption."""
 
@@ -156,9 +162,20 @@ def identity(recipe: Recipe) -> str:
 def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
     try:
-        return json.loads(identity(Recipe.model_validate(recipe)))
+        return json.loads(identity(Recipe.model_validate(as_it_ran(recipe))))
     except ValidationError:
         return recipe
+
+
+def as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A kept recipe in the words of today: schedules began at the first step, and magnitudes above 10 were 10."""
+    optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
+    if optim.get("warmup_epochs"):
+        optim.setdefault("schedule_from", "start")
+    policy = augment.get("auto_augment") or ""
+    if policy.startswith("rand") and "-mmax" not in policy:
+        augment["auto_augment"] = re.sub(r"-m\d{2,}", "-m10", policy)
+    return {**recipe, "optim": optim, "augment": augment}
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
@@ -198,9 +215,12 @@ def describe(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if message.partition(" ")[0].istitle():
         message = message[0].lower() + message[1:]
+    if problem["type"] == "int_parsing_size":
+        message = "input is far too large"
     if isinstance(problem["input"], dict):
         return f"{field}: {message}" if problem["loc"] else message
-    return f"{field}: {message} (given {problem['input']!r})"
+    given = str(problem["input"])[:80] if isinstance(problem["input"], int) else repr(problem["input"])[:80]
+    return f"{field}: {message} (given {given})"
 
 
 def fields_of(groups: list[str]) -> dict[str, Any]:
@@ -215,9 +235,11 @@ def fields_of(groups: list[str]) -> dict[str, Any]:
 def read_file(path: Path) -> dict[str, Any]:
     """The values of a YAML or TOML recipe. Raises: UserError when it is missing, unreadable or no mapping."""
     try:
-        text = path.read_text()
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        text = read_text(path)
+        values = load_toml(text) if path.suffix == ".toml" else load_yaml(text)
+    except UserError as error:
+        raise UserError(f"cannot read recipe {path}: {error}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
@@ -246,8 +268,10 @@ def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
 def parse(text: str) -> Any:
     """A value as YAML reads it, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:  # a glob like *.conv2 is no YAML: it is text
+        value = load_yaml(text)
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is no YAML: it is text
         return text
     if isinstance(value, str):
         try:

@@ -8,7 +8,7 @@ from torch import nn
 
 from isomorph.analysis import logit_stats
 from isomorph.errors import UserError
-from isomorph.surgery import gpsa_layers
+from isomorph.surgery import annealed_layers
 from isomorph.training.build import operate
 from isomorph.training.recipe import Recipe
 
@@ -20,8 +20,22 @@ def refuse_missing_files(recipe: Recipe) -> None:
     given |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
     for field, path in given.items():
         if path and not path.is_file():
+            if path.is_dir():
+                raise UserError(
+                    f"{field}: {path} is a folder; give a checkpoint in it, like {path / 'model.safetensors'}"
+                )
             hint = f"; `isomorph train {path.parts[1]}` makes it" if path.parts[0] == "runs" and path.parts[1:] else ""
             raise UserError(f"{field}: no checkpoint {path}{hint}")
+
+
+def refuse_random_start(recipe: Recipe) -> None:
+    """Raises: UserError when a recipe that starts from trained weights is given none."""
+    model = recipe.model
+    if model.start == "weights" and not (model.weights or model.pretrained):
+        raise UserError(
+            f"{recipe.name} starts from trained weights; give --model.weights FILE or --model.pretrained true "
+            "(--model.start random trains from random ones)"
+        )
 
 
 def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
@@ -33,9 +47,10 @@ def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -
 
 
 def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
-    """Raises: UserError when there is no gate to anneal, or no attention to watch."""
+    """Raises: UserError when there is nothing to anneal, or no attention to watch, now or after a late recast."""
     if recipe.anneal and recast:
-        gpsa_layers(model)
+        annealed_layers(model)
     if recipe.monitor_every:
         device = next(model.parameters()).device
-        logit_stats(model, torch.zeros(1, *config["input_size"], device=device))
+        watched = model if recast else operate(copy.deepcopy(model), recipe.model)
+        logit_stats(watched, torch.zeros(1, *config["input_size"], device=device))

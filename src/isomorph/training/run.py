@@ -1,9 +1,8 @@
 """A run and its moving parts: built from a recipe, taken up from a snapshot, and written as one."""
 
 import json
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,23 @@ from isomorph.training.build import (
     plan,
     refuse_blind,
 )
-from isomorph.training.checkpoint import describe_model, load, remember_data, write_model
+from isomorph.training.checkpoint import (
+    describe_model,
+    is_whole,
+    load,
+    read_header,
+    read_tensors,
+    remember_data,
+    write_model,
+)
 from isomorph.training.objective import Objective, build_objective
 from isomorph.training.objectives import build_mixup
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe import Recipe, changes, identity, with_defaults
-from isomorph.training.refusals import refuse_missing_files, refuse_unfit, refuse_unwatchable
+from isomorph.training.refusals import refuse_missing_files, refuse_random_start, refuse_unfit, refuse_unwatchable
 from isomorph.training.runtime import Runtime, open_runtime, seed_everything
-from isomorph.training.snapshot import Found, newest, read_layout, read_tensors_into, write_snapshot
+from isomorph.training.snapshot import Damaged, Found, newest, read_layout, read_tensors_into, write_snapshot
+from isomorph.training.snapshot_values import Progress
 from isomorph.training.spread import prepare_model, spread, whole_state
 from isomorph.training.state import (
     AVERAGED,
@@ -53,20 +61,6 @@ from isomorph.training.watch import LossGuard
 TOTAL = "progress.loss"
 SUMS = {"mps": torch.float32}
 """Where losses of an epoch cannot be summed in float64."""
-
-
-@dataclass
-class Progress:
-    """How far a run is: steps done, epochs closed (evaluated and logged), what is known of both."""
-
-    step: int = 0
-    closed: int = 0
-    recast: bool = True
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: float = -math.inf
-    unreadable: list[str] = field(default_factory=list)
-    first_loss: float | None = None
-    seconds: float = 0.0
 
 
 @dataclass
@@ -105,7 +99,8 @@ class Run:
     @cached_property
     def mixup(self) -> Mixup | None:
         """What mixes the images of a part of a batch, if anything does."""
-        return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000))
+        maps = bool(self.recipe.token_labels and self.recipe.token_labels.maps)
+        return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000), maps)
 
     @property
     def lanes(self) -> int:
@@ -178,6 +173,7 @@ class Run:
             "progress": vars(self.progress),
             "lanes": self.lanes,
             "data": self.counts,
+            "model": self.header,
         }
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
@@ -186,6 +182,16 @@ class Run:
         tensors = whole_state(self.eval_model)
         if self.runtime.leads:
             write_model(self.header, tensors, path)
+
+    def has_written(self, path: Path) -> bool:
+        """Whether `save` has left this checkpoint, and it is still what was written; every process calls it."""
+        tensors = whole_state(self.eval_model)
+        if not self.runtime.leads:
+            return bool(self.runtime.highest(0)[0])
+        same = is_whole(path) and read_header(path) == self.header
+        found = read_tensors(path) if same else {}
+        same = found.keys() == tensors.keys() and all(torch.equal(t.cpu(), found[name]) for name, t in tensors.items())
+        return bool(self.runtime.highest(same)[0])
 
     def save_autoencoder(self) -> None:
         """Writes all of a masked autoencoder, where that is what was trained; every process calls it."""
@@ -211,6 +217,8 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
     refuse_missing_files(recipe)
     found = find_snapshot(recipe, runtime)
+    if not found:
+        refuse_random_start(recipe)
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     train, test = open_sources(recipe)
     order, share = plan(recipe, train, runtime)
@@ -277,6 +285,8 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
                     f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
                     "give `out` another folder"
                 )
+        except Damaged as error:
+            problem = f"{error}; delete {recipe.folder} to start the run again"
         except UserError as error:
             problem = str(error)
     found, problem = runtime.gathered((found, problem))[0]
@@ -287,11 +297,7 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
 
 def refuse_other(recipe: Recipe, found: Found) -> None:
     """Raises: UserError when the snapshot is of another recipe."""
-    try:
-        changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
-        Progress(**found.values["progress"])
-    except (KeyError, AttributeError, TypeError):
-        raise UserError(f"{found.path} is not the state of a run; give `out` another folder, or delete it") from None
+    changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
     if changed:
         where = found.path.parent
         hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"

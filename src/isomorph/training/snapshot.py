@@ -1,13 +1,14 @@
 """Snapshots of a run: folders of safetensors shards and one JSON file, whole and checked, or not there at all.
 
 A snapshot is written beside the others under a name that no reader looks at, flushed, given the checksums of its files
-and renamed. Tensors may be sharded over processes: each writes its own part, and any number of processes can read
-them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
+and a digest over these and all other values, and renamed. Tensors may be sharded over processes: each writes its own
+part, and any number of processes can read them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from isomorph.errors import UserError
 from isomorph.training.runtime import Runtime
+from isomorph.training.snapshot_values import checked_values, digest_of
 
 STATE = "state.json"
 KEPT = 2
@@ -43,10 +45,26 @@ def one_process_is_meant() -> Iterator[None]:
         yield
 
 
+def folder_name(step: int) -> str:
+    """What the snapshot of a step is called."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a name says, or None where it is not a snapshot's."""
+    digits = re.fullmatch(r"step-([0-9]{8,})", path.name)
+    return int(digits[1]) if digits and folder_name(int(digits[1])) == path.name else None
+
+
+def named_snapshots(folder: Path) -> list[Path]:
+    """All that is named like a snapshot, newest first; not all of it needs to be one."""
+    named = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+    return sorted(named, key=lambda path: named[path], reverse=True)
+
+
 def snapshots(folder: Path) -> list[Path]:
     """Complete snapshots, newest first."""
-    complete = [path for path in folder.glob("step-*") if (path / STATE).is_file() and path.name[5:].isdigit()]
-    return sorted(complete, key=lambda path: int(path.name[5:]), reverse=True)
+    return [path for path in named_snapshots(folder) if (path / STATE).is_file()]
 
 
 def write_snapshot(
@@ -58,7 +76,7 @@ def write_snapshot(
 
     Raises: UserError when it cannot be written (a full disk); the older snapshots are then as they were.
     """
-    path, partial = folder / f"step-{step:08d}", folder / f".step-{step:08d}.partial"
+    path, partial = folder / folder_name(step), folder / f".{folder_name(step)}.partial"
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     state: dict[str, Any] = {"step": step, **values}
 
@@ -113,16 +131,20 @@ def make_empty(folder: Path) -> None:
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes what is no tensor, and flushes it to disk."""
+    """Writes the values that are not tensors and the digest of them all, and flushes them to disk."""
+    values = json.loads(json.dumps(state))
     with path.open("w") as file:
-        json.dump(state, file)
+        json.dump({**values, "digest": digest_of(values)}, file)
         file.flush()
         os.fsync(file.fileno())
 
 
 def drop_older(folder: Path) -> None:
     """Leaves the newest snapshots, and nothing that a crash left half written."""
-    for path in [*snapshots(folder)[KEPT:], *folder.glob(".step-*.partial")]:
+    for path in snapshots(folder)[KEPT:]:
+        with suppress(OSError):  # renamed first: one that is half deleted has no snapshot's name
+            path.rename(folder / f".{path.name}.partial")
+    for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -163,18 +185,32 @@ def checksum(path: Path) -> str:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """What of a snapshot is no tensor, once all its files are as they were written.
+    """The values of a snapshot that are not tensors, when it is, file by file, what was written.
 
     Raises: Damaged otherwise.
     """
+    if not (path / STATE).is_file():
+        raise Damaged(f"the snapshot {path} is damaged: it has no {STATE}")
     try:
-        state = json.loads((path / STATE).read_text())
-        changed = [name for name, digest in state["files"].items() if checksum(path / name) != digest]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        values = checked_values((path / STATE).read_text(encoding="utf-8"))
+        changed = [name for name, digest in values["files"].items() if checksum(path / name) != digest]
+    except UserError as error:
+        raise Damaged(f"the snapshot {path} is damaged: {STATE} is {error}") from None
+    except (OSError, ValueError) as error:
         raise Damaged(f"the snapshot {path} is damaged ({reason(error)})") from None
     if changed:
         raise Damaged(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
-    return state
+    if values["step"] != step_of(path):
+        raise Damaged(f"the snapshot {path} is damaged: it is a copy of the one after step {values['step']}")
+    if foreign := foreign_files(path, values["files"]):
+        raise Damaged(f"the snapshot {path} is damaged: {', '.join(foreign[:3])} is not part of it")
+    return values
+
+
+def foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
+    """Names in a snapshot that are not part of it, but for hidden files that no reader takes for tensors."""
+    names = {entry.name for entry in path.iterdir()} - {STATE, *files}
+    return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
 
 
 def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -208,8 +244,9 @@ class Found:
 def set_aside(found: Found) -> list[str]:
     """Renames the damaged snapshots, so that they do not count among the kept; returns what is said of them."""
     for path, _ in found.damaged:
-        with suppress(OSError):
-            os.replace(path, path.with_name(f"damaged-{path.name}"))
+        names = (path.with_name(f"damaged-{path.name}{again}") for again in ("", *(f"-{n}" for n in range(2, 100))))
+        with suppress(OSError, StopIteration):
+            path.rename(next(name for name in names if not name.exists()))
     return [said for _, said in found.damaged]
 
 
@@ -219,11 +256,13 @@ def newest(folder: Path) -> Found | None:
     Raises: Damaged when there are some, and none is whole.
     """
     damaged: list[tuple[Path, str]] = []
-    for path in snapshots(folder):
+    for path in named_snapshots(folder):
         try:
             return Found(path, read_values(path), tuple(damaged))
         except Damaged as error:
+            if not path.exists():  # the run that writes here has dropped it in between
+                return newest(folder)
             damaged.append((path, str(error)))
     if damaged:
-        raise Damaged(f"{'; '.join(said for _, said in damaged)}; delete {folder} to start the run again")
+        raise Damaged("; ".join(said for _, said in damaged))
     return None

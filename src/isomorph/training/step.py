@@ -17,9 +17,10 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     All that is drawn in it (mixing, dropout) follows from seed, step and part: whoever takes the part, and whenever.
     """
     recipe, step, parts = run.recipe, run.progress.step, run.share.mine
-    if recipe.anneal and run.progress.recast:
-        since = step - recipe.model.recast_epoch * run.order.steps
-        recipe.anneal.schedule(run.order.steps).apply(run.trained, since)
+    since = step - recipe.model.recast_epoch * run.order.steps
+    anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
+    if anneal:
+        anneal.apply(run.trained, since)
     run.scheduler.step_update(step)
     run.optimizer.zero_grad()
     waited = 0.0
@@ -35,6 +36,9 @@ def train_step(run: Run) -> tuple[float, Tensor]:
         nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
     run.task.update_ema(step)
+    if anneal:
+        for model in filter(None, (run.trained, run.averaged)):
+            anneal.set_slopes(model, since + 1)
     return waited, images
 
 

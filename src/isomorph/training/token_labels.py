@@ -1,19 +1,20 @@
 """Token labelling (Jiang et al. 2021): every patch has a label, the image's or that of a label map, and patches mix."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from timm.data import Mixup
 from timm.loss import SoftTargetCrossEntropy
-from timm.task import ClassificationTask
 from torch import Tensor, nn
 from torchvision.ops import roi_align
 
 from isomorph.data import MapLabels
 from isomorph.errors import UserError
 from isomorph.models.dense_head import Box
-from isomorph.training.objective_parts import TokenLabelPart
+from isomorph.training.map_similarity import PenalisedTask
+from isomorph.training.objective_parts import MapSimilarityPart, TokenLabelPart
 from isomorph.training.parts import AugmentPart
 
 
@@ -63,16 +64,51 @@ def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
     return Box(top, bottom, left, right)
 
 
-class TokenLabelTask(ClassificationTask):
+class MixedMaps(NamedTuple):
+    """Label maps of images that were mixed with their partners, the batch in reverse. Shape: own (B,), shares"""
+
+    target: MapLabels
+    own: Tensor
+
+    def mix(self, labels: Tensor) -> Tensor:
+        """Labels in the shares of their images, at every place alike. Shape: (B, ..., num_classes), the same"""
+        own = self.own.to(labels).view(-1, *[1] * (labels.ndim - 1))
+        return own * labels + (1 - own) * labels.flip(0)
+
+
+class MapMixup(Mixup):
+    """timm's mixup and cutmix for images whose labels are maps: says how much of each image is its own.
+
+    Shape: x (B, C, H, W), target -> the same, mixed in place, MixedMaps
+    """
+
+    def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedMaps]:
+        self.num_classes, self.label_smoothing = (
+            len(x),
+            0.0,
+        )  # every image is a class of its own: its label is its share
+        mixed, shares = super().__call__(x, torch.arange(len(x), device=x.device))
+        return mixed, MixedMaps(target, shares.diagonal())
+
+
+class TokenLabelTask(PenalisedTask):
     """CE(class token, label) + weight mean over patches of CE(patch, label), boxes of patches mixed between images.
 
-    A patch's label is that of the image it comes from; the class token's is mixed by area.
+    A patch's label is that of the image it comes from; the class token's is mixed by area. Where mixup or cutmix came
+    before, the labels of an image and of all its patches are mixed in one share, as the released code has it.
 
     Source: Jiang et al. (2021), as the Refiner code trains without label maps
     """
 
-    def __init__(self, model: nn.Module, part: TokenLabelPart, smoothing: float, device: torch.device) -> None:
-        super().__init__(model, criterion=SoftTargetCrossEntropy(), device=device, verbose=False)
+    def __init__(
+        self,
+        model: nn.Module,
+        part: TokenLabelPart,
+        smoothing: float,
+        device: torch.device,
+        similarity: MapSimilarityPart | None = None,
+    ) -> None:
+        super().__init__(model, SoftTargetCrossEntropy(), device, similarity)
         self.part, self.smoothing = part, smoothing
         self.num_classes: int = model.num_classes  # type: ignore[assignment]
         self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
@@ -82,16 +118,24 @@ class TokenLabelTask(ClassificationTask):
         labels = soft_labels(target, self.num_classes, self.smoothing)
         return labels, labels[:, None]
 
+    def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The same, of images that may have been mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
+        if not isinstance(target, MixedMaps):
+            return self.labels(target, grid_size)
+        image, patches = self.labels(target.target, grid_size)
+        return target.mix(image), target.mix(patches)
+
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
         grid_size = self.grid_of(tuple(input.shape[-2:]))
-        labels, dense = self.labels(target, grid_size)
+        labels, dense = self.mixed_labels(target, grid_size)
         box = draw_box(grid_size, self.part.beta) if self.part.mix else Box(0, 0, 0, 0)
-        logits, tokens = self.trainable_module(input, tokens=True, box=box)
+        (logits, tokens), penalty = self.ask(input, tokens=True, box=box)
         inside = box.mask(grid_size, input.device).flatten()  # (H W,)
         mixed = torch.lerp(labels, labels.flip(0), inside.to(labels).mean())
         dense = torch.where(inside[:, None], dense.flip(0), dense)  # (B, H W, num_classes)
         image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
-        return {"loss": image + self.part.weight * patches, "output": logits, "task_loss": image, "token_loss": patches}
+        loss = image + self.part.weight * patches + penalty
+        return {"loss": loss, "output": logits, "task_loss": image, "token_loss": patches}
 
 
 class MapLabelTask(TokenLabelTask):
@@ -118,13 +162,18 @@ class MapOnlyTask(MapLabelTask):
 
 
 def token_labelling(
-    model: nn.Module, part: TokenLabelPart, augment: AugmentPart, device: torch.device
+    model: nn.Module,
+    part: TokenLabelPart,
+    augment: AugmentPart,
+    device: torch.device,
+    similarity: MapSimilarityPart | None = None,
 ) -> TokenLabelTask:
-    """Labels for the image and for each of its patches.
+    """Labels for the image and for each of its patches, and a penalty on similar maps where one is given.
 
-    Raises: UserError when the model does not classify its patches.
+    Raises: UserError when the model does not classify its patches, or there is a penalty and its blocks do not hand
+    their maps on.
     """
     if getattr(model, "aux_head", None) is None:
         raise UserError("token_labels needs a model that classifies its patches: a refined_vit_* with dense_head=True")
     mapped = MapOnlyTask if part.class_token == "map" else MapLabelTask
-    return (mapped if part.maps else TokenLabelTask)(model, part, augment.smoothing, device)
+    return (mapped if part.maps else TokenLabelTask)(model, part, augment.smoothing, device, similarity)

@@ -3,13 +3,14 @@
 import math
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from isomorph.errors import UserError
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+"""SIGHUP: the terminal or the connection has been closed."""
 
 FIRST = 10
 """Steps that say what a loss is like at the start, and how many each later look takes together."""
@@ -36,27 +37,51 @@ class StopRequest:
     number = 0
 
 
+Handler = Callable[[int, FrameType | None], None]
+
+
+@contextmanager
+def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+    """Handles these signals so; SIGHUP stays ignored where it is (nohup). Nothing outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) is signal.SIG_IGN:
+        del before[signal.SIGHUP]
+    for number in before:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Notes SIGTERM and the first Ctrl-C instead of dying of them; a second Ctrl-C works as ever."""
+    """Notes SIGTERM, SIGHUP and the first Ctrl-C instead of dying of them; a second Ctrl-C works as it did before."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
-        yield request
-        return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+    interrupt = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: FrameType | None) -> None:
         request.number = number
         if number == signal.SIGINT:  # schedulers send SIGTERM twice: to the processes, and through torchrun
-            signal.signal(signal.SIGINT, before[signal.SIGINT])
+            signal.signal(signal.SIGINT, interrupt)
 
-    for number in SIGNALS:
-        signal.signal(number, note)
-    try:
+    with handling(SIGNALS, note):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """Raises Stopped on SIGTERM and SIGHUP, which end a start that has written nothing yet; Ctrl-C raises already."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing was written", number)
+
+    with handling((signal.SIGTERM, signal.SIGHUP), stop):
+        yield
 
 
 class LossGuard:

@@ -1,0 +1,221 @@
+"""VanillaNet: convolutions, pooling and nothing else, trained with twice the layers that it runs with.
+
+While it trains every layer is two with a ReLU between them, which an anneal carries to the identity (`anneal.epochs` in
+a recipe). `iso.fuse` then makes one layer of each two: `vanillanet_5` runs with five.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import SelectAdaptivePool2d, trunc_normal_
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.layers.annealed import AnnealedPair, SeriesActivation
+from isomorph.models.staged import StagedNet
+from isomorph.models.vit_cfg import unwrapped
+
+PATCH = 4
+"""Kernel and stride of the first convolution."""
+
+
+class VanillaNet(StagedNet):
+    """A plain network of a stem, stages of one layer each, and a classifier, a full timm citizen.
+
+    `dims` are the channels of the stem and of every stage, `strides` what each stage max-pools by, `act_num` n of the
+    (2 n + 1)^2 taps of its activations, `slope` that of the annealed ReLUs at first: 0 to train, 1 for a network whose
+    anneal is over.
+
+    Shape: x (B, in_chans, height, width) -> (B, num_classes)
+    Source: VanillaNet (Chen et al., 2023) section 3
+    Raises: UserError for dims and strides that do not fit, or an image too small for the pooling.
+    """
+
+    fused_arguments: ClassVar[dict[str, Any]] = {"slope": 1.0}
+    """What creates the network whose fused form has one layer for each two."""
+
+    def __init__(
+        self,
+        dims: Sequence[int] = (512, 1024, 2048, 4096),
+        strides: Sequence[int] = (2, 2, 2),
+        act_num: int = 3,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        global_pool: str = "avg",
+        drop_rate: float = 0.0,
+        slope: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if len(dims) != len(strides) + 1:
+            raise UserError(f"dims {list(dims)} must be one more than strides {list(strides)}: the stem's come first")
+        self.num_classes, self.in_chans, self.drop_rate, self.slope = num_classes, in_chans, drop_rate, slope
+        self.num_features = self.head_hidden_size = dims[-1]
+        first = nn.Conv2d(in_chans, dims[0], PATCH, PATCH)
+        pair = AnnealedPair(first, nn.Conv2d(dims[0], dims[0], 1), slope=slope)
+        self.stem = nn.Sequential(OrderedDict(pair=pair, act=SeriesActivation(dims[0], act_num)))
+        self.feature_info, self.reduction = [dict(num_chs=dims[0], reduction=PATCH, module="stem")], PATCH
+        self.stages = nn.ModuleList()
+        for i, (before, after, stride) in enumerate(zip(dims[:-1], dims[1:], strides, strict=True)):
+            self.stages.append(stage(before, after, stride, act_num, slope))
+            self.reduction *= stride
+            self.feature_info.append(dict(num_chs=after, reduction=self.reduction, module=f"stages.{i}"))
+        self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
+        self.head = self.make_head()
+        self.apply(initialise)
+
+    def make_head(self) -> nn.Module:
+        """The classifier: two linear layers, or none for 0 classes."""
+        if not self.num_classes:
+            return nn.Identity()
+        first = nn.Linear(self.num_features * self.global_pool.feat_mult(), self.num_classes)
+        return AnnealedPair(first, nn.Linear(self.num_classes, self.num_classes), last_norm=False, slope=self.slope)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """The stem. Shape: x (B, in_chans, h, w) -> (B, C, h // 4, w // 4)"""
+        if min(x.shape[-2:]) < self.reduction:
+            height, width = x.shape[-2:]
+            raise UserError(f"the {height} x {width} image is smaller than {self.reduction} x {self.reduction}")
+        return self.stem(x)
+
+    def levels(self) -> list[Callable[[Tensor], Tensor]]:
+        """The stem and the stages."""
+        return [self.embed, *(partial(self.run_stage, layer) for layer in self.stages)]
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Shape: x (B, C, H, W) -> (B, num_classes)"""
+        x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
+        return x if pre_logits else self.head(x)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
+        take, last = feature_take_indices(1 + len(self.stages), indices)
+        self.stages = self.stages[:last]
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+    def get_classifier(self) -> nn.Module:
+        """The layer that gives the logits."""
+        return getattr(self.head, "second", self.head)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """A new, untrained classifier, in the form and annealed as far as the old one; 0 classes: pooled features."""
+        like, old = next(self.stem.parameters()), self.head
+        self.num_classes = num_classes
+        if global_pool is not None:
+            self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
+        act = getattr(old, "act", None)
+        self.slope = self.slope if act is None else float(act.slope)
+        self.head = self.make_head().apply(initialise)
+        if isinstance(old, nn.Linear) and num_classes:
+            self.head = self.head.eval().fuse()  # type: ignore[operator]
+        self.head.to(like).train(self.training)
+
+    def no_weight_decay(self) -> set[str]:
+        """Nothing beyond biases and norms."""
+        return set()
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, str]:
+        """Parameter groups for layer decay: the stem, the stages, the head."""
+        return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
+
+
+def stage(before: int, after: int, stride: int, act_num: int, slope: float) -> nn.Sequential:
+    """One layer, max-pooling, activation."""
+    pair = AnnealedPair(nn.Conv2d(before, before, 1), nn.Conv2d(before, after, 1), slope=slope)
+    pool = nn.Identity() if stride == 1 else nn.MaxPool2d(stride)
+    return nn.Sequential(OrderedDict(pair=pair, pool=pool, act=SeriesActivation(after, act_num)))
+
+
+def initialise(module: nn.Module) -> None:
+    """Weights of deviation .02, biases 0, as published."""
+    if isinstance(module, nn.Conv2d | nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+PUBLIC: tuple[tuple[str, str], ...] = (
+    ("stem1.0", "stem.pair.first"),
+    ("stem1.1", "stem.pair.norm1"),
+    ("stem2.0", "stem.pair.second"),
+)
+PUBLIC += (("stem2.1", "stem.pair.norm2"), ("stem2.2.bn", "stem.act.norm"), ("stem2.2", "stem.act.conv"))
+PUBLIC += (("cls1.2", "head.first"), ("cls1.3", "head.norm1"), ("cls2.0", "head.second"))
+IN_STAGE: tuple[tuple[str, str], ...] = (
+    ("conv1.0", "pair.first"),
+    ("conv1.1", "pair.norm1"),
+    ("conv2.0", "pair.second"),
+)
+IN_STAGE += (("conv2.1", "pair.norm2"), ("act.bn", "act.norm"), ("act", "act.conv"))
+"""Names of the public checkpoints and ours, the first match counts."""
+
+
+def renamed(name: str) -> str:
+    """Our name of a tensor of a public checkpoint."""
+    for public, own in PUBLIC:
+        if name.startswith(f"{public}."):
+            return own + name.removeprefix(public)
+    before, _, rest = name.partition(".")
+    number, _, inner = rest.partition(".")
+    for public, own in IN_STAGE if before == "stages" else ():
+        if inner.startswith(f"{public}."):
+            return f"stages.{number}.{own}{inner.removeprefix(public)}"
+    return name
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """A checkpoint of isomorph as it is; a public one by our names, its classifier's 1x1 convolutions as linear layers.
+
+    The anneal of public checkpoints is over: their slopes are 1.
+    """
+    state = unwrapped(state_dict)
+    if "stem1.0.weight" not in state:
+        return state
+    own = model.state_dict()
+    state = {renamed(name): tensor for name, tensor in state.items()}
+    state = {n: t.flatten(1) if n.startswith("head.") and t.ndim == 4 else t for n, t in state.items()}
+    return {**{n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}, **state}
+
+
+VARIANTS: dict[str, dict[str, Any]] = {"vanillanet_5": dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2))}
+
+
+def vanilla_cfg() -> dict[str, Any]:
+    """What images it expects."""
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": (7, 7),
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "fixed_input_size": False,
+        "first_conv": "stem.pair.first",
+        "classifier": ("head.first", "head.norm1", "head.second"),
+    }
+
+
+default_cfgs = generate_default_cfgs({name: vanilla_cfg() for name in VARIANTS})  # public weights have no address
+
+
+@register_model
+def vanillanet_5(pretrained: bool = False, **kwargs: Any) -> VanillaNet:
+    """VanillaNet-5: 15.5M parameters fused, 72.5 top-1 (VanillaNet Table 4)."""
+    return build_model_with_cfg(
+        VanillaNet,
+        "vanillanet_5",
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=tuple(range(1 + len(VARIANTS["vanillanet_5"]["strides"]))), feature_cls="getter"),
+        **{**VARIANTS["vanillanet_5"], **kwargs},
+    )

@@ -1,0 +1,70 @@
+"""TDRL's Figures 3, 4 and 5: pyramids in a part of the network, rectified in several ways, or not at all.
+
+Every point is two runs: pre-training (`_g2sd`), then fine-tuning from its checkpoint (`--model.weights`). The figures
+are drawn without numbers, so what is expected is what the text says of them. It does not say which N Figs. 4 and 5
+show.
+"""
+
+from typing import Any
+
+from isomorph.recipes.tdrl import FFN, fine_tuning, pretraining
+
+QK = ["blocks.*.attn.q", "blocks.*.attn.k"]
+AFTER = "after its fine-tuning"
+
+
+def figure_3() -> dict[str, dict[str, Any]]:
+    """Four branches in queries and keys, their sum as it is, rescaled, or normalised; attention is watched."""
+    said = {
+        "none": "attention logits above 1,000 in every block, then no number after a few thousand steps",
+        "rescale": "attention logits like the baseline's, tdrl_plain_g2sd",
+        "batchnorm": f"attention logits like the baseline's, and the best top-1 {AFTER}",
+    }
+    found: dict[str, dict[str, Any]] = {}
+    for rectify, expected in said.items():
+        kwargs = dict(layout="R-D1W4", rectify=rectify, where=QK)
+        found[f"tdrl_fig3_{rectify}_g2sd"] = pretraining(kwargs, "Fig. 3 a-c", expected) | dict(monitor_every=100)
+        if rectify != "none":
+            found[f"tdrl_fig3_{rectify}_100ep"] = unnumbered(kwargs, "Fig. 3 d", "batchnorm's above rescale's")
+    return found
+
+
+def figure_4() -> dict[str, dict[str, Any]]:
+    """With and without rectification: 1 to 3 branches in the MLP, and P-W2S in the MLP, queries, keys and values.
+
+    Queries and keys are always normalised; with rectification the latter is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
+    """
+    everywhere = {"v": "none", "fc1": "none", "fc2": "none"}
+    kwargs: dict[str, Any] = dict(rectify=everywhere)
+    points = {"all_none": (kwargs, "0.21 below tdrl_vit_ti_100ep's")}
+    for width in (1, 2, 3):
+        kwargs = dict(layout=f"P-W{width}S", where=FFN)
+        below = {1: "about that of", 2: "0.13 below that of", 3: "at most 0.18 below that of"}[width]
+        points[f"ffn_w{width}"] = (kwargs, "an unpublished one")
+        points[f"ffn_w{width}_none"] = (kwargs | dict(rectify="none"), f"{below} tdrl_fig4_ffn_w{width}_100ep")
+    found: dict[str, dict[str, Any]] = {}
+    for name, (kwargs, expected) in points.items():
+        found[f"tdrl_fig4_{name}_g2sd"] = pretraining(kwargs, "Fig. 4", f"top-1 {AFTER}: {expected}")
+        found[f"tdrl_fig4_{name}_100ep"] = unnumbered(kwargs, "Fig. 4", expected)
+    return found
+
+
+def figure_5() -> dict[str, dict[str, Any]]:
+    """Pyramids in the values of the first blocks; fused after pre-training, then fine-tuned as tdrl_fused_100ep."""
+    return {
+        f"tdrl_fig5_v_{blocks}_g2sd": pretraining(
+            dict(where=[f"blocks.{i}.attn.v" for i in range(blocks)]),
+            f"Fig. 5, -V-{blocks}",
+            "more than 76.24 top-1 after isomorph fuse and tdrl_fused_100ep, and the more the more blocks",
+        )
+        for blocks in (4, 8, 12)
+    }
+
+
+def unnumbered(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
+    """Fine-tuning for 100 epochs with the pyramids kept, its top-1 known by comparison only."""
+    recipe = fine_tuning(kwargs, 100, source, "")
+    return recipe | dict(expected=f"top-1 on ImageNet-1k: {expected}; from pre-trained --model.weights")
+
+
+RECIPES: dict[str, dict[str, Any]] = {**figure_3(), **figure_4(), **figure_5()}

@@ -1,0 +1,76 @@
+"""Which values the options of the rules take: numbers within bounds beyond which nothing is gained and much breaks."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from isomorph.errors import UserError
+
+LOCALITY = (1e-4, 1e3)
+"""At 1,000 a head's pull to its centre is exp(-1000): 0 in float64. Below, no head tells one position from another."""
+
+GATE = (-1e3, 1e3)
+"""Before the sigmoid, which is 0 or 1 in float64 long before."""
+
+RATIO = (0, 64)
+"""Maps for every head; Refiner goes to 6."""
+
+KERNEL = (1, 127)
+"""Size of a kernel on attention maps; Refiner's is 3."""
+
+GRID = (1, 4096)
+"""Height and width of a grid of tokens."""
+
+PREFIX = (0, 4096)
+"""Tokens before the grid."""
+
+RESCALE = (1e-6, 1e6)
+"""What a sum of branches is divided by the square root of."""
+
+
+def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
+    """Raises: UserError when a value is not a number within bounds."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (number and bounds[0] <= value <= bounds[1]):
+        above = number and value <= 0 < bounds[0]
+        infinite = number and (value != value or abs(value) == float("inf"))
+        kind = "a number " if not number else "finite, " if infinite else "above 0, " if above else ""
+        raise UserError(f"{name} {_shown(value)} must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
+
+
+def check_whole(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
+    """Raises: UserError when a value is not a whole number within bounds; the hint explains special values."""
+    if type(value) is not int or not bounds[0] <= value <= bounds[1]:
+        raise UserError(f"{name} {_shown(value)} must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
+
+
+def check_truth(name: str, value: Any) -> None:
+    """Raises: UserError when a value is neither true nor false."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} {_shown(value)} must be true or false")
+
+
+def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+    """Raises: UserError when a value is none of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        *first, last = map(repr, choices)
+        raise UserError(f"{name} {_shown(value)} is unknown; choose {', '.join(first)} or {last}")
+
+
+def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
+    """Raises: UserError for an impossible grid of tokens, or number of tokens before it; None is possible."""
+    if grid_size is not None:
+        if not isinstance(grid_size, Sequence) or isinstance(grid_size, str) or len(grid_size) != 2:
+            raise UserError(f"grid_size {_shown(grid_size)} must be (height, width)")
+        for name, size in zip(("height", "width"), grid_size, strict=True):
+            check_whole(f"grid_size {name}", size, GRID)
+    if prefix_tokens is not None:
+        check_whole("prefix_tokens", prefix_tokens, PREFIX)
+
+
+def _shown(value: Any) -> str:
+    """A value for a message, in at most 40 characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python prints no whole number of more than 4,300 digits
+        text = "of thousands of digits"
+    return text if len(text) <= 40 else f"{text[:37]}..."

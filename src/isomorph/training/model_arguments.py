@@ -1,0 +1,48 @@
+"""Arguments of timm.create_model that a recipe may give as model.kwargs: plain values, and none that fields decide."""
+
+from collections.abc import Mapping
+from typing import Any
+
+DECIDED = {
+    "name": "give model.name",
+    "model_name": "give model.name",
+    "pretrained": "give model.pretrained",
+    "checkpoint_path": "give model.weights",
+    "pretrained_cfg": "name the weights in model.name, like resnet50.a1_in1k",
+    "pretrained_cfg_overlay": "give data.size or data.test_crop",
+    "pretrained_strict": "give model.weights",
+    "pretrained_filter_fn": "give model.weights",
+    "cache_dir": "set HF_HOME",
+    **dict.fromkeys(("features_only", "out_indices", "feature_cfg", "feature_cls"), "a run trains whole networks"),
+    **dict.fromkeys(("scriptable", "exportable", "no_jit"), "export the trained model instead"),
+}
+"""Arguments that are not for a recipe, and what to do instead."""
+
+LARGEST = 2**24
+"""No size, depth or width of a network is above it."""
+DEEPEST = 8
+"""Levels of lists and groups within an argument."""
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises: ValueError for an argument that is not for a recipe, or a value that a network cannot have."""
+    for name, value in arguments.items():
+        if name in DECIDED:
+            raise ValueError(f"{name} is not for a recipe; {DECIDED[name]}")
+        if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
+            raise ValueError(f"{name} {value!r} must be a whole number")
+        check_value(name, value)
+
+
+def check_value(name: str, value: Any, depth: int = 1) -> None:
+    """Raises: ValueError when this is not a number of a sane size, text, true, false, null, or lists and groups of
+    these."""
+    if depth > DEEPEST:
+        raise ValueError(f"{name} is nested more than {DEEPEST} deep")
+    if isinstance(value, list | tuple | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            check_value(name, each, depth + 1)
+    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
+        raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {LARGEST:,}")
+    elif not isinstance(value, int | float | str | None):
+        raise ValueError(f"{name} must be a number, text, true, false, null, or a list or group of these")

@@ -1,0 +1,96 @@
+"""What a snapshot holds besides tensors, as one schema: a value that is missing or mistyped is named in a line."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from isomorph.errors import UserError
+
+Natural = Annotated[int, Field(ge=0)]
+Number = bool | int | float
+
+
+class Values(BaseModel):
+    """Values of the types that are written, and no others."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Progress(Values):
+    """How far a run is: steps done, epochs closed (evaluated and logged), what is known of both."""
+
+    step: Natural = 0
+    closed: Natural = 0
+    recast: bool = True
+    metrics: dict[str, int | float] = {}
+    best: float = -math.inf
+    unreadable: list[str] = []
+    first_loss: float | None = None
+    seconds: float = 0.0
+
+
+class OptimizerValues(Values):
+    """What the optimiser holds that is not a tensor: by parameter and key, and by group and option."""
+
+    state: dict[str, dict[str, Number]]
+    groups: dict[str, dict[str, Number]]
+
+
+class Counts(Values):
+    """What a run counts its images by."""
+
+    images: Natural
+    steps: Natural
+    classes: Natural
+
+
+class SnapshotValues(Values):
+    """The whole of state.json. `model` is the header that rebuilds the network; older snapshots have none of it, and no
+    digest."""
+
+    step: Natural
+    files: dict[str, str]
+    optimizer: OptimizerValues
+    recipe: dict[str, Any]
+    progress: Progress
+    lanes: Natural
+    data: Counts
+    model: dict[str, str] = {}
+    digest: str | None = None
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """SHA-256 of all values but the digest itself, as JSON with sorted keys."""
+    rest = {name: value for name, value in values.items() if name != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def checked_values(text: str) -> dict[str, Any]:
+    """The values of a state.json that is as it was written.
+
+    Raises: UserError saying what is not.
+    """
+    try:
+        found = json.loads(text)
+        digest = digest_of(found) if isinstance(found, dict) else ""
+        values = SnapshotValues.model_validate(found)
+    except ValidationError as error:
+        raise UserError(f"not the state of a run: {first_problem(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"not readable JSON ({' '.join(str(error).split())})") from None
+    if values.digest not in (None, digest):
+        raise UserError("not what was written: its SHA-256 differs from the one it holds")
+    if values.progress.step != values.step:
+        raise UserError(f"not the state of a run: step {values.step}, progress.step {values.progress.step}")
+    return values.model_dump()
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first problem of several in words: the field, and what is wrong with it."""
+    problem = error.errors(include_url=False, include_input=False)[0]
+    field = ".".join(map(str, problem["loc"])) or "all of it"
+    return f"{field} is missing" if problem["type"] == "missing" else f"{field}: {problem['msg'][:120].lower()}"

@@ -1,0 +1,178 @@
+"""Headers of checkpoints that somebody else has written: every mistyped field is one line, whoever reads the file."""
+
+import json
+
+import pytest
+import timm
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import isomorph as iso
+from isomorph.cli import main
+from isomorph.models.masked import MaskedAutoencoder
+from isomorph.training.autoencoders import load_autoencoder, save_autoencoder
+from isomorph.training.checkpoint import remember_data
+from isomorph.training.header import parse_header
+
+BASE = {"name": "cifar_resnet20", "num_classes": 10, "in_chans": 3}
+EDIT = {"rule": "ConvToGPSA", "fields": {"init": "exact", "locality": None, "gate": None}, "names": ["layer3.2.conv2"]}
+DATA = {"input_size": [3, 32, 32], "mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "label_names": list("abcdefghij")}
+
+
+def forged(path, base=BASE, edits=(EDIT,), data=DATA, **more):
+    """A checkpoint with a header of its own: values are written as JSON, texts as they are."""
+    parts = {"base": base, "edits": edits, "data": data, **more}
+    header = {key: part if isinstance(part, str) else json.dumps(part) for key, part in parts.items() if part != "none"}
+    save_file({"weight": torch.zeros(2)}, path, {"format": "isomorph-1", **header})
+    return path
+
+
+def base(**more):
+    return {"base": {**BASE, **more}}
+
+
+def data(**more):
+    return {"data": {**DATA, **more}}
+
+
+def rule(name="ConvToGPSA", names=("layer3.2.conv2",), **fields):
+    return {"edits": [{"rule": name, "fields": fields, "names": names}]}
+
+
+FORGERIES = {
+    "not JSON": ({"base": "{"}, "base is not JSON"),
+    "no JSON at all": ({"data": ""}, "data is not JSON"),
+    "nested too deep": ({"base": '{"name": "a", "x": ' + "[" * 50_000 + "]" * 50_000 + "}"}, "base is not JSON"),
+    "a part is missing": ({"edits": "none"}, "edits is missing"),
+    "no mapping": ({"base": [1]}, r"base is \[1\] and should be an object"),
+    "no name": ({"base": {"num_classes": 10}}, "base.name is missing"),
+    "name": (base(name=5), "base.name is 5 and should be a valid string"),
+    "unknown name": (base(name="x" * 50), "no model 'xxx"),
+    "negative classes": (base(num_classes=-1), "base.num_classes is -1 and should be greater than or equal to 0"),
+    "classes as text": (base(num_classes="10"), "base.num_classes is '10' and should be a valid integer"),
+    "many classes": (base(num_classes=10**20), "should be less than or equal to 10000000"),
+    "channels": (base(in_chans=0), "base.in_chans is 0 and"),
+    "argument of another model": (base(img_size=32), "timm cannot create cifar_resnet20"),
+    "huge argument": (base(img_size=[10**30, 3]), "base.img_size holds 1e[+]30 and should not be above 16,777,216"),
+    "many blocks": (base(depth=10**6), "base.depth holds 1e[+]06 and should not be above 1,000"),
+    "not a number": ({"base": '{"name": "cifar_resnet20", "x": NaN}'}, "base.x holds inf"),
+    "another file": (base(checkpoint_path="/etc/passwd"), "base.checkpoint_path is not allowed"),
+    "edits": ({"edits": 5}, "edits is 5 and should be a valid array"),
+    "edit": ({"edits": [5]}, "edits.0 is 5 and should be an object"),
+    "unknown rule": (rule("ConvToMagic"), "edits.0.rule is 'ConvToMagic' and should be one of ConvToGPSA, "),
+    "field of another rule": (rule(kernel=3), "edits.0.fields.kernel is not a field of ConvToGPSA; it has init, "),
+    "type of a field": (rule(locality="5"), "edits.0.fields.locality is '5' and should be a valid number"),
+    "value of a field": (rule(locality=-5), "edits.0.fields: locality -5.0 must be above 0"),
+    "fields": ({"edits": [{**EDIT, "fields": []}]}, r"edits.0.fields is \[\] and should be an object"),
+    "names": (rule(names="layer3"), "edits.0.names is 'layer3' and should be a valid array"),
+    "name of a module": (rule(names=[5]), "edits.0.names.0 is 5 and should be a valid string"),
+    "module that is not there": (rule(names=["layer9"]), "the model has no module layer9"),
+    "module of another kind": (rule(names=["bn1"]), "ConvToGPSA cannot rebuild it"),
+    "size": (data(input_size="32"), "data.input_size is '32' and should be a valid array"),
+    "two sides": (data(input_size=[3, 32]), "data.input_size.2 is missing"),
+    "fraction of a pixel": (data(input_size=[3, 32.5, 32]), "data.input_size.1 is 32.5 and should be a valid integer"),
+    "huge size": (data(input_size=[3, 10**6, 32]), "data.input_size.1 is 1000000 and should be less than"),
+    "mean": (data(mean="grey"), "data.mean is 'grey' and"),
+    "std": (data(std=[0, 1, 1]), "data.std.0 is 0 and should be greater than 0"),
+    "crop": (data(crop_pct="all"), "data.crop_pct is 'all' and should be a valid number"),
+    "tiny crop": (data(crop_pct=1e-9), "data.crop_pct is 1e-09 and should be greater than"),
+    "interpolation": (data(interpolation=3), "data.interpolation is 3 and should be 'nearest', 'bilinear', "),
+    "crop mode": (data(crop_mode=[]), "data.crop_mode is"),
+    "label names": (data(label_names=7), "data.label_names is 7 and should be a valid array"),
+    "label name": (data(label_names=[{}]), r"data.label_names.0 is \{\} and should be a valid string"),
+    "source": (data(source=["digits"]), r"data.source is \['digits'\] and should be a valid string"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+def test_a_forged_header_is_one_line(kind, tmp_path):
+    """It names the file, the field, what it holds and what is allowed."""
+    parts, said = FORGERIES[kind]
+    path = forged(tmp_path / "model.safetensors", **parts)
+    with pytest.raises(iso.UserError, match=said) as caught:
+        iso.load(path)
+    assert "\n" not in str(caught.value)
+    if ".0" in said or "is " in said:
+        assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "FILE", "--data", "digits"],
+        ["robustness", "FILE", "--data", "digits"],
+        ["bench", "FILE"],
+        ["bench", "cifar_resnet20", "--against", "FILE"],
+        ["fuse", "FILE"],
+        ["fuse", "FOLDER"],
+        ["recast", "FILE", "--where", "*", "--out", "new.safetensors"],
+        ["verify", "FILE", "cifar_resnet20"],
+        ["analyze", "FOLDER", "--image", "x.png"],
+    ],
+    ids=" ".join,
+)
+def test_every_command_reads_headers_so(command, tmp_path, capsys):
+    """Also in the folder of a run."""
+    path = forged(tmp_path / "model.safetensors", **data(mean="grey"))
+    names = {"FILE": str(path), "FOLDER": str(tmp_path)}
+    with pytest.raises(SystemExit) as ended:
+        main([names.get(argument, argument) for argument in command])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert "data.mean is 'grey'" in error
+    assert error.count("\n") == 1
+
+
+def test_a_model_larger_than_its_file_is_not_built(tmp_path):
+    """Said before memory is taken: this one would have 200 TB."""
+    path = forged(
+        tmp_path / "model.safetensors", base={"name": "vit_tiny_patch16_224", "embed_dim": 3 * 2**18}, edits=[]
+    )
+    with pytest.raises(iso.UserError, match=r"its header asks for [\d,]+ numbers, it holds 2"):
+        iso.load(path)
+
+
+def test_an_autoencoder_is_read_so_too(tmp_path):
+    small = dict(depth=1, embed_dim=12, num_heads=2, img_size=8, patch_size=4, num_classes=0)
+    path = tmp_path / "autoencoder.safetensors"
+    encoder = timm.create_model("vit_tiny_patch16_224", **small)
+    save_autoencoder(MaskedAutoencoder(encoder, 1, 8, 2), path)
+    assert load_autoencoder(path).width == 8
+    with safe_open(path, "pt") as file:
+        header, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for sizes, said in (
+        ({"depth": "1"}, "autoencoder.depth is '1' and should be a valid integer"),
+        ({"mask": 2}, "autoencoder.mask is 2 and should be less than 1"),
+        ({"depth": 40, "width": 8192}, "its header asks for"),
+        ({"colour": 1}, "autoencoder.colour is not a field"),
+    ):
+        new = json.dumps({**json.loads(header["autoencoder"]), **sizes})
+        save_file(tensors, path, {**header, "autoencoder": new})
+        with pytest.raises(iso.UserError, match=said):
+            load_autoencoder(path)
+
+
+def test_what_is_saved_can_be_loaded(tmp_path):
+    """A pretrained_cfg that no header may hold is said when it is saved."""
+    model = timm.create_model("cifar_resnet20")
+    remember_data(model, {"interpolation": "by hand"})
+    with pytest.raises(
+        iso.UserError, match=r"data.interpolation is 'by hand' and .*; correct the model's pretrained_cfg"
+    ):
+        iso.save(model, tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_header_keeps_its_values():
+    parts = parse_header({"base": json.dumps(BASE), "edits": json.dumps([EDIT]), "data": json.dumps(DATA)}, "a file")
+    assert parts.base == BASE
+    assert parts.edits == (iso.Edit(iso.ConvToGPSA("exact"), ("layer3.2.conv2",)),)
+    assert parts.data["input_size"] == (3, 32, 32)
+    assert parts.data["label_names"] == list("abcdefghij")
+
+
+def test_a_pytorch_file_of_numbered_tensors_is_said(tmp_path):
+    torch.save({0: torch.zeros(2)}, tmp_path / "model.pt")
+    with pytest.raises(iso.UserError, match=r"model\.pt holds tensors without names"):
+        iso.load_weights(timm.create_model("cifar_resnet20"), tmp_path / "model.pt")

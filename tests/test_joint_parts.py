@@ -1,0 +1,238 @@
+"""Pyramids for queries, keys or values alone: a joint projection of which some parts are pyramids."""
+
+import copy
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+import references
+from isomorph.cli import main
+from isomorph.layers import JointPyramid, PyramidLinear
+from isomorph.training.parts import RecastPart
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+
+
+def vit(**more):
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", **SMALL | more).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def part_by_part(joint, x):
+    """Every part on the tokens, pyramids branch by branch."""
+    return torch.cat([references.pyramid(p, x) if isinstance(p, PyramidLinear) else p(x) for p in joint.pyramids], -1)
+
+
+def step(layer, run, x):
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+    y = run(x)
+    (y * torch.arange(y.numel(), dtype=y.dtype).view_as(y).cos()).sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_partial_joint_layer_equals_its_parts(place, bias):
+    """Output, input gradient, parameter gradients and running statistics, in training and eval, and fused."""
+    parts = [nn.Linear(5, 7, bias), nn.Linear(5, 7), nn.Linear(5, 6, bias)]
+    parts[place] = PyramidLinear(5, parts[place].out_features, rectify=("batchnorm", "none", "rescale")[place])
+    joint = JointPyramid(parts).double()
+    twin = copy.deepcopy(joint)
+    for number in range(6):
+        if number == 3:
+            joint.eval(), twin.eval()
+        x = torch.randn(4, 7, 5, dtype=torch.float64) * 2 + 1
+        for a, b in zip(step(joint, joint, x), step(twin, lambda t: part_by_part(twin, t), x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+        for a, b in zip(joint.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    torch.testing.assert_close(joint.fuse()(x), part_by_part(twin, x), rtol=0, atol=1e-10)
+
+
+def kinds(model, block=0):
+    return [type(part).__name__ for part in model.blocks[block].attn.qkv.pyramids]
+
+
+@pytest.mark.parametrize("qkv_bias", [True, False])
+def test_values_alone_become_pyramids_and_come_back(tmp_path, qkv_bias):
+    plain = vit(qkv_bias=qkv_bias)
+    before = copy.deepcopy(plain.state_dict())
+    wide = iso.recast(plain, iso.LinearToPyramid(), "blocks.*.attn.v")
+    assert iso.edits(wide)[0].names == ("blocks.0.attn.v", "blocks.1.attn.v")
+    assert kinds(wide) == ["Linear", "Linear", "PyramidLinear"]
+    x = torch.randn(2, 3, 32, 32)
+    report = iso.verify(plain, wide, x)
+    assert [row.name for row in report.targets] == ["blocks.0.attn.qkv", "blocks.1.attn.qkv"]
+    for parameter in wide.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    iso.save(wide, tmp_path / "wide.safetensors")
+    torch.testing.assert_close(iso.load(tmp_path / "wide.safetensors")(x), wide(x))
+    thin = iso.fuse(wide)
+    assert type(thin.blocks[0].attn.qkv) is nn.Linear
+    torch.testing.assert_close(thin(x), wide(x), rtol=1e-4, atol=1e-5)
+    iso.save(thin, tmp_path / "thin.safetensors")
+    again = iso.load(tmp_path / "thin.safetensors")
+    assert bool(iso.edits(again)) is not qkv_bias  # with biases the fused network is the plain one
+    torch.testing.assert_close(again(x), thin(x))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in plain.state_dict().items())
+
+
+def test_parts_are_rectified_each_in_its_own_way():
+    plain = vit()
+    rule = iso.LinearToPyramid("R-D1W4", rectify={"q": "none", "v": "batchnorm"})
+    wide = iso.recast(plain, rule, ["blocks.[0-9].attn.qkv", "blocks.*.mlp.fc1"])
+    assert [p.rectify for p in wide.blocks[0].attn.qkv.pyramids] == ["none", "batchnorm", "batchnorm"]
+    assert wide.blocks[0].mlp.fc1.rectify == "rescale"
+    assert rule == iso.LinearToPyramid("R-D1W4", rectify="v=batchnorm, q=none")
+    other = iso.recast(plain, iso.LinearToPyramid(rectify="qkv=none,v=batchnorm"), "blocks.0.attn.qkv")
+    assert [p.rectify for p in other.blocks[0].attn.qkv.pyramids] == ["none", "none", "batchnorm"]
+    iso.verify(plain, wide, torch.randn(2, 3, 32, 32))
+
+
+def test_parts_can_be_recast_one_after_the_other(tmp_path):
+    """Another rule for each part; the first so many blocks only; mode, freezing and parameters kept."""
+    plain = vit(depth=3).train()
+    plain.blocks[1].attn.qkv.requires_grad_(False)
+    wide = iso.recast(plain, iso.LinearToPyramid("P-W1S", rectify="none"), "blocks.[0-1].attn.q")
+    wide = iso.recast(wide, iso.LinearToPyramid("R-D1W4"), "blocks.1.attn.[kv]")
+    assert kinds(wide, 0) == ["PyramidLinear", "Linear", "Linear"]
+    assert kinds(wide, 1) == ["PyramidLinear"] * 3
+    assert type(wide.blocks[2].attn.qkv) is nn.Linear
+    assert [p.layout for p in wide.blocks[1].attn.qkv.pyramids] == ["P-W1S", "R-D1W4", "R-D1W4"]
+    assert not any(p.requires_grad for p in wide.blocks[1].attn.qkv.parameters())
+    assert all(p.requires_grad for p in wide.blocks[0].attn.qkv.parameters())
+    assert all(module.training for module in wide.modules())
+    x = torch.randn(2, 3, 32, 32)
+    iso.verify(plain, wide, x)
+    iso.save(wide, tmp_path / "wide.safetensors")
+    torch.testing.assert_close(iso.load(tmp_path / "wide.safetensors")(x), wide.eval()(x))
+    found = iso.branch_similarity(wide, x)
+    assert found["blocks.0.attn.qkv"].shape == (1, 2, 2)  # the one pyramid in it
+    assert found["blocks.1.attn.qkv"].shape == (3, 4, 4)  # of 2, 4 and 4 branches
+    iso.recalibrate(wide, [x], keep_function=True)
+
+
+def test_a_whole_layer_covers_its_parts():
+    found = iso.recast(vit(), iso.LinearToPyramid(), ["blocks.0.attn.qkv", "blocks.*.attn.q"])
+    assert [kinds(found, block) for block in (0, 1)] == [["PyramidLinear"] * 3, ["PyramidLinear", "Linear", "Linear"]]
+    everything = iso.recast(vit(), iso.LinearToPyramid(), "*")
+    assert not any(name.endswith(".q") for name in iso.edits(everything)[0].names)
+
+
+def test_the_named_model_takes_parts_and_plain_weights():
+    plain = vit()
+    wide = timm.create_model("tdrl_vit_ti", where="blocks.*.attn.v", rectify={"v": "none"}, **SMALL).eval()
+    assert kinds(wide) == ["Linear", "Linear", "PyramidLinear"]
+    assert wide.blocks[0].attn.qkv.pyramids[2].rectify == "none"
+    state = iso.models.tdrl_vit.checkpoint_filter_fn(plain.state_dict(), wide)
+    wide.load_state_dict(state)
+    iso.verify(plain, wide, torch.randn(2, 3, 32, 32))
+
+
+def test_training_reaches_every_weight_of_a_partial_layer():
+    wide = iso.recast(vit(), iso.LinearToPyramid("P-W2S", "paper"), "blocks.*.attn.k").train()
+    wide(torch.randn(4, 3, 32, 32)).square().sum().backward()
+    assert all(p.grad is not None for p in wide.parameters())
+
+
+class Levit(nn.Module):
+    """Deals its outputs to heads first."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.key_dim = nn.Linear(4, 12), 2
+
+
+REFUSED = {
+    "nearest names: blocks.1.attn.v": (lambda: iso.recast(vit(), iso.LinearToPyramid(), "blocks.*.attn.w")),
+    "'blocks.7.attn.v' in where matches no module": (
+        lambda: iso.recast(vit(), iso.LinearToPyramid(), ["blocks.0.attn.v", "blocks.7.attn.v"])
+    ),
+    "rectify names quv, .* nearest names: qkv": (
+        lambda: iso.recast(vit(), iso.LinearToPyramid(rectify={"quv": "none"}), "blocks.*.attn.v")
+    ),
+    "rectify of v 'layernorm' is unknown; choose 'paper'": (lambda: iso.LinearToPyramid(rectify="v=layernorm")),
+    "name each layer once": (lambda: iso.LinearToPyramid(rectify="v=none,v=rescale")),
+    "blocks.0.attn.v: .* it is a pyramid already": (
+        lambda: iso.recast(iso.recast(vit(), iso.LinearToPyramid(), "*.attn.v"), iso.LinearToPyramid(), "*.attn.v")
+    ),
+    "deals its outputs to heads": (lambda: iso.recast(nn.Sequential(Levit()), iso.LinearToPyramid(), "0.q")),
+    "matches no module": (lambda: iso.recast(vit(), iso.AttentionToGPSA(), "blocks.*.attn.v")),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_refusals_say_why(reason):
+    with pytest.raises(iso.UserError, match=reason):
+        REFUSED[reason]()
+
+
+def test_recipes_describe_parts():
+    part = RecastPart(where="blocks.[0-3].attn.q", rule="LinearToPyramid", rectify={"q": "none"})
+    assert part.build_rule() == iso.LinearToPyramid(rectify="q=none")
+    recipe = iso.load_recipe("cifar_tdrl", ["model.kwargs.where=blocks.*.attn.v", "model.kwargs.rectify.v=none"])
+    model = iso.models.create("tdrl_vit_ti", **recipe.model.kwargs)
+    assert kinds(model) == ["Linear", "Linear", "PyramidLinear"]
+
+
+def test_the_command_recasts_parts(tmp_path, capsys):
+    vit, wide = tmp_path / "vit.safetensors", tmp_path / "wide.safetensors"
+    iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
+
+    def recast(rectify):
+        options = ["--rule", "LinearToPyramid", "--where", "blocks.*.attn.[qv]", "--size", "32", "32", "--json"]
+        with pytest.raises(SystemExit) as ended:
+            main(["recast", str(vit), *options, "--rectify", rectify, "--out", str(wide)])
+        return ended.value.code, capsys.readouterr()
+
+    code, said = recast("q=none")
+    assert not code, said.err
+    assert json.loads(said.out)["recast"] == [f"blocks.{i}.attn.{part}" for i in range(2) for part in "qv"]
+    assert kinds(iso.load(wide)) == ["PyramidLinear", "Linear", "PyramidLinear"]
+    code, said = recast("q=nine")
+    assert code == 2
+    assert "rectify of q 'nine' is unknown" in said.err
+
+
+FIGURES = {
+    "tdrl_fig3_none_g2sd": ({"q": "none", "k": "none"}, 12),
+    "tdrl_fig3_batchnorm_100ep": ({"q": "batchnorm", "k": "batchnorm"}, 12),
+    "tdrl_fig4_all_none_100ep": (dict(q="batchnorm", k="batchnorm", v="none", fc1="none", fc2="none"), 12),
+    "tdrl_fig4_ffn_w3_none_g2sd": (dict(fc1="none", fc2="none"), 12),
+    "tdrl_fig5_v_8_g2sd": (dict(v="rescale"), 8),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_recipes_of_the_figures_put_pyramids_where_the_paper_has_them(name):
+    part = iso.load_recipe(name).model
+    with torch.device("meta"):
+        model = iso.models.create(part.name, **part.kwargs)
+    wanted, depth = FIGURES[name]
+    for number, block in enumerate(model.blocks):
+        qkv = block.attn.qkv
+        named = dict(zip("qkv", qkv.pyramids, strict=True)) if isinstance(qkv, JointPyramid) else {}
+        named |= dict(fc1=block.mlp.fc1, fc2=block.mlp.fc2)
+        found = {last: layer.rectify for last, layer in named.items() if isinstance(layer, PyramidLinear)}
+        assert found == (wanted if number < depth else {})
+    if "fig3" in name:
+        assert {p.layout for p in model.modules() if isinstance(p, PyramidLinear)} == {"R-D1W4"}
+
+
+def test_every_pre_training_half_of_the_tables_is_there():
+    """Tables 3, 9 and 10: what is fine-tuned for 100 epochs has a pre-training of the same form."""
+    for half, tuned in (("vit_s", "vit_s"), ("plain_s", "plain_s"), ("naive", "naive"), ("regular", "regular")):
+        first, second = iso.load_recipe(f"tdrl_{half}_g2sd"), iso.load_recipe(f"tdrl_{tuned}_100ep")
+        assert (first.model.name, first.model.kwargs) == (second.model.name, second.model.kwargs)
+        assert first.mask.teacher_model == "vit_base_patch16_224.mae"
+        assert f"tdrl_{tuned}_100ep" in first.expected
+    fused = iso.load_recipe("tdrl_fused_g2sd")
+    assert (fused.epochs, fused.model.kwargs["layout"]) == (220, "P-W1S")

@@ -1,0 +1,626 @@
+"""What a run does in its folder: alone, on any damage, after a closed terminal; and what opens it afterwards."""
+
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import isomorph as iso
+from command_line import SERVER, answer, isomorph, refusal, settings
+from isomorph.training import Stopped
+from isomorph.training.folder_lock import alone_in
+from isomorph.training.journal import Terminal, rows_of
+from isomorph.training.kept import kept_models
+from isomorph.training.opening import open_model
+from isomorph.training.recipe import check
+from isomorph.training.run import open_run
+from isomorph.training.runtime import Runtime
+from isomorph.training.snapshot import newest, read_snapshot, snapshots
+from isomorph.training.snapshot_values import digest_of
+from isomorph.training.watch import stop_requests
+from stopping import stopped_run
+
+CPU = Runtime(torch.device("cpu"), False)
+TINY = dict(
+    model=dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=8, patch_size=4, embed_dim=8, depth=1, num_heads=2)),
+    data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32),
+    augment=dict(hflip=0.5),
+    optim=dict(lr=1e-3),
+    epochs=2,
+    log_every=1,
+    monitor_every=2,
+)
+"""Four steps an epoch."""
+NAME = "run"
+
+
+def tiny(out, **more):
+    return check({**TINY, "out": str(out), **more})
+
+
+def same_weights(a, b):
+    ours, theirs = (read_snapshot(newest(folder).path) for folder in (a, b))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    rows = [[(row["epoch"], row["loss"]) for row in rows_of(folder / "log.jsonl")] for folder in (a, b)]
+    assert rows[0] == rows[1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    iso.train(tiny(folder), show=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halted(tmp_path_factory):
+    """Stopped within the second epoch: snapshots of steps 4 and 6."""
+    folder = tmp_path_factory.mktemp("halted") / "run"
+    stopped_run(folder, 6, TINY)
+    return folder
+
+
+@pytest.fixture
+def run(halted, tmp_path):
+    return shutil.copytree(halted, tmp_path / "run")
+
+
+def together(folders, out):
+    """Starts `isomorph train` once for each folder, all at one moment; exit codes and what was said."""
+    start = time.time() + 0.3 + 0.1 * len(folders)
+    children = []
+    for i, folder in enumerate(folders):
+        files = [out / f"{i}.{kind}" for kind in ("out", "err")]
+        for file in files:
+            file.touch()
+        arguments = ["train", str(out / "recipe.yaml"), f"out={folder}"]
+        children.append((SERVER.Process(target=at, args=(start, arguments, str(out), settings(), *files)), files))
+    for child, _ in children:
+        child.start()
+    for child, _ in children:
+        child.join(120)
+    return [(child.exitcode, *(file.read_text() for file in files)) for child, files in children]
+
+
+def at(moment, arguments, folder, environment, out, err):
+    import isomorph.cli  # noqa: F401 (so that both are ready)
+
+    time.sleep(max(0, moment - time.time()))
+    answer(arguments, folder, environment, out, err)
+
+
+class TestAlone:
+    @pytest.mark.slow
+    def test_of_two_that_start_together_one_trains(self, tmp_path):
+        """In a new folder, in several pairs; the other says so in a line, and leaves no trace."""
+        (tmp_path / "recipe.yaml").write_text(json.dumps({**TINY, "epochs": 3}))
+        folders = [tmp_path / f"runs/{n // 2}" for n in range(8)]
+        found = together(folders, tmp_path)
+        for n in range(0, 8, 2):
+            trained, other = sorted(found[n : n + 2])
+            assert (trained[0], other[0]) == (0, 2), (trained, other)
+            assert "another process trains in" in other[2]
+            assert other[2].count("\n") == 1
+            assert len(rows_of(folders[n] / "environment.jsonl")) == 1
+            assert [row["epoch"] for row in rows_of(folders[n] / "log.jsonl")] == [1, 2, 3]
+
+    def test_a_start_that_fails_leaves_no_folder(self, tmp_path):
+        with pytest.raises(iso.UserError, match="no folder"):
+            iso.train(tiny(tmp_path / "a/b/run", data=dict(source="imagefolder", root="nowhere")), show=False)
+        assert not list(tmp_path.iterdir())
+        (tmp_path / "mine").mkdir()
+        with pytest.raises(iso.UserError, match="no folder"):
+            iso.train(tiny(tmp_path / "mine", data=dict(source="imagefolder", root="nowhere")), show=False)
+        assert (tmp_path / "mine").is_dir()
+
+    def test_the_folder_is_locked_before_anything_is_decided(self, tmp_path):
+        def held():
+            with pytest.raises(iso.UserError, match="another process trains"), alone_in(tmp_path / "x/run", CPU):
+                pass
+
+        with alone_in(tmp_path / "x/run", CPU) as said:
+            assert said == ""
+            held()
+            assert (tmp_path / "x/run").is_dir()
+        assert not (tmp_path / "x").exists()
+
+    def test_a_folder_that_another_start_removes_is_made_again(self, tmp_path, monkeypatch):
+        """Opened, then removed by a start that failed, then locked: a lock on nothing is no lock."""
+        import fcntl
+
+        lock, calls = fcntl.flock, []
+
+        def removed_first(handle, how):
+            calls.append(how)
+            if len(calls) == 1:
+                (tmp_path / "run").rmdir()
+            lock(handle, how)
+
+        monkeypatch.setattr("fcntl.flock", removed_first)
+        with alone_in(tmp_path / "run", CPU):
+            assert len(calls) == 2
+            with pytest.raises(iso.UserError, match="another process"), alone_in(tmp_path / "run", CPU):
+                pass
+
+    def test_a_file_system_without_locks_is_said(self, tmp_path, monkeypatch, capsys):
+        def unknown(handle, how):
+            raise OSError(9, "Bad file descriptor")
+
+        monkeypatch.setattr("fcntl.flock", unknown)
+        iso.train(tiny(tmp_path / "run", epochs=1))
+        assert "has no locks: start no second run in it" in " ".join(capsys.readouterr().out.split())
+
+    def test_a_file_is_not_a_folder(self, tmp_path):
+        (tmp_path / "file").touch()
+        for out in ("file", "file/run"):
+            with pytest.raises(iso.UserError, match="is a file, or lies in one; give `out` a folder"):
+                iso.train(tiny(tmp_path / out), show=False)
+
+    def test_where_no_folder_can_be_made(self):
+        with (
+            pytest.raises(iso.UserError, match="cannot write /proc/none: No such file"),
+            alone_in(Path("/proc/none"), CPU),
+        ):
+            pass
+
+    def test_sigterm_while_a_run_is_built(self, tmp_path, monkeypatch):
+        def killed(*_):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+        monkeypatch.setattr("isomorph.training.loop.open_run", killed)
+        with pytest.raises(Stopped, match="stopped by SIGTERM before the first step; nothing was written"):
+            iso.train(tiny(tmp_path / "run"), show=False)
+        assert not list(tmp_path.iterdir())
+
+
+def state_of(run):
+    return snapshots(run)[0] / "state.json"
+
+
+def edit(change):
+    """Changes a value of the newest state, as damage that is still JSON."""
+
+    def apply(run):
+        state = json.loads(state_of(run).read_text())
+        change(state)
+        state_of(run).write_text(json.dumps(state))
+
+    return apply
+
+
+def reseal(change):
+    """The same, by someone who makes the digest fit."""
+
+    def apply(run):
+        edit(change)(run)
+        edit(lambda state: state.update(digest=digest_of(state)))(run)
+
+    return apply
+
+
+def progress(**values):
+    return lambda state: state["progress"].update(values)
+
+
+def foreign(name, content=b"x", folder=False):
+    def apply(run):
+        path = run / name.format(newest=snapshots(run)[0].name)
+        path.mkdir(parents=True) if folder else path.write_bytes(content)
+
+    return apply
+
+
+def nested(run):
+    state_of(run).write_text('{"step": ' + "[" * 100_000 + "]" * 100_000 + "}")
+
+
+def copied(run):
+    shutil.copytree(snapshots(run)[0], run / "step-00000099")
+
+
+def emptied(run):
+    shutil.rmtree(snapshots(run)[0])
+    snapshots(run)[0].with_name("step-00000006").mkdir()
+
+
+def first_group(state):
+    return next(iter(state["optimizer"]["groups"].values()))
+
+
+DAMAGE = {
+    "a counter": (edit(progress(step=5)), "differs from the one it holds|progress.step 5"),
+    "both counters": (edit(lambda s: (s.update(step=5), s["progress"].update(step=5))), "SHA-256 differs"),
+    "epochs closed": (edit(progress(closed=0)), "SHA-256 differs"),
+    "the best": (edit(progress(best=1e9)), "SHA-256 differs"),
+    "an option": (edit(lambda s: first_group(s).update(lr_scale=3.0)), "SHA-256 differs"),
+    "lanes": (edit(lambda s: s.update(lanes=3)), "SHA-256 differs"),
+    "counts": (edit(lambda s: s["data"].update(steps=2)), "SHA-256 differs"),
+    "the recipe": (edit(lambda s: s["recipe"].update(seed=3)), "SHA-256 differs"),
+    "the checksums": (edit(lambda s: s.update(files={})), "SHA-256 differs"),
+    "the header": (edit(lambda s: s["model"].update(base="{}")), "SHA-256 differs"),
+    "mistyped": (reseal(progress(step="6")), "progress.step: input should be a valid integer"),
+    "negative": (reseal(progress(closed=-1)), "progress.closed: input should be greater than or equal to 0"),
+    "no progress": (reseal(lambda s: s.pop("progress")), "not the state of a run: progress is missing"),
+    "unknown": (reseal(lambda s: s.update(stp=1)), "stp: extra inputs are not permitted"),
+    "mistyped group": (reseal(lambda s: first_group(s).update(lr_scale=[1])), "optimizer.groups"),
+    "a list": (lambda run: state_of(run).write_text("[1]"), "not the state of a run"),
+    "null": (lambda run: state_of(run).write_text("null"), "not the state of a run"),
+    "nested": (nested, "not readable JSON"),
+    "not UTF-8": (lambda run: state_of(run).write_bytes(b"\xff" + state_of(run).read_bytes()), "codec"),
+    "cut": (lambda run: state_of(run).write_bytes(state_of(run).read_bytes()[:-9]), "not readable JSON"),
+    "a foreign file": (foreign("{newest}/notes.txt"), "notes.txt is not part of it"),
+    "a foreign folder": (foreign("{newest}/sub", folder=True), "sub is not part of it"),
+    "foreign tensors": (foreign("{newest}/.x.safetensors"), "is not part of it"),
+    "a file in its place": (foreign("step-00000099"), "step-00000099 is damaged: it has no state.json"),
+    "an empty folder": (foreign("step-00000099", folder=True), "step-00000099 is damaged: it has no state.json"),
+    "a copy": (copied, "step-00000099 is damaged: it is a copy of the one after step 6"),
+    "emptied": (emptied, "step-00000006 is damaged: it has no state.json"),
+}
+"""What happens to the newest snapshot, and what is said of it."""
+
+
+class TestDamage:
+    @pytest.mark.parametrize("kind", DAMAGE)
+    def test_a_resume_goes_back_to_the_snapshot_before(self, kind, run, whole, capsys):
+        damage, expected = DAMAGE[kind]
+        damage(run)
+        step = 6 if (run / "step-00000099").exists() else 4
+        resumed = open_run(tiny(run))
+        assert re.search(expected, resumed.found.damaged[0][1])
+        assert resumed.progress.step == step
+        tensors, kept = resumed.tensors()[0], read_snapshot(run / f"step-0000000{step}")
+        assert tensors.keys() == kept.keys()
+        assert all(torch.equal(tensor, kept[name]) for name, tensor in tensors.items())
+        if kind in ("a counter", "a foreign file", "an empty folder", "nested"):
+            iso.train(tiny(run))
+            said = " ".join(capsys.readouterr().out.split())
+            assert re.search(expected, said), said
+            assert f"going back to the one before it {NAME}: resuming after step {step} of 8" in said
+            same_weights(run, whole)
+
+    def test_every_byte_counts(self, run):
+        """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
+        path, found = state_of(run), newest(run).values
+        content = path.read_bytes()
+        for place in range(0, len(content), max(1, len(content) // 150)):
+            path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+            now = newest(run)
+            assert now.damaged or now.values == found
+
+    def test_snapshots_of_before_the_digest_resume(self, run, whole):
+        for path in snapshots(run):
+            state = json.loads((path / "state.json").read_text())
+            del state["digest"], state["model"]
+            (path / "state.json").write_text(json.dumps(state))
+        assert open_model(str(run))
+        iso.train(tiny(run), show=False)
+        same_weights(run, whole)
+
+    @pytest.mark.parametrize("name", ["log", "steps", "monitor", "environment"])
+    def test_damaged_lines_of_logs_are_dropped_and_said(self, name, run, whole, capsys):
+        path = run / f"{name}.jsonl"
+        rows = len(rows_of(path))
+        lines = [b'{"step": "x"}', b'{"epoch": null}', b"[1]", b'{"top1\xff": 1}', b"[" * 100_000, b"3", b'{"cut']
+        path.write_bytes(b"\n".join([lines[0], path.read_bytes(), *lines[1:]]))
+        assert len(rows_of(path)) == rows
+        iso.train(tiny(run))
+        assert f"7 lines of {name}.jsonl cannot be read and were dropped" in " ".join(capsys.readouterr().out.split())
+        assert len(rows_of(path)) == len(path.read_text().splitlines())
+        same_weights(run, whole)
+
+    def test_a_log_that_is_a_folder_stops_before_a_step(self, run):
+        (run / "log.jsonl").unlink()
+        (run / "log.jsonl").mkdir()
+        with pytest.raises(iso.UserError, match=r"cannot read .*log.jsonl: it is not a file; move it away"):
+            iso.train(tiny(run), show=False)
+
+    def test_names_that_are_not_a_snapshots_are_left_alone(self, run, whole):
+        names = ["step-\N{SUPERSCRIPT TWO}", "step-99", "step-000000099", "step-x", "damaged-step-00000006"]
+        for name in names:
+            (run / name).mkdir()
+        edit(progress(step=5))(run)
+        iso.train(tiny(run), show=False)
+        assert all((run / name).is_dir() for name in names)
+        assert (run / "damaged-step-00000006-2").is_dir()
+        same_weights(run, whole)
+
+    def test_a_changed_model_of_a_finished_run_is_written_again(self, whole, tmp_path, capsys):
+        run = shutil.copytree(whole, tmp_path / "run")
+        path = run / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 64
+        path.write_bytes(content)
+        iso.train(tiny(run))
+        assert "finished already" not in capsys.readouterr().out
+        ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (run, whole))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        iso.train(tiny(run))
+        assert "finished already" in capsys.readouterr().out
+
+
+COMMANDS = {
+    "evaluate": ["evaluate", "run", "--data", "digits", "--no-cost"],
+    "analyze": ["analyze", "run", "--image", "image.png"],
+    "fuse": ["fuse", "run", "--out", "x.safetensors"],
+    "bench": ["bench", "run", "--no-peak"],
+    "recast": ["recast", "run", "--where", "blocks.*.attn", "--rule", "AttentionToGPSA", "--out", "x.safetensors"],
+    "verify": ["verify", "run", "run"],
+}
+RUIN = {
+    "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; name run/best.safetensors"),
+    "nested": (nested, "not readable JSON"),
+    "all": (lambda run: [(p / "state.json").unlink() for p in snapshots(run)], "has no state.json; .*it has no state"),
+    "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is no checkpoint .* and no folder of a run"),
+}
+
+
+class TestFolders:
+    @pytest.mark.parametrize("kind", RUIN)
+    def test_a_damaged_run_is_one_line(self, kind, run, monkeypatch):
+        ruin, expected = RUIN[kind]
+        ruin(run)
+        monkeypatch.chdir(run.parent)
+        with pytest.raises(iso.UserError, match=expected) as caught:
+            open_model("run")
+        assert "\n" not in str(caught.value)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_every_command_says_so(self, command, run):
+        state_of(run).write_text('{"step": ' + "[" * 100_000)
+        assert "step-00000006 is damaged" in refusal(isomorph(*COMMANDS[command], folder=run.parent))
+
+    @pytest.mark.slow
+    def test_compare_reads_what_can_be_read(self, run):
+        for name in ("log", "steps", "monitor"):
+            with (run / f"{name}.jsonl").open("ab") as file:
+                file.write(b"\xff\n" + b"[" * 100_000 + b'\n{"epoch": {}, "loss": []}\n')
+        (run / "recipe.json").write_text('{"model": [1], "epochs": {}, "name": 3}')
+        nested(run)
+        done = isomorph("compare", "run", folder=run.parent)
+        assert done.returncode == 0, done.stderr
+        (run / "recipe.json").write_bytes(b"\xff" + b"[" * 100_000)
+        assert isomorph("compare", "run", folder=run.parent).returncode == 0
+
+    def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
+        import isomorph.training.snapshot as snapshot
+
+        def dropped(path, read=snapshot.read_values):
+            if path.name == "step-00000006":
+                shutil.rmtree(path)
+            return read(path)
+
+        monkeypatch.setattr(snapshot, "read_values", dropped)
+        found = newest(run)
+        assert found.path.name == "step-00000004"
+        assert not found.damaged
+
+    def test_a_run_is_opened_before_its_first_evaluation(self, tmp_path):
+        """A snapshot says by itself how its model is rebuilt."""
+        stopped_run(tmp_path / "run", 2, TINY)
+        assert not (tmp_path / "run/best.safetensors").exists()
+        model, tensors = open_model(str(tmp_path / "run")), read_snapshot(newest(tmp_path / "run").path)
+        assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in model.state_dict().items())
+
+
+SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2)
+MASKED = dict(
+    model=dict(name="tdrl_vit_ti", kwargs=SMALL),
+    data=dict(source="digits", fraction=0.1, size=[16, 16], batch_size=32, test_crop="whole"),
+    optim=dict(lr=1e-3),
+    mask=dict(depth=1, width=16, heads=4),
+    epochs=2,
+    keep_every=1,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("masked")
+    iso.train(check({**MASKED, "out": str(folder / "mae"), "ema": 0.5}), show=False)
+    mask = dict(**MASKED["mask"], teacher=str(folder / "mae/autoencoder.safetensors"), block=1)
+    iso.train(check({**MASKED, "out": str(folder / "g2sd"), "mask": mask}), show=False)
+    stopped_run(folder / "begun", 2, {**MASKED, "mask": mask})
+    return folder
+
+
+class TestPretraining:
+    """Table 9 of TDRL fuses after pre-training."""
+
+    @pytest.mark.parametrize("name", ["mae", "g2sd"])
+    def test_the_folder_is_its_encoder(self, name, runs):
+        model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
+        assert all(torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items())
+        assert [epoch for epoch, _ in kept_models(runs / name)] == [1, 2]
+
+    @pytest.mark.parametrize("name", ["mae", "begun"])
+    def test_it_fuses(self, name, runs):
+        wide = open_model(str(runs / name))
+        iso.verify(wide, iso.fuse(wide), torch.randn(2, 3, 16, 16))
+
+    @pytest.mark.slow
+    def test_every_command_takes_it(self, runs):
+        for arguments in (["fuse", "mae"], ["fuse", "begun"], ["verify", "g2sd", "g2sd"], ["compare", "mae", "g2sd"]):
+            done = isomorph(*arguments, folder=runs)
+            assert done.returncode == 0, done.stderr
+        plain = {**SMALL, "layout": "plain"}
+        tuned = dict(model=dict(name="tdrl_vit_ti", kwargs=plain, weights=str(runs / "mae-fused.safetensors")))
+        assert open_run(check({**MASKED, **tuned, "mask": None, "out": str(runs / "tuned")}))
+
+
+class TestSignals:
+    def test_hanging_up_saves_and_the_run_resumes(self, whole, tmp_path, monkeypatch):
+        monkeypatch.setattr("stopping.signal.SIGTERM", signal.SIGHUP)
+        with pytest.raises(AssertionError, match="stopped by SIGHUP after step 6"):  # the helper expects SIGTERM
+            stopped_run(tmp_path / "run", 6, TINY)
+        assert newest(tmp_path / "run").values["step"] == 6
+        iso.train(tiny(tmp_path / "run"), show=False)
+        same_weights(whole, tmp_path / "run")
+
+    def test_under_nohup_it_stays_ignored(self):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with stop_requests() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not request.number
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.signal(signal.SIGHUP, before)
+
+    @pytest.mark.slow
+    def test_a_closed_terminal_costs_nothing(self, whole, tmp_path):
+        """A progress bar on a terminal that goes away after a few steps: the run comes to its end."""
+        master, slave = pty.openpty()
+        out = os.ttyname(slave)
+        (tmp_path / "recipe.yaml").write_text(json.dumps(TINY))
+        arguments = ["train", str(tmp_path / "recipe.yaml"), f"out={tmp_path / 'run'}"]
+        child = SERVER.Process(target=answer, args=(arguments, str(tmp_path), settings(TERM="xterm"), out, out))
+        child.start()
+        while child.is_alive() and not rows_of(tmp_path / "run/steps.jsonl"):
+            time.sleep(0.005)
+        os.close(slave)
+        os.close(master)
+        child.join(60)
+        assert child.exitcode == 0
+        same_weights(whole, tmp_path / "run")
+
+    def test_a_stream_that_fails_is_dropped(self, tmp_path):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream:
+            terminal = Terminal(stream)
+            for _ in range(3):
+                assert terminal.write("x" * 100_000) == 100_000
+                terminal.flush()
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+TEXTS = {
+    "laughs": (LAUGHS, "at most 10,000 values, aliases written out"),
+    "merges": (MERGES, "at most 10,000 values, aliases written out"),
+    "itself": ("a: &a [*a]", "at most 32 levels"),
+    "deep": ("a: " + "[" * 3000, "at most 32 levels"),
+    "long": ("# " + "x" * 100_000, "at most 100,000 characters"),
+    "digits": ("epochs: " + "1" * 6000, "cannot read recipe"),
+    "date": ("name: 2024-13-45", "month must be in 1..12"),
+    "bytes": (b"\xff", "cannot read recipe"),
+}
+
+
+class TestRecipes:
+    @pytest.mark.parametrize("kind", TEXTS)
+    def test_text_that_no_recipe_has(self, kind, tmp_path):
+        text, expected = TEXTS[kind]
+        path = tmp_path / "mine.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        begin = time.perf_counter()
+        with pytest.raises(iso.UserError, match=expected) as caught:
+            iso.load_recipe(str(path))
+        assert time.perf_counter() - begin < 5
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+    def test_toml_too_deep(self, tmp_path):
+        (tmp_path / "deep.toml").write_text("a = " + "[" * 40_000)
+        with pytest.raises(iso.UserError, match="at most 32 levels"):
+            iso.load_recipe(str(tmp_path / "deep.toml"))
+
+    @pytest.mark.parametrize("value", ["1e30", "9" * 400, "2000000000000"])
+    def test_whole_numbers_have_bounds(self, value):
+        fields = (
+            "epochs evaluate_every keep_every monitor_every log_every seed data.workers data.batch_size data.classes"
+        )
+        fields += (
+            " data.images data.unreadable data.shuffle_shards scale.accumulate augment.repeats augment.crop_padding"
+        )
+        fields += " model.num_classes model.recast_epoch mask.depth mask.width mask.heads mask.block mask.teacher_heads"
+        for field in fields.split():
+            with pytest.raises(iso.UserError, match=f"{field}: input ") as caught:
+                iso.load_recipe("cifar_cnn", [f"{field}={value}"])
+            assert len(str(caught.value)) < 400
+        with pytest.raises(iso.UserError, match=r"data.size.0: input "):
+            iso.load_recipe("cifar_cnn", [f"data.size=[{value},8]"])
+        with pytest.raises(iso.UserError, match="must be a number of at most"):
+            iso.load_recipe("cifar_cnn", [f"model.kwargs.depth={value}"])
+
+    @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf", "nan", "inf"])
+    def test_numbers_are_finite(self, value):
+        fields = (
+            "optim.lr optim.gate_lr optim.weight_decay optim.momentum optim.min_lr optim.clip_grad optim.warmup_epochs"
+        )
+        fields += (
+            " augment.mixup augment.smoothing checkpoint_minutes divergence ema drop_path data.fraction mask.ratio"
+        )
+        for field in fields.split():
+            with pytest.raises(iso.UserError, match=f"{field}: input "):
+                iso.load_recipe("cifar_cnn", [f"{field}={value}"])
+        with pytest.raises(iso.UserError, match=r"model.kwargs: x .* must be a number"):
+            iso.load_recipe("cifar_cnn", [f"model.kwargs.x=[{{y: {value if '.' in value else '.nan'}}}]"])
+
+    @pytest.mark.parametrize(
+        ("argument", "message"),
+        [
+            ("pretrained=true", "pretrained is not for a recipe; give model.pretrained"),
+            ("features_only=true", "features_only is not for a recipe; a run trains whole networks"),
+            ("features_only=false", "features_only is not for a recipe"),
+            ("checkpoint_path=a.pth", "checkpoint_path is not for a recipe; give model.weights"),
+            ("scriptable=true", "scriptable is not for a recipe; export the trained model instead"),
+            ("exportable=true", "exportable is not for a recipe"),
+            ("name=resnet18", "name is not for a recipe; give model.name"),
+            ("pretrained_cfg={}", "pretrained_cfg is not for a recipe"),
+            ("in_chans=abc", "in_chans 'abc' must be a whole number"),
+            ("in_chans=1.5", "in_chans 1.5 must be a whole number"),
+            ("num_classes=abc", "num_classes 'abc' must be a whole number"),
+            ("x=2024-01-02", "x must be a number, text, true, false, null"),
+            ("x=[[[[[[[[[[1]]]]]]]]]]", "x is nested more than 8 deep"),
+        ],
+    )
+    def test_arguments_that_are_not_for_a_recipe(self, argument, message):
+        with pytest.raises(iso.UserError, match=re.escape(f"model.kwargs: {message}")):
+            iso.load_recipe("digits_cnn", [f"model.kwargs.{argument}"])
+
+    def test_arguments_given_twice(self):
+        with pytest.raises(iso.UserError, match=r"num_classes and kwargs\.num_classes are the same"):
+            iso.load_recipe("digits_cnn", ["model.kwargs.num_classes=10", "model.num_classes=10"])
+        with pytest.raises(iso.UserError, match=r"drop_path and model\.kwargs\.drop_path_rate are the same"):
+            iso.load_recipe("digits_cnn", ["model.kwargs.drop_path_rate=0.1", "drop_path=0.1"])
+
+
+class TestStart:
+    def test_weights_are_asked_for_before_anything_is_written(self, tmp_path):
+        for name in ("tcnn_resnet50_224", "refined_vit_s_384", "coatnet_0_384", "tdrl_fused_100ep", "digits_exact"):
+            assert iso.load_recipe(name).model.start == "weights"
+            with pytest.raises(iso.UserError, match=f"{name} starts from trained weights; give --model.weights FILE"):
+                iso.train(iso.load_recipe(name, [f"out={tmp_path / name}", "data.source=digits"]), show=False)
+        assert not list(tmp_path.iterdir())
+
+    def test_who_starts_from_weights_says_so(self):
+        from isomorph.recipes import RECIPES
+
+        for name, recipe in RECIPES.items():
+            if "weights" in recipe.get("expected", ""):
+                assert recipe["model"]["start"] == "weights", name
+        for name in ("tdrl_vit_ti_scratch", "digits_cnn", "refined_vit_s", "coatnet_0", "tcnn_late_400"):
+            assert iso.load_recipe(name).model.start == "random"
+
+    def test_random_ones_are_said_aloud_and_a_resumed_run_is_not_asked(self, tmp_path):
+        model = TINY["model"] | dict(start="weights")
+        with pytest.raises(iso.UserError, match=r"--model.start random trains from random ones"):
+            open_run(tiny(tmp_path / "run", model=model))
+        stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
+        assert open_run(tiny(tmp_path / "run", model=model)).progress.step == 2
+        iso.save(timm.create_model(TINY["model"]["name"], **TINY["model"]["kwargs"]), tmp_path / "w.safetensors")
+        assert open_run(tiny(tmp_path / "new", model=model | dict(weights=str(tmp_path / "w.safetensors"))))

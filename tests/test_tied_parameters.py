@@ -1,0 +1,107 @@
+"""Tied parameters stay tied through surgery where both sides still have them, and it is said where they do not."""
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+
+VIT = dict(img_size=32, patch_size=16, embed_dim=24, depth=3, num_heads=3, num_classes=5)
+
+
+def two_convs(third=False):
+    net = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1) for _ in range(3 if third else 2)))
+    for conv in net[1:]:
+        conv.weight = net[0].weight
+    return net.eval()
+
+
+def tied_vit(*names):
+    """A ViT whose blocks share parameters, as ALBERT's do."""
+    vit = timm.create_model("vit_tiny_patch16_224", **VIT).eval()
+    for block in vit.blocks[1:]:
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(path), leaf, vit.blocks[0].get_parameter(name))
+    return vit
+
+
+def test_two_tied_convolutions_are_two_tied_attentions():
+    cnn = two_convs()
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(), "*")
+    assert tcnn[0].weight is tcnn[1].weight
+    assert tcnn[0].bias is not tcnn[1].bias
+    assert tcnn[0].query.weight is not tcnn[1].query.weight
+    assert tcnn[0].weight is not cnn[0].weight
+    assert iso.notes(tcnn) == ()
+    back = iso.revert(tcnn)
+    assert back[0].weight is back[1].weight
+    iso.verify(cnn, back, torch.randn(1, 4, 6, 5))
+
+
+def test_a_target_stays_tied_to_what_is_not_recast():
+    tcnn = iso.recast(two_convs(third=True), iso.ConvToGPSA(), "1")
+    assert tcnn[0].weight is tcnn[1].weight is tcnn[2].weight
+    assert isinstance(tcnn[1], iso.GPSA2d)
+    assert iso.notes(tcnn) == ()
+
+
+def test_untouched_modules_stay_tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    net[1].weight = net[0].weight
+    wide = iso.recast(net, iso.LinearToPyramid(), "2")
+    assert wide[0].weight is wide[1].weight
+
+
+def test_what_can_stay_tied_in_attention_does():
+    vit = tied_vit("attn.proj.weight", "attn.qkv.weight", "attn.qkv.bias")
+    refined = iso.recast(vit, iso.AttentionToRefined(), "blocks.*.attn")
+    assert len({id(block.attn.qkv.weight) for block in refined.blocks}) == 1
+    assert len({id(block.attn.refine.expand) for block in refined.blocks}) == 3
+    assert iso.notes(refined) == ()
+    gated = iso.recast(vit, iso.AttentionToGPSA(), "blocks.*.attn")
+    assert len({id(block.attn.proj.weight) for block in gated.blocks}) == 1
+    weights = ", ".join(f"blocks.{i}.attn.qkv.weight" for i in range(3))
+    assert iso.notes(gated)[0] == f"{weights} were tied; no longer, so they train apart"
+    assert "qkv.bias" in iso.notes(gated)[1]
+    report = iso.verify(vit, gated, torch.randn(1, 3, 32, 32))
+    assert report.notes == iso.notes(gated)
+    assert f"note: {weights} were tied" in str(report)
+    assert report.as_dict()["notes"] == iso.notes(gated)
+
+
+def test_a_tied_head_is_reported():
+    net = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
+    net.head.weight = net.embed.weight
+    wide = iso.recast(net, iso.LinearToPyramid(), "head")
+    assert iso.notes(wide) == ("head.weight was tied to embed.weight; no longer, so they train apart",)
+    assert iso.notes(net) == ()
+    assert iso.notes(iso.fuse(wide.eval())) == iso.notes(wide)
+
+
+def test_a_module_in_two_places_is_not_tied_but_the_same():
+    linear = nn.Linear(4, 4)
+    wide = iso.recast(nn.Sequential(linear, nn.ReLU(), linear), iso.LinearToPyramid(), "0")
+    assert wide[0] is wide[2]
+    assert iso.notes(wide) == ()
+
+
+def test_what_has_learnt_apart_goes_back_apart_and_says_so():
+    tcnn = iso.recast(two_convs(), iso.ConvToGPSA(), "*")
+    tcnn[0].value.weight.data += 0.1 * torch.randn(4, 4)
+    back = iso.revert(tcnn)
+    assert back[0].weight is not back[1].weight
+    assert iso.notes(back) == ("1.weight was tied to 0.weight; no longer, so they train apart",)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_ties_survive_any_precision_device_and_what_is_frozen(dtype):
+    cnn = two_convs().to(dtype)
+    cnn[0].weight.requires_grad_(False)
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(), "*")
+    assert tcnn[0].weight is tcnn[1].weight
+    assert not tcnn[0].weight.requires_grad
+    with torch.device("meta"):
+        meta = iso.recast(two_convs(), iso.ConvToGPSA(), "*")
+    assert meta[0].weight is meta[1].weight

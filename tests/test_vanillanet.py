@@ -1,0 +1,224 @@
+"""VanillaNet: its published size, its anneal, its way from two layers to one, and pyramids in place of the two."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import isomorph as iso
+from isomorph.evaluation import count_macs
+from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
+from isomorph.models.vanillanet import checkpoint_filter_fn
+from isomorph.training.build import build_model
+from isomorph.training.parts import ModelPart
+from isomorph.training.recipe import check
+
+SMALL = dict(dims=[8, 12, 16, 20], num_classes=5)
+
+
+def small(slope=0.0, **more):
+    """A narrow network whose weights and statistics are not those of its initialisation."""
+    torch.manual_seed(0)
+    model = timm.create_model("vanillanet_5", **SMALL | more, slope=slope)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    for norm in (m for m in model.modules() if isinstance(m, _BatchNorm)):
+        nn.init.uniform_(norm.running_mean, -1, 1)
+        nn.init.uniform_(norm.running_var, 0.5, 2)
+        nn.init.uniform_(norm.weight, 0.5, 2)
+    return model.eval()
+
+
+def public_names(model):
+    """The model's tensors as the public checkpoints name them."""
+    parts = {"first": "conv1.0", "norm1": "conv1.1", "second": "conv2.0", "norm2": "conv2.1"}
+    stem = {"first": "stem1.0", "norm1": "stem1.1", "second": "stem2.0", "norm2": "stem2.1"}
+    head = {"first": "cls1.2", "norm1": "cls1.3", "second": "cls2.0"}
+    found = {}
+    for name, tensor in model.state_dict().items():
+        *place, last, key = name.split(".")
+        if key == "slope":
+            continue
+        if place[-1:] == ["act"]:
+            place = "stem2.2" if place[0] == "stem" else ".".join(place)
+            found[f"{place}.{'bn.' if last == 'norm' else ''}{key}"] = tensor
+        elif place[0] == "head":
+            found[f"{head[last]}.{key}"] = tensor[:, :, None, None] if tensor.ndim == 2 else tensor
+        else:
+            found[f"{stem[last] if place[0] == 'stem' else f'stages.{place[1]}.{parts[last]}'}.{key}"] = tensor
+    return found
+
+
+def norm(state, name, x):
+    values = (state[f"{name}.{key}"] for key in ("running_mean", "running_var", "weight", "bias"))
+    mean, var, weight, bias = (value[:, None, None] for value in values)
+    return (x - mean) / (var + 1e-6).sqrt() * weight + bias
+
+
+def written_out(state, x, slope=1.0, strides=(2, 2, 2)):
+    """VanillaNet in eval mode from a public state dict, operation by operation."""
+
+    def conv(name, x, stride=1):
+        return F.conv2d(x, state[f"{name}.weight"], state[f"{name}.bias"], stride)
+
+    def act(name, x):
+        weight = state[f"{name}.weight"]
+        x = F.conv2d(x.clamp(min=0), weight, padding=weight.shape[-1] // 2, groups=len(weight))
+        return norm(state, f"{name}.bn", x)
+
+    def annealed(x):
+        return (1 - slope) * x.clamp(min=0) + slope * x
+
+    x = annealed(norm(state, "stem1.1", conv("stem1.0", x, 4)))
+    x = act("stem2.2", norm(state, "stem2.1", conv("stem2.0", x)))
+    for i, stride in enumerate(strides):
+        x = annealed(norm(state, f"stages.{i}.conv1.1", conv(f"stages.{i}.conv1.0", x)))
+        x = norm(state, f"stages.{i}.conv2.1", conv(f"stages.{i}.conv2.0", x))
+        x = act(f"stages.{i}.act", F.max_pool2d(x, stride))
+    x = annealed(norm(state, "cls1.3", conv("cls1.2", x.mean((2, 3), keepdim=True))))
+    return conv("cls2.0", x).flatten(1)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.4, 1.0])
+def test_the_network_is_the_published_one(slope):
+    model = small(slope).double()
+    x = torch.randn(2, 3, 45, 67, dtype=torch.float64)
+    torch.testing.assert_close(model(x), written_out(public_names(model), x, slope))
+
+
+def test_public_checkpoints_load(tmp_path):
+    """Their anneal is over; ours is told so, in a network that is created to train."""
+    model = small(1.0)
+    torch.save({"model": public_names(model)}, tmp_path / "vanillanet_5.pth")
+    other = timm.create_model("vanillanet_5", **SMALL).eval()
+    iso.load_weights(other, tmp_path / "vanillanet_5.pth")
+    x = torch.randn(2, 3, 40, 36)
+    torch.testing.assert_close(other(x), model(x))
+    own = checkpoint_filter_fn(other.state_dict(), other)
+    assert own.keys() == other.state_dict().keys()
+    part = ModelPart(name="vanillanet_5", kwargs=dict(dims=SMALL["dims"]), weights=tmp_path / "vanillanet_5.pth")
+    fresh = build_model(part, 3)  # another number of classes: a new head, annealed as the rest is
+    assert fresh.head.second.out_features == 3
+    assert fresh.head.act.is_identity
+
+
+def test_published_size_and_cost():
+    """15.5M parameters and 5.2 G multiply-adds (VanillaNet Table 4), fused."""
+    with torch.device("meta"):
+        thin = iso.fuse(timm.create_model("vanillanet_5", slope=1.0).eval())
+    count = sum(p.numel() for p in thin.parameters())
+    assert count == 15_523_304
+    assert round(count / 1e6, 1) == 15.5
+    assert count_macs(thin, (3, 224, 224)) / 1e9 == pytest.approx(5.2, abs=0.05)
+    assert sum(isinstance(m, nn.Conv2d) and m.groups == 1 for m in thin.modules()) == 4
+    assert isinstance(thin.head, nn.Linear)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.5, 1.0])
+def test_fused_it_is_the_same(slope, tmp_path):
+    """BatchNorm is always merged, the two layers where nothing is between them; saved and loaded as any model."""
+    model = small(slope)
+    x = torch.randn(2, 3, 45, 67)
+    thin = iso.fuse(model)
+    iso.verify(model, thin, x)
+    assert not any(isinstance(m, _BatchNorm) for m in thin.modules())
+    linear = [m for m in thin.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert len(linear) == (9 if slope == 1 else 14)  # 4 of activations, 5 layers or 10
+    assert repr(iso.fuse(thin)) == repr(thin)
+    for name, net in (("thin", thin), ("wide", model)):
+        iso.save(net, tmp_path / f"{name}.safetensors")
+        again = iso.load(tmp_path / f"{name}.safetensors")
+        torch.testing.assert_close(again(x), net(x))
+    thin.reset_classifier(3)
+    assert thin(x).shape == (2, 3)
+    assert sum(isinstance(m, _BatchNorm) for m in thin.modules()) == (0 if slope == 1 else 1)
+    with pytest.raises(iso.UserError, match="fuse needs eval mode"):
+        SeriesActivation(3).fuse()
+    with pytest.raises(iso.UserError, match="fuse needs eval mode"):
+        AnnealedPair(nn.Linear(2, 2), nn.Linear(2, 2)).fuse()
+
+
+@pytest.mark.parametrize("slope", [-0.1, 1.1, float("nan")])
+def test_impossible_slopes_are_refused(slope):
+    with pytest.raises(iso.UserError, match="must be between 0, a ReLU, and 1"):
+        AnnealedReLU(slope)
+
+
+def test_impossible_networks_and_images_are_refused():
+    with pytest.raises(iso.UserError, match="one more than strides"):
+        timm.create_model("vanillanet_5", dims=[8, 8])
+    with pytest.raises(iso.UserError, match="31 x 64 image is smaller than 32 x 32"):
+        small()(torch.randn(1, 3, 31, 64))
+
+
+def test_an_annealed_relu_in_training():
+    layer, x = AnnealedReLU(0.25), torch.randn(3, 4, 5, requires_grad=True)
+    (layer(x) * torch.arange(60.0).view(3, 4, 5)).sum().backward()
+    expected = torch.where(x > 0, 1.0, 0.25) * torch.arange(60.0).view(3, 4, 5)
+    torch.testing.assert_close(x.grad, expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(x), layer(x))
+    assert copy.deepcopy(layer).slope == 0.25
+
+
+def train(folder, epochs=1, **more):
+    recipe = dict(
+        model=dict(name="vanillanet_5", kwargs=dict(dims=[8, 12, 16, 20])),
+        data=dict(source="digits", fraction=0.05, size=[32, 32], batch_size=16),
+        optim=dict(name="lamb", lr=1e-3),
+        anneal=dict(epochs=1),
+        ema=0.99,
+        epochs=epochs,
+        out=str(folder),
+    )
+    return iso.train(check(recipe | more), show=False)
+
+
+def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):
+    """One mechanism with the gates of T-CNN: after its epochs every ReLU is the identity, averaged or not."""
+    result = train(tmp_path, 2, anneal=dict(epochs=2), keep_every=1)
+    assert all(m.is_identity for m in result.model.modules() if isinstance(m, AnnealedReLU))
+    first, last = (iso.load(tmp_path / f"{name}.safetensors") for name in ("epoch-1", "model"))
+    assert {m.slope.item() for m in first.modules() if isinstance(m, AnnealedReLU)} == {0.5}
+    assert isinstance(iso.fuse(last).head, nn.Linear)
+    anneal, model = iso.Anneal(10), small()
+    for step, slope in ((0, 0.0), (3, 0.3), (10, 1.0)):
+        anneal.apply(model, step)
+        assert {round(m.slope.item(), 6) for m in model.modules() if isinstance(m, AnnealedReLU)} == {slope}
+    model.head.act.set_slope(0.5)
+    anneal.apply(model, 11)  # over: left alone
+    assert model.head.act.slope == 0.5
+    with pytest.raises(iso.UserError, match="no gated attention layer to anneal"):
+        anneal.apply(timm.create_model("cifar_resnet20"), 0)
+
+
+def test_pyramids_take_the_place_of_the_two_convolutions(tmp_path):
+    """TDRL A.4: drawn anew at any slope; with the function kept only where nothing is between the two."""
+    with pytest.raises(iso.UserError, match=r"stages\.0\.pair: .* its ReLU is not the identity yet"):
+        iso.recast(small(0.5), iso.LinearToPyramid(), "stages.*.pair")
+    plain = small(1.0)
+    wide = iso.recast(plain, iso.LinearToPyramid(), "stages.*.pair")
+    iso.verify(plain, wide, torch.randn(2, 3, 64, 64))
+    drawn = iso.recast(small(0.0), iso.LinearToPyramid(init="paper"), "stages.*.pair")
+    assert all(isinstance(stage.pair, iso.PyramidConv2d) for stage in drawn.stages)
+    assert isinstance(drawn.stem.pair, AnnealedPair)
+    result = train(tmp_path, **shrunk("tdrl_vanillanet_5"))
+    assert isinstance(iso.fuse(result.model.eval()).stages[0].pair, nn.Conv2d)
+
+
+def shrunk(name):
+    """What a published recipe does to the small network."""
+    recast = iso.load_recipe(name).model.recast
+    kwargs = dict(dims=[8, 12, 16, 20])
+    return dict(model=dict(name="vanillanet_5", kwargs=kwargs, recast=recast.model_dump()))
+
+
+def test_published_recipes():
+    wide, plain = (iso.load_recipe(f"tdrl_{kind}vanillanet_5") for kind in ("", "plain_"))
+    assert (wide.data.batch_size, wide.anneal.epochs, wide.epochs) == (512, 100, 300)
+    assert (plain.model.recast, plain.expected.split()[0], wide.expected.split()[0]) == (None, "71.1", "71.5")
