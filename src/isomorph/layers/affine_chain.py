@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from isomorph.layers.by_images import in_eager_mode
 from isomorph.layers.moments import Moments, row_variance, scaled_product
 
 
@@ -49,13 +50,26 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+def check_vmap(running: Tensor, new: Tensor) -> None:
+    """Raises: RuntimeError when one set of statistics is to keep those of every sample of a vmap, as torch's would."""
+    batched = torch._C._functorch.is_batchedtensor
+    if in_eager_mode() and batched(new) and not batched(running):
+        raise RuntimeError(
+            "BatchNorm in train mode cannot keep the statistics of each sample of vmap: call eval(), or "
+            "torch.func.replace_all_batch_norm_modules_(model)"
+        )
+
+
 @torch.no_grad()
 def update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
     """Running mean and unbiased variance, as BatchNorm keeps them. Shape: mean, variance (G, out / G)"""
     if norm.running_mean is None or norm.running_var is None or recomputing():
         return
     assert norm.num_batches_tracked is not None
+    check_vmap(norm.running_mean, mean)
     norm.num_batches_tracked.add_(1)
+    if not count:  # torch's BatchNorm counts an empty batch and learns nothing from it
+        return
     momentum: Any = norm.momentum
     if momentum is None:  # the average over all batches so far
         momentum = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()

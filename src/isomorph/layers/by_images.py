@@ -13,6 +13,11 @@ def in_eager_mode() -> bool:
     return not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
+def transformed(tensor: Tensor) -> bool:
+    """Whether it is a stand-in that torch.func (vmap, jvp and the like) computes with."""
+    return in_eager_mode() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def images_within(limit: int, numbers: int, x: Tensor) -> int:
     """How many images go together when each makes so many numbers like x's; the whole batch but in eager CPU code."""
     if x.device.type != "cpu" or not in_eager_mode():

@@ -221,7 +221,8 @@ class GPSA2d(nn.Module):
         content = torch.softmax(scores, dim=-1)[..., :-1]
         mixed = mix(content, kronecker(*self.inner_axis_maps(x, content.dtype)), self.gate)
         values = self.value.weight @ x.flatten(2)  # (B, C, H W)
-        return SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype)).view(B, -1, Nq)
+        columns = SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype))  # (B, C, nh Nq)
+        return columns.view(B, values.shape[1] * self.num_heads, Nq)
 
     def columns_by_axis(self, x: Tensor) -> Tensor:
         """Soft columns without any query-by-key map: fused content attention, positions axis by axis.

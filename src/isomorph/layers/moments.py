@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 NARROWEST_STRIP = 96
 """Symmetric products are computed in up to four strips from the diagonal on (0.6 of the work), none narrower."""
@@ -70,10 +69,10 @@ def spread_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> T
     if window is None:
         return tokens.view(shape)
     batch, rest = shape[0], tokens.shape[:-2]
-    patches = tokens.unflatten(-2, (batch, -1))  # (G, B, L, C k k / G)
+    patches = tokens.unflatten(-2, (batch, tokens.shape[-2] // max(batch, 1)))  # (G, B, L, C k k / G)
     patches = patches.permute(1, 0, 3, 2).flatten(1, 2) if rest else patches.transpose(1, 2)  # (B, C k k, L)
-    if window.pointwise:
-        return patches.reshape(shape)
+    if window.pointwise or not batch:
+        return patches.reshape(shape)  # torch's fold takes no empty batch
     return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
 
 
@@ -86,13 +85,18 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     step = max(NARROWEST_STRIP, -(-width // 4))
     if step >= width or right.ndim > 2:
         return left.mT @ right
-    product = right.new_empty(width, width)
+    product = left.new_empty(width, width)  # in vmap it is the left one that is sure to differ by sample
     for start in range(0, width, step):
         stop = min(start + step, width)
         strip = left[:, start:stop].mT @ right[:, start:]
         product[start:stop, start:] = strip
         product[stop:, start:stop] = strip[:, stop - start :].mT
     return product
+
+
+def scale_by(gradient: Tensor, factor: Any) -> Tensor:
+    """The product, in place where no second derivative is to be taken."""
+    return gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
 
 
 def sum_over(group: Any, *tensors: Tensor) -> None:
@@ -110,9 +114,11 @@ class Measure(torch.autograd.Function):
     Shape: x (*, C) or (B, C, H, W) -> as x, (G, C), (G, C, C)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, window: Window | None, centred_as: torch.dtype | None, count: int, group: Any
+        x: Tensor, window: Window | None, centred_as: torch.dtype | None, count: int, group: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
         mean = tokens.sum(-2) / count
@@ -121,13 +127,18 @@ class Measure(torch.autograd.Function):
         covariance = symmetric_product(centred, centred).div_(count)
         sum_over(group, covariance)
         source = spread_tokens(centred, x.shape, window).to(centred_as) if centred_as else x.view_as(x)
-        ctx.save_for_backward(source, mean)
-        ctx.window, ctx.centring, ctx.count, ctx.group, ctx.dtype = window, bool(centred_as), count, group, x.dtype
         return source, mean, covariance
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, ctx.window, centred_as, ctx.count, ctx.group = inputs
+        ctx.save_for_backward(*output[:2])
+        ctx.centring, ctx.dtype = bool(centred_as), x.dtype
+
+    @staticmethod
     def backward(ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.group is not None and torch.is_grad_enabled():
+            raise RuntimeError("statistics that several processes share have first derivatives only")
         source, mean = ctx.saved_tensors
         slope = (d_covariance + d_covariance.mT) / ctx.count  # (G, C, C)
         tokens = read_tokens(source, ctx.window).to(slope.dtype)
@@ -159,11 +170,11 @@ def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Momen
         counts = torch.tensor([count], device=x.device)
         sum_over(group, counts)
         count = int(counts.item())
-    if count < 2:
+    if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     centred_as = product_dtype(x) if window is None or (window.pointwise and window.groups == 1) else None
     with full_precision(x.device):
-        source, mean, covariance = Measure.apply(x, window, centred_as, count, group)
+        source, mean, covariance = Measure.apply(x, window, centred_as, max(count, 1), group)  # no tokens: all zero
     return Moments(source, mean, covariance, None if centred_as else mean, count)
 
 
@@ -197,23 +208,28 @@ class RowVariance(torch.autograd.Function):
     Never below what rounding makes of it, a few units of diag(A diag(S) A^T): channels that cancel almost wholly would
     else come out as 0 and be blown up. Such a row is held there, and has no gradient.
 
-    Shape: weight A (G, out, C), covariance S (G, C, C) -> (G, out)
+    Shape: weight A (G, out, C), covariance S (G, C, C) -> (G, out), and which are known
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, covariance: Tensor) -> Tensor:
+    def forward(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         variance = (weight @ covariance).mul_(weight).sum(-1)  # (G, out)
         spread = covariance.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (G, C, 1)
         floor = (weight.square() @ spread).squeeze(-1).mul_(ROUNDING * torch.finfo(weight.dtype).eps)
-        ctx.save_for_backward(weight, covariance, variance >= floor)
-        return torch.maximum(variance, floor)
+        return torch.maximum(variance, floor), variance >= floor
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*inputs, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None]:
         weight, covariance, known = ctx.saved_tensors
         scaled = weight * (grad * known).unsqueeze(-1)  # (G, out, C)
-        d_weight = (scaled @ covariance).mul_(2) if ctx.needs_input_grad[0] else None
+        d_weight = scale_by(scaled @ covariance, 2) if ctx.needs_input_grad[0] else None
         d_covariance = symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
         return d_weight, d_covariance
 
@@ -224,24 +240,28 @@ class ScaledProduct(torch.autograd.Function):
     Shape: W (G, out, hidden), scale (G, hidden), A (G, hidden, C) -> (G, out, C)
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, scale, inner)
+    def forward(weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
         return (weight * scale.unsqueeze(-2)) @ inner
 
     @staticmethod
-    @once_differentiable
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight, scale, inner = ctx.saved_tensors
         d_inner = (weight * scale.unsqueeze(-2)).mT @ grad
         d_weight = grad @ inner.mT  # of W diag(scale)
         d_scale = (d_weight * weight).sum(-2)
-        return d_weight.mul_(scale.unsqueeze(-2)), d_scale, d_inner
+        return scale_by(d_weight, scale.unsqueeze(-2)), d_scale, d_inner
 
 
 def row_variance(weight: Tensor, covariance: Tensor) -> Tensor:
     """Variance of every output of a linear layer over the batch. Shape: (G, out, C), (G, C, C) -> (G, out)"""
-    return RowVariance.apply(weight, covariance)
+    return RowVariance.apply(weight, covariance)[0]
 
 
 def scaled_product(weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def attend_dense(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
     B, N, nh, hd = values.shape
     flat = values.permute(2, 1, 0, 3).reshape(nh, N, B * hd)
     out = torch.bmm(kronecker(rows, columns), flat)  # (nh, Hq Wq, B hd)
-    return out.view(nh, -1, B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
+    return out.view(nh, out.shape[1], B, hd).permute(2, 1, 0, 3)  # (B, Hq Wq, nh, hd)
 
 
 def attend_shared(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class PyramidLinear(Pyramid):
     axis but the last is batch.
 
     Shape: x (*, C) -> (*, out)
-    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly; first derivatives only
+    Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly
     Raises: UserError for an unknown layout or rectification, or an input of another width; ValueError when training on
     a single token.
     """

@@ -17,7 +17,7 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isomorph.layers.by_images import by_images
+from isomorph.layers.by_images import by_images, transformed
 from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
 from isomorph.layers.mode import deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
@@ -111,10 +111,10 @@ class RefinedAttention(HeadedAttention):
 
     def run(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
         """The function of a batch, some images at a time; with `recompute` only its arguments are kept."""
-        kept = self.recompute and torch.is_grad_enabled()
-        call = partial(checkpoint, function, use_reentrant=False) if kept else function
         q = tensors[0]
         assert q is not None
+        kept = self.recompute and torch.is_grad_enabled() and not transformed(q)  # torch.func has no checkpoints
+        call = partial(checkpoint, function, use_reentrant=False) if kept else function
         return by_images(call, q.shape[0] if self.whole else images_at_once(q), *tensors)
 
     def forward(

@@ -192,7 +192,7 @@ class SpatialRefiner(Refiner):
         kernel, k = self.kernel(), self.local.kernel_size
         pictures = maps[..., prefix_tokens:].transpose(1, 2).flatten(0, 1).unflatten(-1, grid_size)  # (B N, H, h, w)
         placed = (
-            F.conv2d(pictures, kernel, padding=k // 2).flatten(2).unflatten(0, (maps.shape[0], -1))
+            F.conv2d(pictures, kernel, padding=k // 2).flatten(2).unflatten(0, (maps.shape[0], maps.shape[2]))
         )  # (B, N, H, h w)
         middle = kernel[..., k // 2, k // 2]  # (H, H)
         free = torch.einsum("oi,biqk->boqk", middle, maps[..., :prefix_tokens])  # (B, H, N, prefix)

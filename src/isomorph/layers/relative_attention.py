@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
-from isomorph.layers.by_images import by_images, in_eager_mode
+from isomorph.layers.by_images import by_images, in_eager_mode, transformed
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
 
@@ -47,11 +47,6 @@ def spread(table: Tensor, grid_size: tuple[int, int]) -> Tensor:
     rows, columns = (n - 1 - axis_offsets(n, n, device=table.device, dtype=torch.long) for n in grid_size)
     places = rows[:, None, :, None] * (2 * W - 1) + columns[None, :, None, :]  # (H, W, H, W)
     return table.flatten(1).index_select(1, places.flatten()).view(-1, H * W, H * W)
-
-
-def transformed(tensor: Tensor) -> bool:
-    """Whether it is a stand-in that torch.func (vmap, jvp and the like) computes with."""
-    return in_eager_mode() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def attend(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

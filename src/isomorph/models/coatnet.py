@@ -12,6 +12,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
+from isomorph.layers.by_images import transformed
 from isomorph.layers.decay import undecayed
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
@@ -29,6 +30,7 @@ from isomorph.models.staged import StagedNet
 from isomorph.models.vit_cfg import require_images, unwrapped, vit_cfg
 
 torch.fx.wrap("require_images")  # it reads sizes, so a tracer calls it
+torch.fx.wrap("channels_last")
 
 NORMS: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "batch": (BatchNormStem, MBConv),
@@ -41,6 +43,11 @@ RELATIVE: dict[str, type[TransformerBlock]] = {
     "none": PlaceblindBlock,
 }
 """Transformer block with each kind of relative attention (eq. 3, Table 6)."""
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """The images laid out with channels last, where tensors have a layout: in vmap they have none."""
+    return x if transformed(x) else x.contiguous(memory_format=torch.channels_last)
 
 
 def start(module: nn.Module) -> None:
@@ -147,8 +154,7 @@ class CoAtNet(StagedNet):
 
         Raises: UserError for what is no batch of images.
         """
-        x = require_images(x)
-        return self.run_stage(self.stages[0], self.stem(x.contiguous(memory_format=torch.channels_last)))
+        return self.run_stage(self.stages[0], self.stem(channels_last(require_images(x))))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
         """One for each resolution."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from timm.models import generate_default_cfgs, register_model, vision_transformer
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
@@ -27,6 +28,14 @@ WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 
 PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 """First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
+
+
+def at_least_one(x: Tensor) -> Tensor:
+    """The batch, or one of zeros for an empty batch, in which timm cannot infer sizes."""
+    return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
+
+
+torch.fx.wrap("at_least_one")  # it reads sizes, so a tracer calls it
 
 
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
@@ -54,6 +63,10 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         if layout != "plain":
             rule = LinearToPyramid(layout, init="paper", rectify=rectify)
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """timm's, for an empty batch too. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
+        return super()._pos_embed(at_least_one(x))[: x.shape[0]]
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
