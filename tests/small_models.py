@@ -58,6 +58,8 @@ MODELS = {
         relative="post",
     ),
     "tdrl_vit": functools.partial(named, "tdrl_vit_ti", **SMALL),
+    "tdrl_vit distilled": functools.partial(named, "tdrl_vit_ti_distilled", **SMALL),
+    "vanillanet": functools.partial(named, "vanillanet_5", dims=(8, 8, 8, 8)),
     "cifar_resnet": functools.partial(named, "cifar_resnet20"),
     "t_cifar_resnet": functools.partial(named, "t_cifar_resnet20"),
     "t_resnet": functools.partial(named, "t_resnet50d", layers=(1, 1, 1, 1), channels=(8, 8, 8, 8), stem_width=8),

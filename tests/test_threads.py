@@ -29,7 +29,7 @@ def busy():
 def test_threads_share_a_model(name, busy):
     """200 forwards where a layer asks for its grid or keeps something between calls, fewer where none does."""
     asks = any(word in name for word in ("convit", "spatial", "gpsa", "coatnet"))
-    model, batch = build(name), images(name, part=2)
+    model, batch = build(name), images(name, part=1 if name == "vanillanet" else 2)
     with torch.no_grad():
         expected = [model(x) for x in batch]
 
