@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from isomorph.analysis.layouts import hides_map, laid_out, refusal
 from isomorph.analysis.scores import Applied, Formed, HandedOut, Scores, hands_out_map
 from isomorph.errors import UserError
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.recast import Where, describe, matches, nearest_names
 
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.tally import Tally
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.import_path import import_path
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 MEASURING = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.peak import main; main()"

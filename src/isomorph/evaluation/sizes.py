@@ -13,7 +13,7 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 
 Size = tuple[int, int]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 
 WARM_UP = 2
 

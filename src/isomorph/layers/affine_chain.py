@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.by_images import in_eager_mode
+from isomorph.layers.chunked import in_eager_mode
 from isomorph.layers.moments import Moments, row_variance, scaled_product
 
 

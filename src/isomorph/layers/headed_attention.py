@@ -5,7 +5,7 @@ from typing import Any
 from timm.layers import Attention
 from torch import Tensor
 
-from isomorph.layers.by_images import images_within
+from isomorph.layers.chunked import images_within
 
 CACHED_BYTES = 2 * 2**20
 """Maps that exist at the same time on a CPU: what stays in its cache, and in its allocator, is read twice as fast."""

@@ -14,7 +14,12 @@ from torch.fx import Proxy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from isomorph.layers.affine_chain import uses_batch
-from isomorph.layers.by_images import by_images, images_within, in_eager_mode, watched
+from isomorph.layers.chunked import (
+    by_images,
+    images_within,
+    in_eager_mode,
+    watched,
+)
 
 CACHED_BYTES = 8 * 2**20
 """The widest map of the images that a block takes at a time in evaluation: more than this is fetched page by page."""

@@ -17,9 +17,9 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isomorph.layers.by_images import by_images, transformed
+from isomorph.layers.chunked import by_images, transformed
+from isomorph.layers.eval_mode import deviation
 from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
-from isomorph.layers.mode import deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention.flex_attention import flex_attention
 
-from isomorph.layers.by_images import by_images, in_eager_mode, transformed
+from isomorph.layers.chunked import by_images, in_eager_mode, transformed
 from isomorph.layers.grid import axis_offsets
 from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
 

@@ -7,9 +7,9 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
+from isomorph.layers.eval_mode import deviation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.grid import squarest_window, window_centres
-from isomorph.layers.mode import deviation
 
 
 class ViTGPSA(GPSA):

@@ -12,10 +12,10 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
-from isomorph.layers.by_images import transformed
-from isomorph.layers.decay import undecayed
+from isomorph.layers.chunked import transformed
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
+from isomorph.layers.weight_decay import undecayed
 from isomorph.models.coatnet_blocks import PatchStem, PlaceblindBlock, PostTransformerBlock, TransformerBlock
 from isomorph.models.coatnet_layout import (
     Group,

@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from isomorph.layers import GPSA, PSA
-from isomorph.layers.decay import undecayed
+from isomorph.layers.weight_decay import undecayed
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.convit_arguments import refuse_arguments, refuse_attention
 from isomorph.models.convit_checkpoints import checkpoint_filter_fn, is_public

@@ -15,7 +15,7 @@ from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
-from isomorph.layers.decay import undecayed
+from isomorph.layers.weight_decay import undecayed
 from isomorph.models import cifar_resnet
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints

@@ -17,7 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.pyramid_birth import carry
+from isomorph.layers.pyramid_init import carry
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets

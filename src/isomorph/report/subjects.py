@@ -11,7 +11,7 @@ import torch
 from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import edits
 
 GUESSES = 3

@@ -14,7 +14,7 @@ from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPict
 from isomorph.data.corruptions_pictures import CLEAN, Pictures, picture_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import Tally, at_size
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.suites.robustness_journal import Journal, read_result, refuse_unlike, weights_hash
 from isomorph.suites.robustness_published import open_published
 from isomorph.suites.robustness_scores import Cell, against, summary

@@ -17,7 +17,7 @@ from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import matrix
 from isomorph.layers.pyramid import Layout
-from isomorph.layers.pyramid_birth import carry, draw
+from isomorph.layers.pyramid_init import carry, draw
 from isomorph.surgery.bounds import RESCALE, check_choice, check_number
 from isomorph.surgery.chains import conv_padding, is_chain, is_plain_norm, merge_branches, merge_chain, unlike_linear
 from isomorph.surgery.exact import changed

@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.moments import measure
 from isomorph.layers.pyramid import Pyramid
 from isomorph.surgery.compiled import copied

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isomorph.errors import UserError
-from isomorph.layers.mode import eval_mode
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.masked import MaskedAutoencoder, reconstruction_error
 from isomorph.training.autoencoders import load_autoencoder
 from isomorph.training.mask_part import MaskPart

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d
-from isomorph.layers.decay import undecayed
 from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.weight_decay import undecayed
 from isomorph.training.parts import OptimPart
 
 KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
