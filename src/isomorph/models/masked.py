@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.vit_cfg import refuse_heads, refuse_size
-from isomorph.surgery.follow import FOLLOWERS
+from isomorph.surgery.token_grid import FOLLOWERS
 
 UNREACHED = ("head", "head_dist", "attn_pool")
 """What of a ViT comes after its tokens: masked pre-training does not reach it."""

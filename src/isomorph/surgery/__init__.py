@@ -7,11 +7,11 @@ from isomorph.errors import UserError
 from isomorph.surgery.anneal import Anneal, annealed_layers, gpsa_layers
 from isomorph.surgery.compiled import notes
 from isomorph.surgery.fuse import Fuse, fuse, fusible
-from isomorph.surgery.pyramids import LinearToPyramid
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
-from isomorph.surgery.refined import AttentionToRefined
-from isomorph.surgery.rules import GATED_RULES, AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.rules.gated import GATED_RULES, AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.rules.pyramid import LinearToPyramid
+from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, Report, compare, verify
 

@@ -11,7 +11,12 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, AnnealedReLU, GPSA2d
-from isomorph.surgery.rules import CONTENT_DIALS, DIALS, check_dials, dials
+from isomorph.surgery.rules.gated import (
+    CONTENT_DIALS,
+    DIALS,
+    check_dials,
+    dials,
+)
 
 
 @dataclass(frozen=True)

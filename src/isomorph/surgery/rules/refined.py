@@ -14,8 +14,8 @@ from isomorph.layers.refined_attention import carry_parts, shape_arguments
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.attached import attached
 from isomorph.surgery.bounds import KERNEL, RATIO, check_choice, check_truth, check_whole
-from isomorph.surgery.follow import attach_grid, check_place, placed
-from isomorph.surgery.rules import unlike_attention, unlike_part
+from isomorph.surgery.rules.gated import unlike_attention, unlike_part
+from isomorph.surgery.token_grid import attach_grid, check_place, placed
 
 Span = Literal["map", "spatial", "row+column"]
 

@@ -16,7 +16,7 @@ from isomorph.layers.refined_attention import PARTS
 from isomorph.surgery.attached import attached
 from isomorph.surgery.bounds import GATE, LOCALITY, check_choice, check_number
 from isomorph.surgery.exact import changed, unlike
-from isomorph.surgery.follow import attach_grid, check_place, placed
+from isomorph.surgery.token_grid import attach_grid, check_place, placed
 
 Dials = Mapping[str, tuple[float, float]]
 

@@ -1,0 +1,1 @@
+"""Rules: which module becomes which, with the function kept. One file a family."""
