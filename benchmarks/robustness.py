@@ -25,8 +25,14 @@ from timm.data import resolve_data_config
 import isomorph as iso
 from interleave import show, write
 from isomorph.data import EXTRA, IMAGENET_C, corrupt, open_source
-from isomorph.data.corruptions import SEVERITIES, seed_of
-from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Pictures, fingerprint, frame_of, picture_loader
+from isomorph.data.corruptions.corrupt import SEVERITIES, seed_of
+from isomorph.data.corruptions.dataset import (
+    IMAGENET_FRAME,
+    Pictures,
+    fingerprint,
+    frame_of,
+    picture_loader,
+)
 from isomorph.suites.robustness_scores import headlines
 
 ALL = (*IMAGENET_C, *EXTRA)

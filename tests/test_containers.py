@@ -26,8 +26,15 @@ from containers import (
     pixels,
     write_tar,
 )
-from isomorph.data import Corrupted, Noisy, Source, class_fraction, open_source, shards
-from isomorph.data.names import Names, says
+from isomorph.data import (
+    Corrupted,
+    Noisy,
+    Source,
+    class_fraction,
+    open_source,
+)
+from isomorph.data.formats import tar_index as shards
+from isomorph.data.formats.naming import Names, says
 
 pytestmark = pytest.mark.usefixtures("caches")
 

@@ -10,11 +10,16 @@ from PIL import Image
 
 import isomorph as iso
 from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, corrupt
-from isomorph.data import corruptions as seam
-from isomorph.data.corruptions import SEVERITIES, seed_of
-from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
-from isomorph.data.corruptions_digital import blurring, mirrored, sampled
-from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Pictures, frame_of, picture_loader
+from isomorph.data.corruptions import corrupt as seam
+from isomorph.data.corruptions.cache import CellWriter, PictureCache, StoredPictures
+from isomorph.data.corruptions.corrupt import SEVERITIES, seed_of
+from isomorph.data.corruptions.dataset import (
+    IMAGENET_FRAME,
+    Pictures,
+    frame_of,
+    picture_loader,
+)
+from isomorph.data.corruptions.digital import blurring, mirrored, sampled
 
 ALL = (*IMAGENET_C, *EXTRA)
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
@@ -138,7 +143,7 @@ def test_a_picture_without_a_drop_stays_a_picture():
 
 
 def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
-    from isomorph.data.corruptions_weather import TEXTURES, frost, frost_texture
+    from isomorph.data.corruptions.weather import TEXTURES, frost, frost_texture
 
     assert "frost6.jpg" not in TEXTURES
     black = np.zeros((400, 300, 3), np.uint8)
@@ -150,7 +155,7 @@ def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
 
 
 def test_replacing_at_once_is_replacing_one_by_one():
-    from isomorph.data.corruptions_blur import replaced
+    from isomorph.data.corruptions.blur import replaced
 
     original = drawing(20)
     for reach in (1, 2, 3):

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
-    {"errors", "doctor", "import_path"},
+    {"errors", "doctor", "import_path", "seeding"},
     {"layers"},
     {"surgery"},
     {"models"},

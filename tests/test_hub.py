@@ -117,7 +117,7 @@ class TestStream:
     @pytest.mark.parametrize("skip", [0, 1, 6, 99])
     def test_skipping_resumes(self, stream, skip, monkeypatch):
         whole = list(stream.samples(2, 1, 1, 2))
-        monkeypatch.setattr("isomorph.data.stream.decode", None)
+        monkeypatch.setattr("isomorph.data.streams.source.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
 
     def test_pickles_and_shares_once_in_workers(self, stream):

@@ -320,7 +320,7 @@ def test_a_cache_changes_nothing_and_is_used(net, tmp_path, monkeypatch):
     assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
     stored = sorted(path.name for path in tmp_path.rglob("*.raw"))
     assert stored == sorted(f"{name}-{severity}.raw" for name in FEW["corruptions"] for severity in (1, 5))
-    monkeypatch.setattr("isomorph.data.corruptions_pictures.corrupt", None)  # cannot be called any more
+    monkeypatch.setattr("isomorph.data.corruptions.dataset.corrupt", None)  # cannot be called any more
     assert numbers(iso.robustness(net, source, **FEW, cache=tmp_path)) == pytest.approx(plain, rel=1e-5)
     monkeypatch.undo()
     damaged = next(tmp_path.rglob("fog-5.raw"))
@@ -511,7 +511,7 @@ def test_what_is_missing_is_said(published, tmp_path):
 
 
 def test_the_package_is_asked_for_before_anything_is_written(net, tmp_path, monkeypatch):
-    from isomorph.data.corruptions import corrupters
+    from isomorph.data.corruptions.corrupt import corrupters
 
     corrupters.cache_clear()
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)

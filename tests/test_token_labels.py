@@ -12,11 +12,19 @@ from torchvision.transforms import functional
 
 import isomorph as iso
 from containers import CLASSES, SAMPLES, as_class_tars, as_folder, as_shards, as_tar, as_tar_of_tars
-from isomorph.data import Deals, MapLabels, MappedSource, Order, open_source, seed_generators, train_loader
+from isomorph.data import (
+    Deals,
+    MapLabels,
+    MappedSource,
+    Order,
+    open_source,
+    train_loader,
+)
 from isomorph.data.label_maps import traced
 from isomorph.data.loaders import train_transform
 from isomorph.models import create
 from isomorph.models.dense_head import Box
+from isomorph.seeding import seed_generators
 from isomorph.training.loop import train_epoch
 from isomorph.training.objective_parts import TokenLabelPart
 from isomorph.training.run import open_run

@@ -6,7 +6,7 @@ from typing import Any
 
 import isomorph as iso
 from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bounded, called, steps_bar
-from isomorph.data.corruptions import SEVERITIES
+from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.report import show
 from isomorph.suites.robustness import wanted_cells
 from isomorph.suites.robustness_published import open_published

@@ -1,13 +1,21 @@
 """Sources and streams of labelled images, their corrupted and reduced forms, and loaders."""
 
-from isomorph.data.corruptions import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Noisy, corrupt
+from isomorph.data.corruptions.corrupt import (
+    CATEGORIES,
+    EXTRA,
+    IMAGENET_C,
+    Corrupted,
+    Noisy,
+    corrupt,
+)
+from isomorph.data.formats.registry import SOURCES, open_source
 from isomorph.data.label_maps import MapLabels, MappedSource
 from isomorph.data.loaders import eval_loader, evaluation_transform, train_loader, train_transform
-from isomorph.data.opening import SOURCES, open_source
-from isomorph.data.order import Deals, Order, Share, mixed_seed, seed_generators
+from isomorph.data.sampler import Deals, Order, Share
 from isomorph.data.sources import Source, class_fraction, first_classes, picture_name
-from isomorph.data.stream import STREAMS, Stream, open_stream
-from isomorph.data.streaming import stream_loader, stream_test_loader
+from isomorph.data.streams.loader import stream_loader, stream_test_loader
+from isomorph.data.streams.source import STREAMS, Stream, open_stream
+from isomorph.seeding import mixed_seed, seed_generators
 
 __all__ = [
     "CATEGORIES",

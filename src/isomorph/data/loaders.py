@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 
 from isomorph.data.label_maps import MapLabels
-from isomorph.data.order import Deals, Draw, seed_generators
+from isomorph.data.sampler import Deals, Draw
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.import_path import SafeChildren
+from isomorph.seeding import seed_generators
 
 SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")

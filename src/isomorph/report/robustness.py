@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from isomorph.data import EXTRA, IMAGENET_C
-from isomorph.data.corruptions_pictures import CLEAN
+from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 
 Cells = Mapping[tuple[str, int], float]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from isomorph.data import Source, open_source
-from isomorph.data.names import SPLITS, Files, is_image
+from isomorph.data.formats.naming import SPLITS, Files, is_image
 from isomorph.errors import UserError
 
 CLASS = re.compile(r"n\d{8}|\d{1,4}")

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from isomorph.data import EXTRA, IMAGENET_C, Source
-from isomorph.data.corruptions import SEVERITIES, corrupters, refuse_unknown_corruption
-from isomorph.data.corruptions_cache import CellWriter, PictureCache, StoredPictures
-from isomorph.data.corruptions_pictures import CLEAN, Pictures, picture_loader
+from isomorph.data.corruptions.cache import CellWriter, PictureCache, StoredPictures
+from isomorph.data.corruptions.corrupt import SEVERITIES, corrupters, refuse_unknown_corruption
+from isomorph.data.corruptions.dataset import CLEAN, Pictures, picture_loader
 from isomorph.errors import UserError
 from isomorph.evaluation import Tally, at_size
 from isomorph.layers.eval_mode import eval_mode

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from isomorph.data.corruptions_pictures import CLEAN
+from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.errors import UserError
 from isomorph.suites.robustness_scores import Cell, Cells, measured_line
 

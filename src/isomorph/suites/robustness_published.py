@@ -10,8 +10,8 @@ import numpy as np
 from PIL import Image
 
 from isomorph.data import CATEGORIES, Source
-from isomorph.data.corruptions import SEVERITIES
-from isomorph.data.folders import imagefolder
+from isomorph.data.corruptions.corrupt import SEVERITIES
+from isomorph.data.formats.imagefolder import imagefolder
 from isomorph.data.sources import first_line
 from isomorph.errors import UserError
 from isomorph.suites.imagenet_classes import with_imagenet_labels

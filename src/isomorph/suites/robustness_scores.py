@@ -5,7 +5,7 @@ from statistics import mean
 from typing import Any
 
 from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C
-from isomorph.data.corruptions import SEVERITIES
+from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.errors import UserError
 
 Cell = Mapping[str, Any]

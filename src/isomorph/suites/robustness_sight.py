@@ -8,8 +8,15 @@ import numpy as np
 from torch import nn
 
 from isomorph.data import Source
-from isomorph.data.corruptions import CONSTANTS, VERSION
-from isomorph.data.corruptions_pictures import IMAGENET_FRAME, Frame, Pictures, fingerprint, frame_of, refuse_small
+from isomorph.data.corruptions.corrupt import CONSTANTS, VERSION
+from isomorph.data.corruptions.dataset import (
+    IMAGENET_FRAME,
+    Frame,
+    Pictures,
+    fingerprint,
+    frame_of,
+    refuse_small,
+)
 from isomorph.errors import UserError
 from isomorph.evaluation import channels, evaluation_config
 from isomorph.suites.imagenet_classes import with_imagenet_labels

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.data import mixed_seed, seed_generators
 from isomorph.errors import UserError
+from isomorph.seeding import mixed_seed, seed_generators
 
 ENVIRONMENT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 """What torchrun says, and what one process alone is."""

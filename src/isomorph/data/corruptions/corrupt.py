@@ -64,7 +64,9 @@ def corrupters() -> tuple[Callable[..., np.ndarray], Mapping[str, Corruption]]:
     try:
         from imagecorruptions import corrupt as package
 
-        from isomorph.data import corruptions_blur, corruptions_digital, corruptions_weather
+        from isomorph.data.corruptions import blur as corruptions_blur
+        from isomorph.data.corruptions import digital as corruptions_digital
+        from isomorph.data.corruptions import weather as corruptions_weather
     except ImportError as error:
         broken = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
         raise UserError(f"corruptions need a package; pip install 'isomorph[corruptions]'{broken}") from None

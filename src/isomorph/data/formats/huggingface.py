@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from isomorph.data.names import SPLITS, says
+from isomorph.data.formats.naming import SPLITS, says
 from isomorph.data.sources import Picture, Source, first_line, runs
 from isomorph.errors import UserError
 

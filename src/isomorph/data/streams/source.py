@@ -9,8 +9,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from isomorph.data.hub import Part, open_part, picture_of, plainly
-from isomorph.data.names import SPLITS
+from isomorph.data.formats.huggingface import (
+    Part,
+    open_part,
+    picture_of,
+    plainly,
+)
+from isomorph.data.formats.naming import SPLITS
 from isomorph.data.sources import Picture, decode, readable, unreadable
 from isomorph.errors import UserError
 
@@ -132,7 +137,7 @@ def count_classes(part: Part, root: Path) -> int:
     import pyarrow.compute
     from pyarrow.parquet import read_table
 
-    from isomorph.data.hub import parquet_files
+    from isomorph.data.formats.huggingface import parquet_files
 
     if not part.files:
         raise UserError(f"{part.title} does not name its classes; give their number as classes=")

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from isomorph.data.names import SPLITS, SUFFIXES, Files, is_image, refuse_no_folder, refuse_unknown_classes
+from isomorph.data.formats.naming import (
+    SPLITS,
+    SUFFIXES,
+    Files,
+    is_image,
+    refuse_no_folder,
+    refuse_unknown_classes,
+)
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 

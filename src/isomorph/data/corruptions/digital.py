@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import RandomState
 from scipy.ndimage import gaussian_filter1d
 
-from isomorph.data.corruptions_blur import to_levels
+from isomorph.data.corruptions.blur import to_levels
 
 ELASTIC = ((2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))
 """Strength and smoothness of the field and reach of the affine part, in units of UNIT times the picture's side."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from isomorph.data.corruptions import SMALLEST, corrupt, seed_of
+from isomorph.data.corruptions.corrupt import SMALLEST, corrupt, seed_of
 from isomorph.data.loaders import Loader, evaluation_transform, leave_signals_alone
 from isomorph.data.sources import Source
 from isomorph.errors import UserError

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from isomorph.data.names import Names, is_image
+from isomorph.data.formats.naming import Names, is_image
 from isomorph.data.sources import Picture, first_line
 from isomorph.errors import UserError
 

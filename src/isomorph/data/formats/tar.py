@@ -9,8 +9,20 @@ from pathlib import Path
 
 import numpy as np
 
-from isomorph.data.names import SPLITS, refuse_no_folder, refuse_unknown_classes, says
-from isomorph.data.shards import Index, Members, Unlabelled, images, index_shards, samples
+from isomorph.data.formats.naming import (
+    SPLITS,
+    refuse_no_folder,
+    refuse_unknown_classes,
+    says,
+)
+from isomorph.data.formats.tar_index import (
+    Index,
+    Members,
+    Unlabelled,
+    images,
+    index_shards,
+    samples,
+)
 from isomorph.data.sources import Chosen, Source, runs
 from isomorph.errors import UserError
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.random import RandomState
 from scipy.ndimage import zoom
 
-from isomorph.data.corruptions_blur import moved_blur, smooth, to_levels
+from isomorph.data.corruptions.blur import moved_blur, smooth, to_levels
 
 SNOW = (
     (0.1, 0.3, 3, 0.5, 10, 4, 0.8),

@@ -4,12 +4,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from isomorph.data.folders import imagefolder
-from isomorph.data.hub import huggingface
-from isomorph.data.names import SPLITS
-from isomorph.data.small import cifar10, cifar100, digits
+from isomorph.data.formats.builtin import cifar10, cifar100, digits
+from isomorph.data.formats.huggingface import huggingface
+from isomorph.data.formats.imagefolder import imagefolder
+from isomorph.data.formats.naming import SPLITS
+from isomorph.data.formats.tar import tar, webdataset
 from isomorph.data.sources import Source
-from isomorph.data.tars import tar, webdataset
 from isomorph.errors import UserError
 
 SOURCES: dict[str, Callable[[str, Path], Source]] = {

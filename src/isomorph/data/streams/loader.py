@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from isomorph.data.loaders import Example, Labels, Loader, collate, leave_signals_alone
-from isomorph.data.order import Deals, Share, mixed_seed, seed_generators
-from isomorph.data.stream import Sample, Stream
+from isomorph.data.sampler import Deals, Share
+from isomorph.data.streams.source import Sample, Stream
 from isomorph.errors import UserError
+from isomorph.seeding import mixed_seed, seed_generators
 
 Dealt = tuple[Tensor, Labels, list[str]]
 """Images, labels, problems."""

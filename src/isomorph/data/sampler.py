@@ -4,36 +4,18 @@ However many processes and workers share the work, and wherever a run is taken u
 same: nothing about it lives in a generator that has to be kept.
 """
 
-import random
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
 from isomorph.errors import UserError
+from isomorph.seeding import mixed_seed
 
 Draw = tuple[int, int]
 """An image, and the seed of its augmentation."""
-
-
-def seed_generators(seed: int, devices: bool = True) -> None:
-    """Seeds Python's, NumPy's and torch's global generators: on every device, or (much faster) on the CPU alone."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    if devices:
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
-
-
-def mixed_seed(purpose: str, *numbers: int) -> int:
-    """One seed for a purpose and some numbers: far apart for neighbours. (SeedSequence's hash, 63 bits.)"""
-    entropy = (zlib.crc32(purpose.encode()), len(numbers), *numbers)  # it takes no notice of zeros at the end
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True)

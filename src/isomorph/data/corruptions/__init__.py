@@ -1,0 +1,1 @@
+"""Image corruptions of ImageNet-C: their functions, cache and corrupted data sets."""

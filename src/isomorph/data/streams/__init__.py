@@ -1,0 +1,1 @@
+"""Labelled images read in passing: sources without an index, and their loaders."""
