@@ -12,9 +12,9 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.analysis import along, pooled
-from isomorph.analysis.alignment import cka_of_pairs, hsic
-from isomorph.analysis.scores import Scores
-from isomorph.analysis.summaries import entropy, matrix_rank
+from isomorph.analysis.captured import Scores
+from isomorph.analysis.cka import cka_of_pairs, hsic
+from isomorph.analysis.map_statistics import entropy, matrix_rank
 
 
 def vit(**kwargs):
@@ -78,7 +78,7 @@ class TestSummaries:
             iso.attention_entropy(model, [])
 
     def test_pieces_are_the_map(self, monkeypatch):
-        monkeypatch.setattr("isomorph.analysis.scores.ENTRIES_AT_ONCE", 2 * 3 * 5 * 5)
+        monkeypatch.setattr("isomorph.analysis.captured.ENTRIES_AT_ONCE", 2 * 3 * 5 * 5)
         found = Scores(torch.randn(5, 3, 5, 4), torch.randn(5, 3, 5, 4), torch.randn(5, 1, 5, 5))
         pieces = list(found.pieces())
         assert [len(piece) for piece in pieces] == [2, 2, 1]
@@ -183,7 +183,7 @@ class TestCKA:
             iso.cka(model, model, torch.randn(batch, 4), where)
 
     def test_too_many_features_for_covariances_are_said(self, monkeypatch):
-        monkeypatch.setattr("isomorph.analysis.alignment.LARGEST", 10)
+        monkeypatch.setattr("isomorph.analysis.cka.LARGEST", 10)
         model = Two(torch.eye(4), torch.eye(4))
         with pytest.raises(iso.UserError, match="covariances of these features take"):
             iso.covariance_cka(model, model, torch.randn(8, 4), "?")
@@ -277,7 +277,7 @@ def test_the_names_that_the_library_promises():
 
 def test_layers_that_give_channels_last_are_read_as_pictures():
     """Blocks of Swin, which timm's feature_info does not name, on a grid as large as their channels."""
-    from isomorph.analysis.evolution import feature_layers, features
+    from isomorph.analysis.features import feature_layers, features
 
     arguments = dict(img_size=64, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2), num_classes=2)
     model, x = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval(), torch.randn(2, 3, 64, 64)

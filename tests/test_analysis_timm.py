@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.analysis.layouts import REFUSED
+from isomorph.analysis.timm_layouts import REFUSED
 
 SMALL = {
     "vit_tiny_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),

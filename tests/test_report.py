@@ -17,9 +17,9 @@ from PIL import Image
 
 import isomorph as iso
 from isomorph.analysis import Trajectory
-from isomorph.analysis.alignment import hsic
+from isomorph.analysis.cka import hsic
 from isomorph.analysis.evolution import random_draws
-from isomorph.analysis.places import Places
+from isomorph.analysis.token_grid import Places
 from isomorph.cli import main
 from isomorph.cli.comparing import dials_kept
 from isomorph.cli.reports import images_for

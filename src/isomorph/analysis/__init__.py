@@ -1,13 +1,25 @@
 """(model, batch or loader) -> tensors by layer name."""
 
-from isomorph.analysis.alignment import CKA, cka, covariance_cka, pooled
 from isomorph.analysis.attention import attention_maps, looks, nonlocality
 from isomorph.analysis.branches import branch_similarity
-from isomorph.analysis.dials import Trajectory, along, centres, dials_along, gates, spans
+from isomorph.analysis.cka import (
+    CKA,
+    cka,
+    covariance_cka,
+    linear_cka,
+    pooled,
+)
 from isomorph.analysis.evolution import feature_evolution, map_similarity
+from isomorph.analysis.gating import (
+    Trajectory,
+    along,
+    centres,
+    dials_along,
+    gates,
+    spans,
+)
 from isomorph.analysis.logits import LogitStats, logit_stats
-from isomorph.analysis.similarity import linear_cka
-from isomorph.analysis.summaries import attention_entropy, effective_rank, head_similarity
+from isomorph.analysis.map_statistics import attention_entropy, effective_rank, head_similarity
 from isomorph.analysis.windows import attention_windows
 
 __all__ = [

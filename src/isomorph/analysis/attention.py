@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.places import Places, image_grid, places
-from isomorph.analysis.scores import Applied
-from isomorph.analysis.taps import Frame, observe
+from isomorph.analysis.capture import Frame, observe
+from isomorph.analysis.captured import Applied
+from isomorph.analysis.token_grid import Places, image_grid, places
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.alignment import comparable, hsic
 from isomorph.analysis.batches import batches
-from isomorph.analysis.taps import visit
+from isomorph.analysis.capture import visit
+from isomorph.analysis.cka import comparable, hsic
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain

@@ -1,6 +1,6 @@
 """How features and attention maps change from block to block (Refiner section 3.1, Fig. 2, 4 and 5)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,63 +9,13 @@ from torch import Tensor, nn
 
 from isomorph.analysis.attention import attention_maps
 from isomorph.analysis.batches import batches, mean_over
-from isomorph.analysis.similarity import linear_cka
-from isomorph.analysis.taps import run_hooked
+from isomorph.analysis.cka import linear_cka
+from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where, matches, nearest_names
+from isomorph.surgery.recast import Where
 
 DRAWS, DRAWN = 10, 32
 """Batches that F_k is the mean of in the paper's measurement, and images of each."""
-
-
-def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:
-    """The modules whose outputs are the features: those that timm names for the model, or those selected.
-
-    Raises: UserError when there are fewer than `least`.
-    """
-    modules = dict(model.named_modules())
-    if where is None:
-        names = [info["module"] for info in getattr(model, "feature_info", [])]
-        found = {name: modules[name] for name in names if name in modules}
-    else:
-        found = {name: module for name, module in modules.items() if name and matches(where, name, module)}
-    if len(found) < least == 1:
-        hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
-        raise UserError(f"no layer of the model is selected to give features{hint}")
-    if len(found) < least:
-        raise UserError(f"features of {len(found)} layers do not evolve; give where, like 'blocks.?' or 'layer?'")
-    return found
-
-
-def vectors(output: Tensor) -> Tensor:
-    """Every image as one vector. Shape: -> (B, features)"""
-    return output.flatten(1).float()
-
-
-def channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tensor:
-    """A picture-like output as (B, C, H, W), though the model's layers give (B, H, W, C), as timm says of Swin's."""
-    last = output.ndim == 4 and getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
-    return output.movedim(-1, 1) if last else output
-
-
-@torch.no_grad()
-def features(
-    model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor] = vectors
-) -> dict[str, Tensor]:
-    """What is read from what each layer gives, at once, in eval mode; pictures as (B, C, H, W).
-
-    Shape: -> {name: (B, features)}
-    """
-    seen: dict[str, Tensor] = {}
-
-    def keep(name: str) -> Any:
-        def hook(layer: nn.Module, _: Any, output: Any) -> None:
-            seen[name] = read(channels_second(model, layer, output[0] if isinstance(output, tuple) else output))
-
-        return hook
-
-    run_hooked(model, batch, [layer.register_forward_hook(keep(name)) for name, layer in layers.items()])
-    return {name: seen[name] for name in layers if name in seen}
 
 
 def random_draws(images: int) -> Tensor:

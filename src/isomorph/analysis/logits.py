@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.scores import Applied, Scores
-from isomorph.analysis.taps import Frame, observe
+from isomorph.analysis.capture import Frame, observe
+from isomorph.analysis.captured import Applied, Scores
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where
 

@@ -7,7 +7,7 @@ import torch
 from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
-from isomorph.analysis.taps import visit
+from isomorph.analysis.capture import visit
 
 PARTITIONS = ("_attn", "_partition_attn")
 """Methods of timm's blocks (Swin V1 and V2, MaxViT) that cut a map into windows for `attn` and join it again."""

@@ -6,9 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from isomorph.analysis.alignment import CKA, comparable, grams, hsic, pooled
 from isomorph.analysis.batches import batches
-from isomorph.analysis.evolution import feature_layers
+from isomorph.analysis.cka import (
+    CKA,
+    comparable,
+    grams,
+    hsic,
+    pooled,
+)
+from isomorph.analysis.features import feature_layers
 from isomorph.report.charts import Line, Matrix, Panel, Table, number
 
 

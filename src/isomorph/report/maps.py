@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.places import Places, image_grid, places
-from isomorph.analysis.scores import Applied
-from isomorph.analysis.taps import Frame, observe
+from isomorph.analysis.capture import Frame, observe
+from isomorph.analysis.captured import Applied
+from isomorph.analysis.token_grid import Places, image_grid, places
 from isomorph.analysis.windows import Windows, attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.recast import Where

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from isomorph.analysis.layouts import hides_map, laid_out, refusal
-from isomorph.analysis.scores import Applied, Formed, HandedOut, Scores, hands_out_map
+from isomorph.analysis.captured import (
+    Applied,
+    Formed,
+    HandedOut,
+    Scores,
+    hands_out_map,
+)
+from isomorph.analysis.timm_layouts import hides_map, laid_out, refusal
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.recast import Where, describe, matches, nearest_names

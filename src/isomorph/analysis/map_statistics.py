@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.scores import Applied
-from isomorph.analysis.taps import Frame, observe
+from isomorph.analysis.capture import Frame, observe
+from isomorph.analysis.captured import Applied
 from isomorph.surgery.recast import Where
 
 
