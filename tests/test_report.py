@@ -48,14 +48,20 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.charts import Paths, as_json, numbers
+from isomorph.report.cka_charts import alignments
+from isomorph.report.compare_page import (
+    POINTS,
+    along_epochs,
+    curve,
+    flat,
+    paths_of,
+)
 from isomorph.report.figures import PALETTE, Look, draw, maps_figure, pyplot
-from isomorph.report.likeness import alignments
+from isomorph.report.html import render
 from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
-from isomorph.report.page import render
-from isomorph.report.papers import looked
-from isomorph.report.robustness import robustness_charts, robustness_table
-from isomorph.report.runs import POINTS, along_epochs, curve, flat, paths_of
-from isomorph.report.subjects import framed, percent, predictions
+from isomorph.report.page_models import framed, percent, predictions
+from isomorph.report.robustness_charts import robustness_charts, robustness_table
+from isomorph.report.save_figures import looked
 from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results, weights_hash
 from isomorph.suites.robustness_scores import summary
 from isomorph.training.build import draw_images

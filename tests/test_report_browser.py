@@ -29,9 +29,9 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.charts import Paths, Scatter
-from isomorph.report.page import Fold, colour_table
+from isomorph.report.html import Fold, colour_table
+from isomorph.report.page_models import predictions
 from isomorph.report.pictures import normalised
-from isomorph.report.subjects import predictions
 from test_report import small_vit, write_run
 
 TIMES = "\N{MULTIPLICATION SIGN}"

@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.report import compare_runs, read_runs, write_page
 from isomorph.report.accuracy_cost import Point, points_json, read_points
 from isomorph.report.along import MEASURES, Course, Courses, course_tables, courses_json
-from isomorph.report.runs import Log, best_top1
+from isomorph.report.compare_page import Log, best_top1
 from isomorph.training import dials_of_run
 from isomorph.training.build import draw_images
 from isomorph.training.kept import cost_of_run, measures_of_run

@@ -31,7 +31,7 @@ from isomorph.report import (
     write_page,
 )
 from isomorph.report.charts import Table
-from isomorph.report.likeness import evolution_table
+from isomorph.report.cka_charts import evolution_table
 from isomorph.suites.robustness_journal import read_results, weights_hash
 from isomorph.training.build import (
     default_data,

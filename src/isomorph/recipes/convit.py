@@ -9,7 +9,7 @@
 from itertools import product
 from typing import Any
 
-from isomorph.recipes.tcnn import DEIT
+from isomorph.recipes.deit import DEIT
 
 GPSA = "blocks.[0-9].attn"
 

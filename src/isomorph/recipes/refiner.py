@@ -20,7 +20,7 @@ Table 12 at 12 heads has no recipe of its own: refined it is `refiner_ratio_3` (
 
 from typing import Any
 
-from isomorph.recipes.tcnn import DEIT
+from isomorph.recipes.deit import DEIT
 
 POLICY = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
 STANDARD: dict[str, Any] = dict(batch=256, lr=5e-3, augment=POLICY | dict(mixup=0.2))

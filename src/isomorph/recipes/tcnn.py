@@ -7,17 +7,8 @@ augmentation; drop path .1 at 224 and .2 at 320; 16 V100s took 6 hours for the s
 
 from typing import Any
 
-DEIT: dict[str, Any] = dict(
-    auto_augment="rand-m9-mstd0.5-inc1",
-    color_jitter=0.4,
-    erasing=0.25,
-    mixup=0.8,
-    cutmix=1.0,
-    smoothing=0.1,
-    repeats=3,
-)
-"""DeiT's augmentation, every image three times: DeiT's paper calls repeated augmentation a key ingredient, and its
-code, on which papers that "use the augmentation of DeiT" build, does it by default."""
+from isomorph.recipes.deit import DEIT
+
 OPTIM = dict(name="adamw", lr=1e-4, weight_decay=0.05, gate_lr="1000x", warmup_epochs=5, schedule_from="start")
 
 # backbone: fine-tuning resolution, drop path, top-1 of the CNN alone and of the T-CNN, table

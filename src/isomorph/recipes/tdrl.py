@@ -10,7 +10,7 @@ Swin's do; DeiT's begins at the first step.
 
 from typing import Any
 
-from isomorph.recipes.tcnn import DEIT
+from isomorph.recipes.deit import DEIT
 
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
 G2SD = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)

@@ -1,16 +1,16 @@
 """Figures and the self-contained page."""
 
+from isomorph.report.analyze_page import Extras, dissect, lead_of
+from isomorph.report.attention_viewer import Picture, Seen, build_viewer
 from isomorph.report.charts import Bars, Chart, Dots, Line, Matrix, Panel
+from isomorph.report.compare_page import compare_runs, read_runs
 from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
-from isomorph.report.dissection import Extras, dissect, lead_of
+from isomorph.report.html import Section, write_page
 from isomorph.report.maps import gather_maps
-from isomorph.report.page import Section, write_page
-from isomorph.report.papers import save_figures
+from isomorph.report.page_models import Subject, recipe_beside, told_apart
 from isomorph.report.pictures import open_pictures
-from isomorph.report.runs import compare_runs, read_runs
-from isomorph.report.subjects import Subject, recipe_beside, told_apart
+from isomorph.report.save_figures import save_figures
 from isomorph.report.terminal import curve_rows, metric_rows, show, show_words
-from isomorph.report.viewer import Picture, Seen, build_viewer
 
 __all__ = [
     "Bars",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from isomorph.errors import UserError
 from isomorph.report.charts import Chart, Scatter, Table, is_number, number
-from isomorph.report.subjects import short_name
+from isomorph.report.page_models import short_name
 
 
 class Point(NamedTuple):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isomorph.data.loaders import evaluation_transform
 from isomorph.errors import UserError
-from isomorph.report.viewer import Picture
+from isomorph.report.attention_viewer import Picture
 
 
 def read_image(path: Path, channels: int) -> Image.Image:

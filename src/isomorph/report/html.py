@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from isomorph.errors import UserError
+from isomorph.report.attention_viewer import Viewer
 from isomorph.report.charts import Chart, as_json, numbers
-from isomorph.report.viewer import Viewer
 
 COLOURS = {"heat": "magma", "split": "RdBu_r", "depth": "viridis"}
 """Colour maps of the page: attention, values around 0, shares and depth."""
@@ -53,7 +53,7 @@ class Section:
 @cache
 def part(name: str) -> str:
     """A file of the page that lies beside this one."""
-    return files("isomorph.report").joinpath(name).read_text(encoding="utf-8")
+    return files("isomorph.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def colour_table(name: str) -> str:

@@ -10,15 +10,25 @@ from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality
 from isomorph.analysis.evolution import DRAWN, DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, fixed_cost
+from isomorph.report.attention_viewer import Picture, Seen, build_viewer
 from isomorph.report.charts import Chart, Dots
+from isomorph.report.cka_charts import (
+    Evolution,
+    alignments,
+    evolution_chart,
+    similarity_chart,
+)
 from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
-from isomorph.report.likeness import Evolution, alignments, evolution_chart, similarity_chart
+from isomorph.report.html import Fold, Section, Shot
 from isomorph.report.maps import BUDGET, gather_maps
-from isomorph.report.page import Fold, Section, Shot
+from isomorph.report.page_models import (
+    Subject,
+    framed,
+    predictions,
+    story,
+)
 from isomorph.report.pictures import normalised
-from isomorph.report.robustness import Measured, robustness_charts, robustness_table
-from isomorph.report.subjects import Subject, framed, predictions, story
-from isomorph.report.viewer import Picture, Seen, build_viewer
+from isomorph.report.robustness_charts import Measured, robustness_charts, robustness_table
 from isomorph.surgery.recast import Where
 
 

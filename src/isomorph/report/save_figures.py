@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from isomorph.errors import UserError
+from isomorph.report.attention_viewer import Viewer
 from isomorph.report.figures import Look, draw, maps_figure, pyplot, style
+from isomorph.report.html import Section
 from isomorph.report.maps import LayerMaps
-from isomorph.report.page import Section
-from isomorph.report.viewer import Viewer
 
 ROWS = 12
 """Layers of a figure of attention maps; of deeper models, so many evenly spread ones."""

@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.report.accuracy_cost import Point, points_table, scatters
 from isomorph.report.along import Courses, along_epochs, course_panels
 from isomorph.report.charts import Chart, Line, Panel, Paths, Table, is_number
-from isomorph.report.page import Fold, Section
+from isomorph.report.html import Fold, Section
 from isomorph.report.terminal import UNITS
 
 POINTS = 600
