@@ -16,10 +16,15 @@ import timm
 import torch
 
 from interleave import show, write
+from isomorph.checkpoints.snapshot import (
+    checksum,
+    newest,
+    read_snapshot,
+    write_snapshot,
+)
 from isomorph.data import Deals, Order, Share, open_source, train_loader, train_transform
+from isomorph.distributed import Runtime
 from isomorph.evaluation import count_parameters
-from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import checksum, newest, read_snapshot, write_snapshot
 
 IMAGENET = 1_281_167
 CONFIG = dict(input_size=(3, 224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")

@@ -76,8 +76,8 @@ def through_training(folder, recipe, look):
 
 def build_born(recipe):
     """The network of a run before its first step."""
+    from isomorph.distributed import seed_everything
     from isomorph.training.build import build_model
-    from isomorph.training.runtime import seed_everything
 
     seed_everything("birth", recipe.seed)
     return build_model(recipe.model, 10, recipe.drop_path)

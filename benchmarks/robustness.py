@@ -33,7 +33,7 @@ from isomorph.data.corruptions.dataset import (
     frame_of,
     picture_loader,
 )
-from isomorph.suites.robustness_scores import headlines
+from isomorph.suites.robustness.scores import headlines
 
 ALL = (*IMAGENET_C, *EXTRA)
 

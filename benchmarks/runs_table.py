@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from interleave import show, write
-from isomorph.training.journal import rows_of
+from isomorph.training.run.log import rows_of
 
 KEYS = ("top1", "nll", "reconstruction", "alignment")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import isomorph as iso
 from interleave import show, write
-from isomorph.training.recipe import check
+from isomorph.training.recipe.recipe import check
 
 KWARGS = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, weight_init="jax", num_classes=10)
 

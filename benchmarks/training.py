@@ -24,16 +24,16 @@ from torch.utils.data import DataLoader
 
 import isomorph as iso
 from interleave import interleaved, show, write
+from isomorph.checkpoints.snapshot import newest, read_snapshot
 from isomorph.data import train_transform
 from isomorph.training.build import data_config
-from isomorph.training.journal import Journal, rows_of
-from isomorph.training.look import Look
 from isomorph.training.optim import parameter_groups
-from isomorph.training.recipe import check
-from isomorph.training.run import open_run
-from isomorph.training.snapshot import newest, read_snapshot
-from isomorph.training.step import train_step
-from isomorph.training.watch import StopRequest
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.guards import StopRequest
+from isomorph.training.run.log import Journal, rows_of
+from isomorph.training.run.monitor import Look
+from isomorph.training.run.state import open_run
+from isomorph.training.run.step import train_step
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)
 NOTHING = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=32, embed_dim=8, depth=1, num_heads=1))
@@ -114,7 +114,7 @@ def overhead(options):
 
 
 def start(out, options):
-    code = "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
+    code = "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import check\n"
     code += "iso.train(check(json.loads(sys.argv[1])), show=False)"
     return subprocess.Popen([sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})])
 

@@ -7,8 +7,9 @@ import time
 import pytest
 
 import isomorph as iso
-from isomorph.training import Stopped, look
-from isomorph.training.recipe import check
+from isomorph.training import Stopped
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run import monitor as look
 
 
 def stopped_run(folder, step, values):

@@ -10,12 +10,12 @@ from isomorph.evaluation import count_macs, count_parameters
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 from isomorph.recipes import coatnet
 from isomorph.training.build import build_model, data_config
-from isomorph.training.loop import train_epoch
-from isomorph.training.objectives import criterion
+from isomorph.training.objectives.supervised import criterion
 from isomorph.training.optim import build_optimizer, build_scheduler
-from isomorph.training.parts import AugmentPart, OptimPart
-from isomorph.training.recipe import check
-from isomorph.training.run import open_run
+from isomorph.training.recipe.fields import AugmentPart, OptimPart
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.loop import train_epoch
+from isomorph.training.run.state import open_run
 
 TINY = dict(
     model=dict(

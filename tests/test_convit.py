@@ -10,10 +10,10 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.optim import param_groups_layer_decay
 
 import isomorph as iso
+from isomorph.checkpoints.model import load_weights
 from isomorph.evaluation import count_macs
 from isomorph.layers import GPSA, PSA
 from isomorph.models.convit import VARIANTS, checkpoint_filter_fn, public_state_dict
-from isomorph.training.checkpoint import load_weights
 
 PUBLIC = {  # parameters of the authors' layout
     "convit_ti": 5_710_512,

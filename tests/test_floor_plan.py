@@ -8,13 +8,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
     {"errors", "doctor", "import_path", "seeding"},
+    {"distributed"},
     {"layers"},
     {"surgery"},
     {"models"},
     {"data", "evaluation", "analysis"},
-    {"report", "training", "suites"},
+    {"suites"},
+    {"checkpoints"},
+    {"report", "training"},
     {"recipes"},
-    {"export"},
+    {"tasks", "export"},
     {"__init__"},
     {"cli"},
     {"__main__"},

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import isomorph as iso
+from isomorph.checkpoints.optimizer_state import split_optimizer
+from isomorph.checkpoints.snapshot import newest, read_snapshot
 from isomorph.surgery import RULES
-from isomorph.training.journal import Journal, rows_of
-from isomorph.training.loop import recast_when_due, train_epoch
-from isomorph.training.parts import RecastPart
-from isomorph.training.recipe import check
-from isomorph.training.run import open_run
-from isomorph.training.snapshot import newest, read_snapshot
-from isomorph.training.state import split_optimizer
+from isomorph.training.recipe.fields import RecastPart
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.log import Journal, rows_of
+from isomorph.training.run.loop import recast_when_due, train_epoch
+from isomorph.training.run.state import open_run
 
 WHERE = "layer3.2.conv2"
 
@@ -99,7 +99,7 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_interrupted_around_the_recast(epoch, tmp_path):
     """Stopped before or after it, a run finds its way; the recast is made once."""
-    import isomorph.training.loop as loop
+    import isomorph.training.run.loop as loop
 
     iso.train(recipe(tmp_path / "whole", 1), show=False)
 

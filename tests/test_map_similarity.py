@@ -13,13 +13,18 @@ import isomorph as iso
 from isomorph.data import MapLabels
 from isomorph.models import create
 from isomorph.models.dense_head import Box
-from isomorph.training.loop import train_epoch
-from isomorph.training.map_similarity import PenalisedTask, neighbour_similarity
-from isomorph.training.objective_parts import MapSimilarityPart, TokenLabelPart
-from isomorph.training.objectives import build_mixup
-from isomorph.training.parts import AugmentPart
-from isomorph.training.run import open_run
-from isomorph.training.token_labels import MapLabelTask, MapOnlyTask, MixedMaps, TokenLabelTask
+from isomorph.training.objectives.map_similarity import PenalisedTask, neighbour_similarity
+from isomorph.training.objectives.supervised import build_mixup
+from isomorph.training.objectives.token_labels import (
+    MapLabelTask,
+    MapOnlyTask,
+    MixedMaps,
+    TokenLabelTask,
+)
+from isomorph.training.recipe.fields import AugmentPart
+from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
+from isomorph.training.run.loop import train_epoch
+from isomorph.training.run.state import open_run
 
 SMALL = dict(img_size=32, patch_size=16, embed_dim=12, depth=6, num_heads=3, num_classes=5, dense_head=True)
 CPU = torch.device("cpu")
@@ -90,7 +95,7 @@ class TestTask:
     @pytest.mark.parametrize("tokens", [False, True])
     def test_loss_and_gradients_are_the_formula_s(self, name, tokens, monkeypatch):
         """Every parameter's gradient, against maps taken block by block and compared entry by entry."""
-        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
+        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: Box(0, 1, 0, 2))
         model = drawn(create(name, **SMALL)).double().train()
         reference = copy.deepcopy(model)
         x, labels = torch.randn(2, 3, 32, 32, dtype=torch.float64), torch.tensor([1, 3])
@@ -165,7 +170,7 @@ class TestMixedLabels:
     def test_patches_have_the_labels_of_both_images(self, kind, monkeypatch):
         """In the images' shares, whatever the place (as the released code has it), and MixToken comes after."""
         box = Box(0, 1, 0, 2)
-        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: box)
+        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
         model = drawn(create("refined_vit_s", **SMALL)).double().eval()
         x, target, own = torch.randn(4, 3, 32, 32).double(), self.target(), torch.tensor([0.7, 0.6, 0.6, 0.7])
         task = kind(model, TokenLabelPart(weight=0.7), 0.1, CPU)
@@ -186,7 +191,7 @@ class TestMixedLabels:
         torch.testing.assert_close(found["token_loss"], patches, rtol=1e-6, atol=0)
 
     def test_without_maps_every_patch_has_the_mixed_label(self, monkeypatch):
-        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: Box(0, 2, 0, 1))
+        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: Box(0, 2, 0, 1))
         model = drawn(create("refined_vit_s", **SMALL)).eval()
         images, labels = build_mixup(AugmentPart(mixup=0.8), 5)(torch.randn(4, 3, 32, 32), torch.arange(4))
         found = TokenLabelTask(model, TokenLabelPart(), 0.1, CPU)(images, labels)

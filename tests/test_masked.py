@@ -12,15 +12,14 @@ from timm.models import group_parameters
 from torch import nn
 
 import isomorph as iso
+from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
+from isomorph.checkpoints.model import read_header, remember_data
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.models.masked import MaskedAutoencoder, images_of, patches_of, sine_cosine, split
 from isomorph.surgery import edits
-from isomorph.training.autoencoders import load_autoencoder, save_autoencoder
 from isomorph.training.build import build_model
-from isomorph.training.checkpoint import read_header, remember_data
-from isomorph.training.mask_part import MaskPart
-from isomorph.training.masked import (
+from isomorph.training.objectives.masked import (
     Aligned,
     GenericDistillationTask,
     MaskedTask,
@@ -29,7 +28,8 @@ from isomorph.training.masked import (
     evaluate_reconstruction,
 )
 from isomorph.training.optim import build_optimizer, parameter_groups
-from isomorph.training.parts import ModelPart, OptimPart
+from isomorph.training.recipe.fields import ModelPart, OptimPart
+from isomorph.training.recipe.mask_fields import MaskPart
 
 CPU = torch.device("cpu")
 SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)

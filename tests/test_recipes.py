@@ -17,8 +17,8 @@ from isomorph.models.refined_vit import RefinedViT
 from isomorph.recipes import RECIPES, refiner
 from isomorph.training.build import build_model, data_config
 from isomorph.training.optim import build_optimizer, build_scheduler
-from isomorph.training.parts import OptimPart, magnitudes
-from isomorph.training.recipe import changes, identity, with_defaults
+from isomorph.training.recipe.fields import OptimPart, magnitudes
+from isomorph.training.recipe.recipe import changes, identity, with_defaults
 
 
 class TestPolicies:

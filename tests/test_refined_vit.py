@@ -16,10 +16,10 @@ from isomorph.models.dense_head import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
 from isomorph.training.build import build_model
-from isomorph.training.loop import train_epoch
-from isomorph.training.objective_parts import TokenLabelPart
-from isomorph.training.run import open_run
-from isomorph.training.token_labels import TokenLabelTask, draw_box
+from isomorph.training.objectives.token_labels import TokenLabelTask, draw_box
+from isomorph.training.recipe.objective_fields import TokenLabelPart
+from isomorph.training.run.loop import train_epoch
+from isomorph.training.run.state import open_run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 MILLIONS = {"b": 86, "s": 25, "m": 55, "l": 81}
@@ -290,7 +290,7 @@ class TestTokenLabels:
     def test_the_loss_is_the_formula(self, monkeypatch):
         model, x, labels = self.model(), torch.randn(4, 3, 32, 32), torch.tensor([0, 1, 2, 3])
         box = Box(0, 2, 1, 4)
-        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: box)
+        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
         task = TokenLabelTask(model, TokenLabelPart(weight=0.7), 0.1, torch.device("cpu"))
         found = task(x, labels)
         logits, tokens = model(x, tokens=True, box=box)

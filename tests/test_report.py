@@ -20,6 +20,7 @@ from isomorph.analysis import Trajectory
 from isomorph.analysis.cka import hsic
 from isomorph.analysis.evolution import random_draws
 from isomorph.analysis.token_grid import Places
+from isomorph.checkpoints.model import remember_data
 from isomorph.cli import main
 from isomorph.cli.comparing import dials_kept
 from isomorph.cli.reports import images_for
@@ -62,10 +63,14 @@ from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
 from isomorph.report.page_models import framed, percent, predictions
 from isomorph.report.robustness_charts import robustness_charts, robustness_table
 from isomorph.report.save_figures import looked
-from isomorph.suites.robustness_journal import SAME_SIGHT, Journal, read_results, weights_hash
-from isomorph.suites.robustness_scores import summary
-from isomorph.training.build import draw_images
-from isomorph.training.checkpoint import remember_data
+from isomorph.suites.robustness.results import (
+    SAME_SIGHT,
+    Journal,
+    read_results,
+    weights_hash,
+)
+from isomorph.suites.robustness.scores import summary
+from isomorph.suites.test_data import draw_images
 
 
 def small_vit(**changes):
@@ -768,7 +773,7 @@ class TestCommands:
         write_run(folder / "run")
         iso.save(timm.create_model("t_cifar_resnet20"), folder / "run/epoch-1.safetensors")
         newest = SimpleNamespace(values={"progress": {"closed": 3}})
-        monkeypatch.setattr("isomorph.training.kept.newest", lambda _: newest)
+        monkeypatch.setattr("isomorph.training.history.newest", lambda _: newest)
         logs = read_runs([folder / "run"])
         assert dials_kept([folder / "run"], logs)["run"].moments.tolist() == [1]
         assert "no folder of a run with a snapshot" in logs[0].problems[-1]

@@ -14,9 +14,9 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, eval_loader
-from isomorph.suites import robustness_journal
-from isomorph.suites.robustness_published import ImageNetC
-from isomorph.suites.robustness_scores import (
+from isomorph.suites.robustness import results as robustness_journal
+from isomorph.suites.robustness.published import ImageNetC
+from isomorph.suites.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
     against,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.training.recipe import check
+from isomorph.training.recipe.recipe import check
 
 HUGE = 99999999999999999999
 NUMBERS = [0, -1, 1e-300, 1e300, 10**400, math.inf, -math.inf, math.nan, True, "2", [], None]

@@ -15,17 +15,17 @@ import torch
 
 import isomorph as iso
 from command_line import SERVER, answer, isomorph, refusal, settings
+from isomorph.checkpoints.open import open_model
+from isomorph.checkpoints.snapshot import newest, read_snapshot, snapshots
+from isomorph.checkpoints.snapshot_values import digest_of
+from isomorph.distributed import Runtime
 from isomorph.training import Stopped
-from isomorph.training.folder_lock import alone_in
-from isomorph.training.journal import Terminal, rows_of
-from isomorph.training.kept import kept_models
-from isomorph.training.opening import open_model
-from isomorph.training.recipe import check
-from isomorph.training.run import open_run
-from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_snapshot, snapshots
-from isomorph.training.snapshot_values import digest_of
-from isomorph.training.watch import stop_requests
+from isomorph.training.history import kept_models
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.folder_lock import alone_in
+from isomorph.training.run.guards import stop_requests
+from isomorph.training.run.log import Terminal, rows_of
+from isomorph.training.run.state import open_run
 from stopping import stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)
@@ -177,7 +177,7 @@ class TestAlone:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
 
-        monkeypatch.setattr("isomorph.training.loop.open_run", killed)
+        monkeypatch.setattr("isomorph.training.run.loop.open_run", killed)
         with pytest.raises(Stopped, match="stopped by SIGTERM before the first step; nothing was written"):
             iso.train(tiny(tmp_path / "run"), show=False)
         assert not list(tmp_path.iterdir())
@@ -393,7 +393,7 @@ class TestFolders:
         assert isomorph("compare", "run", folder=run.parent).returncode == 0
 
     def test_a_snapshot_that_its_run_drops_meanwhile_is_not_damage(self, run, monkeypatch):
-        import isomorph.training.snapshot as snapshot
+        import isomorph.checkpoints.snapshot as snapshot
 
         def dropped(path, read=snapshot.read_values):
             if path.name == "step-00000006":

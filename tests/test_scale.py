@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 
 import isomorph as iso
-from isomorph.training.journal import rows_of
-from isomorph.training.recipe import check
-from isomorph.training.run import open_run
-from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_snapshot
-from isomorph.training.spread import blocks_of
+from isomorph.checkpoints.snapshot import newest, read_snapshot
+from isomorph.distributed import Runtime
+from isomorph.training.parallel import blocks_of
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.log import rows_of
+from isomorph.training.run.state import open_run
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
 VALUES = dict(
@@ -117,7 +117,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(one, tmp_p
 STOPPING = """
 import json, os, sys
 import isomorph as iso
-import isomorph.training.loop as loop
+import isomorph.training.run.loop as loop
 from isomorph.training.recipe import check
 
 def close_and_stop(run, *rest, close=loop.close_epoch):

@@ -6,12 +6,12 @@ import torch
 from timm.data import resolve_data_config
 
 import isomorph as iso
+from isomorph.checkpoints.model import remember_data
+from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
 from isomorph.cli.reports import open_subject
 from isomorph.evaluation import at_size, evaluation_config, training_config
-from isomorph.training.build import evaluation_data
-from isomorph.training.checkpoint import remember_data
-from isomorph.training.opening import open_model
+from isomorph.suites.test_data import evaluation_data
 
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)
 CUTTING = {

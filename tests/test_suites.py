@@ -17,7 +17,7 @@ import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.imagenet_labels import imagenet_labels
 from isomorph.suites import SUITES, Sweep, evaluate_suites, open_suites
-from isomorph.suites.evaluating import run_sweep
+from isomorph.suites.sweep import run_sweep
 
 LABELS = imagenet_labels()
 KEPT = {name: LABELS.kept[name] for name in ("imagenet-a", "imagenet-r")}
@@ -447,7 +447,7 @@ class TestCommand:
             assert "--no-pretrained is for a timm model by its name" in capsys.readouterr().err
 
     def test_cost_at_every_size(self, monkeypatch):
-        from isomorph.suites.evaluating import costs
+        from isomorph.suites.sweep import costs
 
         monkeypatch.setattr("isomorph.evaluation.cost.throughput", lambda *_: 1.0)
         small, large = costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])

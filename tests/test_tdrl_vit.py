@@ -11,8 +11,8 @@ import isomorph as iso
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
 from isomorph.training.build import build_model
 from isomorph.training.optim import layer_scales, parameter_groups
-from isomorph.training.parts import ModelPart, OptimPart
-from isomorph.training.recipe import check
+from isomorph.training.recipe.fields import ModelPart, OptimPart
+from isomorph.training.recipe.recipe import check
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 FFN = ["blocks.*.mlp.fc?"]

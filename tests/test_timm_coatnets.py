@@ -89,7 +89,7 @@ def test_evaluation_and_cost():
 @pytest.mark.slow
 def test_pretrained_names_are_known_to_the_command_line(tmp_path):
     """Weights come from a file here, as `--weights` takes them; with a network timm fetches its own."""
-    from isomorph.training.opening import open_model
+    from isomorph.checkpoints.open import open_model
 
     model = timm.create_model("coatnet_nano_rw_224")
     iso.save(model, tmp_path / "nano.safetensors")

@@ -25,10 +25,16 @@ from isomorph.data.loaders import train_transform
 from isomorph.models import create
 from isomorph.models.dense_head import Box
 from isomorph.seeding import seed_generators
-from isomorph.training.loop import train_epoch
-from isomorph.training.objective_parts import TokenLabelPart
-from isomorph.training.run import open_run
-from isomorph.training.token_labels import MapLabelTask, MapOnlyTask, TokenLabelTask, cut, dense_scores
+from isomorph.training.objectives.token_labels import (
+    MapLabelTask,
+    MapOnlyTask,
+    TokenLabelTask,
+    cut,
+    dense_scores,
+)
+from isomorph.training.recipe.objective_fields import TokenLabelPart
+from isomorph.training.run.loop import train_epoch
+from isomorph.training.run.state import open_run
 
 CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic", crop_pct=1.0)
 NETWORK = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5, dense_head=True)
@@ -169,7 +175,7 @@ class TestLoss:
     @pytest.mark.parametrize("kind", [MapLabelTask, MapOnlyTask])
     def test_the_loss_is_the_formula(self, kind, monkeypatch):
         target, x, box = targets(), torch.randn(4, 3, 32, 32).double(), Box(0, 2, 1, 4)
-        monkeypatch.setattr("isomorph.training.token_labels.draw_box", lambda *_: box)
+        monkeypatch.setattr("isomorph.training.objectives.token_labels.draw_box", lambda *_: box)
         model = create("refined_vit_s", **NETWORK).double().eval()
         found = kind(model, TokenLabelPart(weight=0.7), 0.1, torch.device("cpu"))(x, target)
         logits, tokens = model(x, tokens=True, box=box)

@@ -11,14 +11,14 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
+from isomorph.checkpoints.model import describe_base, describe_edits
 from isomorph.recipes import RECIPES, convit
 from isomorph.training.build import build_model
-from isomorph.training.checkpoint import describe_base, describe_edits
-from isomorph.training.loop import train_epoch
 from isomorph.training.optim import build_optimizer, build_scheduler, group_lines, layer_scales, parameter_groups
-from isomorph.training.parts import OptimPart
-from isomorph.training.recipe import check
-from isomorph.training.run import open_run
+from isomorph.training.recipe.fields import OptimPart
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.loop import train_epoch
+from isomorph.training.run.state import open_run
 from stopping import stopped_run
 
 TINY = dict(
@@ -463,7 +463,7 @@ class TestRun:
     @pytest.mark.parametrize("kind", ["hard", "soft"])
     def test_distillation(self, kind, tmp_path):
         """The loss is DeiT's, the teacher is frozen and normalised as it was trained, and a run resumes without it."""
-        from isomorph.training.snapshot import newest, read_layout
+        from isomorph.checkpoints.snapshot import newest, read_layout
 
         teacher = timm.create_model("cifar_resnet20")
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
@@ -625,7 +625,7 @@ class TestCheckpoint:
         assert not list(tmp_path.iterdir())
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path):
-        from isomorph.training.checkpoint import write_atomically
+        from isomorph.checkpoints.model import write_atomically
 
         path = tmp_path / "file"
         path.write_text("old")
@@ -641,7 +641,7 @@ class TestCheckpoint:
 
     def test_what_was_loaded_is_said(self, tmp_path):
         from isomorph.training.build import build_model, loaded_line
-        from isomorph.training.parts import ModelPart
+        from isomorph.training.recipe.fields import ModelPart
 
         given = timm.create_model("cifar_resnet20")
         iso.save(given, path := tmp_path / "20.safetensors")

@@ -13,15 +13,20 @@ import pytest
 import torch
 
 import isomorph as iso
+from isomorph.checkpoints.open import open_model
+from isomorph.checkpoints.snapshot import newest, read_snapshot, snapshots
+from isomorph.distributed import Runtime
 from isomorph.training import Diverged, Stopped
-from isomorph.training.journal import alone_in, rows_of
-from isomorph.training.loop import train_epoch
-from isomorph.training.opening import open_model
-from isomorph.training.recipe import changes, check, identity, with_defaults
-from isomorph.training.run import open_run
-from isomorph.training.runtime import Runtime
-from isomorph.training.snapshot import newest, read_snapshot, snapshots
-from isomorph.training.watch import LossGuard, stop_requests
+from isomorph.training.recipe.recipe import (
+    changes,
+    check,
+    identity,
+    with_defaults,
+)
+from isomorph.training.run.guards import LossGuard, stop_requests
+from isomorph.training.run.log import alone_in, rows_of
+from isomorph.training.run.loop import train_epoch
+from isomorph.training.run.state import open_run
 from stopping import stopped_run
 
 TINY = dict(
@@ -37,7 +42,7 @@ TINY = dict(
 """Eight steps an epoch, with everything that draws."""
 
 CODE = (
-    "import json, sys; import isomorph as iso; from isomorph.training.recipe import check\n"
+    "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import check\n"
     "iso.train(check(json.loads(sys.argv[1])), show=False)"
 )
 
@@ -89,7 +94,7 @@ def test_stopped_and_taken_up_equals_uninterrupted(step, workers, whole, tmp_pat
 
 
 def test_a_run_that_dies_before_an_evaluation(whole, tmp_path):
-    import isomorph.training.loop as loop
+    import isomorph.training.run.loop as loop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "close_epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -101,7 +106,7 @@ def test_a_run_that_dies_before_an_evaluation(whole, tmp_path):
 
 
 def test_a_signal_during_an_evaluation_stops_after_it(whole, tmp_path):
-    import isomorph.training.run as run
+    import isomorph.training.run.state as run
 
     def measure(self, measure=run.Run.measure):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -14,8 +14,8 @@ from isomorph.evaluation import count_macs
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.models.vanillanet import checkpoint_filter_fn
 from isomorph.training.build import build_model
-from isomorph.training.parts import ModelPart
-from isomorph.training.recipe import check
+from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.recipe import check
 
 SMALL = dict(dims=[8, 12, 16, 20], num_classes=5)
 

@@ -6,9 +6,9 @@ import torch
 
 import isomorph as iso
 from isomorph.training.build import build_model
-from isomorph.training.parts import ModelPart
-from isomorph.training.recipe import check
-from isomorph.training.refusals import refuse_missing_files
+from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.recipe import check
+from isomorph.training.run.preflight import refuse_missing_files
 
 VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3))
 CNN = dict(name="cifar_resnet20")

@@ -37,6 +37,7 @@ from isomorph.analysis import (
     nonlocality,
     spans,
 )
+from isomorph.checkpoints import load, load_weights, save
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluate
@@ -56,7 +57,7 @@ from isomorph.layers import (
     ViTGPSA,
 )
 from isomorph.recipes import load_recipe
-from isomorph.suites import robustness
+from isomorph.suites.robustness import robustness
 from isomorph.surgery import (
     Anneal,
     AttentionToGPSA,
@@ -77,7 +78,7 @@ from isomorph.surgery import (
     unstride,
     verify,
 )
-from isomorph.training import Recipe, dials_of_run, load, load_weights, save, train
+from isomorph.training import Recipe, dials_of_run, train
 
 __version__ = "0.1.0"
 

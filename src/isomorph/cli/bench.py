@@ -6,12 +6,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from isomorph.checkpoints.open import open_model
 from isomorph.cli.app import Device, Json, Weights, Whole, app, bounded, steps_bar
+from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.evaluation import cost_rows, evaluation_config
 from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table, show
-from isomorph.training.opening import open_model
-from isomorph.training.runtime import open_runtime
 
 
 @app.command

@@ -11,15 +11,15 @@ from isomorph.analysis import Trajectory
 from isomorph.cli.app import Device, Json, Whole, app, bounded, spinner
 from isomorph.cli.reports import footer, say
 from isomorph.data import Source, first_classes, open_source
+from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.report import compare_runs, read_runs, write_page
 from isomorph.report.accuracy_cost import Point, points_json, read_points
 from isomorph.report.along import MEASURES, Course, Courses, course_tables, courses_json
 from isomorph.report.compare_page import Log, best_top1
+from isomorph.suites.test_data import draw_images
 from isomorph.training import dials_of_run
-from isomorph.training.build import draw_images
-from isomorph.training.kept import cost_of_run, measures_of_run
-from isomorph.training.runtime import open_runtime
+from isomorph.training.history import cost_of_run, measures_of_run
 
 Along = Literal["nonlocality", "entropy"]
 

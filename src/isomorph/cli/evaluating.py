@@ -6,14 +6,16 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from isomorph.checkpoints.open import open_model, refuse_weights
 from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bar, bounded, called
+from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.report import curve_rows, metric_rows, show
 from isomorph.report.terminal import grid_rows
-from isomorph.suites import evaluating, imagenet, views
-from isomorph.training.build import default_data, evaluation_data
-from isomorph.training.opening import open_model, refuse_weights
-from isomorph.training.runtime import open_runtime
+from isomorph.suites import sweep as evaluating
+from isomorph.suites import test_set as views
+from isomorph.suites.imagenet import suites as imagenet
+from isomorph.suites.test_data import default_data, evaluation_data
 
 
 @app.command(name="evaluate")

@@ -13,8 +13,10 @@ from cyclopts import Parameter
 import isomorph as iso
 from isomorph.analysis import feature_evolution
 from isomorph.analysis.evolution import random_draws
+from isomorph.checkpoints.open import is_trained, open_model
 from isomorph.cli.app import Device, Json, Model, Weights, Whole, app, bounded, called, spinner
 from isomorph.data import Source, eval_loader
+from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.evaluation import at_size, evaluation_config
 from isomorph.report import (
@@ -32,15 +34,13 @@ from isomorph.report import (
 )
 from isomorph.report.charts import Table
 from isomorph.report.cka_charts import evolution_table
-from isomorph.suites.robustness_journal import read_results, weights_hash
-from isomorph.training.build import (
+from isomorph.suites.robustness.results import read_results, weights_hash
+from isomorph.suites.test_data import (
     default_data,
     draw_images,
     images_for_model,
     images_to_test,
 )
-from isomorph.training.opening import is_trained, open_model
-from isomorph.training.runtime import open_runtime
 
 FRAME = ("crop_pct", "crop_mode", "interpolation")
 """What of a model's data config makes the picture, beside its size; the rest is how the picture is normalised."""

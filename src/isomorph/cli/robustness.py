@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
+from isomorph.checkpoints.open import open_model, refuse_weights
 from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bounded, called, steps_bar
 from isomorph.data.corruptions.corrupt import SEVERITIES
+from isomorph.distributed import open_runtime
 from isomorph.report import show
-from isomorph.suites.robustness import wanted_cells
-from isomorph.suites.robustness_published import open_published
-from isomorph.suites.robustness_scores import headlines, robustness_rows
-from isomorph.training.build import images_to_test
-from isomorph.training.opening import open_model, refuse_weights
-from isomorph.training.runtime import open_runtime
+from isomorph.suites.robustness.published import open_published
+from isomorph.suites.robustness.run import wanted_cells
+from isomorph.suites.robustness.scores import headlines, robustness_rows
+from isomorph.suites.test_data import images_to_test
 
 
 @app.command

@@ -9,7 +9,7 @@ import isomorph as iso
 from isomorph.cli.app import app
 from isomorph.recipes import as_assignments, load_recipe
 from isomorph.report import metric_rows, show
-from isomorph.training.recipe import document_fields
+from isomorph.training.recipe.recipe import document_fields
 
 
 @app.command

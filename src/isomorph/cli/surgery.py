@@ -10,13 +10,14 @@ import torch
 from cyclopts import Parameter, Token
 
 import isomorph as iso
+from isomorph.checkpoints.open import open_model, open_trained
 from isomorph.cli.app import Json, Model, Weights, Whole, app, bounded
 from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, training_config
+from isomorph.evaluation.inputs import standard_normal
+from isomorph.suites.test_data import default_data
 from isomorph.surgery import build_rule, compare, edits_since, fusible
-from isomorph.training.build import default_data, standard_normal
-from isomorph.training.opening import open_model, open_trained
 
 
 def option(text: str, **more: Any) -> Parameter:

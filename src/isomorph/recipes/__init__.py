@@ -10,7 +10,12 @@ from typing import Any
 
 from isomorph.errors import UserError
 from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
-from isomorph.training.recipe import Recipe, check, override, read_file
+from isomorph.training.recipe.recipe import (
+    Recipe,
+    check,
+    override,
+    read_file,
+)
 
 RECIPES: dict[str, dict[str, Any]] = {
     **tcnn.RECIPES,

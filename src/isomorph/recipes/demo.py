@@ -19,8 +19,8 @@ from isomorph.recipes import load_recipe
 from isomorph.report import Dots, Line, Panel, Picture, Section, Seen, build_viewer, gather_maps, write_page
 from isomorph.surgery import ConvToGPSA, Report, recast, verify
 from isomorph.training.build import data_config
-from isomorph.training.loop import train
-from isomorph.training.recipe import Recipe
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.loop import train
 
 NOISES = (0.2, 0.35)
 """Standard deviations of the noisy test sets."""

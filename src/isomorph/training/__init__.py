@@ -1,10 +1,10 @@
 """Recipes, the loop that runs them, and checkpoints."""
 
-from isomorph.training.checkpoint import load, load_weights, save
-from isomorph.training.kept import dials_of_run, kept_models
-from isomorph.training.loop import Result, train
-from isomorph.training.recipe import Recipe
-from isomorph.training.watch import Diverged, Stopped
+from isomorph.checkpoints.model import load, load_weights, save
+from isomorph.training.history import dials_of_run, kept_models
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.guards import Diverged, Stopped
+from isomorph.training.run.loop import Result, train
 
 __all__ = [
     "Diverged",

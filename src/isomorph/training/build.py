@@ -1,15 +1,15 @@
 """From a recipe to the model and the loaders of its run."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from isomorph.checkpoints.model import fill, read_tensors, remember_base
 from isomorph.data import (
     Deals,
     MappedSource,
@@ -28,18 +28,13 @@ from isomorph.data import (
     train_loader,
     train_transform,
 )
+from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation import evaluation_config, refusal, training_config
+from isomorph.evaluation import refusal, training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
-from isomorph.training.checkpoint import (
-    fill,
-    read_tensors,
-    remember_base,
-)
-from isomorph.training.parts import ModelPart
-from isomorph.training.recipe import Recipe
-from isomorph.training.runtime import Runtime
+from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.recipe import Recipe
 
 Data = Source | Stream
 
@@ -232,56 +227,3 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
         raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
     mine = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
     return eval_loader(mine, config, batch, workers)
-
-
-def default_data(model: nn.Module) -> str:
-    """The source that a model's weights were trained on, as far as isomorph has it."""
-    config = getattr(model, "pretrained_cfg", None) or {}
-    return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
-
-
-def images_to_test(model: nn.Module, data: str | None, root: Path | None, classes: int | None = None) -> Source:
-    """The test split of a source, by default the model's own; only its first classes where a number is given."""
-    source = open_source(data or default_data(model), "test", root)
-    return source if classes is None else first_classes(source, classes)
-
-
-def draw_images(source: Source, samples: int) -> Source:
-    """Images of a source drawn at random, the same ones at every call."""
-    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
-    return source.subset(drawn.tolist())
-
-
-def images_for_model(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
-    """The images of a loader, on the model's device."""
-    device = next(model.parameters()).device
-    return (images.to(device) for images, _ in loader)
-
-
-def evaluation_data(
-    model: nn.Module,
-    data: str | None = None,
-    root: Path | None = None,
-    size: tuple[int, int] | None = None,
-    classes: int | None = None,
-) -> tuple[Source, dict[str, Any]]:
-    """The test split of a source (by default the model's own) and the data config to evaluate the model with.
-
-    Raises: UserError when the data is missing, the size has no pixel, or the classes are not those of the model.
-    """
-    config, source = evaluation_config(model, size), images_to_test(model, data, root, classes)
-    known, found = getattr(model, "num_classes", len(source.classes)), len(source.classes)
-    if known != found:
-        raise UserError(
-            f"the model knows {known} classes, the data has {found}: these labels are not its own "
-            "(trained with data.classes? then give --classes)"
-        )
-    return source, config
-
-
-def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
-    """Noise for the model, of the given height and width or the model's own."""
-    shape = training_config(model, size)["input_size"]
-    if batch < 1:
-        raise UserError(f"a batch of {batch} has no image; give at least 1")
-    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))

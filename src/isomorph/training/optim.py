@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d
 from isomorph.layers.pyramid import Pyramid
 from isomorph.layers.weight_decay import undecayed
-from isomorph.training.parts import OptimPart
+from isomorph.training.recipe.fields import OptimPart
 
 KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Parameter groups, in order."""

@@ -1,0 +1,143 @@
+"""Files of masked autoencoders, ours and published ones: one layout, the encoder's tensors under their own names."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from torch import Tensor
+
+from isomorph.checkpoints.header import parse_header
+from isomorph.checkpoints.model import (
+    build_within,
+    describe_model,
+    read_header,
+    read_tensors,
+    rebuild,
+    refuse_misfit,
+    remember_data,
+    write_model,
+)
+from isomorph.errors import UserError
+from isomorph.models import create
+from isomorph.models.masked import MaskedAutoencoder, sine_cosine
+from isomorph.models.vit_cfg import unwrapped
+
+BESIDE = ("decoder_", "mask_token")
+"""First words of the tensors that are not the encoder's."""
+
+
+def save_autoencoder(model: MaskedAutoencoder, path: str | Path) -> None:
+    """Writes encoder and decoder with all that rebuilds them, as one safetensors file, whole or not at all.
+
+    The names are those of MAE's published files, so `load_weights` starts a `tdrl_vit_*` from it; to start any other
+    ViT write its encoder as well: `save(model.encoder, path)`.
+
+    Raises: UserError when the encoder cannot be rebuilt, or the file cannot be written.
+    """
+    if Path(path).suffix != ".safetensors":
+        raise UserError(f"{path} must end in .safetensors")
+    write_autoencoder(model, describe_model(model.encoder), model.state_dict(), Path(path))
+
+
+def write_autoencoder(
+    model: MaskedAutoencoder, encoder: dict[str, str], tensors: Mapping[str, Tensor], path: Path
+) -> None:
+    """Writes the file from the encoder's header and the tensors by the model's names."""
+    decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
+    sizes = {**decoder, "mask": model.ratio, "normalise": model.normalise}
+    state = {name.removeprefix("encoder."): tensor for name, tensor in tensors.items()}
+    write_model({**encoder, "autoencoder": json.dumps(sizes)}, state, path)
+
+
+def load_autoencoder(
+    path: str | Path,
+    encoder_name: str | None = None,
+    heads: int = 16,
+    mask: float = 0.75,
+    normalise: bool = True,
+    **arguments: Any,
+) -> MaskedAutoencoder:
+    """A masked autoencoder from a file by `save_autoencoder`, or from a published MAE checkpoint; in eval mode.
+
+    A published one tells its tensors only: `encoder_name` is its encoder in timm (vit_base_patch16_224), `arguments`
+    are what else timm.create_model needs, `heads` are the decoder's. Its images are normalised as MAE's are, by
+    ImageNet's mean and deviation, unless the name has a tag that says otherwise. A file of ours knows all that by
+    itself.
+
+    Raises: UserError when the file is missing, damaged, an encoder alone, or does not fit tensor for tensor.
+    """
+    path = Path(path)
+    header = read_header(path) if path.suffix == ".safetensors" else {}
+    state = unwrapped(read_tensors(path))
+    refuse_encoder_alone(state, path)
+    if "autoencoder" in header:
+        if encoder_name:
+            raise UserError(f"{path} knows its encoder by itself; leave {encoder_name} out")
+        model = rebuilt(header, state, path)
+    elif encoder_name:
+        encoder = create(encoder_name, **{"num_classes": 0, **arguments})
+        if "." not in encoder_name:  # else its pretrained_cfg is the one that was asked for
+            remember_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
+        depth, width = decoder_sizes(state, path)
+        model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
+    else:
+        raise UserError(f"{path} does not say what its encoder is; give its timm name, like vit_base_patch16_224")
+    return filled(model, state, path)
+
+
+def refuse_encoder_alone(state: dict[str, Any], path: Path) -> None:
+    """Raises: UserError when a checkpoint has no decoder."""
+    if not any(name.startswith("decoder_blocks.") for name in state):
+        raise UserError(
+            f"{path} holds an encoder and no decoder; generic distillation (G2SD) aligns with features of the "
+            "teacher's decoder: give the full pre-training checkpoint, the one that still has decoder_* tensors"
+        )
+
+
+def decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
+    """Depth and width of the decoder, from its tensors. Raises: UserError when they are not those of MAE."""
+    found = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
+    weight = state.get("decoder_embed.weight")
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is no checkpoint of MAE")
+    return 1 + max(int(match[1]) for match in found if match), len(weight)
+
+
+def rebuilt(header: dict[str, str], state: dict[str, Any], path: Path) -> MaskedAutoencoder:
+    """The autoencoder that a header describes, its weights not yet loaded."""
+    parts = parse_header(header, path)
+    model = build_within(state, path, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
+    remember_data(model.encoder, parts.data)
+    return model
+
+
+def filled(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
+    """The model with every tensor of a file, strictly; in eval mode and the file's precision."""
+    state = dict(state)
+    refuse_other_positions(model, state.pop("decoder_pos_embed", None), path)
+    state = {name if name.startswith(BESIDE) else f"encoder.{name}": tensor for name, tensor in state.items()}
+    refuse_misfit(model, state, path)
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    model = model.to(dtypes.pop()) if len(dtypes) == 1 else model
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def refuse_other_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
+    """Raises: UserError when a file's fixed positions are not sine-cosine: its decoder would see another grid."""
+    if positions is None:
+        return
+    table = sine_cosine(model.encoder.patch_embed.grid_size, model.width)
+    wanted = (1, model.encoder.num_prefix_tokens + len(table), model.width)
+    if tuple(positions.shape) != wanted:
+        raise UserError(
+            f"{path} has decoder_pos_embed {tuple(positions.shape)} for {wanted}: images or patches of another "
+            "size; give the encoder's img_size and patch_size"
+        )
+    off = (positions[0, -len(table) :].to(table) - table).abs().max().item()
+    if not (off < 1e-3 and torch.count_nonzero(positions[0, : -len(table)]) == 0):
+        raise UserError(f"the decoder_pos_embed of {path} is no sine-cosine table (off by {off:.2g}); MAE's is")

@@ -1,0 +1,122 @@
+"""Opening the model that the user named: a timm model, a checkpoint, or the folder of a run."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+
+from isomorph.checkpoints.model import (
+    load,
+    load_weights,
+    read_header,
+    rebuild_described,
+)
+from isomorph.checkpoints.optimizer_state import AVERAGED, MODEL
+from isomorph.checkpoints.snapshot import (
+    Damaged,
+    Found,
+    newest,
+    read_snapshot,
+)
+from isomorph.errors import UserError
+from isomorph.models import create, refuse_unknown
+
+
+def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
+    """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run.
+
+    `arguments` are further ones of timm.create_model, for a model by its name.
+    """
+    if is_trained(name):
+        if weights:
+            raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
+        return open_trained(Path(name))
+    refuse_unknown(name)
+    public = public_weights(name)
+    if pretrained and weights is None and not (public and public.has_weights):
+        raise UserError(f"{name} has no public weights; give --weights")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # random weights are the same at every call
+        model = create(name, pretrained=pretrained and weights is None, **arguments)
+    if weights:
+        load_weights(model, weights)
+    return model.eval()
+
+
+def public_weights(name: str) -> Any:
+    """What timm has of the weights of a registered model. Raises: UserError for a tag that it does not have."""
+    try:
+        return timm.get_pretrained_cfg(name)
+    except RuntimeError:
+        stem, _, tag = name.partition(".")
+        tags = ", ".join(known.partition(".")[2] for known in timm.list_pretrained(f"{stem}.*"))
+        raise UserError(f"{stem} has no weights tagged {tag!r}; it has {tags or 'none'}") from None
+
+
+def refuse_weights(name: str, weights: Path | None, pretrained: bool) -> None:
+    """Raises: UserError when a model that is to have random weights is given some."""
+    if not pretrained and (weights or is_trained(name)):
+        raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
+
+
+def is_trained(name: str) -> bool:
+    """Whether this names a checkpoint by isomorph or a run's folder, and no model of timm."""
+    return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
+
+
+def open_trained(path: Path, averaged: bool = True) -> nn.Module:
+    """The model of a run as it is now: a checkpoint by isomorph, or a run's folder, mid-run or complete.
+
+    Of masked pre-training, the encoder. `averaged`: the averaged weights, where the run has any.
+
+    Raises: UserError when nothing is there yet, it is damaged, or it does not fit.
+    """
+    if path.suffix == ".safetensors":
+        return load(path)
+    found = whole_snapshot(path) if path.is_dir() else None
+    if found is None and (path / "model.safetensors").is_file():
+        return load(path / "model.safetensors")
+    if found is None:
+        raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
+    header = found.values["model"] or header_of(path)
+    tensors = read_snapshot(found.path)
+    prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
+    prefix += encoder_prefix(found.values["recipe"])
+    state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    model = rebuild_described(header, state, found.path)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError:
+        raise UserError(f"{found.path} is not the state of the run that wrote best.safetensors") from None
+    return model.eval()
+
+
+def whole_snapshot(folder: Path) -> Found | None:
+    """The newest snapshot of a run. Raises: UserError when it is damaged: one before it is another model."""
+    files = [path for name in ("model", "best") if (path := folder / f"{name}.safetensors").is_file()]
+    advice = f"name {files[0]} instead, or start the run again" if files else "start the run again"
+    try:
+        found = newest(folder)
+    except Damaged as error:
+        raise Damaged(f"{error}; {advice}") from None
+    if found and found.damaged:
+        raise Damaged(f"{found.damaged[0][1]}; {advice}")
+    return found
+
+
+def header_of(folder: Path) -> dict[str, str]:
+    """What rebuilds the model of a run whose snapshots do not say it. Raises: UserError when nothing does yet."""
+    if not (folder / "best.safetensors").is_file():
+        raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it resume")
+    return read_header(folder / "best.safetensors")
+
+
+def encoder_prefix(recipe: Mapping[str, Any]) -> str:
+    """What precedes the names of the model's tensors in what a run trains: masked pre-training wraps an encoder."""
+    mask = recipe.get("mask")
+    if not isinstance(mask, dict):
+        return ""
+    return "student.encoder." if mask.get("teacher") else "encoder."

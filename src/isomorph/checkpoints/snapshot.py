@@ -1,0 +1,268 @@
+"""Snapshots of a run: folders of safetensors shards and one JSON file, whole and checked, or not there at all.
+
+A snapshot is written beside the others under a name that no reader looks at, flushed, given the checksums of its files
+and a digest over these and all other values, and renamed. Tensors may be sharded over processes: each writes its own
+part, and any number of processes can read them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from isomorph.checkpoints.snapshot_values import checked_values, digest_of
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+
+STATE = "state.json"
+KEPT = 2
+"""Newest snapshots that stay."""
+
+
+class Damaged(UserError):
+    """A snapshot that is not what was written."""
+
+
+@contextmanager
+def one_process_is_meant() -> Iterator[None]:
+    """Silences torch's warning that a checkpoint is written or read without a process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def folder_name(step: int) -> str:
+    """What the snapshot of a step is called."""
+    return f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a name says, or None where it is not a snapshot's."""
+    digits = re.fullmatch(r"step-([0-9]{8,})", path.name)
+    return int(digits[1]) if digits and folder_name(int(digits[1])) == path.name else None
+
+
+def named_snapshots(folder: Path) -> list[Path]:
+    """All that is named like a snapshot, newest first; not all of it needs to be one."""
+    named = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+    return sorted(named, key=lambda path: named[path], reverse=True)
+
+
+def snapshots(folder: Path) -> list[Path]:
+    """Complete snapshots, newest first."""
+    return [path for path in named_snapshots(folder) if (path / STATE).is_file()]
+
+
+def write_snapshot(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], runtime: Runtime
+) -> Path:
+    """Writes a snapshot for a step and drops all older ones but the newest; every process calls it.
+
+    `tensors` are the same in every process, or shards (DTensor); `values` are plain.
+
+    Raises: UserError when it cannot be written (a full disk); the older snapshots are then as they were.
+    """
+    path, partial = folder / folder_name(step), folder / f".{folder_name(step)}.partial"
+    sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    state: dict[str, Any] = {"step": step, **values}
+
+    def write_mine() -> None:
+        if sharded or runtime.leads:
+            write_tensors(partial, tensors, alone=not sharded)
+
+    def note_checksums() -> None:
+        mine = sorted(partial.glob(f"shard-{runtime.rank + 1:05d}-*"))
+        state["files"] = {file.name: checksum(file) for file in mine}
+
+    def finish() -> None:
+        if runtime.leads:
+            write_state(partial / STATE, state)
+            flush_folder(partial)
+            shutil.rmtree(path, ignore_errors=True)
+            os.replace(partial, path)
+            flush_folder(folder)
+
+    try:
+        together(lambda: make_empty(partial) if runtime.leads else None, runtime)
+        together(write_mine, runtime)
+        together(note_checksums, runtime)
+        state["files"] = {name: digest for files in runtime.gathered(state["files"]) for name, digest in files.items()}
+        together(finish, runtime)
+    except OSError as error:
+        if runtime.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"cannot write {path}: {error}; the snapshots before it are whole") from None
+    if runtime.leads:
+        drop_older(folder)
+    return path
+
+
+def together(step: Callable[[], None], runtime: Runtime) -> None:
+    """Takes a step in every process. Raises: OSError in all, with the first one's reason, when one fails."""
+    try:
+        step()
+        problem = ""
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # whatever it is, the others must hear of it; the last is no Exception
+        problem = reason(error)
+    if said := next((said for said in runtime.gathered(problem) if said), ""):
+        raise OSError(said)
+
+
+def make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def write_state(path: Path, state: Mapping[str, Any]) -> None:
+    """Writes the values that are not tensors and the digest of them all, and flushes them to disk."""
+    values = json.loads(json.dumps(state))
+    with path.open("w") as file:
+        json.dump({**values, "digest": digest_of(values)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def drop_older(folder: Path) -> None:
+    """Leaves the newest snapshots, and nothing that a crash left half written."""
+    for path in snapshots(folder)[KEPT:]:
+        with suppress(OSError):  # renamed first: one that is half deleted has no snapshot's name
+            path.rename(folder / f".{path.name}.partial")
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes a rename in the folder last."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def reason(error: BaseException) -> str:
+    """One line, also out of the exception that wraps those of all processes."""
+    inner = next(iter(getattr(error, "failures", {}).values()), None)
+    first = inner[0] if isinstance(inner, tuple) else error
+    return " ".join(str(first).split()) or type(first).__name__
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
+    """Shards as they lie, each in its process's file; flushed to disk."""
+    kept = {name: standing_alone(tensor) for name, tensor in tensors.items()}
+    with one_process_is_meant():
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        dcp.save(kept, storage_writer=writer, no_dist=alone)
+
+
+def standing_alone(tensor: Tensor) -> Tensor:
+    """The tensor as safetensors takes it: contiguous, its memory shared with no other."""
+    return (
+        tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
+    )
+
+
+def checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a snapshot that are not tensors, when it is, file by file, what was written.
+
+    Raises: Damaged otherwise.
+    """
+    if not (path / STATE).is_file():
+        raise Damaged(f"the snapshot {path} is damaged: it has no {STATE}")
+    try:
+        values = checked_values((path / STATE).read_text(encoding="utf-8"))
+        changed = [name for name, digest in values["files"].items() if checksum(path / name) != digest]
+    except UserError as error:
+        raise Damaged(f"the snapshot {path} is damaged: {STATE} is {error}") from None
+    except (OSError, ValueError) as error:
+        raise Damaged(f"the snapshot {path} is damaged ({reason(error)})") from None
+    if changed:
+        raise Damaged(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
+    if values["step"] != step_of(path):
+        raise Damaged(f"the snapshot {path} is damaged: it is a copy of the one after step {values['step']}")
+    if foreign := foreign_files(path, values["files"]):
+        raise Damaged(f"the snapshot {path} is damaged: {', '.join(foreign[:3])} is not part of it")
+    return values
+
+
+def foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
+    """Names in a snapshot that are not part of it, but for hidden files that no reader takes for tensors."""
+    names = {entry.name for entry in path.iterdir()} - {STATE, *files}
+    return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
+
+
+def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Full shape and dtype of every tensor of a snapshot."""
+    layout = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {name: (about.size, about.properties.dtype) for name, about in layout.items()}  # type: ignore[union-attr]
+
+
+def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Fills tensors, or each process's shards of them, from a snapshot."""
+    with one_process_is_meant():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+
+
+def read_snapshot(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a snapshot, whole."""
+    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in read_layout(path).items()}
+    read_tensors_into(path, tensors)
+    return tensors
+
+
+@dataclass(frozen=True)
+class Found:
+    """A whole snapshot, what it holds besides tensors, and what is said of newer ones that are damaged."""
+
+    path: Path
+    values: dict[str, Any]
+    damaged: tuple[tuple[Path, str], ...] = ()
+
+
+def set_aside(found: Found) -> list[str]:
+    """Renames the damaged snapshots, so that they do not count among the kept; returns what is said of them."""
+    for path, _ in found.damaged:
+        names = (path.with_name(f"damaged-{path.name}{again}") for again in ("", *(f"-{n}" for n in range(2, 100))))
+        with suppress(OSError, StopIteration):
+            path.rename(next(name for name in names if not name.exists()))
+    return [said for _, said in found.damaged]
+
+
+def newest(folder: Path) -> Found | None:
+    """The newest snapshot that is as it was written, or None where there is none at all.
+
+    Raises: Damaged when there are some, and none is whole.
+    """
+    damaged: list[tuple[Path, str]] = []
+    for path in named_snapshots(folder):
+        try:
+            return Found(path, read_values(path), tuple(damaged))
+        except Damaged as error:
+            if not path.exists():  # the run that writes here has dropped it in between
+                return newest(folder)
+            damaged.append((path, str(error)))
+    if damaged:
+        raise Damaged("; ".join(said for _, said in damaged))
+    return None

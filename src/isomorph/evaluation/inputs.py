@@ -1,0 +1,15 @@
+"""Random inputs for a model."""
+
+import torch
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.evaluation import training_config
+
+
+def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
+    """Noise for the model, of the given height and width or the model's own."""
+    shape = training_config(model, size)["input_size"]
+    if batch < 1:
+        raise UserError(f"a batch of {batch} has no image; give at least 1")
+    return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,179 @@
+"""Token labelling (Jiang et al. 2021): every patch has a label, the image's or that of a label map, and patches mix."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup
+from timm.loss import SoftTargetCrossEntropy
+from torch import Tensor, nn
+from torchvision.ops import roi_align
+
+from isomorph.data import MapLabels
+from isomorph.errors import UserError
+from isomorph.models.dense_head import Box
+from isomorph.training.objectives.map_similarity import PenalisedTask
+from isomorph.training.recipe.fields import AugmentPart
+from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
+
+
+def smoothed(probabilities: Tensor, smoothing: float) -> Tensor:
+    """A share of the probability spread evenly over all classes. Shape: (..., num_classes), the same"""
+    return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
+
+
+def soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
+    """Labels as probabilities; mixed ones are that already. Shape: (B,) or (B, num_classes) -> (B, num_classes)"""
+    return target if target.ndim == 2 else smoothed(F.one_hot(target, num_classes), smoothing)
+
+
+def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
+    """Scores of all classes where a map has those of the likeliest; the others are 0, as the authors have it.
+
+    Shape: (B, 2, K, h, w) -> (B, num_classes, h, w)
+    """
+    scores, classes = maps.unbind(1)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    dense = scores.new_zeros(len(maps), num_classes, *maps.shape[-2:])
+    return dense.scatter_(1, classes.long(), scores)
+
+
+def cut(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]) -> Tensor:
+    """Class probabilities of each cell of a grid laid over the crop: the softmax of scores read bilinearly (RoIAlign).
+
+    Shape: dense (B, num_classes, h, w) -> (B, H W, num_classes)
+    Source: Jiang et al. (2021); differs: their code takes the crop's rows for columns
+    """
+    height, width = dense.shape[-2:]
+    boxes = target.box.to(dense)[:, [1, 0, 3, 2]] * dense.new_tensor([width, height, width, height])
+    scores = roi_align(dense, list(boxes[:, None]), grid_size, aligned=True)  # (B, num_classes, H, W)
+    scores = torch.where(target.flipped[:, None, None, None], scores.flip(-1), scores)
+    return scores.flatten(2).transpose(1, 2).softmax(-1)  # (B, H W, num_classes)
+
+
+def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
+    """A box of 1 - lambda of the grid, lambda from Beta(beta, beta), its centre anywhere; cut off at the rim."""
+    lam = torch.distributions.Beta(beta, beta).sample().item()
+    sides = [int(size * math.sqrt(1 - lam)) for size in grid_size]
+    centres = [int(torch.randint(size, ())) for size in grid_size]
+    (top, bottom), (left, right) = (
+        (max(centre - side // 2, 0), min(centre + side // 2, size))
+        for centre, side, size in zip(centres, sides, grid_size, strict=True)
+    )
+    return Box(top, bottom, left, right)
+
+
+class MixedMaps(NamedTuple):
+    """Label maps of images that were mixed with their partners, the batch in reverse. Shape: own (B,), shares"""
+
+    target: MapLabels
+    own: Tensor
+
+    def mix(self, labels: Tensor) -> Tensor:
+        """Labels in the shares of their images, at every place alike. Shape: (B, ..., num_classes), the same"""
+        own = self.own.to(labels).view(-1, *[1] * (labels.ndim - 1))
+        return own * labels + (1 - own) * labels.flip(0)
+
+
+class MapMixup(Mixup):
+    """timm's mixup and cutmix for images whose labels are maps: says how much of each image is its own.
+
+    Shape: x (B, C, H, W), target -> the same, mixed in place, MixedMaps
+    """
+
+    def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedMaps]:
+        self.num_classes, self.label_smoothing = (
+            len(x),
+            0.0,
+        )  # every image is a class of its own: its label is its share
+        mixed, shares = super().__call__(x, torch.arange(len(x), device=x.device))
+        return mixed, MixedMaps(target, shares.diagonal())
+
+
+class TokenLabelTask(PenalisedTask):
+    """CE(class token, label) + weight mean over patches of CE(patch, label), boxes of patches mixed between images.
+
+    A patch's label is that of the image it comes from; the class token's is mixed by area. Where mixup or cutmix came
+    before, the labels of an image and of all its patches are mixed in one share, as the released code has it.
+
+    Source: Jiang et al. (2021), as the Refiner code trains without label maps
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        part: TokenLabelPart,
+        smoothing: float,
+        device: torch.device,
+        similarity: MapSimilarityPart | None = None,
+    ) -> None:
+        super().__init__(model, SoftTargetCrossEntropy(), device, similarity)
+        self.part, self.smoothing = part, smoothing
+        self.num_classes: int = model.num_classes  # type: ignore[assignment]
+        self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
+
+    def labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Of the images and of their patches. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
+        labels = soft_labels(target, self.num_classes, self.smoothing)
+        return labels, labels[:, None]
+
+    def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """The same, of images that may have been mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
+        if not isinstance(target, MixedMaps):
+            return self.labels(target, grid_size)
+        image, patches = self.labels(target.target, grid_size)
+        return target.mix(image), target.mix(patches)
+
+    def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
+        grid_size = self.grid_of(tuple(input.shape[-2:]))
+        labels, dense = self.mixed_labels(target, grid_size)
+        box = draw_box(grid_size, self.part.beta) if self.part.mix else Box(0, 0, 0, 0)
+        (logits, tokens), penalty = self.ask(input, tokens=True, box=box)
+        inside = box.mask(grid_size, input.device).flatten()  # (H W,)
+        mixed = torch.lerp(labels, labels.flip(0), inside.to(labels).mean())
+        dense = torch.where(inside[:, None], dense.flip(0), dense)  # (B, H W, num_classes)
+        image, patches = self.criterion(logits, mixed), self.criterion(tokens.flatten(0, 1), dense.flatten(0, 1))
+        loss = image + self.part.weight * patches + penalty
+        return {"loss": loss, "output": logits, "task_loss": image, "token_loss": patches}
+
+
+class MapLabelTask(TokenLabelTask):
+    """The same where a patch's label is what the image's label map says of its place; the image keeps its label.
+
+    Source: Jiang et al. (2021), the paper's loss
+    """
+
+    def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        patches = cut(dense_scores(target.maps, self.num_classes), target, grid_size)
+        return soft_labels(target.label, self.num_classes, self.smoothing), smoothed(patches, self.smoothing)
+
+
+class MapOnlyTask(MapLabelTask):
+    """The same where the class token learns what the map says of the whole crop: no label of a person is used.
+
+    Source: the code of Jiang et al. (2021)
+    """
+
+    def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        dense = dense_scores(target.maps, self.num_classes)
+        image, patches = cut(dense, target, (1, 1))[:, 0], cut(dense, target, grid_size)
+        return smoothed(image, self.smoothing), smoothed(patches, self.smoothing)
+
+
+def token_labelling(
+    model: nn.Module,
+    part: TokenLabelPart,
+    augment: AugmentPart,
+    device: torch.device,
+    similarity: MapSimilarityPart | None = None,
+) -> TokenLabelTask:
+    """Labels for the image and for each of its patches, and a penalty on similar maps where one is given.
+
+    Raises: UserError when the model does not classify its patches, or there is a penalty and its blocks do not hand
+    their maps on.
+    """
+    if getattr(model, "aux_head", None) is None:
+        raise UserError("token_labels needs a model that classifies its patches: a refined_vit_* with dense_head=True")
+    mapped = MapOnlyTask if part.class_token == "map" else MapLabelTask
+    return (mapped if part.maps else TokenLabelTask)(model, part, augment.smoothing, device, similarity)

@@ -1,0 +1,95 @@
+"""How a task is spread over processes and memory: compiled, checkpointed, statistics shared, weights sharded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from timm.layers import convert_sync_batchnorm
+from timm.task import TrainingTask
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.training.recipe.fields import ScalePart
+
+
+def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Module:
+    """Activation checkpointing and synchronised statistics, before the optimiser is made.
+
+    Raises: UserError when the model cannot checkpoint, or torch cannot synchronise here.
+    """
+    if scale.parallel == "fsdp" and runtime.world == 1:
+        raise UserError("scale.parallel fsdp shares weights out over processes: start it with torchrun, or set ddp")
+    if scale.activation_checkpointing:
+        if not hasattr(model, "set_grad_checkpointing"):
+            raise UserError(f"{type(model).__name__} cannot checkpoint: set scale.activation_checkpointing false")
+        try:
+            model.set_grad_checkpointing(True)  # type: ignore[operator]
+        except AssertionError as error:
+            raise UserError(f"{type(model).__name__} cannot checkpoint ({error})") from None
+    if scale.sync_batch_norm and runtime.world > 1:
+        if runtime.device.type == "cpu":
+            raise UserError("BatchNorm is synchronised on GPUs only: set scale.sync_batch_norm false")
+        model = convert_sync_batchnorm(model)
+    return model
+
+
+def spread(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
+    """Compiles the trained module, and shares it out over the processes of the run."""
+    module = task.get_trainable_module()
+    if scale.compile:
+        module.compile()
+    if scale.parallel == "fsdp":
+        shard(module)
+        if task.has_ema():
+            shard(task.get_trainable_module(ema=True).module)
+    elif runtime.world > 1:
+        task.prepare_distributed(device_ids=[runtime.device.index] if runtime.device.type == "cuda" else None)
+
+
+def shard(module: nn.Module) -> None:
+    """FSDP2: every block's parameters are sharded, and gathered while it computes."""
+    for block in blocks_of(module):
+        fully_shard(block)
+    fully_shard(module)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """The repeated parts of a network: members of its outermost lists, or of the lists within these."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += members(child) if isinstance(child, nn.Sequential | nn.ModuleList) else blocks_of(child)
+    return found
+
+
+def members(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
+    """What a list holds, lists in it (stages of blocks) taken apart; without what has no parameters."""
+    found: list[nn.Module] = []
+    for member in container:
+        if isinstance(member, nn.Sequential | nn.ModuleList):
+            found += members(member)
+        elif hasattr(member, "blocks"):
+            found += blocks_of(member)
+        elif any(True for _ in member.parameters()):
+            found.append(member)
+    return found
+
+
+@contextmanager
+def gradients_stay(task: TrainingTask) -> Iterator[None]:
+    """For all parts of a batch but the last: gradients are not exchanged between processes yet."""
+    module = task.get_trainable_module()
+    if isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(False)
+        yield
+        module.set_requires_gradient_sync(True)
+        return
+    with task.no_sync():
+        yield
+
+
+def whole_state(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, gathered from their shards; every process calls it."""
+    state = module.state_dict()
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}

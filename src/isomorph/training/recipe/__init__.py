@@ -1,0 +1,1 @@
+"""Recipes: their fields, checks, files and overrides."""

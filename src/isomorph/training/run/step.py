@@ -1,0 +1,54 @@
+"""One step of the optimiser: the parts of a batch, forward and backward, and what follows them."""
+
+import time
+from contextlib import nullcontext
+
+from torch import Tensor, nn
+
+from isomorph.data.loaders import Labels
+from isomorph.distributed import seed_everything
+from isomorph.training.parallel import gradients_stay
+from isomorph.training.run.state import Run
+
+
+def train_step(run: Run) -> tuple[float, Tensor]:
+    """One step over this process's parts of a batch; returns the seconds spent waiting, and the last part's images.
+
+    All that is drawn in it (mixing, dropout) follows from seed, step and part: whoever takes the part, and whenever.
+    """
+    recipe, step, parts = run.recipe, run.progress.step, run.share.mine
+    since = step - recipe.model.recast_epoch * run.order.steps
+    anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
+    if anneal:
+        anneal.apply(run.trained, since)
+    run.scheduler.step_update(step)
+    run.optimizer.zero_grad()
+    waited = 0.0
+    for part in parts:
+        start = time.perf_counter()
+        images, labels, problems = run.next_part()
+        waited += time.perf_counter() - start
+        run.note_unreadable(problems)
+        seed_everything("step", recipe.seed, step, part)
+        with gradients_stay(run.task) if part != parts[-1] else nullcontext():
+            run.total += backward(run, images, labels)
+    if recipe.optim.clip_grad:
+        nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
+    run.optimizer.step()
+    run.task.update_ema(step)
+    if anneal:
+        for model in filter(None, (run.trained, run.averaged)):
+            anneal.set_slopes(model, since + 1)
+    return waited, images
+
+
+def backward(run: Run, images: Tensor, labels: Labels) -> Tensor:
+    """Adds the gradients of one part of a batch; returns its share of the step's loss."""
+    device = run.runtime.device
+    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+    if run.mixup:
+        images, labels = run.mixup(images, labels)
+    with run.runtime.autocast():
+        loss = run.task(images, labels)["loss"] / len(run.share.mine)
+    loss.backward()
+    return loss.detach()
