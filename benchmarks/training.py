@@ -32,7 +32,7 @@ from isomorph.training.recipe.recipe import check
 from isomorph.training.run.guards import StopRequest
 from isomorph.training.run.log import Journal, rows_of
 from isomorph.training.run.monitor import Look
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 from isomorph.training.run.step import train_step
 
 OPTIM = dict(name="sgd", lr=0.01, weight_decay=1e-4)

@@ -15,7 +15,7 @@ from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import AugmentPart, OptimPart
 from isomorph.training.recipe.recipe import check
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 
 TINY = dict(
     model=dict(

@@ -16,7 +16,7 @@ from isomorph.training.recipe.fields import RecastPart
 from isomorph.training.recipe.recipe import check
 from isomorph.training.run.log import Journal, rows_of
 from isomorph.training.run.loop import recast_when_due, train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 
 WHERE = "layer3.2.conv2"
 

@@ -24,7 +24,7 @@ from isomorph.training.objectives.token_labels import (
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 
 SMALL = dict(img_size=32, patch_size=16, embed_dim=12, depth=6, num_heads=3, num_classes=5, dense_head=True)
 CPU = torch.device("cpu")

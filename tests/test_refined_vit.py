@@ -19,7 +19,7 @@ from isomorph.training.build import build_model
 from isomorph.training.objectives.token_labels import TokenLabelTask, draw_box
 from isomorph.training.recipe.objective_fields import TokenLabelPart
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=4, num_heads=3, num_classes=5)
 MILLIONS = {"b": 86, "s": 25, "m": 55, "l": 81}

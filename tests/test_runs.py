@@ -25,7 +25,7 @@ from isomorph.training.recipe.recipe import check
 from isomorph.training.run.folder_lock import alone_in
 from isomorph.training.run.guards import stop_requests
 from isomorph.training.run.log import Terminal, rows_of
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 from stopping import stopped_run
 
 CPU = Runtime(torch.device("cpu"), False)

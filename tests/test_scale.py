@@ -16,7 +16,7 @@ from isomorph.distributed import Runtime
 from isomorph.training.parallel import blocks_of
 from isomorph.training.recipe.recipe import check
 from isomorph.training.run.log import rows_of
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
 VALUES = dict(

@@ -26,7 +26,7 @@ from isomorph.training.recipe.recipe import (
 from isomorph.training.run.guards import LossGuard, stop_requests
 from isomorph.training.run.log import alone_in, rows_of
 from isomorph.training.run.loop import train_epoch
-from isomorph.training.run.state import open_run
+from isomorph.training.run.open import open_run
 from stopping import stopped_run
 
 TINY = dict(

@@ -1,1 +1,7 @@
-"""Rules: which module becomes which, with the function kept. One file a family."""
+"""Rules: which module becomes which, with its function preserved. One file a family of rules."""
+
+from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.rules.pyramid import LinearToPyramid
+from isomorph.surgery.rules.refined import AttentionToRefined
+
+__all__ = ['AttentionToGPSA', 'AttentionToRefined', 'ConvToGPSA', 'LinearToPyramid']

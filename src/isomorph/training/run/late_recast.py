@@ -20,7 +20,8 @@ from isomorph.checkpoints.optimizer_state import (
 from isomorph.distributed import seed_everything
 from isomorph.surgery import notes
 from isomorph.training.build import operate
-from isomorph.training.run.state import Run, assemble
+from isomorph.training.run.open import assemble
+from isomorph.training.run.state import Run
 
 
 def recast_run(run: Run) -> tuple[Run, str]:

@@ -28,7 +28,8 @@ from isomorph.training.run.monitor import (
     save_snapshot,
     stop,
 )
-from isomorph.training.run.state import Run, open_run
+from isomorph.training.run.open import open_run
+from isomorph.training.run.state import Run
 from isomorph.training.run.step import train_step
 
 SHORT = 10.0

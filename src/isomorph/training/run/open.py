@@ -1,0 +1,124 @@
+"""Build a run from its recipe, in stages: check, open the data, build the model, check again, assemble, restore.
+
+Nothing is written before all of them have passed.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import unwrap_model
+from torch import nn
+from torch.optim import Optimizer
+
+from isomorph.checkpoints.model import describe_model, remember_data
+from isomorph.checkpoints.snapshot import Found
+from isomorph.checkpoints.snapshot_values import Progress
+from isomorph.data import Order, Share
+from isomorph.distributed import Runtime, open_runtime, seed_everything
+from isomorph.training.build import (
+    Data,
+    build_model,
+    build_test_loader,
+    data_config,
+    open_sources,
+    plan,
+    refuse_blind,
+)
+from isomorph.training.objectives.objective import Objective, build_objective
+from isomorph.training.optim import build_optimizer, build_scheduler
+from isomorph.training.parallel import prepare_model, spread
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.guards import LossGuard
+from isomorph.training.run.preflight import (
+    refuse_missing_files,
+    refuse_random_start,
+    refuse_unfit,
+    refuse_unwatchable,
+)
+from isomorph.training.run.restore import find_snapshot, restore
+from isomorph.training.run.state import SUMS, Run
+
+
+class RunData(NamedTuple):
+    """The data of a run: training and test images, the order of the training images, this process's share of them."""
+
+    train: Data
+    test: Data
+    order: Order
+    share: Share
+
+
+def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
+    """Build a run from its recipe and restore the newest snapshot in its folder, if there is one.
+
+    Raises: UserError when something is missing or does not fit, or the folder holds another run.
+    """
+    runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
+    found = check_start(recipe, runtime)
+    recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
+    data = open_data(recipe, runtime)
+    model, config = initialise_model(recipe, data.train, recast)
+    testing = build_test_loader(recipe, config, data.test, runtime)
+    refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
+    objective, optimizer, scheduler, header = assemble(recipe, model, runtime, data.order.steps)
+    run = Run(
+        recipe=recipe,
+        runtime=runtime,
+        objective=objective,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        order=data.order,
+        share=data.share,
+        train=data.train,
+        config=config,
+        test=testing,
+        header=header,
+        progress=Progress(recast=recast),
+        guard=LossGuard(recipe.divergence),
+        start=getattr(model, "isomorph_start", ""),
+        total=torch.zeros((), device=runtime.device, dtype=SUMS.get(runtime.device.type, torch.float64)),
+    )
+    if found:
+        restore(run, found)
+    return run
+
+
+def check_start(recipe: Recipe, runtime: Runtime) -> Found | None:
+    """Return the snapshot to resume from, or None for a new run; raise UserError if the run cannot start."""
+    refuse_missing_files(recipe)
+    found = find_snapshot(recipe, runtime)
+    if not found:
+        refuse_random_start(recipe)
+    return found
+
+
+def open_data(recipe: Recipe, runtime: Runtime) -> RunData:
+    """Open the training and test images and set the order of the training images."""
+    train, test = open_sources(recipe)
+    return RunData(train, test, *plan(recipe, train, runtime))
+
+
+def initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model with its initial weights, checked against the data, and its data config."""
+    classes = len(train.classes)
+    seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
+    model = build_model(recipe.model, classes, recipe.drop_path, recast)
+    refuse_unfit(recipe, model, classes, recast)
+    config = data_config(recipe, model)
+    refuse_blind(model, config["input_size"], recipe.model.name)
+    remember_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes)})
+    return model, config
+
+
+def assemble(
+    recipe: Recipe, model: nn.Module, runtime: Runtime, steps: int
+) -> tuple[Objective, Optimizer, Scheduler, dict[str, str]]:
+    """Build objective, optimiser and schedule around a model spread over the processes; and its checkpoint header."""
+    header = describe_model(model)
+    objective = build_objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
+    if recipe.ema:
+        objective.task.setup_ema(decay=recipe.ema)
+    spread(objective.task, recipe.scale, runtime)
+    optimizer = build_optimizer(unwrap_model(objective.task.get_trainable_module()), recipe.optim)
+    return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header

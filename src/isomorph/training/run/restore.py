@@ -1,0 +1,97 @@
+"""Resume a run from the newest complete snapshot in its folder."""
+
+import json
+
+from isomorph.checkpoints.optimizer_state import (
+    OPTIMISER,
+    fill_optimizer,
+    room_for,
+)
+from isomorph.checkpoints.snapshot import (
+    Damaged,
+    Found,
+    newest,
+    read_layout,
+    read_tensors_into,
+)
+from isomorph.checkpoints.snapshot_values import Progress
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.training.recipe.recipe import (
+    Recipe,
+    changes,
+    identity,
+    with_defaults,
+)
+from isomorph.training.run.state import TOTAL, Run
+
+
+def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
+    """The newest whole snapshot of the recipe's folder, the same for every process.
+
+    Raises: UserError when the folder holds a run of another recipe, or nothing but damage.
+    """
+    found: Found | None = None
+    problem = ""
+    if runtime.leads:
+        try:
+            if recipe.folder.exists() and not recipe.folder.is_dir():
+                raise UserError(f"{recipe.folder} is a file; give `out` a folder")
+            found = newest(recipe.folder)
+            if found:
+                refuse_other(recipe, found)
+            elif any((recipe.folder / name).is_file() for name in ("model.safetensors", "last.pt")):
+                raise UserError(
+                    f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
+                    "give `out` another folder"
+                )
+        except Damaged as error:
+            problem = f"{error}; delete {recipe.folder} to start the run again"
+        except UserError as error:
+            problem = str(error)
+    found, problem = runtime.gathered((found, problem))[0]
+    if problem:
+        raise UserError(problem)
+    return found
+
+
+def refuse_other(recipe: Recipe, found: Found) -> None:
+    """Raises: UserError when the snapshot is of another recipe."""
+    changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
+    if changed:
+        where = found.path.parent
+        hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
+        raise UserError(f"{where} holds another run ({'; '.join(changed)}); {hint}")
+
+
+def restore(run: Run, found: Found) -> None:
+    """Takes a run up where the snapshot was taken. Raises: UserError when the snapshot does not fit."""
+    if differing := changes(found.values["data"], run.counts):
+        raise UserError(
+            f"{found.path} is of a run on other data ({'; '.join(differing)} an epoch): give it the images that it was "
+            "begun with, or `out` another folder"
+        )
+    within = found.values["progress"]["step"] % run.order.steps
+    if within and found.values["lanes"] != run.lanes:
+        raise UserError(
+            f"{found.path} was taken within an epoch of a stream, in {found.values['lanes']} lanes (parts times "
+            f"workers), this run has {run.lanes} and would leave images out; give it as many processes and data.workers"
+        )
+    tensors, _ = run.tensors()
+    layout = read_layout(found.path)
+    parameters = {name: parameter.detach() for name, parameter in run.trained.named_parameters()}
+    for name, (shape, dtype) in layout.items():
+        if name.startswith(OPTIMISER):
+            tensors[name] = room_for(name, shape, dtype, parameters)
+    differing = sorted(tensors.keys() ^ layout.keys()) + [
+        name for name in tensors.keys() & layout.keys() if tensors[name].shape != layout[name][0]
+    ]
+    if differing:
+        raise UserError(f"{found.path} does not fit the model: {', '.join(differing[:3])}; give `out` another folder")
+    read_tensors_into(found.path, tensors)
+    run.total.copy_(tensors[TOTAL])
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMISER)}
+    fill_optimizer(run.trained, run.optimizer, kept, found.values["optimizer"])
+    run.progress = Progress(**found.values["progress"])
+    run.guard.first = run.progress.first_loss
+    run.found = found
