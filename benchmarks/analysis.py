@@ -16,10 +16,10 @@ from interleave import forward, interleaved, show, write
 
 LOOKS = {
     "nonlocality": iso.nonlocality,
-    "entropy": iso.attention_entropy,
-    "logit_stats": iso.logit_stats,
-    "head_similarity": iso.head_similarity,
-    "effective_rank": iso.effective_rank,
+    "entropy": iso.analysis.attention_entropy,
+    "logit_stats": iso.analysis.logit_stats,
+    "head_similarity": iso.analysis.head_similarity,
+    "effective_rank": iso.analysis.effective_rank,
     "one layer's map": partial(iso.attention_maps, where="blocks.3.*"),
     "all maps": iso.attention_maps,
 }
@@ -53,8 +53,8 @@ look(100); before = peak(); look({images}); print(peak() - before)
     looks = {
         "nonlocality": "lambda n: iso.nonlocality(model, loader(n))",
         "cka": "lambda n: iso.cka(model, model, loader(n))",
-        "covariance_cka": "lambda n: iso.covariance_cka(model, model, loader(n))",
-        "feature_evolution": "lambda n: iso.feature_evolution(model, loader(n))",
+        "covariance_cka": "lambda n: iso.analysis.covariance_cka(model, model, loader(n))",
+        "feature_evolution": "lambda n: iso.analysis.feature_evolution(model, loader(n))",
     }
     return [
         {"look": what, "images": images, "growth MiB": growth(code.format(look=look, images=images))}

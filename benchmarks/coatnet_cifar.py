@@ -57,7 +57,7 @@ def whole_rows(out, seeds):
         for seed in range(min(seeds, FEWER.get(kind, seeds))):
             model = iso.load(out / f"{kind}_{seed}/model.safetensors")
             config = dict(input_size=(3, 32, 32), mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
-            loader = iso.eval_loader(iso.open_source("cifar10", "test"), config, 250, rfc=1.0)
+            loader = iso.data.eval_loader(iso.data.open_source("cifar10", "test"), config, 250, rfc=1.0)
             found = iso.evaluate(model.eval(), loader)
             tops.append(found["top1"])
             likelihoods.append(found["nll"])

@@ -38,8 +38,10 @@ def main():
     rows = []
     for name in ("cifar_resnet20", "cifar_resnet56"):
         for step, model, before in steps(name):
-            loader = iso.eval_loader(iso.open_source("cifar10", "test"), resolve_data_config(model=model), 200)
-            report = iso.compare(before, model, next(iter(loader))[0][:100])
+            loader = iso.data.eval_loader(
+                iso.data.open_source("cifar10", "test"), resolve_data_config(model=model), 200
+            )
+            report = iso.surgery.compare_outputs(before, model, next(iter(loader))[0][:100])
             top1 = f"{iso.evaluate(model, loader)['top1']:.2f}"
             fp32, fp64 = f"{report.fp32:.1e}", f"{report.fp64:.1e}"
             rows.append({"model": name, "step": step, "top-1": top1, "max |diff| fp32": fp32, "fp64": fp64})

@@ -59,10 +59,10 @@ def looks(out, seeds):
     for kind in CURVES:
         models = [iso.load(out / f"{kind}_{seed}/model.safetensors") for seed in range(seeds)]
         images = batches(models[0])
-        evolution[kind] = [list(iso.feature_evolution(model, images).values()) for model in models]
-        neighbours = [iso.map_similarity(model, images[0]).diagonal(1).tolist() for model in models]
+        evolution[kind] = [list(iso.analysis.feature_evolution(model, images).values()) for model in models]
+        neighbours = [iso.analysis.map_similarity(model, images[0]).diagonal(1).tolist() for model in models]
         between[kind] = neighbours
-        heads = [iso.head_similarity(model, images[0]).values() for model in models]
+        heads = [iso.analysis.head_similarity(model, images[0]).values() for model in models]
         within[kind] = [[off_diagonal(found) for found in blocks] for blocks in heads]
         found = iso.attention_maps(models[0], images[0][:1])
         maps[TITLES[kind]] = {f"block {i + 1}": m[0].mean(0) for i, m in enumerate(found.values())}

@@ -67,7 +67,7 @@ def main():
     model = iso.load(options.out / "pyramid_slow_0/model.safetensors")
     config = dict(input_size=(3, 32, 32), mean=model.pretrained_cfg["mean"], std=model.pretrained_cfg["std"])
     images = next(iter(eval_loader(open_source("cifar10", "test").subset(range(256)), config, 256)))[0]
-    found = iso.branch_similarity(model, images)
+    found = iso.analysis.branch_similarity(model, images)
     options.figure.write_text(panels_figure([loss_panel(runs), similarity_panel(found)]) + "\n")
     by_seed = [{"run": f"{TITLES[k]}, seed {seed}", **log[-1]} for (k, seed), log in runs.items()]
     similarities = {name: value.tolist() for name, value in found.items()}

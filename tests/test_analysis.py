@@ -25,13 +25,13 @@ def test_maps_are_those_of_the_inputs_the_layers_really_see():
 def test_gates_and_spans_are_the_dials():
     model = timm.create_model("t_cifar_resnet20", locality=4.0, gate=0.0)
     assert all(torch.allclose(gate, torch.full((9,), 0.5)) for gate in iso.gates(model).values())
-    assert all(torch.allclose(span, torch.full((9,), 0.25)) for span in iso.spans(model).values())
+    assert all(torch.allclose(span, torch.full((9,), 0.25)) for span in iso.analysis.spans(model).values())
 
 
 def test_token_layers_too():
-    layer = torch.nn.Sequential(iso.GPSA(36, 9, (4, 5)))
+    layer = torch.nn.Sequential(iso.layers.GPSA(36, 9, (4, 5)))
     layer[0].set_dials(locality=2.0)
-    torch.testing.assert_close(iso.spans(layer)["0"], torch.full((9,), 0.5))
+    torch.testing.assert_close(iso.analysis.spans(layer)["0"], torch.full((9,), 0.5))
     torch.testing.assert_close(iso.gates(layer)["0"], torch.full((9,), 0.7310586))
     assert iso.attention_maps(layer, torch.randn(1, 20, 36))["0"].shape == (1, 9, 20, 20)
 
@@ -40,7 +40,7 @@ def test_keyword_arguments_reach_the_map():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = iso.GPSA(36, 9, (4, 6))
+            self.layer = iso.layers.GPSA(36, 9, (4, 6))
 
         def forward(self, x):
             return self.layer(x, grid_size=(6, 4))
@@ -51,7 +51,7 @@ def test_keyword_arguments_reach_the_map():
 
 def test_looks_are_pictures_on_the_layers_own_map():
     model = timm.create_model("t_cifar_resnet20", init="exact")
-    pictures = iso.looks(model, torch.randn(1, 3, 40, 24), (0.5, 0.5))
+    pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 40, 24), (0.5, 0.5))
     assert pictures["layer3.0.conv1"].shape == (1, 9, 20, 12)
     assert pictures["layer3.2.conv2"].shape == (1, 9, 10, 6)
     peaks = pictures["layer3.2.conv2"][0].flatten(1).argmax(-1)
@@ -78,7 +78,7 @@ class TestNonlocality:
     def test_uniform_attention_is_the_mean_distance(self):
         model = self.convit(gate=-60.0)
         for block in model.blocks:
-            weight = block.attn.qk.weight if isinstance(block.attn, iso.GPSA) else block.attn.qkv.weight[:72]
+            weight = block.attn.qk.weight if isinstance(block.attn, iso.layers.GPSA) else block.attn.qkv.weight[:72]
             weight.data.zero_()
         found = iso.nonlocality(model, torch.randn(2, 3, 48, 32))
         mean = grid_distances(6, 4).mean()
@@ -108,7 +108,7 @@ class TestNonlocality:
         found, maps = iso.nonlocality(vit, batch), iso.attention_maps(vit, batch)
         expected = (maps["blocks.1.attn"][:, :, 1:, 1:] * grid_distances(4, 6)).sum(-1).mean((0, 2))
         torch.testing.assert_close(found["blocks.1.attn"], expected)
-        for look in (iso.gates, iso.spans, iso.centres):
+        for look in (iso.gates, iso.analysis.spans, iso.analysis.centres):
             with pytest.raises(iso.UserError, match="no gated attention layer"):
                 look(vit)
 
@@ -138,7 +138,7 @@ def test_looks_of_token_layers_leave_the_class_token_out():
         iso.AttentionToGPSA(locality=9.0, gate=30.0),
         "blocks.0.attn",
     )
-    pictures = iso.looks(model, torch.randn(1, 3, 64, 96), (0.5, 0.5))
+    pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 64, 96), (0.5, 0.5))
     assert pictures["blocks.0.attn"].shape == pictures["blocks.1.attn"].shape == (1, 3, 4, 6)
     peaks = pictures["blocks.0.attn"][0].flatten(1).argmax(-1)
     assert [(int(p) // 6, int(p) % 6) for p in peaks] == [(2, 2), (2, 3), (2, 4)]
@@ -148,7 +148,7 @@ def test_the_grid_of_a_call_counts():
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = iso.GPSA(36, 9, (4, 6))
+            self.layer = iso.layers.GPSA(36, 9, (4, 6))
             self.layer.set_dials(gate=60.0, locality=60.0)
 
         def forward(self, x):
@@ -168,15 +168,15 @@ def test_tokens_of_an_unknown_grid_are_said():
 
 def test_centres_are_where_the_heads_look():
     cnn = timm.create_model("t_cifar_resnet20")
-    for model, name in ((cnn, "layer3.0.conv1"), (torch.nn.Sequential(iso.GPSA(36, 9, (4, 5))), "0")):
-        assert iso.centres(model)[name].tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    for model, name in ((cnn, "layer3.0.conv1"), (torch.nn.Sequential(iso.layers.GPSA(36, 9, (4, 5))), "0")):
+        assert iso.analysis.centres(model)[name].tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
 
 
 class TestEvolution:
     def test_f_k_is_the_formula(self):
         model = timm.create_model("vit_tiny_patch16_224", depth=3, img_size=32, embed_dim=24, num_heads=3).eval()
         batches = [torch.randn(6, 3, 32, 32) for _ in range(3)]
-        found = iso.feature_evolution(model, batches)
+        found = iso.analysis.feature_evolution(model, batches)
         assert list(found) == ["blocks.0", "blocks.1", "blocks.2"]
         expected = 0
         for batch in batches:
@@ -185,40 +185,40 @@ class TestEvolution:
             for block in model.blocks:
                 x = block(x)
                 outs.append(x.flatten(1))
-            expected += iso.linear_cka(outs[1], outs[2]) / iso.linear_cka(outs[0], outs[2]) / 3
+            expected += iso.analysis.linear_cka(outs[1], outs[2]) / iso.analysis.linear_cka(outs[0], outs[2]) / 3
         assert found["blocks.1"] == pytest.approx(expected.item(), rel=1e-5)
         assert found["blocks.0"] == pytest.approx(1.0)
 
     def test_cnns_and_blocks_with_maps(self):
         batch = torch.randn(4, 3, 32, 32)
         cnn = timm.create_model("cifar_resnet20")
-        found = iso.feature_evolution(cnn, [batch], "layer?")
+        found = iso.analysis.feature_evolution(cnn, [batch], "layer?")
         assert list(found) == ["layer1", "layer2", "layer3"]
-        assert iso.feature_evolution(cnn, [(batch, torch.zeros(4))], "layer?") == found
-        assert iso.feature_evolution(cnn, batch, "layer?") == found
+        assert iso.analysis.feature_evolution(cnn, [(batch, torch.zeros(4))], "layer?") == found
+        assert iso.analysis.feature_evolution(cnn, batch, "layer?") == found
         refined = timm.create_model("refined_vit_s", img_size=32, depth=4, embed_dim=24, num_heads=3)
-        assert list(iso.feature_evolution(refined, [batch])) == [f"blocks.{i}" for i in range(4)]
+        assert list(iso.analysis.feature_evolution(refined, [batch])) == [f"blocks.{i}" for i in range(4)]
 
     def test_cka_by_either_route(self):
         """More features than samples, or fewer: the same number."""
         x, y = torch.randn(5, 9, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
         a, b = (t - t.mean(0) for t in (x, y))
         expected = (b.T @ a).norm() ** 2 / ((a.T @ a).norm() * (b.T @ b).norm())
-        torch.testing.assert_close(iso.linear_cka(x, y), expected)
-        torch.testing.assert_close(iso.linear_cka(y, x), expected)
+        torch.testing.assert_close(iso.analysis.linear_cka(x, y), expected)
+        torch.testing.assert_close(iso.analysis.linear_cka(y, x), expected)
         wide = torch.randn(50, 4, dtype=torch.float64)
-        torch.testing.assert_close(iso.linear_cka(wide, wide), torch.tensor(1.0, dtype=torch.float64))
+        torch.testing.assert_close(iso.analysis.linear_cka(wide, wide), torch.tensor(1.0, dtype=torch.float64))
 
     def test_maps_of_blocks_and_heads(self):
         model, x = timm.create_model("deit_tiny_patch16_224", depth=3), torch.randn(2, 3, 224, 224)
         a, b, _ = iso.attention_maps(model, x).values()
         cosine = torch.nn.functional.cosine_similarity
-        torch.testing.assert_close(iso.map_similarity(model, x)[0, 1], cosine(a, b, dim=-1).mean())
-        found = iso.head_similarity(model, x)["blocks.0.attn"]
+        torch.testing.assert_close(iso.analysis.map_similarity(model, x)[0, 1], cosine(a, b, dim=-1).mean())
+        found = iso.analysis.head_similarity(model, x)["blocks.0.attn"]
         torch.testing.assert_close(found[0, 2], cosine(a[:, 0], a[:, 2], dim=-1).mean())
         torch.testing.assert_close(found.diagonal(), torch.ones(3))
         wide = iso.recast(model, iso.AttentionToRefined(reduce=False), "blocks.1.attn")
-        assert iso.map_similarity(wide, x).isnan().sum() == 4
+        assert iso.analysis.map_similarity(wide, x).isnan().sum() == 4
 
     @pytest.mark.parametrize(
         ("batches", "where", "said"),
@@ -230,4 +230,4 @@ class TestEvolution:
     )
     def test_what_does_not_evolve_is_refused(self, batches, where, said):
         with pytest.raises(iso.UserError, match=said):
-            iso.feature_evolution(timm.create_model("cifar_resnet20"), batches, where)
+            iso.analysis.feature_evolution(timm.create_model("cifar_resnet20"), batches, where)

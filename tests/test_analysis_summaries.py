@@ -33,24 +33,24 @@ class TestSummaries:
     def test_uniform_attention(self):
         model, x, N = uniform(vit()), torch.randn(3, 3, 32, 32), 17
         for found, expected in (
-            (iso.attention_entropy(model, x), math.log(N)),
-            (iso.effective_rank(model, x), 1.0),
-            ({name: stats.max_logit for name, stats in iso.logit_stats(model, x).items()}, 0.0),
-            ({name: stats.max_attention for name, stats in iso.logit_stats(model, x).items()}, 1 / N),
+            (iso.analysis.attention_entropy(model, x), math.log(N)),
+            (iso.analysis.effective_rank(model, x), 1.0),
+            ({name: stats.max_logit for name, stats in iso.analysis.logit_stats(model, x).items()}, 0.0),
+            ({name: stats.max_attention for name, stats in iso.analysis.logit_stats(model, x).items()}, 1 / N),
         ):
             assert list(found) == ["blocks.0.attn", "blocks.1.attn"]
             torch.testing.assert_close(found["blocks.1.attn"], torch.full((3,), expected), atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(iso.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3))
+        torch.testing.assert_close(iso.analysis.head_similarity(model, x)["blocks.0.attn"], torch.ones(3, 3))
         cells = [(r, c) for r in range(4) for c in range(4)]
         mean = sum(math.dist(a, b) for a in cells for b in cells) / 16**2
         torch.testing.assert_close(iso.nonlocality(model, x)["blocks.0.attn"], torch.full((3,), mean * 16 / 17))
 
     def test_logits_of_a_t_cnn_are_those_of_its_content(self):
         """Padded keys count with a logit of 0; the softmax is the map with gates open."""
-        layer = iso.GPSA2d(6, 4, 3, stride=2, padding=1)
+        layer = iso.layers.GPSA2d(6, 4, 3, stride=2, padding=1)
         layer.set_dials(gate=-50.0)
         model, x = nn.Sequential(layer), 3 * torch.randn(2, 6, 5, 7)
-        found, maps = iso.logit_stats(model, x)["0"], layer.attention(x)
+        found, maps = iso.analysis.logit_stats(model, x)["0"], layer.attention(x)
         torch.testing.assert_close(found.max_attention, maps.amax((2, 3)).mean(0))
         torch.testing.assert_close(found.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
         q, k = layer.queries_padded_keys(x)
@@ -68,14 +68,19 @@ class TestSummaries:
     def test_a_loader_is_the_mean_over_its_images(self):
         model, x = vit(), torch.randn(10, 3, 32, 32)
         loader = [(x[:4], torch.zeros(4)), (x[4:8], torch.zeros(4)), (x[8:], torch.zeros(2))]
-        for look in (iso.attention_entropy, iso.effective_rank, iso.head_similarity, iso.nonlocality):
+        for look in (
+            iso.analysis.attention_entropy,
+            iso.analysis.effective_rank,
+            iso.analysis.head_similarity,
+            iso.nonlocality,
+        ):
             whole, streamed = look(model, x), look(model, loader)
             torch.testing.assert_close(streamed["blocks.1.attn"], whole["blocks.1.attn"], atol=1e-5, rtol=1e-5)
-        streamed, whole = iso.logit_stats(model, loader), iso.logit_stats(model, x)
+        streamed, whole = iso.analysis.logit_stats(model, loader), iso.analysis.logit_stats(model, x)
         torch.testing.assert_close(streamed["blocks.0.attn"].entropy, whole["blocks.0.attn"].entropy)
-        torch.testing.assert_close(iso.map_similarity(model, loader), iso.map_similarity(model, x))
+        torch.testing.assert_close(iso.analysis.map_similarity(model, loader), iso.analysis.map_similarity(model, x))
         with pytest.raises(iso.UserError, match="no batch was given"):
-            iso.attention_entropy(model, [])
+            iso.analysis.attention_entropy(model, [])
 
     def test_pieces_are_the_map(self, monkeypatch):
         monkeypatch.setattr("isomorph.analysis.captured.ENTRIES_AT_ONCE", 2 * 3 * 5 * 5)
@@ -113,7 +118,7 @@ class TestCKA:
     def test_rotated_features_are_the_same(self):
         turn, x = rotation(6), torch.randn(40, 6, dtype=torch.float64)
         a, b = Two(torch.eye(6).double(), 2 * turn), Two(turn.T, 3 * torch.eye(6).double())
-        for found in (iso.cka(a, b, x, "?"), iso.covariance_cka(a, b, x, "?"), iso.cka(a, b, x.split(8), "?")):
+        for found in (iso.cka(a, b, x, "?"), iso.analysis.covariance_cka(a, b, x, "?"), iso.cka(a, b, x.split(8), "?")):
             assert (found.rows, found.columns) == (["a", "b"], ["a", "b"])
             torch.testing.assert_close(found.matrix, torch.ones(2, 2).double())
 
@@ -142,7 +147,7 @@ class TestCKA:
         model = Two(torch.eye(60).double()[:30], torch.eye(60).double()[30:])
         found = iso.cka(model, model, cross.split(20), "?").matrix
         assert abs(found[0, 1]) < 0.05
-        assert iso.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
+        assert iso.analysis.linear_cka(cross[:20, :30], cross[:20, 30:]) > 0.4
 
     def test_a_small_last_batch_is_skipped(self):
         x, model = torch.randn(19, 6, dtype=torch.float64), Two(rotation(6)[:3], rotation(6)[3:])
@@ -161,8 +166,8 @@ class TestCKA:
     def test_covariances_give_the_exact_number_of_all_images(self):
         x = torch.randn(50, 6, dtype=torch.float64) + 100  # far from 0: rounding must not eat it
         a, b = Two(torch.randn(4, 6).double(), torch.randn(3, 6).double()), Two(rotation(6), torch.randn(5, 6).double())
-        found = iso.covariance_cka(a, b, x.split(16), "?").matrix
-        expected = [[iso.linear_cka(f, g) for g in b(x)] for f in a(x)]
+        found = iso.analysis.covariance_cka(a, b, x.split(16), "?").matrix
+        expected = [[iso.analysis.linear_cka(f, g) for g in b(x)] for f in a(x)]
         torch.testing.assert_close(found, torch.stack([torch.stack(row) for row in expected]).detach())
 
     def test_layers_of_real_models(self):
@@ -186,7 +191,7 @@ class TestCKA:
         monkeypatch.setattr("isomorph.analysis.cka.LARGEST", 10)
         model = Two(torch.eye(4), torch.eye(4))
         with pytest.raises(iso.UserError, match="covariances of these features take"):
-            iso.covariance_cka(model, model, torch.randn(8, 4), "?")
+            iso.analysis.covariance_cka(model, model, torch.randn(8, 4), "?")
 
 
 class TestAlong:
@@ -196,7 +201,7 @@ class TestAlong:
             for epoch, gate in ((1, 3.0), (4, -3.0)):
                 yield epoch, timm.create_model("t_cifar_resnet20", gate=gate)
 
-        found = iso.dials_along(models())
+        found = iso.analysis.gating_along(models())
         assert found.moments.tolist() == [0, 1, 4]
         gates = found.gates["layer3.0.conv1"]
         assert gates.shape == (3, 9)
@@ -214,14 +219,14 @@ class TestAlong:
     def test_a_folder_of_checkpoints(self, tmp_path):
         for epoch, gate in ((10, 1.0), (2, 5.0)):
             iso.save(timm.create_model("t_cifar_resnet20", gate=gate), tmp_path / f"epoch-{epoch}.safetensors")
-        found = iso.dials_of_run(tmp_path)
+        found = iso.training.gating_history(tmp_path)
         assert found.moments.tolist() == [2, 10]
         torch.testing.assert_close(found.gates["layer3.0.conv1"][:, 0], torch.sigmoid(torch.tensor([5.0, 1.0])))
         (tmp_path / "none").mkdir()
         with pytest.raises(iso.UserError, match="holds no checkpoint of a run"):
-            iso.dials_of_run(tmp_path / "none")
+            iso.training.gating_history(tmp_path / "none")
         with pytest.raises(iso.UserError, match="is no folder"):
-            iso.dials_of_run(tmp_path / "nowhere")
+            iso.training.gating_history(tmp_path / "nowhere")
 
 
 class TestBoundedMemory:
@@ -241,7 +246,7 @@ class TestBoundedMemory:
         monkeypatch.setattr(Scores, "map", counted)
         model = vit(depth=12, img_size=384, patch_size=16)
         N, x = 24 * 24 + 1, torch.randn(1, 3, 384, 384)
-        for look in (iso.nonlocality, iso.attention_entropy, iso.head_similarity):
+        for look in (iso.nonlocality, iso.analysis.attention_entropy, iso.analysis.head_similarity):
             peaks.clear()
             look(model, x)
             assert len(peaks) == 12
@@ -256,10 +261,11 @@ model = timm.create_model("vit_tiny_patch16_224", depth=2, embed_dim=24, num_hea
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 loader = lambda images: (torch.randn(50, 3, 64, 64) for _ in range(images // 50))
 def all_of(images):
-    for look in (iso.nonlocality, iso.attention_entropy, iso.effective_rank, iso.logit_stats, iso.head_similarity):
+    more = iso.analysis
+    for look in (iso.nonlocality, more.attention_entropy, more.effective_rank, more.logit_stats, more.head_similarity):
         look(model, loader(images))
-    iso.cka(model, model, loader(images)); iso.covariance_cka(model, model, loader(images))
-    iso.feature_evolution(model, loader(images))
+    iso.cka(model, model, loader(images)); iso.analysis.covariance_cka(model, model, loader(images))
+    iso.analysis.feature_evolution(model, loader(images))
 all_of(100)
 before = peak()
 all_of(2000)
@@ -270,7 +276,9 @@ print(peak() - before)
 
 
 def test_the_names_that_the_library_promises():
-    promised = "attention_maps gates spans centres nonlocality cka logit_stats feature_evolution dials_of_run cost_rows"
+    promised = (
+        "attention_maps gates spans centres nonlocality cka logit_stats feature_evolution dials_of_run cost_table"
+    )
     assert set(promised.split()) <= set(iso.__all__)
     assert all(callable(getattr(iso, name)) for name in promised.split())
 

@@ -124,7 +124,7 @@ class TestWhere:
         assert list(one) == ["blocks.1.attn"]
         torch.testing.assert_close(one["blocks.1.attn"], everything["blocks.1.attn"])
         assert list(iso.nonlocality(model, x, "blocks.[02].attn")) == ["blocks.0.attn", "blocks.2.attn"]
-        assert list(iso.looks(model, x, where="blocks.2.*")) == ["blocks.2.attn"]
+        assert list(iso.analysis.attention_from(model, x, where="blocks.2.*")) == ["blocks.2.attn"]
 
     def test_a_glob_without_attention_names_the_nearest(self):
         with pytest.raises(iso.UserError, match=r"where='blocks\.7\.\*' matches no attention layer.*blocks\.\d\.attn"):

@@ -85,7 +85,7 @@ def test_it_stands_beside_the_other_forms():
     new = iso.recast(new, iso.LinearToPyramid(), "blocks.0.attn.qkv")
     x = torch.randn(1, 3, 224, 224)
     iso.verify(model, new, x)
-    assert iso.logit_stats(new, x)["blocks.0.attn"].entropy.shape == (6,)
+    assert iso.analysis.logit_stats(new, x)["blocks.0.attn"].entropy.shape == (6,)
     torch.testing.assert_close(iso.fuse(new.eval())(x), new(x), atol=1e-4, rtol=1e-4)
     with pytest.raises(iso.UserError, match="does not compute what timm's Attention does"):
         iso.recast(new, iso.AttentionToGPSA(), "blocks.0.attn")

@@ -335,10 +335,10 @@ class TestAnalysis:
     def test_logits_include_the_table(self):
         model = settled(tiny())
         x = torch.randn(2, 3, 64, 64)
-        before = iso.logit_stats(model, x)["stages.3.0.attn"]
+        before = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
         with torch.no_grad():
             model.stages[3][0].attn.relative_bias.add_(100)
-        after = iso.logit_stats(model, x)["stages.3.0.attn"]
+        after = iso.analysis.logit_stats(model, x)["stages.3.0.attn"]
         torch.testing.assert_close(after.max_logit, before.max_logit + 100, rtol=1e-4, atol=1e-3)
         torch.testing.assert_close(after.entropy, before.entropy, rtol=1e-3, atol=1e-3)
 

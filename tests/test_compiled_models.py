@@ -46,14 +46,14 @@ def test_recast_takes_the_model_inside(name, how):
     new = iso.recast(given, rule, where)
     assert [n for n, _ in new.named_modules()] == [n for n, _ in wanted.named_modules()]
     assert iso.edits(new) == iso.edits(wanted)
-    assert iso.notes(new) == (NOTE,)
+    assert iso.surgery.notes(new) == (NOTE,)
     report = iso.verify(given, new, x)
     assert report.notes == (NOTE,)
     assert len(report.targets) == len(iso.edits(new)[0].names)
     if name == "LinearToPyramid":
         assert fusible(torch.compile(new))
         thin = iso.fuse(torch.compile(new))
-        assert iso.notes(thin) == (NOTE,)
+        assert iso.surgery.notes(thin) == (NOTE,)
         iso.verify(given, thin, x)
     else:
         back = iso.revert(torch.compile(new))
@@ -85,4 +85,4 @@ def test_modules_without_a_truth_value_are_left_alone():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), torch.compile(nn.Linear(4, 4)), nn.ModuleDict({}))
     with pytest.raises(TypeError):
         bool(net[1])
-    assert isinstance(iso.recast(net, iso.LinearToPyramid(), "0")[0], iso.PyramidConv2d)
+    assert isinstance(iso.recast(net, iso.LinearToPyramid(), "0")[0], iso.layers.PyramidConv2d)

@@ -256,7 +256,7 @@ def test_with_psa_it_is_the_same_network_but_for_the_softmax(tmp_path):
 
 def test_psa_is_watched_like_any_attention():
     model, x = perturbed(small(local_attention="psa", img_size=(32, 48), patch_size=8)), torch.randn(2, 3, 32, 48)
-    maps, far, logits = iso.attention_maps(model, x), iso.nonlocality(model, x), iso.logit_stats(model, x)
+    maps, far, logits = iso.attention_maps(model, x), iso.nonlocality(model, x), iso.analysis.logit_stats(model, x)
     assert list(maps) == list(far) == list(logits) == [f"blocks.{i}.attn" for i in range(4)]
     cells = torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0))
     expected = (maps["blocks.1.attn"] * torch.cdist(cells, cells)).sum(-1).mean((0, 2))

@@ -14,7 +14,7 @@ from isomorph.cli import main
 from isomorph.evaluation import (
     PeakMeter,
     at_size,
-    cost_rows,
+    cost_table,
     count_branches,
     count_macs,
     count_pass,
@@ -57,7 +57,7 @@ class TestMacs:
 
     def test_a_pyramid_by_hand(self):
         M, C, D = 5, 8, 12  # tokens, features in and out; P-W2S: branches of one and of two units, and a skip
-        layer = iso.PyramidLinear(C, D)
+        layer = iso.layers.PyramidLinear(C, D)
         first, second = C * C + C * D, C * C + C * D + D * D
         assert count_branches(layer, (M, C)) == M * (first + second + C * D)
         assert count_pass(layer, (M, C)).image == M * C * D
@@ -68,7 +68,7 @@ class TestMacs:
 
     @pytest.mark.parametrize(
         ("layer", "size"),
-        [(iso.PyramidConv2d(4, 6, 3, padding=1, groups=2), (4, 5, 5)), (iso.PyramidLinear(8, 8), (3, 8))],
+        [(iso.layers.PyramidConv2d(4, 6, 3, padding=1, groups=2), (4, 5, 5)), (iso.layers.PyramidLinear(8, 8), (3, 8))],
     )
     def test_branches_are_counted_as_they_run(self, layer, size):
         """Against the layers themselves, every token through every branch."""
@@ -78,7 +78,7 @@ class TestMacs:
         assert count_branches(layer, size) == counter.get_total_flops() // 4
 
     def test_pyramids_that_share_their_moments(self):
-        joint = iso.JointPyramid([iso.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)])
+        joint = iso.layers.JointPyramid([iso.layers.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)])
         assert count_branches(joint, (4, 8)) == 4 * 3 * 2 * 64
         assert count_pass(joint, (4, 8)).image == 4 * 3 * 64
 
@@ -174,7 +174,7 @@ def test_a_peak_that_fails_is_a_dash_and_a_reason(capsys):
     if peak_bytes(nn.Linear(2, 2), (2,)) is None:
         pytest.skip("peaks cannot be measured here")
     net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    (row,) = iso.cost_rows({"net": net}, [(8, 8)], [1], seconds=0.01)
+    (row,) = iso.cost_table({"net": net}, [(8, 8)], [1], seconds=0.01)
     assert row["peak_bytes"] is not None
     assert row["training_peak_bytes"] is None
     assert "Expected more than 1 value per channel" in row["problem"]
@@ -201,7 +201,7 @@ def test_speeds_take_turns_and_have_quartiles():
 
 def test_rows_scale_with_the_resolution():
     models = {"vit": small_vit(), "cnn": timm.create_model("cifar_resnet20")}
-    rows = list(cost_rows(models, [(32, 32), (64, 64)], (1, 2), seconds=0.0, peak=False))
+    rows = list(cost_table(models, [(32, 32), (64, 64)], (1, 2), seconds=0.0, peak=False))
     assert [(row["height"], row["batch"], row["model"]) for row in rows] == [
         (n, batch, name) for n in (32, 64) for batch in (1, 2) for name in models
     ]
@@ -215,7 +215,7 @@ def test_rows_scale_with_the_resolution():
 def test_every_step_is_told_in_words():
     told = []
     models = {"cnn": timm.create_model("cifar_resnet20")}
-    list(cost_rows(models, [(32, 32)], (1, 2), 0.0, peak=False, progress=lambda *line: told.append(line)))
+    list(cost_table(models, [(32, 32)], (1, 2), 0.0, peak=False, progress=lambda *line: told.append(line)))
     doing = ["cnn 32 x 32: counting", "32 x 32, batch 1: timing", "32 x 32, batch 2: timing"]
     assert told == [(done, 3, words) for i, words in enumerate(doing) for done in (i, i + 1)]
 
@@ -228,7 +228,7 @@ def test_a_size_that_a_model_does_not_take_is_said():
     with pytest.raises(iso.UserError, match="takes no images of 5 x 5"):
         at_size(vit, (5, 5))
     with pytest.raises(iso.UserError, match="must be positive"):
-        list(cost_rows({"vit": vit}, [(0, 32)]))
+        list(cost_table({"vit": vit}, [(0, 32)]))
 
 
 class TestCommand:

@@ -108,7 +108,7 @@ def test_too_few_classes_and_empty_loaders_are_said():
 
 def test_macs_count_convolutions_and_attention():
     assert count_macs(nn.Conv2d(3, 8, 3, padding=1), (3, 10, 12)) == 8 * 3 * 9 * 120
-    layer = iso.GPSA2d(16, 8, 3, 1, 1)
+    layer = iso.layers.GPSA2d(16, 8, 3, 1, 1)
     N, C, nh = 64, 16, 9
     hd = math.ceil(C / nh)
     projections = N * C * (2 * nh * hd + C)
@@ -117,7 +117,7 @@ def test_macs_count_convolutions_and_attention():
 
 
 def test_macs_do_not_depend_on_the_form():
-    layer = iso.GPSA2d(64, 64, 3, 1, 1)
+    layer = iso.layers.GPSA2d(64, 64, 3, 1, 1)
     N, C, nh, hd = 24 * 24, 64, 9, 8
     projections, content = N * C * (2 * nh * hd + C), nh * N * (N + 1) * (hd + C)
     position = nh * 24 * N * C + nh * N * 24 * C
@@ -151,15 +151,15 @@ class TestRealImages:
     @pytest.mark.parametrize(("name", "top1"), [("cifar_resnet20", 81.03), ("cifar_resnet56", 83.20)])
     def test_published_weights(self, name, top1, data_root):
         model = timm.create_model(name, pretrained=True)
-        loader = iso.eval_loader(iso.open_source("cifar10", "test"), resolve_data_config(model=model), 200)
+        loader = iso.data.eval_loader(iso.data.open_source("cifar10", "test"), resolve_data_config(model=model), 200)
         assert iso.evaluate(model, loader)["top1"] == pytest.approx(top1, abs=0.3)
 
     def test_recast_verified_and_back(self, data_root):
         cnn = timm.create_model("cifar_resnet20", pretrained=True).eval()
         tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.*.conv?")
         assert len(iso.edits(tcnn)[0].names) == 6
-        source = iso.open_source("cifar10", "test")
-        loader = iso.eval_loader(source.subset(range(2000)), resolve_data_config(model=cnn), 200)
+        source = iso.data.open_source("cifar10", "test")
+        loader = iso.data.eval_loader(source.subset(range(2000)), resolve_data_config(model=cnn), 200)
         report = iso.verify(cnn, tcnn, next(iter(loader))[0])
         assert report.fp32 < 1e-3
         assert iso.evaluate(tcnn, loader)["top1"] == pytest.approx(iso.evaluate(cnn, loader)["top1"], abs=0.3)

@@ -52,5 +52,5 @@ def test_train_mode_is_refused():
 
 
 def test_layers_without_an_unconditional_way_back_are_left():
-    model = nn.Sequential(iso.GPSA2d(4, 4, 3, 1, 1)).eval()
-    assert isinstance(iso.fuse(model)[0], iso.GPSA2d)
+    model = nn.Sequential(iso.layers.GPSA2d(4, 4, 3, 1, 1)).eval()
+    assert isinstance(iso.fuse(model)[0], iso.layers.GPSA2d)

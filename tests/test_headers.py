@@ -167,7 +167,7 @@ def test_what_is_saved_can_be_loaded(tmp_path):
 def test_a_header_keeps_its_values():
     parts = parse_header({"base": json.dumps(BASE), "edits": json.dumps([EDIT]), "data": json.dumps(DATA)}, "a file")
     assert parts.base == BASE
-    assert parts.edits == (iso.Edit(iso.ConvToGPSA("exact"), ("layer3.2.conv2",)),)
+    assert parts.edits == (iso.surgery.Edit(iso.ConvToGPSA("exact"), ("layer3.2.conv2",)),)
     assert parts.data["input_size"] == (3, 32, 32)
     assert parts.data["label_names"] == list("abcdefghij")
 

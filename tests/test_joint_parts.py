@@ -114,7 +114,7 @@ def test_parts_can_be_recast_one_after_the_other(tmp_path):
     iso.verify(plain, wide, x)
     iso.save(wide, tmp_path / "wide.safetensors")
     torch.testing.assert_close(iso.load(tmp_path / "wide.safetensors")(x), wide.eval()(x))
-    found = iso.branch_similarity(wide, x)
+    found = iso.analysis.branch_similarity(wide, x)
     assert found["blocks.0.attn.qkv"].shape == (1, 2, 2)  # the one pyramid in it
     assert found["blocks.1.attn.qkv"].shape == (3, 4, 4)  # of 2, 4 and 4 branches
     iso.recalibrate(wide, [x], keep_function=True)

@@ -88,7 +88,7 @@ def test_kept_parameters_keep_their_state_and_new_ones_start_fresh(tmp_path):
     kept = {name for name, _ in run.trained.named_parameters()} & weights.keys()
     assert len(after) == len(kept) > 50
     assert all(torch.equal(weights[name], dict(run.trained.named_parameters())[name]) for name in kept)
-    assert isinstance(run.trained.get_submodule(WHERE), iso.GPSA2d)
+    assert isinstance(run.trained.get_submodule(WHERE), iso.layers.GPSA2d)
     torch.testing.assert_close(run.averaged.eval()(x), mean, rtol=0, atol=2e-2)  # the averages' own function goes on
     assert run.optimizer.param_groups[0]["lr"] == rate
     assert [group["name"] for group in run.optimizer.param_groups] == ["decayed", "undecayed", "gates", "positions"]

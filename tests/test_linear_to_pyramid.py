@@ -92,10 +92,10 @@ def test_there_and_back(name):
 def test_mobileone_is_replaced_and_combined():
     create, where, size = NETWORKS["mobileone"]
     wide = iso.recast(disturb(create(), 0.05), iso.LinearToPyramid(init="paper"), where)
-    assert isinstance(wide.stages[0][1].conv, iso.PyramidConv2d)  # 1x1
+    assert isinstance(wide.stages[0][1].conv, iso.layers.PyramidConv2d)  # 1x1
     assert isinstance(wide.stages[0][0], MobileOneBlock)  # depthwise 3x3
     depthwise = wide.stages[0][0].conv_kxk[0].conv
-    assert isinstance(depthwise, iso.PyramidConv2d)
+    assert isinstance(depthwise, iso.layers.PyramidConv2d)
     assert depthwise.eval().fuse().groups == depthwise.window.groups > 1
     wide.train()(torch.randn(2, 3, size, size)).sum().backward()
     assert all(p.grad is not None for p in wide.parameters())
@@ -185,9 +185,9 @@ def test_plain_and_closed_networks_agree_step_by_step():
     wide = timm.create_model("tdrl_vit_ti", **VIT).double()
     twin = copy.deepcopy(wide)
     for module in twin.modules():
-        if isinstance(module, iso.PyramidLinear):
+        if isinstance(module, iso.layers.PyramidLinear):
             module.forward = references.pyramid.__get__(module)
-        if isinstance(module, iso.JointPyramid):
+        if isinstance(module, iso.layers.JointPyramid):
             module.forward = (lambda m: lambda x: torch.cat([references.pyramid(p, x) for p in m.pyramids], -1))(module)
     for net in (wide, twin):
         torch.manual_seed(1)

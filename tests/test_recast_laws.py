@@ -38,7 +38,7 @@ def test_equal_at_birth(conv):
     cnn = net(conv)
     tcnn = iso.recast(cnn, iso.ConvToGPSA(), "1")
     report = iso.verify(cnn, tcnn, [torch.randn(2, conv.in_channels, *size) for size in SIZES], atol=2e-5, seeds=[1])
-    assert isinstance(tcnn[1], iso.GPSA2d)
+    assert isinstance(tcnn[1], iso.layers.GPSA2d)
     assert report.passed
     assert [target.name for target in report.targets] == ["1"]
 
@@ -146,7 +146,7 @@ def test_the_second_name_of_a_shared_module_matches_too():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     tcnn = iso.recast(nn.Sequential(conv, nn.ReLU(), conv), iso.ConvToGPSA(), "2")
     assert tcnn[0] is tcnn[2]
-    assert isinstance(tcnn[0], iso.GPSA2d)
+    assert isinstance(tcnn[0], iso.layers.GPSA2d)
 
 
 def test_a_rule_needs_no_kind():
@@ -170,14 +170,14 @@ def test_a_rule_needs_no_kind():
 def test_a_shared_module_is_rebuilt_once():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     tcnn = iso.recast(nn.Sequential(conv, nn.ReLU(), conv), iso.ConvToGPSA(), "*")
-    assert isinstance(tcnn[0], iso.GPSA2d)
+    assert isinstance(tcnn[0], iso.layers.GPSA2d)
     assert tcnn[0] is tcnn[2]
 
 
 def test_the_root_may_be_the_target():
     conv = nn.Conv2d(4, 4, 3, padding=1)
     gpsa = iso.recast(conv, iso.ConvToGPSA(), where="")
-    assert isinstance(gpsa, iso.GPSA2d)
+    assert isinstance(gpsa, iso.layers.GPSA2d)
     assert iso.edits(gpsa)[0].names == ("",)
 
 

@@ -98,7 +98,7 @@ def test_maps_are_shared(share):
     for i, found in enumerate(maps):
         assert torch.equal(found, maps[i - i % (share + 1)])
         assert torch.equal(found, maps[i - 1]) == (i > 0 and i % (share + 1) > 0)
-    found = iso.map_similarity(model, x)
+    found = iso.analysis.map_similarity(model, x)
     torch.testing.assert_close(found[0, 1], torch.tensor(1.0))
 
 

@@ -227,8 +227,8 @@ def test_layers_that_are_not_drawn_have_their_numbers(layers):
     assert [shot.name for shot in sections[0].shots] == ["a"]
     batch = (picture.pixels[None] - 0.5) / 0.5
     where = layers or "*"
-    logits = {name: found.max_logit for name, found in iso.logit_stats(model, batch, where).items()}
-    expected = [iso.nonlocality(model, batch, where), iso.attention_entropy(model, batch, where), logits]
+    logits = {name: found.max_logit for name, found in iso.analysis.logit_stats(model, batch, where).items()}
+    expected = [iso.nonlocality(model, batch, where), iso.analysis.attention_entropy(model, batch, where), logits]
     charts = next(section.charts for section in sections if section.title == "How far, how sharp")
     assert len(charts) == 3
     for chart, found in zip(charts, expected, strict=True):
@@ -347,7 +347,7 @@ class TestLikeness:
         loader = [(part, None) for part in x.split(32)]
         found = alignments({"a": a, "b": b}, {"a": loader, "b": loader})
         assert abs(found["a", "b"].matrix.item()) < 0.05
-        assert iso.linear_cka(x[:, :200], x[:, 200:]) > 0.35  # what the biased form says of them
+        assert iso.analysis.linear_cka(x[:, :200], x[:, 200:]) > 0.35  # what the biased form says of them
         assert found["a", "a"].matrix.item() == pytest.approx(1)
 
     def test_features_with_channels_last_are_means_over_places_too(self):
@@ -724,7 +724,7 @@ class TestCommands:
         assert draws.shape == (320,)
         assert all(len(set(draw)) == 32 for draw in draws.view(10, 32).tolist())
         loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
-        assert first["blocks.1"] == pytest.approx(iso.feature_evolution(model, loader)["blocks.1"])
+        assert first["blocks.1"] == pytest.approx(iso.analysis.feature_evolution(model, loader)["blocks.1"])
         done("analyze vit.safetensors --image a.png --data digits --evolution --out page.html")
         assert re.search(r"blocks\.2 +\d", capsys.readouterr().out)
         assert "Feature evolution" in (folder / "page.html").read_text()
@@ -742,12 +742,12 @@ class TestCommands:
         write_run(folder / "run")
         model = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1, num_classes=2)
         attn, heads = model.blocks[0].attn, model.blocks[0].attn.num_heads
-        before = iso.centres(model)["blocks.0.attn"].tolist()
+        before = iso.analysis.centres(model)["blocks.0.attn"].tolist()
         for epoch in (1, 2):
             iso.save(model, folder / f"run/epoch-{epoch}.safetensors")
             with torch.no_grad():
                 attn.position[0, 2] = 0.001
-        assert iso.spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
+        assert iso.analysis.spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
         logs = read_runs([folder / "run"])
         found = dials_kept([folder / "run"], logs)
         section = compare_runs(logs, found)[-1]

@@ -20,7 +20,7 @@ from isomorph.checkpoints.snapshot import newest, read_snapshot, snapshots
 from isomorph.checkpoints.snapshot_values import digest_of
 from isomorph.distributed import Runtime
 from isomorph.training import Stopped
-from isomorph.training.history import kept_models
+from isomorph.training.history import saved_models
 from isomorph.training.recipe.recipe import check
 from isomorph.training.run.folder_lock import alone_in
 from isomorph.training.run.guards import stop_requests
@@ -441,7 +441,7 @@ class TestPretraining:
     def test_the_folder_is_its_encoder(self, name, runs):
         model, written = open_model(str(runs / name)), iso.load(runs / name / "model.safetensors")
         assert all(torch.equal(tensor, written.state_dict()[n]) for n, tensor in model.state_dict().items())
-        assert [epoch for epoch, _ in kept_models(runs / name)] == [1, 2]
+        assert [epoch for epoch, _ in saved_models(runs / name)] == [1, 2]
 
     @pytest.mark.parametrize("name", ["mae", "begun"])
     def test_it_fuses(self, name, runs):

@@ -135,7 +135,7 @@ def test_numbered_folders_are_not_taken_in_the_order_of_text(tmp_path):
     place = folders(tmp_path / "imagenetv2-matched-frequency-format-val", [(str(n), n) for n in range(1000)])
     row = evaluate_suites(Reads(), "imagenet-v2", tmp_path, partial=True)[0]
     assert (row["top1"], row["images"]) == (100, 1000)
-    assert iso.open_source("imagefolder", "test", place).classes[:3] == ("0", "1", "10")
+    assert iso.data.open_source("imagefolder", "test", place).classes[:3] == ("0", "1", "10")
 
 
 def test_the_three_sets_of_imagenet_v2_are_told_apart(tmp_path):

@@ -50,7 +50,7 @@ def test_fused_is_the_plain_vit_exactly():
 def test_deit_b_with_pyramids_in_queries_keys_and_values():
     with torch.device("meta"):
         wide = iso.recast(timm.create_model("deit_base_patch16_224"), iso.LinearToPyramid(), "blocks.*.attn.qkv")
-    kinds = {name.split(".", 2)[2] for name, m in wide.named_modules() if isinstance(m, iso.PyramidLinear)}
+    kinds = {name.split(".", 2)[2] for name, m in wide.named_modules() if isinstance(m, iso.layers.PyramidLinear)}
     assert kinds == {f"attn.qkv.pyramids.{i}" for i in range(3)}
     linear, norm = 768**2 + 768, 2 * 768
     pyramid = 6 * linear + 3 * norm  # branches of 2 and 3 linear layers, the skip
@@ -209,7 +209,7 @@ def test_logit_stats_in_closed_form():
     for block in model.blocks:
         block.attn.qkv.weight.data *= 40
     x = torch.randn(3, 3, 32, 32)
-    found, maps = iso.logit_stats(model, x), iso.attention_maps(model, x)
+    found, maps = iso.analysis.logit_stats(model, x), iso.attention_maps(model, x)
     assert model.training
     for name, stats in found.items():
         a = maps[name]
@@ -232,28 +232,30 @@ def test_branch_similarity_is_the_cka_of_the_branches():
     thin = iso.fuse(model)
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda _, args, name=name: seen.update({name: args[0].flatten(0, 1)}))
-    found = iso.branch_similarity(model, x)
+    found = iso.analysis.branch_similarity(model, x)
     assert found["blocks.0.attn.qkv"].shape == (3, 3, 3)
     for name, pyramid, values in (
         ("blocks.1.mlp.fc1", layers["blocks.1.mlp.fc1"], found["blocks.1.mlp.fc1"]),
         ("blocks.0.attn.qkv", layers["blocks.0.attn.qkv"].pyramids[2], found["blocks.0.attn.qkv"][2]),
     ):
         outputs = [nn.Sequential(*chain)(seen[name]) for chain in pyramid.chains]
-        expected = torch.stack([torch.stack([iso.linear_cka(a, b) for b in outputs]) for a in outputs])
+        expected = torch.stack([torch.stack([iso.analysis.linear_cka(a, b) for b in outputs]) for a in outputs])
         torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-4)
     with pytest.raises(iso.UserError, match="no pyramids"):
-        iso.branch_similarity(thin, x)
+        iso.analysis.branch_similarity(thin, x)
 
 
 def test_branch_similarity_over_groups_and_silent_branches():
-    layer = iso.PyramidConv2d(6, 6, 3, padding=1, groups=6).eval()
+    layer = iso.layers.PyramidConv2d(6, 6, 3, padding=1, groups=6).eval()
     x = torch.randn(4, 6, 9, 7)
     x[:, 3] = x[:, 0]  # channels that are alike across groups
     outputs = [nn.Sequential(*chain)(x).movedim(1, -1).flatten(0, -2) for chain in layer.chains]
-    expected = torch.stack([torch.stack([iso.linear_cka(a, b) for b in outputs]) for a in outputs])
-    torch.testing.assert_close(iso.branch_similarity(nn.Sequential(layer), x)["0"], expected, rtol=1e-4, atol=1e-4)
+    expected = torch.stack([torch.stack([iso.analysis.linear_cka(a, b) for b in outputs]) for a in outputs])
+    torch.testing.assert_close(
+        iso.analysis.branch_similarity(nn.Sequential(layer), x)["0"], expected, rtol=1e-4, atol=1e-4
+    )
     born = nn.Sequential(iso.LinearToPyramid().build(nn.Linear(4, 5)))
-    silent = iso.branch_similarity(born, torch.randn(20, 4))["0"]
+    silent = iso.analysis.branch_similarity(born, torch.randn(20, 4))["0"]
     torch.testing.assert_close(silent, torch.diag(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)))
 
 
@@ -263,7 +265,7 @@ def test_branch_similarity_over_a_loader_is_unbiased_minibatch_cka():
     loader = [(torch.randn(n, 3, 32, 32, dtype=torch.float64), None) for n in (5, 6, 3)]  # the last is too small
     pyramid, inputs = model.blocks[0].mlp.fc1, []
     model.blocks[0].mlp.fc1.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-    found = iso.branch_similarity(model, loader)
+    found = iso.analysis.branch_similarity(model, loader)
     assert found["blocks.0.attn.qkv"].shape == (3, 3, 3)
     sums = torch.zeros(3, 3, dtype=torch.float64)
     for x in inputs:
@@ -278,7 +280,7 @@ def test_branch_similarity_over_a_loader_is_unbiased_minibatch_cka():
     assert [len(x) for x in inputs] == [5, 6]
     torch.testing.assert_close(found["blocks.0.mlp.fc1"], sums / (own[:, None] * own))
     with pytest.raises(iso.UserError, match="at least 4 images"):
-        iso.branch_similarity(model, loader[2:])
+        iso.analysis.branch_similarity(model, loader[2:])
 
 
 def test_branch_similarity_over_a_loader_of_windows_and_groups():
@@ -286,15 +288,15 @@ def test_branch_similarity_over_a_loader_of_windows_and_groups():
         "swin_tiny_patch4_window7_224", img_size=32, window_size=4, embed_dim=12, depths=(1, 1), num_heads=(2, 2)
     )
     wide = iso.recast(swin, iso.LinearToPyramid("P-W2"), ["layers.0.*.qkv", "patch_embed.proj"])
-    found = iso.branch_similarity(wide, [torch.randn(6, 3, 32, 32)])
+    found = iso.analysis.branch_similarity(wide, [torch.randn(6, 3, 32, 32)])
     assert found["layers.0.blocks.0.attn.qkv"].shape == (3, 2, 2)
     torch.testing.assert_close(found["patch_embed.proj"].diagonal(), torch.ones(2, dtype=torch.float64))
-    layer = nn.Sequential(iso.PyramidConv2d(6, 6, 3, padding=1, groups=6)).eval()
-    assert iso.branch_similarity(layer, [torch.randn(6, 6, 5, 7)])["0"].shape == (3, 3)
+    layer = nn.Sequential(iso.layers.PyramidConv2d(6, 6, 3, padding=1, groups=6)).eval()
+    assert iso.analysis.branch_similarity(layer, [torch.randn(6, 6, 5, 7)])["0"].shape == (3, 3)
 
 
 def test_cka_knows_rotations_and_strangers():
     x = torch.randn(400, 6)
     turn = torch.linalg.qr(torch.randn(6, 6)).Q
-    assert iso.linear_cka(x, 3 * x @ turn + 5) == pytest.approx(1)
-    assert iso.linear_cka(x, torch.randn(400, 6)) < 0.1
+    assert iso.analysis.linear_cka(x, 3 * x @ turn + 5) == pytest.approx(1)
+    assert iso.analysis.linear_cka(x, torch.randn(400, 6)) < 0.1

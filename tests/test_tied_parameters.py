@@ -34,7 +34,7 @@ def test_two_tied_convolutions_are_two_tied_attentions():
     assert tcnn[0].bias is not tcnn[1].bias
     assert tcnn[0].query.weight is not tcnn[1].query.weight
     assert tcnn[0].weight is not cnn[0].weight
-    assert iso.notes(tcnn) == ()
+    assert iso.surgery.notes(tcnn) == ()
     back = iso.revert(tcnn)
     assert back[0].weight is back[1].weight
     iso.verify(cnn, back, torch.randn(1, 4, 6, 5))
@@ -43,8 +43,8 @@ def test_two_tied_convolutions_are_two_tied_attentions():
 def test_a_target_stays_tied_to_what_is_not_recast():
     tcnn = iso.recast(two_convs(third=True), iso.ConvToGPSA(), "1")
     assert tcnn[0].weight is tcnn[1].weight is tcnn[2].weight
-    assert isinstance(tcnn[1], iso.GPSA2d)
-    assert iso.notes(tcnn) == ()
+    assert isinstance(tcnn[1], iso.layers.GPSA2d)
+    assert iso.surgery.notes(tcnn) == ()
 
 
 def test_untouched_modules_stay_tied():
@@ -59,32 +59,32 @@ def test_what_can_stay_tied_in_attention_does():
     refined = iso.recast(vit, iso.AttentionToRefined(), "blocks.*.attn")
     assert len({id(block.attn.qkv.weight) for block in refined.blocks}) == 1
     assert len({id(block.attn.refine.expand) for block in refined.blocks}) == 3
-    assert iso.notes(refined) == ()
+    assert iso.surgery.notes(refined) == ()
     gated = iso.recast(vit, iso.AttentionToGPSA(), "blocks.*.attn")
     assert len({id(block.attn.proj.weight) for block in gated.blocks}) == 1
     weights = ", ".join(f"blocks.{i}.attn.qkv.weight" for i in range(3))
-    assert iso.notes(gated)[0] == f"{weights} were tied; no longer, so they train apart"
-    assert "qkv.bias" in iso.notes(gated)[1]
+    assert iso.surgery.notes(gated)[0] == f"{weights} were tied; no longer, so they train apart"
+    assert "qkv.bias" in iso.surgery.notes(gated)[1]
     report = iso.verify(vit, gated, torch.randn(1, 3, 32, 32))
-    assert report.notes == iso.notes(gated)
+    assert report.notes == iso.surgery.notes(gated)
     assert f"note: {weights} were tied" in str(report)
-    assert report.as_dict()["notes"] == iso.notes(gated)
+    assert report.as_dict()["notes"] == iso.surgery.notes(gated)
 
 
 def test_a_tied_head_is_reported():
     net = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
     net.head.weight = net.embed.weight
     wide = iso.recast(net, iso.LinearToPyramid(), "head")
-    assert iso.notes(wide) == ("head.weight was tied to embed.weight; no longer, so they train apart",)
-    assert iso.notes(net) == ()
-    assert iso.notes(iso.fuse(wide.eval())) == iso.notes(wide)
+    assert iso.surgery.notes(wide) == ("head.weight was tied to embed.weight; no longer, so they train apart",)
+    assert iso.surgery.notes(net) == ()
+    assert iso.surgery.notes(iso.fuse(wide.eval())) == iso.surgery.notes(wide)
 
 
 def test_a_module_in_two_places_is_not_tied_but_the_same():
     linear = nn.Linear(4, 4)
     wide = iso.recast(nn.Sequential(linear, nn.ReLU(), linear), iso.LinearToPyramid(), "0")
     assert wide[0] is wide[2]
-    assert iso.notes(wide) == ()
+    assert iso.surgery.notes(wide) == ()
 
 
 def test_what_has_learnt_apart_goes_back_apart_and_says_so():
@@ -92,7 +92,7 @@ def test_what_has_learnt_apart_goes_back_apart_and_says_so():
     tcnn[0].value.weight.data += 0.1 * torch.randn(4, 4)
     back = iso.revert(tcnn)
     assert back[0].weight is not back[1].weight
-    assert iso.notes(back) == ("1.weight was tied to 0.weight; no longer, so they train apart",)
+    assert iso.surgery.notes(back) == ("1.weight was tied to 0.weight; no longer, so they train apart",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

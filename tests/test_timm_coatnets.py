@@ -50,17 +50,17 @@ def test_maps_are_those_that_timm_applies(name):
 def test_measures_of_maps(name):
     model, x = build(name), torch.randn(2, 3, 64, 64)
     distances = iso.nonlocality(model, x)
-    stats = iso.logit_stats(model, x)
+    stats = iso.analysis.logit_stats(model, x)
     assert set(distances) == set(stats) == set(iso.attention_maps(model, x))
     assert all((d >= 0).all() for d in distances.values())
     assert all(((s.max_attention > 0) & (s.max_attention <= 1)).all() for s in stats.values())
-    similar = iso.head_similarity(model, x)
+    similar = iso.analysis.head_similarity(model, x)
     assert all(((m.diagonal() - 1).abs() < 1e-5).all() for m in similar.values())
 
 
 def test_where_a_place_looks_is_a_picture():
     model = build(RW)
-    pictures = iso.looks(model, torch.randn(1, 3, 64, 64), place=(0.0, 0.0))
+    pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 64, 64), place=(0.0, 0.0))
     assert {tuple(p.shape[-2:]) for p in pictures.values()} == {(4, 4), (2, 2)}
 
 

@@ -71,7 +71,7 @@ class TestRecipe:
         part = iso.load_recipe(name, ["model.pretrained=false"]).model
         with torch.device("meta"):
             model = build_model(part, 1000, 0.1)
-        assert len([m for m in model.modules() if isinstance(m, iso.GPSA2d)]) == (
+        assert len([m for m in model.modules() if isinstance(m, iso.layers.GPSA2d)]) == (
             0 if part.recast is None else 4 if part.name in ("resnetrs270", "resnetrs350") else 3
         )
 
@@ -89,7 +89,7 @@ class TestRecipe:
         part = iso.load_recipe(name).model
         with torch.device("meta"):
             model = build_model(part, 1000, 0.1)
-        gpsa = [m for m in model.modules() if isinstance(m, iso.PSA if "psa" in name else iso.GPSA)]
+        gpsa = [m for m in model.modules() if isinstance(m, iso.layers.PSA if "psa" in name else iso.layers.GPSA)]
         assert len(gpsa) == (
             0 if name.split("_")[0] in ("vit", "deit") else part.kwargs.get("local_up_to_layer", 10)
         ) or (name.startswith("cifar_vit") and not gpsa)

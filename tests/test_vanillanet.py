@@ -205,7 +205,7 @@ def test_pyramids_take_the_place_of_the_two_convolutions(tmp_path):
     wide = iso.recast(plain, iso.LinearToPyramid(), "stages.*.pair")
     iso.verify(plain, wide, torch.randn(2, 3, 64, 64))
     drawn = iso.recast(small(0.0), iso.LinearToPyramid(init="paper"), "stages.*.pair")
-    assert all(isinstance(stage.pair, iso.PyramidConv2d) for stage in drawn.stages)
+    assert all(isinstance(stage.pair, iso.layers.PyramidConv2d) for stage in drawn.stages)
     assert isinstance(drawn.stem.pair, AnnealedPair)
     result = train(tmp_path, **shrunk("tdrl_vanillanet_5"))
     assert isinstance(iso.fuse(result.model.eval()).stages[0].pair, nn.Conv2d)

@@ -17,45 +17,11 @@ from isomorph.doctor import torchvision_problem
 if problem := torchvision_problem():
     raise ImportError(problem)
 
-from isomorph import models, suites
-from isomorph.analysis import (
-    attention_entropy,
-    attention_maps,
-    branch_similarity,
-    centres,
-    cka,
-    covariance_cka,
-    dials_along,
-    effective_rank,
-    feature_evolution,
-    gates,
-    head_similarity,
-    linear_cka,
-    logit_stats,
-    looks,
-    map_similarity,
-    nonlocality,
-    spans,
-)
+from isomorph import analysis, data, layers, models, report, suites, surgery, training
+from isomorph.analysis import attention_maps, cka, gates, nonlocality
 from isomorph.checkpoints import load, load_weights, save
-from isomorph.data import eval_loader, open_source
 from isomorph.errors import UserError
-from isomorph.evaluation import cost_rows, evaluate
-from isomorph.layers import (
-    GPSA,
-    PSA,
-    GPSA2d,
-    JointPyramid,
-    LocalAttention,
-    MBConv,
-    PostRelativeAttention,
-    PyramidConv2d,
-    PyramidLinear,
-    RefinedAttention,
-    Refiner,
-    RelativeAttention,
-    ViTGPSA,
-)
+from isomorph.evaluation import cost_table, evaluate
 from isomorph.recipes import load_recipe
 from isomorph.suites.robustness import robustness
 from isomorph.surgery import (
@@ -63,14 +29,10 @@ from isomorph.surgery import (
     AttentionToGPSA,
     AttentionToRefined,
     ConvToGPSA,
-    Edit,
     LinearToPyramid,
-    Report,
     Rule,
-    compare,
     edits,
     fuse,
-    notes,
     recalibrate,
     recast,
     revert,
@@ -78,72 +40,50 @@ from isomorph.surgery import (
     unstride,
     verify,
 )
-from isomorph.training import Recipe, dials_of_run, train
+from isomorph.training import Recipe, train
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GPSA",
-    "PSA",
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",
     "ConvToGPSA",
-    "Edit",
-    "GPSA2d",
-    "JointPyramid",
     "LinearToPyramid",
-    "LocalAttention",
-    "MBConv",
-    "PostRelativeAttention",
-    "PyramidConv2d",
-    "PyramidLinear",
     "Recipe",
-    "RefinedAttention",
-    "Refiner",
-    "RelativeAttention",
-    "Report",
     "Rule",
     "UserError",
-    "ViTGPSA",
-    "attention_entropy",
+    "analysis",
     "attention_maps",
-    "branch_similarity",
-    "centres",
     "cka",
-    "compare",
-    "cost_rows",
-    "covariance_cka",
-    "dials_along",
-    "dials_of_run",
+    "cost_table",
+    "data",
     "edits",
-    "effective_rank",
-    "eval_loader",
     "evaluate",
-    "feature_evolution",
     "fuse",
     "gates",
-    "head_similarity",
-    "linear_cka",
+    "layers",
     "load",
     "load_recipe",
     "load_weights",
-    "logit_stats",
-    "looks",
-    "map_similarity",
     "models",
     "nonlocality",
-    "notes",
-    "open_source",
     "recalibrate",
     "recast",
+    "report",
     "revert",
     "robustness",
     "save",
-    "spans",
     "suites",
+    "surgery",
     "targets",
     "train",
+    "training",
     "unstride",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -1,6 +1,6 @@
 """(model, batch or loader) -> tensors by layer name."""
 
-from isomorph.analysis.attention import attention_maps, looks, nonlocality
+from isomorph.analysis.attention import attention_from, attention_maps, nonlocality
 from isomorph.analysis.branches import branch_similarity
 from isomorph.analysis.cka import (
     CKA,
@@ -14,8 +14,8 @@ from isomorph.analysis.gating import (
     Trajectory,
     along,
     centres,
-    dials_along,
     gates,
+    gating_along,
     spans,
 )
 from isomorph.analysis.logits import LogitStats, logit_stats
@@ -28,20 +28,20 @@ __all__ = [
     "Trajectory",
     "along",
     "attention_entropy",
+    "attention_from",
     "attention_maps",
     "attention_windows",
     "branch_similarity",
     "centres",
     "cka",
     "covariance_cka",
-    "dials_along",
     "effective_rank",
     "feature_evolution",
     "gates",
+    "gating_along",
     "head_similarity",
     "linear_cka",
     "logit_stats",
-    "looks",
     "map_similarity",
     "nonlocality",
     "pooled",

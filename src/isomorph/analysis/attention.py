@@ -50,7 +50,7 @@ def placed(
     return found
 
 
-def looks(
+def attention_from(
     model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.5), where: Where = "*"
 ) -> dict[str, Tensor]:
     """What every head looks at from one place, as a picture on the layer's grid without padding and prefix tokens.

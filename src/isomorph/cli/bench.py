@@ -10,7 +10,7 @@ from isomorph.checkpoints.open import open_model
 from isomorph.cli.app import Device, Json, Weights, Whole, app, bounded, steps_bar
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.evaluation import cost_rows, evaluation_config
+from isomorph.evaluation import cost_table, evaluation_config
 from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table, show
 
 
@@ -54,7 +54,7 @@ def bench(
     for net in nets.values():
         net.to(open_runtime(device).device)
     with steps_bar("measuring") as tell:
-        rows = list(cost_rows(nets, sizes, batch_size, seconds, peak, tell))
+        rows = list(cost_table(nets, sizes, batch_size, seconds, peak, tell))
     if json_:
         print(json.dumps(rows))
     else:

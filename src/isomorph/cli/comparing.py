@@ -18,8 +18,8 @@ from isomorph.report.accuracy_cost import Point, points_json, read_points
 from isomorph.report.along import MEASURES, Course, Courses, course_tables, courses_json
 from isomorph.report.compare_page import Log, best_top1
 from isomorph.suites.test_data import draw_images
-from isomorph.training import dials_of_run
-from isomorph.training.history import cost_of_run, measures_of_run
+from isomorph.training import gating_history
+from isomorph.training.history import attention_history, run_cost
 
 Along = Literal["nonlocality", "entropy"]
 
@@ -32,7 +32,7 @@ def dials_kept(folders: Iterable[Path], logs: Iterable[Log]) -> dict[str, Trajec
     found = {}
     for folder, log in zip(folders, logs, strict=True):
         with suppress(UserError):  # nothing was kept, or nothing in it is gated
-            found[log.name] = dials_of_run(folder, damaged=log.problems)
+            found[log.name] = gating_history(folder, damaged=log.problems)
     return found
 
 
@@ -73,7 +73,7 @@ def follow(
     for folder, log in zip(folders, logs, strict=True):
         tell(log.name)
         try:
-            moments, values = measures_of_run(folder, measures, images.of(log), where, log.problems)
+            moments, values = attention_history(folder, measures, images.of(log), where, log.problems)
         except UserError as error:
             log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
             continue
@@ -94,7 +94,7 @@ def points_of_runs(folders: Sequence[Path], logs: Sequence[Log]) -> list[Point]:
         if top1 is None:
             continue
         try:
-            points.append(Point(log.name, str(data.get("source", "test set")), top1, **cost_of_run(folder)))
+            points.append(Point(log.name, str(data.get("source", "test set")), top1, **run_cost(folder)))
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
     return points

@@ -17,7 +17,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation import count_parameters, training_config
 from isomorph.evaluation.inputs import standard_normal
 from isomorph.suites.test_data import default_data
-from isomorph.surgery import build_rule, compare, edits_since, fusible
+from isomorph.surgery import build_rule, compare_outputs, edits_since, fusible
 
 
 def option(text: str, **more: Any) -> Parameter:
@@ -121,7 +121,7 @@ def recast(
     if unstride:
         base = iso.unstride(base, unstride)
     new = iso.recast(base, made, where)
-    report = compare(base, new, [standard_normal(1, base, size)])
+    report = compare_outputs(base, new, [standard_normal(1, base, size)])
     if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
@@ -178,7 +178,7 @@ def verify(
         inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
     else:
         inputs = [standard_normal(batch, a, hw) for hw in size] if size else [standard_normal(batch, a)]
-    report = compare(a, b, inputs, atol=atol, seeds=seeds or [1])
+    report = compare_outputs(a, b, inputs, atol=atol, seeds=seeds or [1])
     print(json.dumps(report.as_dict()) if json_ else report)
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
@@ -240,7 +240,7 @@ def fuse(
         config = training_config(wide)
         wide = iso.recalibrate(wide, eval_loader(drawn, config, batch_size))
     thin = iso.fuse(wide)
-    report = compare(wide, thin, [standard_normal(1, wide)])
+    report = compare_outputs(wide, thin, [standard_normal(1, wide)])
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
     iso.save(thin, out)

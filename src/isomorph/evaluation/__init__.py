@@ -6,7 +6,7 @@ from isomorph.evaluation.memory import saved_bytes
 from isomorph.evaluation.peak import PeakMeter, peak_bytes
 from isomorph.evaluation.sizes import at_size, channels, evaluation_config, refusal, training_config
 from isomorph.evaluation.speed import Speed, speeds, throughput
-from isomorph.evaluation.sweep import cost_rows, fixed_cost
+from isomorph.evaluation.sweep import cost_table, fixed_cost
 from isomorph.evaluation.tally import SetTally, Tally, added
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "answer",
     "at_size",
     "channels",
-    "cost_rows",
+    "cost_table",
     "count_branches",
     "count_macs",
     "count_parameters",

@@ -20,7 +20,7 @@ Progress = Callable[[float, int, str], None]
 """Told steps done, steps in all, and what is being done."""
 
 
-def cost_rows(
+def cost_table(
     models: Mapping[str, nn.Module],
     sizes: Sequence[tuple[int, int]],
     batch_sizes: Sequence[int] = (32,),

@@ -17,7 +17,7 @@ from isomorph.data import Noisy, Source, eval_loader, open_source
 from isomorph.evaluation import count_macs, count_parameters, evaluate
 from isomorph.recipes import load_recipe
 from isomorph.report import Dots, Line, Panel, Picture, Section, Seen, build_viewer, gather_maps, write_page
-from isomorph.surgery import ConvToGPSA, Report, recast, verify
+from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
 from isomorph.training.build import data_config
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.loop import train
@@ -42,7 +42,7 @@ class Demo:
     """What the demo found."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    report: Report | None = None
+    report: VerifyReport | None = None
     page: Path | None = None
     seconds: float = 0.0
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality, spans
 from isomorph.analysis.evolution import DRAWN, DRAWS
 from isomorph.errors import UserError
-from isomorph.evaluation import cost_rows, fixed_cost
+from isomorph.evaluation import cost_table, fixed_cost
 from isomorph.report.attention_viewer import Picture, Seen, build_viewer
 from isomorph.report.charts import Chart, Dots
 from isomorph.report.cka_charts import (
@@ -85,7 +85,7 @@ def reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], lay
 
 
 def untimed(subject: Subject) -> dict[str, Any]:
-    """A row of `cost_rows` without what takes time to measure."""
+    """A row of `cost_table` without what takes time to measure."""
     _, height, width = subject.config["input_size"]
     cost = fixed_cost(subject.model, subject.config["input_size"])
     return {"model": subject.name, "height": height, "width": width, **cost}
@@ -102,7 +102,7 @@ def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     """What each model costs at the size of the page's images; timed: speed and peak memory too, of both in turns."""
     models = {s.name: s.model for s in subjects}
     size = subjects[0].config["input_size"][-2:]
-    rows = list(cost_rows(models, [size])) if timed else [untimed(s) for s in subjects]
+    rows = list(cost_table(models, [size])) if timed else [untimed(s) for s in subjects]
     text = "Of one image. 1 MAC = 2 FLOPs, attention included. Saved: what a training step keeps for its backward pass."
     sections = [Section("Cost", text, fixed_cost_table(rows))]
     if passes := pass_cost_table(rows):

@@ -49,7 +49,7 @@ def similarity_chart(names: tuple[str, str], found: CKA) -> Matrix:
 
 
 Evolution = Mapping[str, Mapping[str, float]]
-"""F_k of every layer, by model: what `iso.feature_evolution` gives."""
+"""F_k of every layer, by model: what `iso.analysis.feature_evolution` gives."""
 
 
 def evolution_chart(found: Evolution) -> Panel:

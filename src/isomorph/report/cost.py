@@ -17,7 +17,7 @@ def size_of(row: Row) -> str:
 
 
 def fixed_cost_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and a row for each model and resolution of `cost_rows`: what does not depend on the batch."""
+    """Head and a row for each model and resolution of `cost_table`: what does not depend on the batch."""
     each = {(row["model"], size_of(row)): row for row in rows}
     body = (
         [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", mebibytes(row["saved_bytes"])]
@@ -44,7 +44,7 @@ def cost_problems(rows: Sequence[Row]) -> list[str]:
 
 
 def batch_cost_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and a row for each row of `cost_rows`: peak memory, images a second with quartiles, their ratio."""
+    """Head and a row for each row of `cost_table`: peak memory, images a second with quartiles, their ratio."""
     body = (
         [
             row["model"],

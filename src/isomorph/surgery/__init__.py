@@ -13,7 +13,7 @@ from isomorph.surgery.rules.gated import GATED_RULES, AttentionToGPSA, ConvToGPS
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.unstride import Unstride, unstride
-from isomorph.surgery.verify import NotEqual, Report, compare, verify
+from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
 RULES: dict[str, type[Rule]] = {
     **GATED_RULES,
@@ -47,12 +47,12 @@ __all__ = [
     "Fuse",
     "LinearToPyramid",
     "NotEqual",
-    "Report",
     "Rule",
     "Unstride",
+    "VerifyReport",
     "annealed_layers",
     "build_rule",
-    "compare",
+    "compare_outputs",
     "edits",
     "edits_since",
     "fuse",

@@ -41,7 +41,7 @@ class InputDeviation:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     """Largest |difference| of the outputs in float32 and float64, per input, and per recast module in float64.
 
     It passes when every difference, of outputs and of recast modules alike, is within `atol` of outputs up to 1 and
@@ -96,18 +96,18 @@ class Report:
 class NotEqual(UserError):
     """The models differ; `report` says where, and is the message."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: VerifyReport) -> None:
         super().__init__(str(report))
         self.report = report
 
 
-def compare(
+def compare_outputs(
     original: nn.Module,
     recast: nn.Module,
     inputs: Tensor | Sequence[Tensor],
     atol: float | None = None,
     seeds: Sequence[int] = (),
-) -> Report:
+) -> VerifyReport:
     """Compares two models on the same inputs, in eval mode, in float32 and float64.
 
     `inputs`: one batch or several, of any sizes the models take; each seed adds a standard normal batch of every
@@ -124,7 +124,7 @@ def compare(
     noted = notes(recast)[len(notes(original)) :]
     original, recast = uncompiled(original), uncompiled(recast)
     models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
-    return Report(
+    return VerifyReport(
         atol=atol,
         inputs=tuple(input_deviation(models, batch) for batch in batches),
         targets=target_deviations(*models[torch.float64], batches[0].double()),
@@ -138,12 +138,12 @@ def verify(
     inputs: Tensor | Sequence[Tensor],
     atol: float | None = None,
     seeds: Sequence[int] = (),
-) -> Report:
-    """`compare`, as a proof: the Report when the models are equal within `atol`.
+) -> VerifyReport:
+    """`compare_outputs`, as a proof: the Report when the models are equal within `atol`.
 
     Raises: NotEqual (a UserError with the Report as text and `.report`) when one is above `atol` or not finite.
     """
-    report = compare(original, recast, inputs, atol, seeds)
+    report = compare_outputs(original, recast, inputs, atol, seeds)
     if not report.passed:
         raise NotEqual(report)
     return report

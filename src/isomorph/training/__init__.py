@@ -1,7 +1,7 @@
 """Recipes, the loop that runs them, and checkpoints."""
 
 from isomorph.checkpoints.model import load, load_weights, save
-from isomorph.training.history import dials_of_run, kept_models
+from isomorph.training.history import gating_history, saved_models
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
@@ -11,10 +11,10 @@ __all__ = [
     "Recipe",
     "Result",
     "Stopped",
-    "dials_of_run",
-    "kept_models",
+    "gating_history",
     "load",
     "load_weights",
     "save",
+    "saved_models",
     "train",
 ]

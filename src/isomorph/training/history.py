@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isomorph.analysis import Trajectory, along, dials_along
+from isomorph.analysis import Trajectory, along, gating_along
 from isomorph.checkpoints.open import open_trained
 from isomorph.checkpoints.snapshot import newest
 from isomorph.data import Source, eval_loader
@@ -16,7 +16,7 @@ from isomorph.evaluation import count_macs, count_parameters, evaluation_config
 from isomorph.suites.test_data import images_for_model
 
 
-def kept_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
+def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
     """Epoch and model of every checkpoint that `keep_every` left in a run's folder, then of the run as it is now.
 
     Models are read one at a time, in eval mode. With a list `damaged`, those that cannot be read are left out and said
@@ -46,21 +46,21 @@ def kept_models(folder: str | Path, damaged: list[str] | None = None) -> Iterato
             yield epoch, model
 
 
-def dials_of_run(folder: str | Path, damaged: list[str] | None = None) -> Trajectory:
+def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Trajectory:
     """Gates, centres and spans along a run, from its folder: at every epoch that `keep_every` kept, and now.
 
-    `damaged` as in `kept_models`.
+    `damaged` as in `saved_models`.
 
     Raises: UserError when the folder holds no checkpoint, or no model in it has a gated layer.
     """
-    return dials_along(kept_models(folder, damaged))
+    return gating_along(saved_models(folder, damaged))
 
 
 Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
 """A number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
 
 
-def measures_of_run(
+def attention_history(
     folder: str | Path,
     measures: Mapping[str, Measure],
     source: Source,
@@ -69,7 +69,7 @@ def measures_of_run(
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
     """Measures of attention along a run, from its folder, on some images: nonlocality, entropy.
 
-    `damaged` as in `kept_models`.
+    `damaged` as in `saved_models`.
 
     Shape: -> moments (T,), {measure: {layer: (T, heads)}}, NaN before a layer was there
     Raises: UserError when the folder holds no checkpoint, or no model in it has attention.
@@ -80,11 +80,11 @@ def measures_of_run(
         found = {key: measure(model, images_for_model(loader, model)) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
-    moments, values = along(kept_models(folder, damaged), look)
+    moments, values = along(saved_models(folder, damaged), look)
     return moments, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
 
 
-def cost_of_run(folder: str | Path) -> dict[str, int]:
+def run_cost(folder: str | Path) -> dict[str, int]:
     """MACs of an image and parameters of a run's model as it is now, at the size that it is tested at.
 
     Raises: UserError when the folder holds no model that can be read.

@@ -4,4 +4,4 @@ from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 
-__all__ = ['AttentionToGPSA', 'AttentionToRefined', 'ConvToGPSA', 'LinearToPyramid']
+__all__ = ["AttentionToGPSA", "AttentionToRefined", "ConvToGPSA", "LinearToPyramid"]

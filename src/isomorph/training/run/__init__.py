@@ -3,4 +3,4 @@
 from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
 
-__all__ = ['Diverged', 'Result', 'Stopped', 'train']
+__all__ = ["Diverged", "Result", "Stopped", "train"]
