@@ -273,24 +273,3 @@ print(peak() - before)
 """
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert int(done.stdout.split()[-1]) < 16 * 1024  # KiB; the images alone are 94 MiB
-
-
-def test_the_names_that_the_library_promises():
-    promised = (
-        "attention_maps gates spans centres nonlocality cka logit_stats feature_evolution dials_of_run cost_table"
-    )
-    assert set(promised.split()) <= set(iso.__all__)
-    assert all(callable(getattr(iso, name)) for name in promised.split())
-
-
-def test_layers_that_give_channels_last_are_read_as_pictures():
-    """Blocks of Swin, which timm's feature_info does not name, on a grid as large as their channels."""
-    from isomorph.analysis.features import feature_layers, features
-
-    arguments = dict(img_size=64, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2), num_classes=2)
-    model, x = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval(), torch.randn(2, 3, 64, 64)
-    seen = {}
-    model.layers[0].blocks[0].register_forward_hook(lambda _, __, output: seen.update(whole=output))
-    found = features(model, x, feature_layers(model, "layers.0.blocks.0", 1), pooled)["layers.0.blocks.0"]
-    assert seen["whole"].shape == (2, 16, 16, 16)
-    torch.testing.assert_close(found, seen["whole"].mean((1, 2)))

@@ -1,1 +1,0 @@
-"""How alike two sets of features are: centred kernel alignment."""

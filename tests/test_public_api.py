@@ -1,0 +1,92 @@
+"""What is public: named in `__all__`, documented with an example that runs, typed for users."""
+
+import doctest
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import timm
+import torch
+
+import isomorph as iso
+
+NAMESPACES = ("analysis", "data", "layers", "report", "suites", "surgery", "training")
+"""Namespaces whose names users call; `iso.models` is reached through timm's registry."""
+
+
+def public_names() -> dict[str, object]:
+    """Classes and functions that users call, by their names below `iso`."""
+    found = {name: getattr(iso, name) for name in iso.__all__}
+    for namespace in NAMESPACES:
+        found |= {f"{namespace}.{name}": getattr(found[namespace], name) for name in found[namespace].__all__}
+    return {name: value for name, value in found.items() if callable(value)}
+
+
+PUBLIC = public_names()
+
+
+def test_a_namespace_shows_its_public_names_only():
+    assert dir(iso) == sorted(iso.__all__)
+    for namespace in NAMESPACES:
+        assert isinstance(getattr(iso, namespace), ModuleType)
+        assert dir(getattr(iso, namespace)) == sorted(getattr(iso, namespace).__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_an_example_that_runs(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    globals_ = {"iso": iso, "timm": timm, "torch": torch}
+    example = doctest.DocTestParser().get_doctest(text, globals_, name, None, None)
+    assert example.examples, f"iso.{name} has no example"
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    torch.manual_seed(0)
+    lines: list[str] = []
+    assert doctest.DocTestRunner(optionflags=options).run(example, out=lines.append).failed == 0, "".join(lines)
+
+
+SCRIPT = """
+import timm
+import torch
+
+import isomorph as iso
+
+cnn = timm.create_model("cifar_resnet20")
+tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+report = iso.verify(cnn, tcnn, torch.randn(2, 3, 32, 32))
+deviation: float = report.fp64
+wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S"), where="fc")
+thin: torch.nn.Module = iso.fuse(wide.eval())
+iso.save(tcnn, "tcnn.safetensors")
+back: torch.nn.Module = iso.load("tcnn.safetensors")
+spans: dict[str, torch.Tensor] = iso.analysis.spans(back)
+maps: dict[str, torch.Tensor] = iso.attention_maps(back, torch.randn(1, 3, 32, 32))
+recipe: iso.Recipe = iso.load_recipe("digits_cnn", ["epochs=1"])
+layer = iso.layers.GPSA2d(8, heads=4)
+"""
+WRONG = """
+import isomorph as iso
+
+iso.recast("resnet50", iso.ConvToGPSA(), where="*")
+iso.ConvToGPSA(inits="exact")
+"""
+
+
+@pytest.mark.slow
+def test_a_users_script_passes_strict_mypy(tmp_path):
+    (tmp_path / "right.py").write_text(SCRIPT)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    sources = str(Path(iso.__file__).parents[1])
+    for name, expected in (("right.py", 0), ("wrong.py", 1)):
+        done = subprocess.run(
+            [sys.executable, "-m", "mypy", "--strict", "--no-incremental", name],
+            cwd=tmp_path,
+            env={"MYPYPATH": sources, "PATH": ""},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == expected, done.stdout + done.stderr
+        assert name == "right.py" or done.stdout.count("error:") == 2, done.stdout
