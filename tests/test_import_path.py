@@ -17,7 +17,8 @@ CHILDREN = """
 CONFIG = dict(input_size=(3, 8, 8), mean=(0, 0, 0), std=(1, 1, 1), interpolation="bilinear")
 if __name__ == "__main__":
     import isomorph
-    loader = isomorph.data.eval_loader(isomorph.data.open_source("digits", "test").subset(range(4)), CONFIG, 2, workers=1)
+    four = isomorph.data.open_source("digits", "test").subset(range(4))
+    loader = isomorph.data.eval_loader(four, CONFIG, 2, workers=1)
     loader.multiprocessing_context = "forkserver"
     print(len(list(loader)))
 """

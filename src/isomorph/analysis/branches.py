@@ -40,7 +40,7 @@ def branch_similarity(model: nn.Module, data: Tensor | Iterable[Any]) -> dict[st
         return visit(model, data, of_tokens, layers)
     device, sums = next(model.parameters()).device, dict[str, Tensor]()
     for (batch,) in comparable((batch,) for batch in batches(data)):
-        look = partial(of_images, images=len(batch))
+        look = partial(_of_images, images=len(batch))
         for name, found in visit(model, batch.to(device), look, layers).items():
             sums[name] = sums.get(name, torch.zeros_like(found)) + found
     return {name: normalised(inner) for name, inner in sums.items()}
@@ -57,10 +57,10 @@ def of_tokens(layer: Any, x: Tensor) -> Tensor:
     def inner(maps: list[Tensor]) -> Tensor:
         return torch.stack([torch.stack([(a @ covariance @ b.mT).norm() ** 2 for b in maps]) for a in maps])
 
-    return normalised(of_pyramids(layer, inner))
+    return normalised(_of_pyramids(layer, inner))
 
 
-def of_images(layer: Any, x: Tensor, images: int) -> Tensor:
+def _of_images(layer: Any, x: Tensor, images: int) -> Tensor:
     """Unbiased HSIC within one layer, the images the samples, whose windows follow each other. Shape: as `of_tokens`"""
     window = getattr(layer, "window", None)
     tokens = read_tokens(x, window and window._replace(groups=1)).double()  # (B N, C)
@@ -74,19 +74,19 @@ def of_images(layer: Any, x: Tensor, images: int) -> Tensor:
         grams = torch.stack([gram(weight) for weight in maps])  # (branches, B, B)
         return hsic(grams, grams)
 
-    return of_pyramids(layer, inner)
+    return _of_pyramids(layer, inner)
 
 
-def of_pyramids(layer: Any, inner: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def _of_pyramids(layer: Any, inner: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """What `inner` gives of the linear maps of a pyramid, or of every pyramid of a joint layer, filled up with 0."""
     if not isinstance(layer, JointPyramid):
-        return inner(branch_maps(layer))
-    found = [inner(branch_maps(part)) for part in layer.pyramids if isinstance(part, Pyramid)]
+        return inner(_branch_maps(layer))
+    found = [inner(_branch_maps(part)) for part in layer.pyramids if isinstance(part, Pyramid)]
     most = max(map(len, found))
     return torch.stack([nn.functional.pad(each, (0, most - len(each)) * 2) for each in found])
 
 
-def branch_maps(pyramid: Pyramid) -> list[Tensor]:
+def _branch_maps(pyramid: Pyramid) -> list[Tensor]:
     """The weight of every branch in eval mode, over all groups. Shape: (out, C) each"""
     maps = [collapse_chain(chain, None, pyramid.origin())[0].double() for chain in pyramid.chains]
     return [a if a.ndim == 2 else torch.block_diag(*a) for a in maps]

@@ -53,20 +53,20 @@ class Frame:
 
     def fused(self, q: Tensor, k: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
         """Notes a call of scaled_dot_product_attention."""
-        self.found.append(fused_scores(self.layer, q, k, *args, **kwargs))
+        self.found.append(_fused_scores(self.layer, q, k, *args, **kwargs))
 
     def product(self, a: Tensor, b: Any) -> None:
         """Notes the product of a map with values, if it is one: the first product after a softmax over keys."""
         if self.softmax is None or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 3:
             return
         logits, after = self.softmax
-        maps = map_among(after, a, b)
+        maps = _map_among(after, a, b)
         if maps is not None:
             self.softmax = None
             self.found.append(Formed(laid_out(self.layer, maps), Scores(laid_out(self.layer, logits), None)))
 
 
-def map_among(after: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
+def _map_among(after: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     """Which factor of a product is the map that a softmax gave, perhaps changed since then."""
     candidates = [a, b.mT]
     same = [c for c in candidates if c.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()]
@@ -80,7 +80,7 @@ def joined(found: list[Formed]) -> Formed:
     return Formed(torch.cat([one.maps for one in found], 1), Scores(torch.cat(logits, 1), None) if logits else None)
 
 
-def fused_scores(
+def _fused_scores(
     layer: nn.Module,
     q: Tensor,
     k: Tensor,

@@ -40,7 +40,7 @@ def images_at_once(heads: int, queries: int, keys: int) -> int:
     return max(ENTRIES_AT_ONCE // max(heads * queries * keys, 1), 1)
 
 
-def part_of(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
+def _part_of(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
     """Some images' share of a tensor that may be the same for all."""
     return tensor if tensor is None or tensor.ndim < 4 or len(tensor) == 1 else tensor[start:stop]
 
@@ -85,7 +85,7 @@ class Scores(NamedTuple):
     def images(self, start: int, stop: int) -> "Scores":
         """Those of some images."""
         k = None if self.k is None else self.k[start:stop]
-        return Scores(self.q[start:stop], k, part_of(self.bias, start, stop))
+        return Scores(self.q[start:stop], k, _part_of(self.bias, start, stop))
 
     def pieces(self) -> Iterator[Tensor]:
         """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""

@@ -85,7 +85,7 @@ def cka_of_pairs(
     for one, other in comparable(pairs):
         x, y = grams(a, one, rows, read), grams(b, other, columns, read)
         cross = cross + hsic(x, y)
-        own_a, own_b = own_a + hsic_own(x), own_b + hsic_own(y)
+        own_a, own_b = own_a + _hsic_own(x), own_b + _hsic_own(y)
     return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
 
 
@@ -140,7 +140,7 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
     return (traces + totals / ((n - 1) * (n - 2)) - 2 * (row_k @ row_m.T) / (n - 2)) / (n * (n - 3))
 
 
-def hsic_own(k: Tensor) -> Tensor:
+def _hsic_own(k: Tensor) -> Tensor:
     """Unbiased HSIC of each Gram matrix with itself. Shape: (p, n, n) -> (p,)"""
     return torch.cat([hsic(one, one)[0] for one in k.split(1)])
 

@@ -30,12 +30,12 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
     return found
 
 
-def vectors(output: Tensor) -> Tensor:
+def _vectors(output: Tensor) -> Tensor:
     """Every image as one vector. Shape: -> (B, features)"""
     return output.flatten(1).float()
 
 
-def channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tensor:
+def _channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tensor:
     """A picture-like output as (B, C, H, W), though the model's layers give (B, H, W, C), as timm says of Swin's."""
     last = output.ndim == 4 and getattr(model, "output_fmt", "") == "NHWC" and not isinstance(layer, nn.Conv2d)
     return output.movedim(-1, 1) if last else output
@@ -43,7 +43,7 @@ def channels_second(model: nn.Module, layer: nn.Module, output: Tensor) -> Tenso
 
 @torch.no_grad()
 def features(
-    model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor] = vectors
+    model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Callable[[Tensor], Tensor] = _vectors
 ) -> dict[str, Tensor]:
     """What is read from what each layer gives, at once, in eval mode; pictures as (B, C, H, W).
 
@@ -53,7 +53,7 @@ def features(
 
     def keep(name: str) -> Any:
         def hook(layer: nn.Module, _: Any, output: Any) -> None:
-            seen[name] = read(channels_second(model, layer, output[0] if isinstance(output, tuple) else output))
+            seen[name] = read(_channels_second(model, layer, output[0] if isinstance(output, tuple) else output))
 
         return hook
 

@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GPSA, GPSA2d
 
 
-def gated_attention_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
+def _gated_attention_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
     """Layers that mix content and position, by name.
 
     Raises: UserError when the model has none.
@@ -26,7 +26,7 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
 
     Shape: -> {name: (heads,)}
     """
-    return {name: torch.sigmoid(layer.gate.detach()) for name, layer in gated_attention_layers(model).items()}
+    return {name: torch.sigmoid(layer.gate.detach()) for name, layer in _gated_attention_layers(model).items()}
 
 
 def spans(model: nn.Module) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ def spans(model: nn.Module) -> dict[str, Tensor]:
 
     Shape: -> {name: (heads,)}
     """
-    found = {name: layer.locality.detach() for name, layer in gated_attention_layers(model).items()}
+    found = {name: layer.locality.detach() for name, layer in _gated_attention_layers(model).items()}
     return {name: torch.where(locality > 0, 1 / locality, torch.nan) for name, locality in found.items()}
 
 
@@ -43,7 +43,7 @@ def centres(model: nn.Module) -> dict[str, Tensor]:
 
     Shape: -> {name: (heads, 2)}
     """
-    return {name: layer.centre.detach().clone() for name, layer in gated_attention_layers(model).items()}
+    return {name: layer.centre.detach().clone() for name, layer in _gated_attention_layers(model).items()}
 
 
 Key = TypeVar("Key")

@@ -16,7 +16,7 @@ from isomorph.analysis.captured import Applied
 from isomorph.surgery.recast import Where
 
 
-def mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[Frame, Applied], Tensor]:
+def _mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[Frame, Applied], Tensor]:
     """The mean of what `measure(maps)` gives for each image, over the images of a layer, a few at a time."""
 
     def look(_: Frame, applied: Applied) -> Tensor:
@@ -38,7 +38,7 @@ def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     Shape: a batch (B, C, H, W), or a loader of such -> {name: (heads,)}
     Raises: UserError as `attention_maps` does.
     """
-    look = mean_over_images(lambda maps: entropy(maps).mean(-1))
+    look = _mean_over_images(lambda maps: entropy(maps).mean(-1))
     return mean_over(data, lambda batch: observe(model, batch, look, where))
 
 
@@ -57,7 +57,7 @@ def effective_rank(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
     Source: Roy and Vetterli (2007), The effective rank
     Raises: UserError as `attention_maps` does.
     """
-    look = mean_over_images(matrix_rank)
+    look = _mean_over_images(matrix_rank)
     return mean_over(data, lambda batch: observe(model, batch, look, where))
 
 
@@ -78,5 +78,5 @@ def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where
         maps = F.normalize(maps, dim=-1)  # (b, nh, Nq, Nk)
         return torch.einsum("bhqk,bgqk->bhg", maps, maps) / maps.shape[2]
 
-    look = mean_over_images(cosines)
+    look = _mean_over_images(cosines)
     return mean_over(data, lambda batch: observe(model, batch, look, where))

@@ -25,17 +25,17 @@ REFUSED = {
 """Layers of timm that are called attention but have no map of queries and keys, and why."""
 
 
-def names_of(layer: nn.Module) -> list[str]:
+def _names_of(layer: nn.Module) -> list[str]:
     """Full names of the layer's classes, its own first."""
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__]
 
 
 def refusal(layer: nn.Module) -> str | None:
     """Why the layer has no map, or None."""
-    return next((REFUSED[name] for name in names_of(layer) if name in REFUSED), None)
+    return next((REFUSED[name] for name in _names_of(layer) if name in REFUSED), None)
 
 
-def as_it_comes(_: Any, found: Tensor) -> Tensor:
+def _as_it_comes(_: Any, found: Tensor) -> Tensor:
     """One head where there is no axis for heads; groups of places (windows) go with the images.
 
     Shape: (B, ., .), (B, nh, ., .) or (B, nh, groups, ., .) -> (B groups, nh, ., .)
@@ -45,28 +45,28 @@ def as_it_comes(_: Any, found: Tensor) -> Tensor:
     return found.transpose(1, 2).flatten(0, 1) if found.ndim == 5 else found
 
 
-def groups_first(_: Any, found: Tensor) -> Tensor:
+def _groups_first(_: Any, found: Tensor) -> Tensor:
     """Shape: (B, groups, nh, ., .) -> (B groups, nh, ., .)"""
     return found.flatten(0, 1)
 
 
-def heads_with_images(layer: Any, found: Tensor) -> Tensor:
+def _heads_with_images(layer: Any, found: Tensor) -> Tensor:
     """Shape: (B nh, ., .) or (B nh, groups, ., .) -> (B groups, nh, ., .)"""
     found = found.unflatten(0, (-1, layer.num_heads))
     return found.transpose(1, 2).flatten(0, 1) if found.ndim == 5 else found
 
 
 LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
-    "timm.models.twins.LocallyGroupedAttn": groups_first,
-    "timm.layers.bottleneck_attn.BottleneckAttn": heads_with_images,
-    "timm.layers.halo_attn.HaloAttn": heads_with_images,
-    "timm.models.vision_transformer_sam.Attention": heads_with_images,
+    "timm.models.twins.LocallyGroupedAttn": _groups_first,
+    "timm.layers.bottleneck_attn.BottleneckAttn": _heads_with_images,
+    "timm.layers.halo_attn.HaloAttn": _heads_with_images,
+    "timm.models.vision_transformer_sam.Attention": _heads_with_images,
 }
 
 
 def laid_out(layer: nn.Module, found: Tensor) -> Tensor:
     """Maps, queries or keys of a layer with the axes of all others. Shape: -> (B, nh, ., .)"""
-    layout = next((LAYOUTS[name] for name in names_of(layer) if name in LAYOUTS), as_it_comes)
+    layout = next((LAYOUTS[name] for name in _names_of(layer) if name in LAYOUTS), _as_it_comes)
     return layout(layer, found)
 
 
@@ -76,4 +76,4 @@ UNFUSED = {"timm.layers.diff_attention.DiffAttention"}
 
 def hides_map(layer: nn.Module) -> bool:
     """Whether the layer's fused form has no map."""
-    return bool(UNFUSED.intersection(names_of(layer)))
+    return bool(UNFUSED.intersection(_names_of(layer)))

@@ -47,14 +47,14 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     return owners[0].patch_embed.dynamic_feat_size(tuple(batch.shape[-2:])) if len(owners) == 1 else None
 
 
-def called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
+def _called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
     """The grid that a call of a layer with positions names itself."""
     if isinstance(layer, SpatialAttention | ViTGPSA):
         return grid_size  # their second argument is a mask
     return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PSA) else None
 
 
-def map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
+def _map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
     """The grid of a layer that is called with a map: the axes that the queries fill, or of (B, H, W, C).
 
     Shape: x (B, C, H, W) or (B, H, W, C)
@@ -67,7 +67,7 @@ def map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, in
     return other if other[0] * other[1] == queries != likely[0] * likely[1] else likely
 
 
-def window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
+def _window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
     """The grid of a layer that is called with the tokens of windows, as Swin's are. Shape: x (windows, N, C)"""
     size: Any = getattr(layer, "window_size", None)
     pair = isinstance(size, tuple | list) and len(size) == 2
@@ -94,8 +94,8 @@ def places(
         return Places(
             layer.query_grid(*x.shape[-2:]), (size[0], size[1]), layer.padding, (middle, middle), layer.stride
         )
-    own = map_grid(layer, x, shape and shape[0]) or window_grid(layer, x)
-    found = own or called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
+    own = _map_grid(layer, x, shape and shape[0]) or _window_grid(layer, x)
+    found = own or _called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
     if found is None:
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
     H, W = found

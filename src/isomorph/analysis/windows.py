@@ -57,7 +57,7 @@ class Recorder(nn.Module):
         return x
 
 
-def windows_of(block: nn.Module, shape: torch.Size) -> Windows:
+def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
     """Windows of a block that is called with a map of this shape: its own partition, run on the numbers of the places.
 
     Shape: (B, H, W, C), or (B, C, H, W) for MaxViT's attention by convolutions
@@ -88,4 +88,4 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
         if isinstance(getattr(module, "attn", None), nn.Module) and any(hasattr(module, way) for way in PARTITIONS)
     }
     shapes = visit(model, batch[:1], lambda _, x, *args, **kwargs: x.shape, blocks) if blocks else {}
-    return {f"{name}.attn".removeprefix("."): windows_of(blocks[name], shape) for name, shape in shapes.items()}
+    return {f"{name}.attn".removeprefix("."): _windows_of(blocks[name], shape) for name, shape in shapes.items()}

@@ -73,7 +73,7 @@ def load_autoencoder(
     path = Path(path)
     header = read_header(path) if path.suffix == ".safetensors" else {}
     state = unwrapped(read_tensors(path))
-    refuse_encoder_alone(state, path)
+    _refuse_encoder_alone(state, path)
     if "autoencoder" in header:
         if encoder_name:
             raise UserError(f"{path} knows its encoder by itself; leave {encoder_name} out")
@@ -82,14 +82,14 @@ def load_autoencoder(
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
         if "." not in encoder_name:  # else its pretrained_cfg is the one that was asked for
             remember_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
-        depth, width = decoder_sizes(state, path)
+        depth, width = _decoder_sizes(state, path)
         model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
     else:
         raise UserError(f"{path} does not say what its encoder is; give its timm name, like vit_base_patch16_224")
     return filled(model, state, path)
 
 
-def refuse_encoder_alone(state: dict[str, Any], path: Path) -> None:
+def _refuse_encoder_alone(state: dict[str, Any], path: Path) -> None:
     """Raises: UserError when a checkpoint has no decoder."""
     if not any(name.startswith("decoder_blocks.") for name in state):
         raise UserError(
@@ -98,7 +98,7 @@ def refuse_encoder_alone(state: dict[str, Any], path: Path) -> None:
         )
 
 
-def decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
+def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
     """Depth and width of the decoder, from its tensors. Raises: UserError when they are not those of MAE."""
     found = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
     weight = state.get("decoder_embed.weight")
@@ -118,7 +118,7 @@ def rebuilt(header: dict[str, str], state: dict[str, Any], path: Path) -> Masked
 def filled(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
     """The model with every tensor of a file, strictly; in eval mode and the file's precision."""
     state = dict(state)
-    refuse_other_positions(model, state.pop("decoder_pos_embed", None), path)
+    _refuse_other_positions(model, state.pop("decoder_pos_embed", None), path)
     state = {name if name.startswith(BESIDE) else f"encoder.{name}": tensor for name, tensor in state.items()}
     refuse_misfit(model, state, path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
@@ -127,7 +127,7 @@ def filled(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> Maske
     return model.eval()
 
 
-def refuse_other_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
+def _refuse_other_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
     """Raises: UserError when a file's fixed positions are not sine-cosine: its decoder would see another grid."""
     if positions is None:
         return

@@ -57,7 +57,7 @@ def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def describe_arguments(model: nn.Module) -> dict[str, Any]:
+def _describe_arguments(model: nn.Module) -> dict[str, Any]:
     """The further arguments that timm noted when it created the model, as far as JSON can hold them."""
     return {name: value for name, value in get_model_args(model).items() if is_plain(value)}
 
@@ -92,7 +92,7 @@ def remember_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
     return model
 
 
-def describe_data(model: nn.Module) -> dict[str, Any]:
+def _describe_data(model: nn.Module) -> dict[str, Any]:
     """What images the model expects, as its pretrained_cfg says."""
     config = getattr(model, "pretrained_cfg", None) or {}
     return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
@@ -126,7 +126,7 @@ def refuse_unlike(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]
         )
 
 
-def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
+def _rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
     """The shortest base and edits that rebuild the model: a fused one is the plain network again where that is so.
 
     Raises: UserError as `refuse_unlike` does when none does.
@@ -135,7 +135,7 @@ def rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...
     left = unfused(made)
     plain = base if left == made else {**base, **getattr(model, "fused_arguments", {})}
     pairs = ((plain, left), (plain, made), (base, made))
-    records = [(b, e) for b, e in pairs for b in (b, {**describe_arguments(model), **b})]
+    records = [(b, e) for b, e in pairs for b in (b, {**_describe_arguments(model), **b})]
     for record in records[:-1]:
         with suppress(UserError):
             refuse_unlike(model, *record)
@@ -174,9 +174,9 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
 def describe_model(model: nn.Module, base: dict[str, Any] | None = None) -> dict[str, str]:
     """The header of a checkpoint: all that rebuilds the model. Raises: UserError when nothing does."""
-    base, made = rebuilding_record(model) if base is None else (base, edits(model))
+    base, made = _rebuilding_record(model) if base is None else (base, edits(model))
     refuse_unlike(model, base, made)
-    parts = {"base": base, "edits": describe_edits(made), "data": describe_data(model)}
+    parts = {"base": base, "edits": describe_edits(made), "data": _describe_data(model)}
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
     return header
@@ -227,7 +227,7 @@ def build_within(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]
     except UserError:
         raise
     except Exception as error:  # modules fail in many ways on arguments that are not theirs
-        raise UserError(f"cannot rebuild {path}: {type(error).__name__} {first_words(error)}") from error
+        raise UserError(f"cannot rebuild {path}: {type(error).__name__} {_first_words(error)}") from error
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -260,7 +260,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load and safetensors raise many kinds for a damaged file
         raise UserError(
-            f"cannot read checkpoint {path} ({first_words(error)}); it may be truncated or foreign"
+            f"cannot read checkpoint {path} ({_first_words(error)}); it may be truncated or foreign"
         ) from None
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else state
@@ -271,7 +271,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
     return state
 
 
-def first_words(error: Exception) -> str:
+def _first_words(error: Exception) -> str:
     """The first line of an error, and its kind where the line alone says little."""
     line = next(iter(str(error).splitlines()), "")
     return line if " " in line else f"{type(error).__name__} {line}".strip()
@@ -299,20 +299,20 @@ def fill(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: 
     except UserError:
         raise
     except Exception as error:  # timm's filters fail in many ways on a checkpoint of another family
-        raise UserError(f"{path} does not fit {type(model).__name__}: {first_words(error)}") from None
-    state = with_fresh_head(model, state) if fresh_head else state
+        raise UserError(f"{path} does not fit {type(model).__name__}: {_first_words(error)}") from None
+    state = _with_fresh_head(model, state) if fresh_head else state
     refuse_misfit(model, state, path)
     kept = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
     model.load_state_dict(state)
     return [name for name in kept if not name.endswith(".num_batches_tracked")]
 
 
-def with_fresh_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _with_fresh_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The state with the model's own classifier where it has none, or one of other classes."""
     named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     own = model.state_dict()
     heads = [n for c in ([named] if isinstance(named, str) else named) for n in own if n.startswith(f"{c}.")]
-    if all(name in state and not shape_differs(own, state, name) for name in heads):
+    if all(name in state and not _shape_differs(own, state, name) for name in heads):
         return state
     return {**state, **{name: own[name] for name in heads}}
 
@@ -325,7 +325,7 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     shapes = [
         f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
         for name in own
-        if shape_differs(own, state, name)
+        if _shape_differs(own, state, name)
     ]
     parts = [
         f"{len(names)} {kind} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})"
@@ -338,5 +338,5 @@ def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
         raise UserError(f"{path} does not fit {type(model).__name__}: tensors {'; '.join(parts)}{hint}")
 
 
-def shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
+def _shape_differs(own: dict[str, Any], state: dict[str, Any], name: str) -> bool:
     return name in state and getattr(state[name], "shape", None) != own[name].shape

@@ -35,7 +35,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
         return open_trained(Path(name))
     refuse_unknown(name)
-    public = public_weights(name)
+    public = _public_weights(name)
     if pretrained and weights is None and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
     with torch.random.fork_rng(devices=[]):
@@ -46,7 +46,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
     return model.eval()
 
 
-def public_weights(name: str) -> Any:
+def _public_weights(name: str) -> Any:
     """What timm has of the weights of a registered model. Raises: UserError for a tag that it does not have."""
     try:
         return timm.get_pretrained_cfg(name)
@@ -76,15 +76,15 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     """
     if path.suffix == ".safetensors":
         return load(path)
-    found = whole_snapshot(path) if path.is_dir() else None
+    found = _whole_snapshot(path) if path.is_dir() else None
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")
     if found is None:
         raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
-    header = found.values["model"] or header_of(path)
+    header = found.values["model"] or _header_of(path)
     tensors = read_snapshot(found.path)
     prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
-    prefix += encoder_prefix(found.values["recipe"])
+    prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     model = rebuild_described(header, state, found.path)
     try:
@@ -94,7 +94,7 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     return model.eval()
 
 
-def whole_snapshot(folder: Path) -> Found | None:
+def _whole_snapshot(folder: Path) -> Found | None:
     """The newest snapshot of a run. Raises: UserError when it is damaged: one before it is another model."""
     files = [path for name in ("model", "best") if (path := folder / f"{name}.safetensors").is_file()]
     advice = f"name {files[0]} instead, or start the run again" if files else "start the run again"
@@ -107,14 +107,14 @@ def whole_snapshot(folder: Path) -> Found | None:
     return found
 
 
-def header_of(folder: Path) -> dict[str, str]:
+def _header_of(folder: Path) -> dict[str, str]:
     """What rebuilds the model of a run whose snapshots do not say it. Raises: UserError when nothing does yet."""
     if not (folder / "best.safetensors").is_file():
         raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it resume")
     return read_header(folder / "best.safetensors")
 
 
-def encoder_prefix(recipe: Mapping[str, Any]) -> str:
+def _encoder_prefix(recipe: Mapping[str, Any]) -> str:
     """What precedes the names of the model's tensors in what a run trains: masked pre-training wraps an encoder."""
     mask = recipe.get("mask")
     if not isinstance(mask, dict):

@@ -34,14 +34,14 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
                 tensors[f"{OPTIMISER}{names[parameter]}.{key}"] = value
             else:
                 values.setdefault(names[parameter], {})[key] = value
-    groups = {group["name"]: plain_options(group) for group in optimizer.param_groups}
+    groups = {group["name"]: _plain_options(group) for group in optimizer.param_groups}
     for group in optimizer.param_groups:
         held = {key: value for key, value in group.items() if isinstance(value, Tensor)}
         tensors |= {f"{OPTIMISER}{GROUP}{group['name']}.{key}": value for key, value in held.items()}
     return tensors, {"state": values, "groups": groups}
 
 
-def plain_options(group: dict[str, Any]) -> dict[str, Any]:
+def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     """The numbers of a parameter group, which some optimisers adapt as they go."""
     return {key: value for key, value in group.items() if isinstance(value, bool | int | float)}
 

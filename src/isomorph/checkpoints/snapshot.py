@@ -38,33 +38,33 @@ class Damaged(UserError):
 
 
 @contextmanager
-def one_process_is_meant() -> Iterator[None]:
+def _one_process_is_meant() -> Iterator[None]:
     """Silences torch's warning that a checkpoint is written or read without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
-def folder_name(step: int) -> str:
+def _folder_name(step: int) -> str:
     """What the snapshot of a step is called."""
     return f"step-{step:08d}"
 
 
-def step_of(path: Path) -> int | None:
+def _step_of(path: Path) -> int | None:
     """The step that a name says, or None where it is not a snapshot's."""
     digits = re.fullmatch(r"step-([0-9]{8,})", path.name)
-    return int(digits[1]) if digits and folder_name(int(digits[1])) == path.name else None
+    return int(digits[1]) if digits and _folder_name(int(digits[1])) == path.name else None
 
 
-def named_snapshots(folder: Path) -> list[Path]:
+def _named_snapshots(folder: Path) -> list[Path]:
     """All that is named like a snapshot, newest first; not all of it needs to be one."""
-    named = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+    named = {path: step for path in folder.glob("step-*") if (step := _step_of(path)) is not None}
     return sorted(named, key=lambda path: named[path], reverse=True)
 
 
 def snapshots(folder: Path) -> list[Path]:
     """Complete snapshots, newest first."""
-    return [path for path in named_snapshots(folder) if (path / STATE).is_file()]
+    return [path for path in _named_snapshots(folder) if (path / STATE).is_file()]
 
 
 def write_snapshot(
@@ -76,13 +76,13 @@ def write_snapshot(
 
     Raises: UserError when it cannot be written (a full disk); the older snapshots are then as they were.
     """
-    path, partial = folder / folder_name(step), folder / f".{folder_name(step)}.partial"
+    path, partial = folder / _folder_name(step), folder / f".{_folder_name(step)}.partial"
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     state: dict[str, Any] = {"step": step, **values}
 
     def write_mine() -> None:
         if sharded or runtime.leads:
-            write_tensors(partial, tensors, alone=not sharded)
+            _write_tensors(partial, tensors, alone=not sharded)
 
     def note_checksums() -> None:
         mine = sorted(partial.glob(f"shard-{runtime.rank + 1:05d}-*"))
@@ -90,14 +90,14 @@ def write_snapshot(
 
     def finish() -> None:
         if runtime.leads:
-            write_state(partial / STATE, state)
-            flush_folder(partial)
+            _write_state(partial / STATE, state)
+            _flush_folder(partial)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
-            flush_folder(folder)
+            _flush_folder(folder)
 
     try:
-        together(lambda: make_empty(partial) if runtime.leads else None, runtime)
+        together(lambda: _make_empty(partial) if runtime.leads else None, runtime)
         together(write_mine, runtime)
         together(note_checksums, runtime)
         state["files"] = {name: digest for files in runtime.gathered(state["files"]) for name, digest in files.items()}
@@ -107,7 +107,7 @@ def write_snapshot(
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write {path}: {error}; the snapshots before it are whole") from None
     if runtime.leads:
-        drop_older(folder)
+        _drop_older(folder)
     return path
 
 
@@ -125,12 +125,12 @@ def together(step: Callable[[], None], runtime: Runtime) -> None:
         raise OSError(said)
 
 
-def make_empty(folder: Path) -> None:
+def _make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
 
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
+def _write_state(path: Path, state: Mapping[str, Any]) -> None:
     """Writes the values that are not tensors and the digest of them all, and flushes them to disk."""
     values = json.loads(json.dumps(state))
     with path.open("w") as file:
@@ -139,7 +139,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def drop_older(folder: Path) -> None:
+def _drop_older(folder: Path) -> None:
     """Leaves the newest snapshots, and nothing that a crash left half written."""
     for path in snapshots(folder)[KEPT:]:
         with suppress(OSError):  # renamed first: one that is half deleted has no snapshot's name
@@ -148,7 +148,7 @@ def drop_older(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def flush_folder(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     """Makes a rename in the folder last."""
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -164,15 +164,15 @@ def reason(error: BaseException) -> str:
     return " ".join(str(first).split()) or type(first).__name__
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
     """Shards as they lie, each in its process's file; flushed to disk."""
-    kept = {name: standing_alone(tensor) for name, tensor in tensors.items()}
-    with one_process_is_meant():
+    kept = {name: _standing_alone(tensor) for name, tensor in tensors.items()}
+    with _one_process_is_meant():
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         dcp.save(kept, storage_writer=writer, no_dist=alone)
 
 
-def standing_alone(tensor: Tensor) -> Tensor:
+def _standing_alone(tensor: Tensor) -> Tensor:
     """The tensor as safetensors takes it: contiguous, its memory shared with no other."""
     return (
         tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -200,14 +200,14 @@ def read_values(path: Path) -> dict[str, Any]:
         raise Damaged(f"the snapshot {path} is damaged ({reason(error)})") from None
     if changed:
         raise Damaged(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
-    if values["step"] != step_of(path):
+    if values["step"] != _step_of(path):
         raise Damaged(f"the snapshot {path} is damaged: it is a copy of the one after step {values['step']}")
-    if foreign := foreign_files(path, values["files"]):
+    if foreign := _foreign_files(path, values["files"]):
         raise Damaged(f"the snapshot {path} is damaged: {', '.join(foreign[:3])} is not part of it")
     return values
 
 
-def foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
+def _foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
     """Names in a snapshot that are not part of it, but for hidden files that no reader takes for tensors."""
     names = {entry.name for entry in path.iterdir()} - {STATE, *files}
     return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
@@ -221,7 +221,7 @@ def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fills tensors, or each process's shards of them, from a snapshot."""
-    with one_process_is_meant():
+    with _one_process_is_meant():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
@@ -256,7 +256,7 @@ def newest(folder: Path) -> Found | None:
     Raises: Damaged when there are some, and none is whole.
     """
     damaged: list[tuple[Path, str]] = []
-    for path in named_snapshots(folder):
+    for path in _named_snapshots(folder):
         try:
             return Found(path, read_values(path), tuple(damaged))
         except Damaged as error:

@@ -79,7 +79,7 @@ def checked_values(text: str) -> dict[str, Any]:
         digest = digest_of(found) if isinstance(found, dict) else ""
         values = SnapshotValues.model_validate(found)
     except ValidationError as error:
-        raise UserError(f"not the state of a run: {first_problem(error)}") from None
+        raise UserError(f"not the state of a run: {_first_problem(error)}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"not readable JSON ({' '.join(str(error).split())})") from None
     if values.digest not in (None, digest):
@@ -89,7 +89,7 @@ def checked_values(text: str) -> dict[str, Any]:
     return values.model_dump()
 
 
-def first_problem(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     """The first problem of several in words: the field, and what is wrong with it."""
     problem = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(map(str, problem["loc"])) or "all of it"

@@ -77,17 +77,17 @@ def bounded(command: Command) -> Command:
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> None:
         for name, limit in LIMITS.items():
-            check_limit(name, options.get(name), limit)
+            _check_limit(name, options.get(name), limit)
         command(*arguments, **options)
 
     return checked  # type: ignore[return-value]
 
 
-def check_limit(name: str, value: Any, limit: float) -> None:
+def _check_limit(name: str, value: Any, limit: float) -> None:
     """Raises: UserError for a number, or one of several, that is not finite or beyond the limit."""
     if isinstance(value, list | tuple):
         for number in value:
-            check_limit(name, number, limit)
+            _check_limit(name, number, limit)
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
 

@@ -86,7 +86,7 @@ def follow(
     return found
 
 
-def points_of_runs(folders: Sequence[Path], logs: Sequence[Log]) -> list[Point]:
+def _points_of_runs(folders: Sequence[Path], logs: Sequence[Log]) -> list[Point]:
     """Accuracy and cost of the models of runs; a run whose model cannot be read is said among its log's problems."""
     points = []
     for folder, log in zip(folders, logs, strict=True):
@@ -100,7 +100,7 @@ def points_of_runs(folders: Sequence[Path], logs: Sequence[Log]) -> list[Point]:
     return points
 
 
-def refuse_named_twice(names: Sequence[str]) -> None:
+def _refuse_named_twice(names: Sequence[str]) -> None:
     """Raises: UserError when two points of a chart would have one name."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]} is named twice; give it once, as a run or in --evaluated")
@@ -154,8 +154,8 @@ def compare_(
     logs = read_runs(folders)
     points = read_points(evaluated or [])
     if len(logs) + len(points) > 1:
-        points = [*points_of_runs(folders, logs), *points]
-        refuse_named_twice([point.name for point in points])
+        points = [*_points_of_runs(folders, logs), *points]
+        _refuse_named_twice([point.name for point in points])
     with spinner("measuring") as tell:
         courses = follow(folders, logs, along, Images(data, root, samples), device, tell) if along else {}
     drawn = f"{samples} test images of {data or 'the data of each run'}, drawn at random"

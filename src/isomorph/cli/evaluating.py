@@ -76,7 +76,7 @@ def evaluate_(
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    refuse_at_odds(bool(suite), classes is not None, partial)
+    _refuse_at_odds(bool(suite), classes is not None, partial)
     refuse_weights(model, weights, pretrained)
     evaluating.refuse_no_csv(per_class)
     places = imagenet.find_suites(suite or [], root, data)
@@ -97,7 +97,7 @@ def evaluate_(
     say(head, bool(suite) or len(size) > 1, rows, costs, json_)
 
 
-def refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
+def _refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
     """Raises: UserError for options that do not go together."""
     if suite and classes:
         raise UserError("--classes does not go with --suite, whose classes are fixed")

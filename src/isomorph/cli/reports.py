@@ -66,23 +66,23 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
     All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
     """
     source = images_to_test(subjects[0].model, data, root)
-    return loaders_for(subjects, draw_images(source, samples))
+    return _loaders_for(subjects, draw_images(source, samples))
 
 
-def loaders_for(subjects: list[Subject], source: Source) -> dict[str, Iterable[Any]]:
+def _loaders_for(subjects: list[Subject], source: Source) -> dict[str, Iterable[Any]]:
     """A loader of the same images for each model, in batches of 32."""
     frame = {key: subjects[0].config[key] for key in FRAME}
     return {s.name: eval_loader(source, {**s.config, **frame}, 32) for s in subjects}
 
 
-def evolutions(subjects: list[Subject], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
+def _evolutions(subjects: list[Subject], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
     """F_k of every layer of each model, on the same random batches of test images."""
     source = images_to_test(subjects[0].model, data, root)
-    loaders = loaders_for(subjects, source.subset(random_draws(len(source)).tolist()))
+    loaders = _loaders_for(subjects, source.subset(random_draws(len(source)).tolist()))
     return {s.name: feature_evolution(s.model, images_for_model(loaders[s.name], s.model)) for s in subjects}
 
 
-def refuse_other_channels(subjects: list[Subject]) -> None:
+def _refuse_other_channels(subjects: list[Subject]) -> None:
     """Raises: UserError when models cannot be shown the same pictures."""
     counts = [subject.config["input_size"][0] for subject in subjects]
     if len(set(counts)) > 1:
@@ -184,7 +184,7 @@ def analyze(
     names = told_apart(given)
     wanted = zip(given, names, [weights, None], strict=False)
     subjects = [open_subject(name, title, own, pretrained, device) for name, title, own in wanted]
-    refuse_other_channels(subjects)
+    _refuse_other_channels(subjects)
     results = read_results(robustness, {s.name: weights_hash(s.model) for s in subjects}) if robustness else None
     alike = size or subjects[0].config["input_size"][-2:]
     subjects = [resized(s, alike) if s.config["input_size"][-2:] != alike else s for s in subjects]
@@ -192,7 +192,7 @@ def analyze(
     batches = images_for(subjects, data, root, samples) if data or root else {}
     with spinner("taking apart") as tell:
         drawn = f"{samples} images of {data or default_data(subjects[0].model)}, drawn at random"
-        evolved = evolutions(subjects, data, root) if evolution else {}
+        evolved = _evolutions(subjects, data, root) if evolution else {}
         extras = Extras(batches, drawn, evolved, results, speed, int((megabytes - 0.4) * 1e6), tell)
         sections = dissect(subjects, pictures, layers, extras)
     written = write_page(out, " and ".join(s.name for s in subjects), lead_of(subjects, sections), sections, footer())

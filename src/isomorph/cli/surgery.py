@@ -25,7 +25,7 @@ def option(text: str, **more: Any) -> Parameter:
     return Parameter(help=text, **more)
 
 
-def whole_number(_: type, tokens: Sequence[Token]) -> int:
+def _whole_number(_: type, tokens: Sequence[Token]) -> int:
     """A whole number as it was typed. Raises: UserError for a fraction, which would be rounded."""
     try:
         return int(tokens[0].value)
@@ -60,11 +60,11 @@ class RuleFields:
     ] = None
     ratio: Annotated[
         int | None,
-        option("Maps for every head: 1 is talking heads, 0 no expansion (refined attention).", converter=whole_number),
+        option("Maps for every head: 1 is talking heads, 0 no expansion (refined attention).", converter=_whole_number),
     ] = None
     kernel: Annotated[
         int | None,
-        option("Size of the kernel on the maps, odd; 1 is none (refined attention).", converter=whole_number),
+        option("Size of the kernel on the maps, odd; 1 is none (refined attention).", converter=_whole_number),
     ] = None
     reduce: Annotated[bool | None, option("Reduce the maps to one for every head again (refined attention).")] = None
     span: Annotated[

@@ -36,10 +36,10 @@ def imagenet_labels() -> ImageNetLabels:
     with np.load(FILE, allow_pickle=False) as file:
         wnids = tuple(file["wnids"].astype(str).tolist())
         kept = {name: file[name.replace("-", "_")].astype(np.int64) for name in ("imagenet-a", "imagenet-r")}
-        return ImageNetLabels(wnids, kept, filled_up(file["real"], file["real_counts"]))
+        return ImageNetLabels(wnids, kept, _filled_up(file["real"], file["real_counts"]))
 
 
-def filled_up(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _filled_up(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Lists of these lengths, one after another, as rows of a table. Shape: (sum of counts,), (n,) -> (n, longest)"""
     table = np.full((len(counts), int(counts.max(initial=0))), -1, np.int64)
     table[np.arange(table.shape[1]) < counts[:, None]] = values

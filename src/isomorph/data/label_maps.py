@@ -81,7 +81,7 @@ class MappedSource(Source):
         super().__init__(source.pictures, source.labels, source.classes, source.shards)
         self.ids, self.folder, self.num_classes = source.ids, folder, num_classes
         refuse_missing(folder, self.map_names())
-        self.shape = load_map(self.map_path(0), num_classes).shape
+        self.shape = _load_map(self.map_path(0), num_classes).shape
 
     def map_names(self) -> Iterator[tuple[str, str]]:
         """Folder and file of every image's map, in turn."""
@@ -101,7 +101,7 @@ class MappedSource(Source):
 
     def map(self, index: int) -> Tensor:
         """Scores and classes of one image. Shape: -> (2, K, H, W)"""
-        found = load_map(self.map_path(index), self.num_classes)
+        found = _load_map(self.map_path(index), self.num_classes)
         if found.shape != self.shape:
             raise UserError(
                 f"{self.map_path(index)} is {sides(found.shape)}, the first image's map {sides(self.shape)}; "
@@ -141,7 +141,7 @@ def refuse_missing(folder: Path, names: Iterable[tuple[str, str]]) -> None:
         raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {first}")
 
 
-def load_map(path: Path, num_classes: int) -> Tensor:
+def _load_map(path: Path, num_classes: int) -> Tensor:
     """Scores and classes from a file, checked. Shape: -> (2, K, H, W)
 
     Raises: UserError when the file cannot be read, or is no map of these classes.
@@ -155,11 +155,11 @@ def load_map(path: Path, num_classes: int) -> Tensor:
         raise UserError(f"{path} is no label map: it must be 2 x K x H x W (scores, their classes), found {shape}")
     if not found.isfinite().all():
         raise UserError(f"{path} is no label map: it holds numbers that are not finite")
-    refuse_classes(path, found[1].double(), num_classes)
+    _refuse_classes(path, found[1].double(), num_classes)
     return found
 
 
-def refuse_classes(path: Path, classes: Tensor, num_classes: int) -> None:
+def _refuse_classes(path: Path, classes: Tensor, num_classes: int) -> None:
     """Raises: UserError for classes that are not whole numbers from 0 to below `num_classes`."""
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():

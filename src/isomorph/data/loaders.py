@@ -59,7 +59,7 @@ def eval_loader(
     """
     kept = {key: config[key] for key in EVAL_KEYS if key in config}
     if rfc is not None:
-        refuse_calibration(rfc, rfc_fill, config["input_size"][-2:])
+        _refuse_calibration(rfc, rfc_fill, config["input_size"][-2:])
         kept |= dict(crop_pct=rfc, crop_mode="center")
     transform: Any = evaluation_transform(kept)
     if rfc is not None and rfc_fill == "zero":
@@ -82,7 +82,7 @@ def evaluation_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], A
     return create_transform(**{key: config[key] for key in EVAL_KEYS if key in config})
 
 
-def refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
+def _refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
     """Raises: UserError for a ratio or a filling of receptive-field calibration that makes no image."""
     if not 0.05 <= rfc < math.inf or min(size) / rfc < 1:
         raise UserError(f"rfc {rfc:g} makes no image; give a ratio like 1.13, or one from .05 to 1 to crop")
@@ -128,7 +128,7 @@ def train_transform(
         augmentation |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
     shared = {key: config[key] for key in SHARED_KEYS}
     transform = create_transform(is_training=True, **shared, **{**NO_AUGMENTATION, **augmentation})
-    mend_posterize(transform)
+    _mend_posterize(transform)
     if not crop_padding:
         return transform
     crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
@@ -168,10 +168,10 @@ def leave_signals_alone(worker: int) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not everywhere; there, a SIGTERM to all processes ends the workers
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=heed_parent, daemon=True).start()
+        threading.Thread(target=_heed_parent, daemon=True).start()
 
 
-def heed_parent() -> None:
+def _heed_parent() -> None:
     """Ends a worker when the process that it works for asks for it (its system parent may be a fork server)."""
     parent = multiprocessing.parent_process()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != (parent.pid if parent else os.getppid()):
@@ -179,7 +179,7 @@ def heed_parent() -> None:
     os._exit(0)
 
 
-def mend_posterize(transform: Any) -> None:
+def _mend_posterize(transform: Any) -> None:
     """Lets timm's policies posterize to no bits at all (black), which Pillow 13 refuses with an error mid-run."""
     for part in transform.transforms:
         sub_policies = [getattr(part, "ops", []), *getattr(part, "policy", [])]

@@ -32,7 +32,7 @@ class Chosen(Sequence[Picture]):
         return self.pictures[int(self.places[index])]
 
     def name(self, index: int) -> str:
-        return name_of(self.pictures, int(self.places[index]))
+        return _name_of(self.pictures, int(self.places[index]))
 
 
 def choose(pictures: Sequence[Picture], indices: np.ndarray) -> Chosen:
@@ -42,7 +42,7 @@ def choose(pictures: Sequence[Picture], indices: np.ndarray) -> Chosen:
     return Chosen(pictures, indices)
 
 
-def name_of(pictures: Sequence[Picture], index: int) -> str:
+def _name_of(pictures: Sequence[Picture], index: int) -> str:
     """What an error calls a picture: its file or archive and member, else its place in the whole source."""
     if hasattr(pictures, "name"):
         return pictures.name(index)
@@ -110,7 +110,7 @@ class Source(Dataset[tuple[Any, int]]):
 
     def image(self, index: int) -> Image.Image:
         """One image in RGB, before the transform."""
-        with readable(lambda: name_of(self.pictures, index)):
+        with readable(lambda: _name_of(self.pictures, index)):
             return decode(self.pictures[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
@@ -125,11 +125,11 @@ class Source(Dataset[tuple[Any, int]]):
         part, places = copy.copy(self), np.asarray(indices, np.int64)
         part.pictures, part.labels = choose(self.pictures, places), self.labels[places]
         part.ids = np.asarray(self.ids)[places]
-        part.shards = None if self.shards is None else runs_within(self.shards, places)
+        part.shards = None if self.shards is None else _runs_within(self.shards, places)
         return part
 
 
-def runs_within(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
+def _runs_within(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
     """The runs that chosen indices form, given the runs of all; None when a run is left and come back to."""
     if not len(indices):
         return []

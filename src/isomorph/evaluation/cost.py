@@ -41,7 +41,7 @@ def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
 
 def count_pass(model: nn.Module, input_size: tuple[int, ...], training: bool = False) -> Macs:
     """Multiply-accumulates of a forward pass, in eval mode or in training mode, for an image and for the pass."""
-    return _counted(_shapes(model).train(training), input_size)
+    return __counted(_shapes(model).train(training), input_size)
 
 
 def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
@@ -56,7 +56,7 @@ def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
             module.forward = partial(_joined_branches, module)  # type: ignore[method-assign]
         elif isinstance(module, Pyramid):
             module.forward = partial(_summed_branches, module)
-    return _counted(shapes, input_size).image
+    return __counted(shapes, input_size).image
 
 
 def has_pyramids(model: nn.Module) -> bool:
@@ -70,7 +70,7 @@ def _shapes(model: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def _counted(shapes: nn.Module, input_size: tuple[int, ...]) -> Macs:
+def __counted(shapes: nn.Module, input_size: tuple[int, ...]) -> Macs:
     """Multiply-accumulates from those of two batches; attention in its plain form, so that none of it is missed."""
     counts = []
     for batch in (FEW, FEW + 1):

@@ -23,7 +23,7 @@ MEASURING = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.pe
 """The code of the measuring process, which imports from where this one does."""
 
 
-def run_once(model: nn.Module, x: Tensor, training: bool) -> None:
+def _run_once(model: nn.Module, x: Tensor, training: bool) -> None:
     """One inference pass, or a forward and backward pass in training mode."""
     if not training:
         with torch.no_grad():
@@ -138,7 +138,7 @@ def peak_bytes(
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
-        return cuda_peak(model, input_size, batch_size, training)
+        return _cuda_peak(model, input_size, batch_size, training)
     if device.type != "cpu" or not os.access(RESET, os.W_OK):
         return None
     if meter:
@@ -147,7 +147,7 @@ def peak_bytes(
         return own.measure(model, (batch_size, *input_size), training)
 
 
-def cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, training: bool) -> int:
+def _cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, training: bool) -> int:
     """Largest allocation above what is there before, on the model's GPU; the model is left without gradients."""
     parameter = next(model.parameters())
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
@@ -159,7 +159,7 @@ def cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, tr
                 torch.cuda.synchronize(parameter.device)
                 torch.cuda.reset_peak_memory_stats(parameter.device)
                 before = torch.cuda.memory_allocated(parameter.device)
-                run_once(model, x, training)
+                _run_once(model, x, training)
                 peak = torch.cuda.max_memory_allocated(parameter.device) - before
     except (RuntimeError, ValueError) as error:
         raise failed(batch_size, " ".join(str(error).split())) from None
@@ -185,7 +185,7 @@ def main() -> None:
             model = None  # freed before the next one comes
             model, path = rebuilt(file), file
         try:
-            found: dict[str, Any] = {"bytes": None if model is None else cpu_peak(model, tuple(shape), training)}
+            found: dict[str, Any] = {"bytes": None if model is None else _cpu_peak(model, tuple(shape), training)}
         except Exception as error:
             found = {"error": " ".join(str(error).split()) or type(error).__name__}
         print(json.dumps(found), file=answers, flush=True)
@@ -199,11 +199,11 @@ def rebuilt(file: str) -> nn.Module | None:
         return None
 
 
-def cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
+def _cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
     """Growth of this process's resident memory during a pass, after a first one."""
     x = torch.randn(shape, dtype=next(model.parameters()).dtype)
     model.eval()
-    run_once(model, x, training)
+    _run_once(model, x, training)
     model.zero_grad(set_to_none=True)
     gc.collect()
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -211,7 +211,7 @@ def cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
         trim(0)
     RESET.write_text("5")  # the peak is what it is now
     before = resident("VmRSS")
-    run_once(model, x, training)
+    _run_once(model, x, training)
     peak = resident("VmHWM")
     model.zero_grad(set_to_none=True)
     return max(peak - before, 0)

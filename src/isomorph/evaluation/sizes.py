@@ -24,7 +24,7 @@ def evaluation_config(model: nn.Module, size: Size | None = None) -> dict[str, A
     Raises: UserError for a size without a pixel.
     """
     given = {"input_size": (channels(model), *size)} if size else {}
-    return of_channels(resolve_data_config(given, model=model, use_test_size=True), channels(model))
+    return _of_channels(resolve_data_config(given, model=model, use_test_size=True), channels(model))
 
 
 def training_config(
@@ -35,21 +35,21 @@ def training_config(
     Raises: UserError for a size without a pixel.
     """
     given = {**(crop or {}), **({"input_size": (channels(model), *size)} if size else {})}
-    return of_channels(resolve_data_config(given, model=model, use_test_size=False), channels(model))
+    return _of_channels(resolve_data_config(given, model=model, use_test_size=False), channels(model))
 
 
-def of_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _of_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:
     """The data config for images of so many channels: where there are others, each has the mean of mean and of std.
 
     Raises: UserError for a size without a pixel.
     """
     height, width = config["input_size"][-2:]
-    refuse_empty((height, width))
+    _refuse_empty((height, width))
     spread = {k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")}
     return {**config, **spread, "input_size": (number, height, width)}
 
 
-def refuse_empty(size: Size) -> None:
+def _refuse_empty(size: Size) -> None:
     """Raises: UserError for a size without a pixel."""
     if min(size) < 1:
         raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
@@ -74,7 +74,7 @@ def at_size(model: nn.Module, size: Size) -> nn.Module:
 
     Raises: UserError when the model takes no such images, or its patches would leave out an edge of them.
     """
-    refuse_empty(size)
+    _refuse_empty(size)
     shape = (channels(model), *size)
     problem = refusal(model, shape)
     if problem and not dropping(model, shape) and hasattr(model, "set_input_size"):
@@ -101,11 +101,11 @@ def refusal(model: nn.Module, size: Sequence[int]) -> str:
     if said := dropping(model, size):
         return said
     try:
-        with eval_mode(model), patches_seen(model, size) as seen:
+        with eval_mode(model), _patches_seen(model, size) as seen:
             model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
     except (RuntimeError, AssertionError, ValueError) as error:
         return first_line(error)
-    return "" if made_for(model, size) else "".join(unfilled(patch, size) for patch in seen[-1:])
+    return "" if _made_for(model, size) else "".join(_unfilled(patch, size) for patch in seen[-1:])
 
 
 def first_line(error: Exception) -> str:
@@ -113,7 +113,7 @@ def first_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def made_for(model: nn.Module, size: Sequence[int]) -> bool:
+def _made_for(model: nn.Module, size: Sequence[int]) -> bool:
     """Whether this is the size that the model was trained or is tested at."""
     return tuple(size[-2:]) in {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
 
@@ -121,12 +121,12 @@ def made_for(model: nn.Module, size: Sequence[int]) -> bool:
 def dropping(model: nn.Module, size: Sequence[int]) -> str:
     """What is wrong with the size for the model's patch embedding, before any image is shown to it; or nothing."""
     embed = getattr(model, "patch_embed", None)
-    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or made_for(model, size):
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or _made_for(model, size):
         return ""
-    return unfilled(embed.patch_size, size)
+    return _unfilled(embed.patch_size, size)
 
 
-def unfilled(patch: Sequence[int], size: Sequence[int]) -> str:
+def _unfilled(patch: Sequence[int], size: Sequence[int]) -> str:
     """That patches do not fill an image, and the nearest sizes that they fill; nothing where they do."""
     pairs = list(zip(size[-2:], patch, strict=True))
     if not any(side % step for side, step in pairs):
@@ -138,14 +138,14 @@ def unfilled(patch: Sequence[int], size: Sequence[int]) -> str:
 
 
 @contextmanager
-def patches_seen(model: nn.Module, size: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+def _patches_seen(model: nn.Module, size: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
     """Patches, in pixels of the image, that leave out an edge of what they cut up while the model looks at an image.
 
     They are convolutions whose stride is their kernel, without padding: on the image, or within a module of a
     `patch_size` (on the map of a backbone).
     """
     found: list[tuple[int, int]] = []
-    handles = [conv.register_forward_pre_hook(noting(found, size)) for conv in patch_convolutions(model)]
+    handles = [conv.register_forward_pre_hook(_noting(found, size)) for conv in _patch_convolutions(model)]
     try:
         yield found
     finally:
@@ -153,7 +153,7 @@ def patches_seen(model: nn.Module, size: Sequence[int]) -> Iterator[list[tuple[i
             handle.remove()
 
 
-def patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
+def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
     """The convolutions that cut images into patches."""
     inside = {child for module in model.modules() if hasattr(module, "patch_size") for child in module.children()}
     return [
@@ -166,7 +166,7 @@ def patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
     ]
 
 
-def noting(found: list[tuple[int, int]], size: Sequence[int]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+def _noting(found: list[tuple[int, int]], size: Sequence[int]) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
     """A hook that notes the patches of a convolution, in pixels, where they do not fill its input."""
 
     def note(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:

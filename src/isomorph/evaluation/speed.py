@@ -30,7 +30,7 @@ def synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
-def one_run(model: nn.Module, batch: Tensor) -> float:
+def _one_run(model: nn.Module, batch: Tensor) -> float:
     """Seconds of one inference pass."""
     synchronize(batch.device)
     start = time.perf_counter()
@@ -66,12 +66,12 @@ def speeds(
             parameter = next(model.parameters())
             batches[name] = torch.randn(batch_size, *sizes[name], device=parameter.device, dtype=parameter.dtype)
             for _ in range(WARM_UP):
-                one_run(model, batches[name])
+                _one_run(model, batches[name])
         rounds = 0
         end = time.perf_counter() + seconds * len(models)
         while rounds < least or time.perf_counter() < end:
             for name, model in models.items():
-                taken[name].append(one_run(model, batches[name]))
+                taken[name].append(_one_run(model, batches[name]))
             rounds += 1
     return {name: spread(batch_size / torch.tensor(times, dtype=torch.float64)) for name, times in taken.items()}
 

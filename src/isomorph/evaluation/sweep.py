@@ -57,10 +57,10 @@ def cost_table(
                 first = next(iter(found.values())).median
                 for name, model in sized.items():
                     place = {"model": name, "height": size[0], "width": size[1], "batch": batch}
-                    row = place | fixed[name] | speed_cells(found[name], first) | dict.fromkeys(PEAKS)
+                    row = place | fixed[name] | _speed_cells(found[name], first) | dict.fromkeys(PEAKS)
                     for key, training in PEAKS.items() if peak else ():
                         doing = f"{name} {at}, batch {batch}: memory{' to train' * training}"
-                        row |= steps.run(doing, peak_cell, key, model, inputs[name], batch, training, meter)
+                        row |= steps.run(doing, _peak_cell, key, model, inputs[name], batch, training, meter)
                     yield row
 
 
@@ -79,7 +79,7 @@ class Steps:
         return found
 
 
-def peak_cell(
+def _peak_cell(
     key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
 ) -> Row:
     """A peak of a row, or why it could not be measured."""
@@ -89,7 +89,7 @@ def peak_cell(
         return {key: None, "problem": str(error)}
 
 
-def speed_cells(speed: Speed, first: float) -> Row:
+def _speed_cells(speed: Speed, first: float) -> Row:
     """The speed of a row, and beside the first model's."""
     return {
         "images_per_second": speed.median,
@@ -108,7 +108,7 @@ def fixed_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
         "macs": macs.image,
         "step_macs": macs.step,
         **(pyramid_cost(model, input_size) if has_pyramids(model) else {}),
-        "saved_bytes": saved_bytes(model, input_size, 2) if has_batch_norm(model) else saved_bytes(model, input_size),
+        "saved_bytes": saved_bytes(model, input_size, 2) if _has_batch_norm(model) else saved_bytes(model, input_size),
     }
 
 
@@ -122,6 +122,6 @@ def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int
     }
 
 
-def has_batch_norm(model: nn.Module) -> bool:
+def _has_batch_norm(model: nn.Module) -> bool:
     """Whether a batch of one image may be too few to train on."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

@@ -31,7 +31,7 @@ class Tally:
         Shape: logits (B, num_classes), labels (B,)
         Raises: UserError when a label is none of the model's classes.
         """
-        refuse_labels(labels, logits.shape[1])
+        _refuse_labels(labels, logits.shape[1])
         real = (labels >= 0).to(logits.device)
         logits, labels = logits[real].float(), labels.to(logits.device)[real]
         ranked = logits.topk(min(5, logits.shape[1])).indices.eq(labels[:, None])  # (B, 5)
@@ -94,7 +94,7 @@ class SetTally:
         return {"top1": 100 * self.right / self.images, "images": self.images}
 
 
-def refuse_labels(labels: Tensor, num_classes: int) -> None:
+def _refuse_labels(labels: Tensor, num_classes: int) -> None:
     """Raises: UserError for labels beyond the model's classes."""
     if len(labels) and labels.max() >= num_classes:
         raise UserError(

@@ -50,7 +50,7 @@ def recomputing() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def check_vmap(running: Tensor, new: Tensor) -> None:
+def _check_vmap(running: Tensor, new: Tensor) -> None:
     """Raises: RuntimeError when one set of statistics is to keep those of every sample of a vmap, as torch's would."""
     batched = torch._C._functorch.is_batchedtensor
     if in_eager_mode() and batched(new) and not batched(running):
@@ -61,12 +61,12 @@ def check_vmap(running: Tensor, new: Tensor) -> None:
 
 
 @torch.no_grad()
-def update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
+def _update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
     """Running mean and unbiased variance, as BatchNorm keeps them. Shape: mean, variance (G, out / G)"""
     if norm.running_mean is None or norm.running_var is None or recomputing():
         return
     assert norm.num_batches_tracked is not None
-    check_vmap(norm.running_mean, mean)
+    _check_vmap(norm.running_mean, mean)
     norm.num_batches_tracked.add_(1)
     if not count:  # torch's BatchNorm counts an empty batch and learns nothing from it
         return
@@ -87,7 +87,7 @@ def normalise(norm: _BatchNorm, weight: Tensor, centre: Tensor, moments: Moments
     if uses_batch(norm):
         assert moments is not None
         mean, variance = centre, row_variance(weight, moments.covariance)
-        update_statistics(norm, mean.detach(), variance.detach(), moments.total)
+        _update_statistics(norm, mean.detach(), variance.detach(), moments.total)
     else:
         mean, variance = (vector(t, weight) for t in (norm.running_mean, norm.running_var))  # type: ignore[arg-type]
     scale = torch.rsqrt(variance + norm.eps)

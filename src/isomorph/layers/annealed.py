@@ -62,22 +62,22 @@ class AnnealedPair(nn.Sequential):
     def __init__(
         self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
     ) -> None:
-        layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=norm_after(first))
+        layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_norm_after(first))
         layers |= dict(act=AnnealedReLU(slope), second=second)
-        super().__init__(layers | (dict(norm2=norm_after(second)) if last_norm else {}))
+        super().__init__(layers | (dict(norm2=_norm_after(second)) if last_norm else {}))
 
     @torch.no_grad()
     def fuse(self) -> nn.Module:
         """The same function in eval mode, computed in float64. Raises: UserError in train mode."""
-        require_eval(self)
+        _require_eval(self)
         children = dict(self.named_children())
         act = children.pop("act")
         assert isinstance(act, AnnealedReLU)
         layers = list(children.values())
         if act.is_identity:
-            return merge(layers)
-        parts: OrderedDict[str, nn.Module] = OrderedDict(first=merge(layers[:2]), act=copy.deepcopy(act))
-        return nn.Sequential(parts | dict(second=merge(layers[2:]))).eval()
+            return _merge(layers)
+        parts: OrderedDict[str, nn.Module] = OrderedDict(first=_merge(layers[:2]), act=copy.deepcopy(act))
+        return nn.Sequential(parts | dict(second=_merge(layers[2:]))).eval()
 
 
 class SeriesActivation(nn.Sequential):
@@ -89,32 +89,32 @@ class SeriesActivation(nn.Sequential):
 
     def __init__(self, channels: int, n: int = 3) -> None:
         conv = nn.Conv2d(channels, channels, 2 * n + 1, padding=n, groups=channels, bias=False)
-        super().__init__(OrderedDict(act=nn.ReLU(), conv=conv, norm=norm_after(conv)))
+        super().__init__(OrderedDict(act=nn.ReLU(), conv=conv, norm=_norm_after(conv)))
 
     @torch.no_grad()
     def fuse(self) -> nn.Sequential:
         """The same function in eval mode, BatchNorm within the convolution. Raises: UserError in train mode."""
-        require_eval(self)
+        _require_eval(self)
         children = dict(self.named_children())
         fused: OrderedDict[str, nn.Module] = OrderedDict(act=nn.ReLU())
-        fused["conv"] = merge([children["conv"], children["norm"]])
+        fused["conv"] = _merge([children["conv"], children["norm"]])
         return nn.Sequential(fused).eval()
 
 
-def norm_after(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:
+def _norm_after(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:
     """The BatchNorm of what a layer gives."""
     if isinstance(layer, nn.Linear):
         return nn.BatchNorm1d(layer.out_features, eps=EPS)
     return nn.BatchNorm2d(layer.out_channels, eps=EPS)
 
 
-def require_eval(module: nn.Module) -> None:
+def _require_eval(module: nn.Module) -> None:
     """Raises: UserError when a BatchNorm of the module would normalise by the batch."""
     if any(part.training for part in module.modules()):
         raise UserError("fuse needs eval mode: in train mode the map depends on the batch; call .eval() first")
 
 
-def merge(layers: Sequence[nn.Module]) -> nn.Conv2d | nn.Linear:
+def _merge(layers: Sequence[nn.Module]) -> nn.Conv2d | nn.Linear:
     """Linear layers and BatchNorms in a row as the one layer that they are, with a bias; convolutions after the first
     are 1x1."""
     dtype = next(layers[0].parameters()).dtype

@@ -28,12 +28,12 @@ SOFTPLUS_BETA = 5.0
 """Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1; its sign there is a misprint)."""
 
 
-def inverse_softplus(value: float) -> float:
+def _inverse_softplus(value: float) -> float:
     """The raw parameter whose softplus (beta 5) is `value`."""
     return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
 
 
-def deal_rows(weight: Tensor, num_heads: int) -> Tensor:
+def _deal_rows(weight: Tensor, num_heads: int) -> Tensor:
     """Deals the rows of a projection to heads in turn, and gives heads that miss a row a zero one.
 
     9 heads do not divide 512 channels: row r goes to head r mod 9, so every row is used, every head gets 56 or 57,
@@ -81,7 +81,7 @@ class GPSA2d(nn.Module):
     padding draws attention and gives nothing.
 
     Per head it learns `centre` (row, column), `locality` through softplus, and `gate`. W_qry, W_key and W_val are
-    C x C; rows of the first two are dealt to heads in turn (see `deal_rows`).
+    C x C; rows of the first two are dealt to heads in turn (see `_deal_rows`).
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
     Source: T-CNN eq. 4-7; differs: 1/sqrt(hd) on the content scores, the footnote's softplus sign mended.
@@ -128,7 +128,7 @@ class GPSA2d(nn.Module):
         if locality is not None:
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
-            self.raw_locality.fill_(inverse_softplus(locality))
+            self.raw_locality.fill_(_inverse_softplus(locality))
         if gate is not None:
             self.gate.fill_(gate)
 
@@ -187,8 +187,8 @@ class GPSA2d(nn.Module):
         """
         tokens = x.flatten(2).transpose(1, 2)  # (B, H W, C)
         standing = self.standing(x).flatten(2).transpose(1, 2)  # (B, Nq, C)
-        q = F.linear(standing, deal_rows(self.query.weight, self.num_heads))
-        k = F.linear(tokens, deal_rows(self.key.weight, self.num_heads))
+        q = F.linear(standing, _deal_rows(self.query.weight, self.num_heads))
+        k = F.linear(tokens, _deal_rows(self.key.weight, self.num_heads))
         q, k = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k))
         return q, F.pad(k, (0, 0, 0, 1))
 

@@ -32,7 +32,7 @@ class LocalAttention(RefinedAttention):
         mask = None if real is None else real[..., None, :]  # (B, 1, 1, N)
         drop = self.attn_drop.p if self.training else 0.0
         values = widen(v if real is None else v * real[..., None], self.refine.local())  # (B, H, N, k hd)
-        mixed = attend_wide(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
+        mixed = _attend_wide(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
         return gather(mixed if real is None else mixed * real[..., None], v.shape[-1])
 
 
@@ -55,7 +55,7 @@ def gather(wide: Tensor, width: int) -> Tensor:
     return sum((padded[:, :, a : a + N, a] for a in range(1, k)), padded[:, :, :N, 0])
 
 
-def attend_wide(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
+def _attend_wide(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
     """softmax(scale q k^T) values, without its map, for values of any width.
 
     Torch's kernel for the CPU wants one width for all, those for GPUs want multiples of 8, or else they form the map;

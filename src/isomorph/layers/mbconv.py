@@ -30,18 +30,18 @@ def activation(width: int) -> nn.Module:
     return nn.GELU()
 
 
-def sees_the_batch(module: nn.Module) -> bool:
+def _sees_the_batch(module: nn.Module) -> bool:
     """Whether a norm inside looks at the whole batch, or a hook would see it come in parts."""
     return watched(module) or any(map(uses_batch, module.modules()))
 
 
-def some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
+def _some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
     """function(x) in parts where that is faster and nothing tells: in evaluation on a CPU, with no hook inside.
 
     `first` is the convolution whose map is the largest. Shape: x (B, C, H, W) -> (B, ...)
     """
     traced = isinstance(x, Proxy) or not in_eager_mode()
-    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or sees_the_batch(module):
+    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or _sees_the_batch(module):
         return function(x)
     numbers = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
     return by_images(function, images_within(CACHED_BYTES, numbers, x), x)
@@ -118,7 +118,7 @@ class InvertedBottleneck(nn.Module):
         self.shortcut = shortcut(dim, dim_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return some_at_a_time(self, self.block, self.expand, x)
+        return _some_at_a_time(self, self.block, self.expand, x)
 
     def block(self, x: Tensor) -> Tensor:
         """The formula. Shape: as `forward`"""
@@ -152,12 +152,12 @@ class MBConv(InvertedBottleneck):
 
         What was recast inside is fused first; where it still is no convolution then, the norms stay.
         """
-        twin: Any = fuse_inside(copy.deepcopy(self).double().eval())
+        twin: Any = _fuse_inside(copy.deepcopy(self).double().eval())
         if not folds(twin.expand, twin.depthwise):
             return twin.to(self.norm.weight.dtype)
         fused = FusedMBConv(1)  # every part is replaced
-        fused.expand = fold_after(fold_before(twin.norm, twin.expand), twin.norm1)
-        fused.depthwise = fold_after(twin.depthwise, twin.norm2)
+        fused.expand = _fold_after(_fold_before(twin.norm, twin.expand), twin.norm1)
+        fused.depthwise = _fold_after(twin.depthwise, twin.norm2)
         for name in ("se", "project", "drop_path", "shortcut"):
             setattr(fused, name, getattr(twin, name))
         return fused.to(self.norm.weight.dtype).eval()
@@ -173,11 +173,11 @@ class LayerNormMBConv(InvertedBottleneck):
     norm_act_layer = staticmethod(partial(LayerNormAct2d, act_layer=nn.GELU))
 
 
-def fuse_inside(module: nn.Module) -> nn.Module:
+def _fuse_inside(module: nn.Module) -> nn.Module:
     """Replaces whatever has a fused form inside a module in eval mode by it."""
     for name, child in module.named_children():
         fuse = getattr(child, "fuse", None)
-        setattr(module, name, fuse() if callable(fuse) else fuse_inside(child))
+        setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
     return module.eval()
 
 
@@ -186,14 +186,14 @@ def folds(*layers: nn.Module) -> bool:
     return all(isinstance(layer, nn.Conv2d) for layer in layers)
 
 
-def fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
+def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
     """A convolution that gives what the norm after it gives; as trainable as it was, its bias too."""
     folded = fuse_conv_bn_eval(conv, norm)
     folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
     return folded
 
 
-def fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
+def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
     """A 1x1 convolution that reads what the norm before it reads: W (s x + t) = (W s) x + W t."""
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
     shift = norm.bias - norm.running_mean * scale
@@ -223,7 +223,7 @@ class Stem(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return some_at_a_time(self, self.block, self.conv1, x)
+        return _some_at_a_time(self, self.block, self.conv1, x)
 
     def block(self, x: Tensor) -> Tensor:
         """The formula. Shape: as `forward`"""
@@ -244,11 +244,11 @@ class BatchNormStem(Stem):
     @torch.no_grad()
     def fuse(self) -> Stem:
         """The stem in eval mode, its norm folded in float64, what was recast inside fused first."""
-        twin: Any = fuse_inside(copy.deepcopy(self).double().eval())
+        twin: Any = _fuse_inside(copy.deepcopy(self).double().eval())
         if not folds(twin.conv1):
             return twin.to(self.norm.weight.dtype)
         fused = FusedStem(1, 1)  # every part is replaced
-        fused.conv1, fused.conv2 = fold_after(twin.conv1, twin.norm), twin.conv2
+        fused.conv1, fused.conv2 = _fold_after(twin.conv1, twin.norm), twin.conv2
         return fused.to(self.norm.weight.dtype).eval()
 
 

@@ -48,11 +48,11 @@ class MixByPlace(torch.autograd.Function):
             return grad * keep[:, None], d_values, None, None, None
         v = by_head(values, grid_size)  # (nh, H, W, B, hd)
         d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).transpose(1, 2))  # (nh, H, H)
-        d_columns = axis_gradient(dy, along_rows(rows, v))
+        d_columns = _axis_gradient(dy, along_rows(rows, v))
         return grad * keep[:, None], d_values, d_rows, d_columns, (grad * content).sum((0, 1, 3))
 
 
-def axis_gradient(grad: Tensor, grid: Tensor) -> Tensor:
+def _axis_gradient(grad: Tensor, grid: Tensor) -> Tensor:
     """Sum over rows, images and width of the outer products along a row.
 
     Shape: grad (nh, H, Wq, B, hd), grid (nh, H, W, B, hd) -> (nh, Wq, W)

@@ -64,7 +64,7 @@ def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)
 
 
-def spread_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
+def _spread_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
     """The adjoint of `read_tokens`: every token's values added where they were read. Shape: -> `shape`"""
     if window is None:
         return tokens.view(shape)
@@ -76,7 +76,7 @@ def spread_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> T
     return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
 
 
-def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
+def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     """left^T right where that is known to be symmetric: strips from the diagonal on, then mirrored.
 
     Shape: left, right (M, C) -> (C, C); groups may lead
@@ -94,12 +94,12 @@ def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
     return product
 
 
-def scale_by(gradient: Tensor, factor: Any) -> Tensor:
+def _scale_by(gradient: Tensor, factor: Any) -> Tensor:
     """The product, in place where no second derivative is to be taken."""
     return gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
 
 
-def sum_over(group: Any, *tensors: Tensor) -> None:
+def _sum_over(group: Any, *tensors: Tensor) -> None:
     """Sums over the processes of a group, in place. None: this process alone."""
     if group is not None:
         for tensor in tensors:
@@ -122,11 +122,11 @@ class Measure(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
         mean = tokens.sum(-2) / count
-        sum_over(group, mean)
+        _sum_over(group, mean)
         centred = tokens - mean.unsqueeze(-2)
-        covariance = symmetric_product(centred, centred).div_(count)
-        sum_over(group, covariance)
-        source = spread_tokens(centred, x.shape, window).to(centred_as) if centred_as else x.view_as(x)
+        covariance = _symmetric_product(centred, centred).div_(count)
+        _sum_over(group, covariance)
+        source = _spread_tokens(centred, x.shape, window).to(centred_as) if centred_as else x.view_as(x)
         return source, mean, covariance
 
     @staticmethod
@@ -145,11 +145,11 @@ class Measure(torch.autograd.Function):
         if ctx.centring:
             d_mean = d_mean - read_tokens(d_source, ctx.window).to(slope.dtype).sum(-2)
         shift = d_mean / ctx.count
-        sum_over(ctx.group, shift, slope)
+        _sum_over(ctx.group, shift, slope)
         if not ctx.centring:
             shift = shift - (mean.unsqueeze(-2) @ slope).squeeze(-2)
         d_tokens = (torch.addmm if tokens.ndim == 2 else torch.baddbmm)(shift.unsqueeze(-2), tokens, slope)
-        d_x = d_source.to(ctx.dtype) + spread_tokens(d_tokens, source.shape, ctx.window).to(ctx.dtype)
+        d_x = d_source.to(ctx.dtype) + _spread_tokens(d_tokens, source.shape, ctx.window).to(ctx.dtype)
         return d_x, None, None, None, None
 
 
@@ -165,10 +165,10 @@ def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Momen
 
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
     """
-    count = count_tokens(x, window)
+    count = _count_tokens(x, window)
     if group is not None:
         counts = torch.tensor([count], device=x.device)
-        sum_over(group, counts)
+        _sum_over(group, counts)
         count = int(counts.item())
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
@@ -192,7 +192,7 @@ def within_range(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (weight if limit >= torch.finfo(weight.dtype).max else weight.clamp(-limit, limit)).to(dtype)
 
 
-def count_tokens(x: Tensor, window: Window | None) -> int:
+def _count_tokens(x: Tensor, window: Window | None) -> int:
     """M, the tokens of `read_tokens`."""
     if window is None:
         return x.shape[:-1].numel()
@@ -229,8 +229,8 @@ class RowVariance(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None]:
         weight, covariance, known = ctx.saved_tensors
         scaled = weight * (grad * known).unsqueeze(-1)  # (G, out, C)
-        d_weight = scale_by(scaled @ covariance, 2) if ctx.needs_input_grad[0] else None
-        d_covariance = symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
+        d_weight = _scale_by(scaled @ covariance, 2) if ctx.needs_input_grad[0] else None
+        d_covariance = _symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
         return d_weight, d_covariance
 
 
@@ -256,7 +256,7 @@ class ScaledProduct(torch.autograd.Function):
         d_inner = (weight * scale.unsqueeze(-2)).mT @ grad
         d_weight = grad @ inner.mT  # of W diag(scale)
         d_scale = (d_weight * weight).sum(-2)
-        return scale_by(d_weight, scale.unsqueeze(-2)), d_scale, d_inner
+        return _scale_by(d_weight, scale.unsqueeze(-2)), d_scale, d_inner
 
 
 def row_variance(weight: Tensor, covariance: Tensor) -> Tensor:

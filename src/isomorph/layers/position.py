@@ -63,7 +63,7 @@ def along_rows(rows: Tensor, grid: Tensor) -> Tensor:
     return torch.bmm(rows, grid.flatten(2)).unflatten(2, grid.shape[2:])
 
 
-def each_row(x: Tensor) -> Tensor:
+def _each_row(x: Tensor) -> Tensor:
     """One matrix for each row of each head. Shape: x (nh, H, n, m) -> (nh H, n, m)
 
     Through a single axis: for sizes that an export leaves open, torch proves that this fits, and not the short way.
@@ -75,7 +75,7 @@ def each_row(x: Tensor) -> Tensor:
 def along_columns(columns: Tensor, grid: Tensor) -> Tensor:
     """Shape: columns (nh, Wq, W), grid (nh, H, W, B, hd) -> (nh, H, Wq, B, hd)"""
     nh, H = grid.shape[:2]
-    out = torch.bmm(each_row(columns[:, None].expand(-1, H, -1, -1)), each_row(grid.flatten(3)))  # (nh H, Wq, B hd)
+    out = torch.bmm(_each_row(columns[:, None].expand(-1, H, -1, -1)), _each_row(grid.flatten(3)))  # (nh H, Wq, B hd)
     return out.unflatten(0, (nh, H)).unflatten(-1, grid.shape[3:])
 
 

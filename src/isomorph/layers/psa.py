@@ -17,7 +17,7 @@ from isomorph.layers.grid import axis_offsets, square_window, window_centres
 from isomorph.layers.position import geometry_dtype
 
 
-def quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
+def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
     """v_pos . (dx, dy, dx^2 + dy^2) for every query and key: the sum of a part along rows and one along columns.
 
     Shape: position (nh, 3) -> (nh, H W, H W)
@@ -95,7 +95,7 @@ class PSA(nn.Module):
 
     def bias(self, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
         """Scores of position, the same for all images. Shape: x (B, N, C) -> (1, nh, N, N)"""
-        return quadratic_bias(self.position, self.check_grid(x, grid_size))[None]
+        return _quadratic_bias(self.position, self.check_grid(x, grid_size))[None]
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         bias = self.bias(x, grid_size)

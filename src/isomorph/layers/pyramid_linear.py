@@ -57,7 +57,7 @@ class PyramidLinear(Pyramid):
         return weight.new_zeros(self.in_features, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_together([self], x)
+        return _run_together([self], x)
 
     @torch.no_grad()
     def fuse(self) -> nn.Linear:
@@ -88,7 +88,7 @@ class JointPyramid(nn.Module):
         self.pyramids = nn.ModuleList(pyramids)
 
     def forward(self, x: Tensor) -> Tensor:
-        return run_together(list(self.pyramids), x)  # type: ignore[arg-type]
+        return _run_together(list(self.pyramids), x)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def fuse(self) -> nn.Linear:
@@ -102,7 +102,7 @@ class JointPyramid(nn.Module):
         return joint
 
 
-def run_together(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
+def _run_together(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
     """Pyramids and linear layers over one input: moments once, each part as an affine map, one linear layer.
 
     Shape: x (*, C) -> (*, sum of out)
@@ -116,13 +116,13 @@ def run_together(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
         moments = measure(x, group=pyramids[0].group)
         x = moments.source
     with full_precision(x.device):
-        weights, biases = zip(*(affine_map(part, moments) for part in parts), strict=True)
+        weights, biases = zip(*(_affine_map(part, moments) for part in parts), strict=True)
         weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (weights, biases))
     dtype = product_dtype(x)
     return F.linear(x, within_range(weight, dtype), bias.to(dtype))
 
 
-def affine_map(part: PyramidLinear | nn.Linear, moments: Moments | None) -> tuple[Tensor, Tensor]:
+def _affine_map(part: PyramidLinear | nn.Linear, moments: Moments | None) -> tuple[Tensor, Tensor]:
     """A part as A and c of A x + c, x the input, or the input less its mean where moments are given.
 
     Shape: -> (out, C), (out,)

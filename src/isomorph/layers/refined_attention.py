@@ -23,7 +23,7 @@ from isomorph.layers.headed_attention import HeadedAttention, images_at_once, pl
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 
 
-def padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
+def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
     """Real tokens of padded sequences. Shape: attn_mask (B, N) or (B, 1, 1, N) -> (B, 1, N), or None
 
     Raises: ValueError for a mask that is no padding: a convolved map would look past it.
@@ -124,7 +124,7 @@ class RefinedAttention(HeadedAttention):
 
         Shape: (B, N, C) -> (B, N, C), with `hand_out` also (B, H, N, N)
         """
-        real = padding_mask(x, attn_mask, is_causal)
+        real = _padding_mask(x, attn_mask, is_causal)
         q, k, v = self.heads(x)
         if not hand_out:
             return self.finish(self.run(bind(self.weigh, more), q, k, v, real), x)
@@ -136,7 +136,7 @@ class RefinedAttention(HeadedAttention):
     ) -> Tensor:
         """The map that `forward` applies, handed out or not. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.heads(x)
-        return self.maps(q, k, padding_mask(x, attn_mask, is_causal))
+        return self.maps(q, k, _padding_mask(x, attn_mask, is_causal))
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
@@ -260,7 +260,7 @@ class SpatialAttention(RefinedAttention):
         grid_size: tuple[int, int] | None = None,
     ) -> Tensor:
         q, k, _ = self.heads(x)
-        return self.maps(q, k, padding_mask(x, attn_mask, is_causal), grid_size)
+        return self.maps(q, k, _padding_mask(x, attn_mask, is_causal), grid_size)
 
     def probe_tokens(self) -> int:
         return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]

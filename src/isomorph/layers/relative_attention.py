@@ -109,12 +109,12 @@ def version_of(table: Tensor) -> tuple[int, int]:
     return table.data_ptr(), 0 if table.is_inference() else table._version
 
 
-def stream_of(table: Tensor) -> int:
+def _stream_of(table: Tensor) -> int:
     """The queue of a GPU that this call computes in: what one queue makes, another may read too early."""
     return torch.cuda.current_stream(table.device).cuda_stream if table.is_cuda else 0
 
 
-def may_keep(table: Tensor) -> bool:
+def _may_keep(table: Tensor) -> bool:
     """Whether this call's bias is one for the next: no gradient, compiler or transform of functions looks on."""
     return in_eager_mode() and not transformed(table) and not (torch.is_grad_enabled() and table.requires_grad)
 
@@ -173,11 +173,11 @@ class RelativeAttention(HeadedAttention):
     def bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """P for every pair of places, kept where it may be. Shape: -> (nh, N, N)"""
         own = self.relative_bias
-        if self.training or not may_keep(own):
+        if self.training or not _may_keep(own):
             return spread(self.table(grid_size), grid_size).to(dtype)
         on_cpu = own.device.type == "cpu"
         version = None if on_cpu else version_of(own)
-        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version, stream_of(own))
+        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version, _stream_of(own))
         kept = self.kept  # read once: another thread may replace it at any time
         if kept is None or not kept.holds(key, own):
             fresh = spread(self.table(grid_size), grid_size).to(dtype).detach()

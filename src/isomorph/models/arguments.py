@@ -31,17 +31,17 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is not for a recipe; {DECIDED[name]}")
         if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} {value!r} must be a whole number")
-        check_value(name, value)
+        _check_value(name, value)
 
 
-def check_value(name: str, value: Any, depth: int = 1) -> None:
+def _check_value(name: str, value: Any, depth: int = 1) -> None:
     """Raises: ValueError when this is not a number of a sane size, text, true, false, null, or lists and groups of
     these."""
     if depth > DEEPEST:
         raise ValueError(f"{name} is nested more than {DEEPEST} deep")
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
-            check_value(name, each, depth + 1)
+            _check_value(name, each, depth + 1)
     elif isinstance(value, int | float) and not abs(value) <= LARGEST:
         raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {LARGEST:,}")
     elif not isinstance(value, int | float | str | None):

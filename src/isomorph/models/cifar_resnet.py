@@ -177,7 +177,7 @@ def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
 default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in BLOCKS})
 
 
-def local_weights(base: str) -> dict[str, Any]:
+def _local_weights(base: str) -> dict[str, Any]:
     """The pretrained_cfg entry for an architecture's file in $ISOMORPH_DATA/weights, where there is one."""
     path = Path(os.environ.get("ISOMORPH_DATA", "")) / "weights" / f"{base.replace('cifar_', 'cifar10_')}.safetensors"
     return {"file": str(path)} if "ISOMORPH_DATA" in os.environ and path.is_file() else {}
@@ -191,7 +191,7 @@ def create_cifar_resnet(
         model_class,
         variant,
         pretrained,
-        pretrained_cfg_overlay={**local_weights(base), **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
+        pretrained_cfg_overlay={**_local_weights(base), **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
         pretrained_filter_fn=kwargs.pop("filter_fn", checkpoint_filter_fn),
         feature_cfg=dict(out_indices=(0, 1, 2, 3)),
         blocks=BLOCKS[base],

@@ -228,7 +228,7 @@ default_cfgs = generate_default_cfgs(
 )  # no public weights exist
 
 
-def create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
+def _create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
     """Builds a variant through timm, with features of every resolution."""
     arguments = VARIANTS[variant] | kwargs
     levels = tuple(range(count_levels(arguments.get("layout", "C-C-T-T"))))
@@ -241,46 +241,46 @@ def create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
 @register_model
 def coatnet_0(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-0: 25M parameters, 81.6 top-1 (CoAtNet Table 4)."""
-    return create_coatnet("coatnet_0", pretrained, **kwargs)
+    return _create_coatnet("coatnet_0", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_1(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-1: 42M parameters, 83.3 top-1 (CoAtNet Table 4)."""
-    return create_coatnet("coatnet_1", pretrained, **kwargs)
+    return _create_coatnet("coatnet_1", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_2(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-2: 75M parameters, 84.1 top-1 (CoAtNet Table 4)."""
-    return create_coatnet("coatnet_2", pretrained, **kwargs)
+    return _create_coatnet("coatnet_2", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_3(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-3: 168M parameters, 84.5 top-1 (CoAtNet Table 4)."""
-    return create_coatnet("coatnet_3", pretrained, **kwargs)
+    return _create_coatnet("coatnet_3", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_4(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-4: 275M parameters, 88.56 top-1 at 512 after ImageNet-21K (CoAtNet Table 4)."""
-    return create_coatnet("coatnet_4", pretrained, **kwargs)
+    return _create_coatnet("coatnet_4", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_5(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-5: 688M parameters, 89.77 top-1 at 512 after JFT-300M (CoAtNet Table 5)."""
-    return create_coatnet("coatnet_5", pretrained, **kwargs)
+    return _create_coatnet("coatnet_5", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_6(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-6: 1.47B parameters, 90.45 top-1 at 512 after JFT-3B (CoAtNet Table 5)."""
-    return create_coatnet("coatnet_6", pretrained, **kwargs)
+    return _create_coatnet("coatnet_6", pretrained, **kwargs)
 
 
 @register_model
 def coatnet_7(pretrained: bool = False, **kwargs: Any) -> CoAtNet:
     """CoAtNet-7: 2.44B parameters, 90.88 top-1 at 512 after JFT-3B (CoAtNet Table 5)."""
-    return create_coatnet("coatnet_7", pretrained, **kwargs)
+    return _create_coatnet("coatnet_7", pretrained, **kwargs)

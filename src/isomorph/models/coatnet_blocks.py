@@ -18,12 +18,12 @@ def refuse_heads(width: int, head_dim: int) -> None:
         raise UserError(f"head_dim {head_dim} does not divide the width {width}")
 
 
-def as_channels_last(x: Tensor) -> Tensor:
+def _as_channels_last(x: Tensor) -> Tensor:
     """Shape: (B, C, H, W) -> (B, H, W, C)"""
     return x.permute(0, 2, 3, 1)
 
 
-def as_channels_first(x: Tensor) -> Tensor:
+def _as_channels_first(x: Tensor) -> Tensor:
     """Shape: (B, H, W, C) -> (B, C, H, W)"""
     return x.permute(0, 3, 1, 2)
 
@@ -70,9 +70,9 @@ class TransformerBlock(nn.Module):
         return self.attn(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = as_channels_last(self.pool(as_channels_first(self.norm1(as_channels_last(x)))))  # (B, H', W', dim)
-        x = as_channels_last(self.shortcut(x)) + self.drop_path(self.mix(y))  # (B, H', W', dim_out)
-        return as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
+        y = _as_channels_last(self.pool(_as_channels_first(self.norm1(_as_channels_last(x)))))  # (B, H', W', dim)
+        x = _as_channels_last(self.shortcut(x)) + self.drop_path(self.mix(y))  # (B, H', W', dim_out)
+        return _as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
 
 
 class PostTransformerBlock(TransformerBlock):

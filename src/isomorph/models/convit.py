@@ -154,16 +154,16 @@ HUB = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "conv
 """Where timm keeps the authors' weights; the larger heads have none."""
 
 
-def convit_cfg(name: str) -> dict[str, Any]:
+def _convit_cfg(name: str) -> dict[str, Any]:
     """The pretrained entry of a variant."""
     weights = {"hf_hub_id": f"timm/{HUB[name]}.fb_in1k", "license": "apache-2.0"} if name in HUB else {}
     return vit_cfg(**weights)
 
 
-default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in HUB else n: convit_cfg(n) for n in VARIANTS})
+default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in HUB else n: _convit_cfg(n) for n in VARIANTS})
 
 
-def create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:
+def _create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:
     """Builds a variant through timm."""
     heads, width = VARIANTS[variant]
     arguments = {"num_heads": heads, "embed_dim": heads * width, **kwargs}
@@ -173,34 +173,34 @@ def create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:
 @register_model
 def convit_ti(pretrained: bool = False, **kwargs: Any) -> ConViT:
     """ConViT-Ti: 5.7M parameters, 73.1 top-1 (ConViT Table 1)."""
-    return create_convit("convit_ti", pretrained, **kwargs)
+    return _create_convit("convit_ti", pretrained, **kwargs)
 
 
 @register_model
 def convit_s(pretrained: bool = False, **kwargs: Any) -> ConViT:
     """ConViT-S: 27.8M parameters, 81.3 top-1 (ConViT Table 1)."""
-    return create_convit("convit_s", pretrained, **kwargs)
+    return _create_convit("convit_s", pretrained, **kwargs)
 
 
 @register_model
 def convit_b(pretrained: bool = False, **kwargs: Any) -> ConViT:
     """ConViT-B: 86.5M parameters, 82.4 top-1 (ConViT Table 1)."""
-    return create_convit("convit_b", pretrained, **kwargs)
+    return _create_convit("convit_b", pretrained, **kwargs)
 
 
 @register_model
 def convit_ti_plus(pretrained: bool = False, **kwargs: Any) -> ConViT:
     """ConViT-Ti+: 10.0M parameters, 76.7 top-1 (ConViT Table 1)."""
-    return create_convit("convit_ti_plus", pretrained, **kwargs)
+    return _create_convit("convit_ti_plus", pretrained, **kwargs)
 
 
 @register_model
 def convit_s_plus(pretrained: bool = False, **kwargs: Any) -> ConViT:
     """ConViT-S+: 49.0M parameters, 82.2 top-1 (ConViT Table 1)."""
-    return create_convit("convit_s_plus", pretrained, **kwargs)
+    return _create_convit("convit_s_plus", pretrained, **kwargs)
 
 
 @register_model
 def convit_b_plus(pretrained: bool = False, **kwargs: Any) -> ConViT:
     """ConViT-B+: 153.1M parameters, 82.5 top-1 (ConViT Table 1)."""
-    return create_convit("convit_b_plus", pretrained, **kwargs)
+    return _create_convit("convit_b_plus", pretrained, **kwargs)

@@ -36,16 +36,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
         ours = next((own for own, public in PUBLIC_NAMES.items() if public == last), last)
         if last != "pos_proj.bias":
             state[f"{stem}.attn.{ours}" if last else name] = tensor
-    refuse_foreign(state, model)
+    _refuse_foreign(state, model)
     given = state.pop("pos_embed", None)
     state = vision_transformer.checkpoint_filter_fn(state, model)  # a patch of another size is resized
     if given is not None and model.pos_embed is not None:
         grid_size = model.patch_embed.grid_size
-        state["pos_embed"] = resize_positions(given, model.pos_embed, grid_size, is_public(state_dict))
+        state["pos_embed"] = _resize_positions(given, model.pos_embed, grid_size, is_public(state_dict))
     return state
 
 
-def resize_positions(given: Tensor, own: Tensor, grid_size: tuple[int, int], square: bool) -> Tensor:
+def _resize_positions(given: Tensor, own: Tensor, grid_size: tuple[int, int], square: bool) -> Tensor:
     """A position embedding for the grid. Shape: given (1, N, C) -> (1, H W, C)"""
     patches = given.shape[1]
     side = round(patches**0.5)
@@ -59,7 +59,7 @@ def resize_positions(given: Tensor, own: Tensor, grid_size: tuple[int, int], squ
     return resample_abs_pos_embed(given, list(grid_size), [side, side], num_prefix_tokens=0)
 
 
-def refuse_foreign(state: dict[str, Any], model: nn.Module) -> None:
+def _refuse_foreign(state: dict[str, Any], model: nn.Module) -> None:
     """Raises: UserError when the checkpoint has its GPSA in other blocks than the model."""
     theirs, ours = ([n for n in names if n.endswith(".attn.gate")] for names in (state, model.state_dict()))
     if set(theirs) != set(ours):

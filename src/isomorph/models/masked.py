@@ -38,11 +38,11 @@ def split(noise: Tensor, ratio: float) -> Split:
     """
     shuffled = noise.argsort(dim=1)  # (B, N)
     restore = shuffled.argsort(dim=1)  # (B, N)
-    count = visible_count(noise.shape[1], ratio)
+    count = _visible_count(noise.shape[1], ratio)
     return Split(shuffled[:, :count], restore, (restore >= count).to(noise.dtype))
 
 
-def visible_count(patches: int, ratio: float) -> int:
+def _visible_count(patches: int, ratio: float) -> int:
     """N (1 - ratio), rounded down. Raises: UserError when no patch would be left to see, or none to paint."""
     count = math.floor(patches * (1 - ratio) + 1e-9)
     if not 0 < count < patches:
@@ -104,7 +104,7 @@ def sine_cosine(grid_size: tuple[int, int], width: int) -> Tensor:
 
 
 @torch.no_grad()
-def fix_positions(encoder: VisionTransformer) -> None:
+def _fix_positions(encoder: VisionTransformer) -> None:
     """Gives a ViT sine-cosine positions that are not trained: zero for its prefix tokens, where these have any.
 
     Source: as published with MAE; fine-tuning trains them again, in a model of its own
@@ -114,7 +114,7 @@ def fix_positions(encoder: VisionTransformer) -> None:
     encoder.pos_embed.requires_grad_(False)
 
 
-def refuse_encoder(encoder: nn.Module) -> None:
+def _refuse_encoder(encoder: nn.Module) -> None:
     """Raises: UserError when a network cannot read a part of an image's patches, each of them alone."""
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
@@ -160,12 +160,12 @@ class MaskedAutoencoder(nn.Module):
         normalise: bool = True,
     ) -> None:
         super().__init__()
-        refuse_encoder(encoder)
+        _refuse_encoder(encoder)
         refuse_heads(heads, width)
-        visible_count(encoder.patch_embed.num_patches, mask)
+        _visible_count(encoder.patch_embed.num_patches, mask)
         self.encoder, self.ratio, self.normalise, self.heads = encoder, mask, normalise, heads
         self.grad_checkpointing = False
-        fix_positions(encoder)
+        _fix_positions(encoder)
         for name in UNREACHED:
             if isinstance(module := getattr(encoder, name, None), nn.Module):
                 module.requires_grad_(False)

@@ -97,8 +97,8 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
 
         def block(depth: int, **given: Any) -> RefinedBlock:
             if depth % (share + 1):
-                return ReusingBlock(reused_attention(given), **given)
-            attention = first_attention(rule, plain, share > 0, given)
+                return ReusingBlock(_reused_attention(given), **given)
+            attention = _first_attention(rule, plain, share > 0, given)
             return (GivingBlock if share else RefinedBlock)(attention, **given)
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
@@ -134,15 +134,15 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
         return checkpoint_filter_fn(state, self)
 
 
-def attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
+def _attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a block that are its attention's."""
     names = ("dim", "num_heads", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer")
     return {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
 
 
-def first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
+def _first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
     """Attention of a block that has maps of its own, in the form that is the fastest for what it has to give."""
-    arguments = attention_arguments(given)
+    arguments = _attention_arguments(given)
     if plain and not giving:
         return Attention(**arguments)
     if rule.ratio == 0 and giving:  # the map is wanted, so it is convolved as it stands
@@ -152,21 +152,21 @@ def first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: 
     return rule.layer(**arguments)
 
 
-def reused_attention(given: dict[str, Any]) -> ReusedAttention:
+def _reused_attention(given: dict[str, Any]) -> ReusedAttention:
     """Attention of a block that has values only."""
     kind = dict(device=given["device"], dtype=given["dtype"])
     arguments: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
     return ReusedAttention(given["dim"], given["num_heads"], **arguments, **kind)
 
 
-def refiners_of(model: nn.Module) -> dict[str, Tensor]:
+def _refiners_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that a plain ViT has not."""
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
 
 
 def is_plain(state: dict[str, Tensor], model: nn.Module) -> bool:
     """Whether a checkpoint is a plain ViT's, for a model that has refiners: its second block has queries and keys."""
-    refiners = refiners_of(model)
+    refiners = _refiners_of(model)
     return bool(refiners) and "blocks.1.attn.qkv.weight" in state and not any(name in state for name in refiners)
 
 
@@ -180,7 +180,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> di
         return state
     if model.share:
         raise UserError("a plain ViT's checkpoint fits a model whose blocks all have their own maps; give share=0")
-    return state | refiners_of(model) if model.init == "same-function" else state
+    return state | _refiners_of(model) if model.init == "same-function" else state
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -192,22 +192,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Refiner Table 10. The published sizes of S, M and L come out with the released embedding and MLP, and shared maps."""
 
 
-def first_conv_of(conv_embed: bool) -> str:
+def _first_conv_of(conv_embed: bool) -> str:
     """What reads the image: a convolution before the patches, or the patches."""
     return "patch_embed.conv1" if conv_embed else "patch_embed.proj"
 
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(first_conv=first_conv_of("conv_embed" in shape)) for name, shape in VARIANTS.items()}
+    {name: vit_cfg(first_conv=_first_conv_of("conv_embed" in shape)) for name, shape in VARIANTS.items()}
 )  # no public weights exist
 
 
-def create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:
+def _create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:
     """Builds a variant through timm."""
     arguments = VARIANTS[variant] | kwargs
     cfg = dict(
         classifier=classifier_of(arguments.get("dense_head", False)),
-        first_conv=first_conv_of(arguments.get("conv_embed", False)),
+        first_conv=_first_conv_of(arguments.get("conv_embed", False)),
     )
     return build_vit(RefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, **cfg)
 
@@ -215,22 +215,22 @@ def create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> Refined
 @register_model
 def refined_vit_b(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
     """Refined-ViT-Base: 86M parameters, 81.2 top-1 by the standard recipe (Refiner Tables 10, 11)."""
-    return create_refined_vit("refined_vit_b", pretrained, **kwargs)
+    return _create_refined_vit("refined_vit_b", pretrained, **kwargs)
 
 
 @register_model
 def refined_vit_s(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
     """Refined-ViT-S: 25M parameters, 83.6 top-1 (Refiner Tables 7, 10)."""
-    return create_refined_vit("refined_vit_s", pretrained, **kwargs)
+    return _create_refined_vit("refined_vit_s", pretrained, **kwargs)
 
 
 @register_model
 def refined_vit_m(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
     """Refined-ViT-M: 55M parameters, 84.6 top-1 (Refiner Tables 7, 10)."""
-    return create_refined_vit("refined_vit_m", pretrained, **kwargs)
+    return _create_refined_vit("refined_vit_m", pretrained, **kwargs)
 
 
 @register_model
 def refined_vit_l(pretrained: bool = False, **kwargs: Any) -> RefinedViT:
     """Refined-ViT-L: 81M parameters, 84.9 top-1 (Refiner Tables 7, 10)."""
-    return create_refined_vit("refined_vit_l", pretrained, **kwargs)
+    return _create_refined_vit("refined_vit_l", pretrained, **kwargs)

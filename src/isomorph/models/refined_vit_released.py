@@ -122,7 +122,7 @@ default_cfgs = generate_default_cfgs(
 )  # the authors' weights are files to be given: no hub has them
 
 
-def create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRefinedViT:
+def _create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRefinedViT:
     """Builds a variant through timm."""
     arguments: dict[str, Any] = VARIANTS[variant][0] | kwargs
     heads = classifier_of(arguments.get("dense_head", True))
@@ -132,16 +132,16 @@ def create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRe
 @register_model
 def refined_vit_s_released(pretrained: bool = False, **kwargs: Any) -> ReleasedRefinedViT:
     """Refined-ViT-S as released: 25,408,656 parameters, 83.6 top-1 (Refiner Table 7)."""
-    return create_released("refined_vit_s_released", pretrained, **kwargs)
+    return _create_released("refined_vit_s_released", pretrained, **kwargs)
 
 
 @register_model
 def refined_vit_m_released(pretrained: bool = False, **kwargs: Any) -> ReleasedRefinedViT:
     """Refined-ViT-M as released: 55,450,932 parameters, 84.6 top-1 (Refiner Table 7)."""
-    return create_released("refined_vit_m_released", pretrained, **kwargs)
+    return _create_released("refined_vit_m_released", pretrained, **kwargs)
 
 
 @register_model
 def refined_vit_l_released(pretrained: bool = False, **kwargs: Any) -> ReleasedRefinedViT:
     """Refined-ViT-L as released: 81,150,192 parameters, 84.9 top-1 (Refiner Table 7)."""
-    return create_released("refined_vit_l_released", pretrained, **kwargs)
+    return _create_released("refined_vit_l_released", pretrained, **kwargs)

@@ -47,7 +47,7 @@ class TransformedMixin(ForeignCheckpoints):
         """A CNN's: it has the filters of every attention layer, and nothing else of any."""
         layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
         filters = bool(layers) and all(f"{name}.weight" in state for name in layers)
-        return filters and not any(name in state for name in attention_of(self))
+        return filters and not any(name in state for name in _attention_of(self))
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
@@ -90,7 +90,7 @@ class TCifarResNet(TransformedMixin, CifarResNet):
         self.recast_convs("layer3.*.conv?", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
 
 
-def attention_of(model: nn.Module) -> dict[str, Tensor]:
+def _attention_of(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of its attention layers that a convolution has not."""
     return {
         f"{name}.{key}": tensor
@@ -105,10 +105,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
     if isinstance(model, CifarResNet):
         state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)
-    return {**attention_of(model), **state_dict}
+    return {**_attention_of(model), **state_dict}
 
 
-def backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
+def _backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
     """timm's own pretrained entry of the backbone, at the paper's fine-tuning resolution."""
     cfg = timm.models.get_pretrained_cfg(base).to_dict()
     for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
@@ -117,12 +117,12 @@ def backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs(
-    {f"{name}.cnn_in1k": backbone_cfg(base, resolution) for name, (base, _, resolution) in VARIANTS.items()}
+    {f"{name}.cnn_in1k": _backbone_cfg(base, resolution) for name, (base, _, resolution) in VARIANTS.items()}
     | {f"t_{base}.cnn_cifar10": cifar_cfg(base) for base in ("cifar_resnet20", "cifar_resnet56")}
 )
 
 
-def create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
+def _create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
     """Builds a variant through timm, with the backbone's weights when pretrained."""
     arguments = {**VARIANTS[variant][1], **kwargs}
     return build_model_with_cfg(TResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **arguments)
@@ -131,61 +131,61 @@ def create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
 @register_model
 def t_resnetrs50(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet50-RS: 38M parameters, 81.0 top-1 at 224 (T-CNN Table 2)."""
-    return create_tresnet("t_resnetrs50", pretrained, **kwargs)
+    return _create_tresnet("t_resnetrs50", pretrained, **kwargs)
 
 
 @register_model
 def t_resnetrs101(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet101-RS: 66M parameters, 82.4 top-1 at 224 (T-CNN Table 2)."""
-    return create_tresnet("t_resnetrs101", pretrained, **kwargs)
+    return _create_tresnet("t_resnetrs101", pretrained, **kwargs)
 
 
 @register_model
 def t_resnetrs152(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet152-RS: 89M parameters, 83.7 top-1 at 320 (T-CNN Table 2)."""
-    return create_tresnet("t_resnetrs152", pretrained, **kwargs)
+    return _create_tresnet("t_resnetrs152", pretrained, **kwargs)
 
 
 @register_model
 def t_resnetrs200(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet200-RS: 96M parameters, 84.0 top-1 at 320 (T-CNN Table 2)."""
-    return create_tresnet("t_resnetrs200", pretrained, **kwargs)
+    return _create_tresnet("t_resnetrs200", pretrained, **kwargs)
 
 
 @register_model
 def t_resnetrs270(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet270-RS: 133M parameters, 84.3 top-1 at 320 (T-CNN Table 2)."""
-    return create_tresnet("t_resnetrs270", pretrained, **kwargs)
+    return _create_tresnet("t_resnetrs270", pretrained, **kwargs)
 
 
 @register_model
 def t_resnetrs350(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet350-RS: 167M parameters, 84.5 top-1 at 320 (T-CNN Table 2)."""
-    return create_tresnet("t_resnetrs350", pretrained, **kwargs)
+    return _create_tresnet("t_resnetrs350", pretrained, **kwargs)
 
 
 @register_model
 def t_resnet50d(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet50-D: 81.6 top-1 at 320 (T-CNN Table 5)."""
-    return create_tresnet("t_resnet50d", pretrained, **kwargs)
+    return _create_tresnet("t_resnet50d", pretrained, **kwargs)
 
 
 @register_model
 def t_resnet101d(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet101-D: 83.1 top-1 at 384 (T-CNN Table 5)."""
-    return create_tresnet("t_resnet101d", pretrained, **kwargs)
+    return _create_tresnet("t_resnet101d", pretrained, **kwargs)
 
 
 @register_model
 def t_resnet152d(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet152-D: 83.8 top-1 at 384 (T-CNN Table 5)."""
-    return create_tresnet("t_resnet152d", pretrained, **kwargs)
+    return _create_tresnet("t_resnet152d", pretrained, **kwargs)
 
 
 @register_model
 def t_resnet200d(pretrained: bool = False, **kwargs: Any) -> TResNet:
     """T-ResNet200-D: 83.9 top-1 at 384 (T-CNN Table 5)."""
-    return create_tresnet("t_resnet200d", pretrained, **kwargs)
+    return _create_tresnet("t_resnet200d", pretrained, **kwargs)
 
 
 @register_model

@@ -30,7 +30,7 @@ PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_p
 """First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
 
 
-def at_least_one(x: Tensor) -> Tensor:
+def _at_least_one(x: Tensor) -> Tensor:
     """The batch, or one of zeros for an empty batch, in which timm cannot infer sizes."""
     return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
 
@@ -66,11 +66,11 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
 
     def _pos_embed(self, x: Tensor) -> Tensor:
         """timm's, for an empty batch too. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
-        return super()._pos_embed(at_least_one(x))[: x.shape[0]]
+        return super()._pos_embed(_at_least_one(x))[: x.shape[0]]
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
-        plain = any(f"{name}.weight" in state for name, _ in pyramids_of(self))
+        plain = any(f"{name}.weight" in state for name, _ in _pyramids_of(self))
         return plain or any(name.startswith(PRETRAINING) for name in state)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
     """
 
 
-def pyramids_of(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
+def _pyramids_of(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
     """Names and layers of all that is a pyramid where a plain ViT has a linear layer."""
     kinds = JointPyramid | PyramidLinear | PyramidConv2d
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
@@ -99,10 +99,10 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {n: tensor for n, tensor in unwrapped(state_dict).items() if not n.startswith(PRETRAINING)}
-    state_dict = with_distillation_token(state_dict, model)
+    state_dict = _with_distillation_token(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
-    for name, module in pyramids_of(model):
+    for name, module in _pyramids_of(model):
         if f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
@@ -110,7 +110,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
     return state_dict
 
 
-def with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+def _with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """The state with the model's own distillation token, its position zero, where the checkpoint has none.
 
     Source: as published with G2SD, whose token is drawn for fine-tuning and has no position
@@ -146,7 +146,7 @@ default_cfgs = generate_default_cfgs(  # no public weights exist
 )
 
 
-def create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
+def _create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
     """Builds a variant through timm."""
     width, heads = VARIANTS[DISTILLED.get(variant, variant)]
     arguments = {"embed_dim": width, "num_heads": heads, **kwargs}
@@ -157,16 +157,16 @@ def create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
 @register_model
 def tdrl_vit_ti(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
     """TDRL-ViT-Ti: 48.86M parameters in training, 5.7M fused; 78.7 top-1 pre-trained (TDRL Table 1)."""
-    return create_tdrl_vit("tdrl_vit_ti", pretrained, **kwargs)
+    return _create_tdrl_vit("tdrl_vit_ti", pretrained, **kwargs)
 
 
 @register_model
 def tdrl_vit_s(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
     """TDRL-ViT-S: 194M parameters in training, 22.1M fused; 81.3 top-1 pre-trained (TDRL Table 3)."""
-    return create_tdrl_vit("tdrl_vit_s", pretrained, **kwargs)
+    return _create_tdrl_vit("tdrl_vit_s", pretrained, **kwargs)
 
 
 @register_model
 def tdrl_vit_ti_distilled(pretrained: bool = False, **kwargs: Any) -> TDRLViT:
     """TDRL-ViT-Ti with a distillation token: 79.1 top-1 pre-trained and distilled by a ViT-B (TDRL Table 1)."""
-    return create_tdrl_vit("tdrl_vit_ti_distilled", pretrained, **kwargs)
+    return _create_tdrl_vit("tdrl_vit_ti_distilled", pretrained, **kwargs)

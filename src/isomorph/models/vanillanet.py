@@ -67,7 +67,7 @@ class VanillaNet(StagedNet):
             self.feature_info.append(dict(num_chs=after, reduction=self.reduction, module=f"stages.{i}"))
         self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
         self.head = self.make_head()
-        self.apply(initialise)
+        self.apply(_initialise)
 
     def make_head(self) -> nn.Module:
         """The classifier: two linear layers, or none for 0 classes."""
@@ -114,7 +114,7 @@ class VanillaNet(StagedNet):
             self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
         act = getattr(old, "act", None)
         self.slope = self.slope if act is None else float(act.slope)
-        self.head = self.make_head().apply(initialise)
+        self.head = self.make_head().apply(_initialise)
         if isinstance(old, nn.Linear) and num_classes:
             self.head = self.head.eval().fuse()  # type: ignore[operator]
         self.head.to(like).train(self.training)
@@ -135,7 +135,7 @@ def stage(before: int, after: int, stride: int, act_num: int, slope: float) -> n
     return nn.Sequential(OrderedDict(pair=pair, pool=pool, act=SeriesActivation(after, act_num)))
 
 
-def initialise(module: nn.Module) -> None:
+def _initialise(module: nn.Module) -> None:
     """Weights of deviation .02, biases 0, as published."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         trunc_normal_(module.weight, std=0.02)
@@ -189,7 +189,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 VARIANTS: dict[str, dict[str, Any]] = {"vanillanet_5": dict(dims=(512, 1024, 2048, 4096), strides=(2, 2, 2))}
 
 
-def vanilla_cfg() -> dict[str, Any]:
+def _vanilla_cfg() -> dict[str, Any]:
     """What images it expects."""
     return {
         "num_classes": 1000,
@@ -205,7 +205,7 @@ def vanilla_cfg() -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({name: vanilla_cfg() for name in VARIANTS})  # public weights have no address
+default_cfgs = generate_default_cfgs({name: _vanilla_cfg() for name in VARIANTS})  # public weights have no address
 
 
 @register_model

@@ -32,7 +32,7 @@ def cifar_study(birth: str) -> dict[str, Any]:
     )
 
 
-def digits_demo(birth: str) -> dict[str, Any]:
+def _digits_demo(birth: str) -> dict[str, Any]:
     """One run of the demo: three epochs on the digits at 24 x 24, from the CNN of `digits_cnn`."""
     recipe = cifar_study(birth)
     recipe["model"] |= dict(pretrained=False, start="weights")
@@ -63,8 +63,10 @@ def late(epoch: int) -> dict[str, Any]:
 
 
 RECIPES: dict[str, dict[str, Any]] = {f"cifar_{birth}": cifar_study(birth) for birth in BIRTHS}
-RECIPES |= {f"digits_{birth}": digits_demo(birth) for birth in BIRTHS if birth != "cnn"}
-RECIPES["digits_finetune"] = digits_demo("cnn")
-RECIPES["digits_cnn"] = digits_demo("cnn") | dict(epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start"))
+RECIPES |= {f"digits_{birth}": _digits_demo(birth) for birth in BIRTHS if birth != "cnn"}
+RECIPES["digits_finetune"] = _digits_demo("cnn")
+RECIPES["digits_cnn"] = _digits_demo("cnn") | dict(
+    epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
+)
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
 RECIPES |= {f"cifar_late_{epoch}": late(epoch) for epoch in (0, 2, 5, 10)}

@@ -41,7 +41,7 @@ def randaugment(magnitude: int | None) -> dict[str, Any]:
     return {} if magnitude is None else dict(auto_augment=f"rand-m{magnitude}-n2-p1.0-mmax30")
 
 
-def from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str, Any]:
+def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str, Any]:
     """Table 10, first column: ImageNet-1k."""
     optim = adamw(1e-3, 0.05, "cosine", min_lr=1e-5, warmup_epochs=32)
     augment = randaugment(15) | dict(mixup=0.8, smoothing=0.1)
@@ -49,7 +49,7 @@ def from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str, 
     return run(size, kwargs, source, f"{top1} top-1 on {ONE}", **setting)
 
 
-def on_many(
+def _on_many(
     size: int, source: str, precision: str = "", magnitude: int | None = None, epochs: int = 90, **kwargs: Any
 ) -> dict[str, Any]:
     """Table 10, third column: ImageNet-21k, classes by sigmoids."""
@@ -60,7 +60,7 @@ def on_many(
     return run(size, kwargs, source, expected, augment=augment, **setting)
 
 
-def on_jft(size: int, source: str, data: str = JFT, **kwargs: Any) -> dict[str, Any]:
+def _on_jft(size: int, source: str, data: str = JFT, **kwargs: Any) -> dict[str, Any]:
     """Table 10, fifth column: JFT."""
     optim = adamw(RATE_JFT[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=WARMUP_JFT[data])
     augment = randaugment(5) | dict(smoothing=0.0001)
@@ -68,7 +68,7 @@ def on_jft(size: int, source: str, data: str = JFT, **kwargs: Any) -> dict[str, 
     return run(size, kwargs, source, f"needs {data}", drop_path=DROP_JFT[size][0], **setting)
 
 
-def fine_tuned(
+def _fine_tuned(
     size: int, pixels: int, before: str, source: str, top1: str, magnitude: int | None = None, **kwargs: Any
 ) -> dict[str, Any]:
     """Table 10, the other columns: on ImageNet-1k, after ImageNet-1k itself, ImageNet-21k or JFT."""
@@ -84,15 +84,15 @@ def fine_tuned(
     return recipe | dict(model=recipe["model"] | dict(start="weights"))
 
 
-def table_4() -> dict[str, dict[str, Any]]:
+def _table_4() -> dict[str, dict[str, Any]]:
     """ImageNet-1k alone, and after ImageNet-21k; PT-RA: with RandAugment before, E150: 150 epochs."""
     found = {}
     rows = {0: ("81.6", "83.9", ""), 1: ("83.3", "85.1", ""), 2: ("84.1", "85.7", "85.9"), 3: ("84.5", "85.8", "86.0")}
     for size, (small, larger, largest) in rows.items():
-        found[f"coatnet_{size}"] = from_scratch(size, "Table 4", small)
+        found[f"coatnet_{size}"] = _from_scratch(size, "Table 4", small)
         for pixels, top1 in ((384, larger), (512, largest)):
             if top1:
-                found[f"coatnet_{size}_{pixels}"] = fine_tuned(
+                found[f"coatnet_{size}_{pixels}"] = _fine_tuned(
                     size, pixels, ONE, "Table 4", top1, 20 if size == 3 else 15
                 )
     many: dict[str, tuple[int, int | None, int, str, str]] = {
@@ -103,13 +103,13 @@ def table_4() -> dict[str, dict[str, Any]]:
         "coatnet_4_in21k_ra_150ep": (4, 5, 150, "88.4", "88.56"),
     }
     for name, (size, magnitude, epochs, larger, largest) in many.items():
-        found[name] = on_many(size, "Table 4, pre-training", "53.0" if size == 3 else "", magnitude, epochs)
+        found[name] = _on_many(size, "Table 4, pre-training", "53.0" if size == 3 else "", magnitude, epochs)
         for pixels, result in ((384, larger), (512, largest)):
-            found[f"{name}_{pixels}"] = fine_tuned(size, pixels, MANY, "Table 4", result, magnitude)
+            found[f"{name}_{pixels}"] = _fine_tuned(size, pixels, MANY, "Table 4", result, magnitude)
     return found
 
 
-def table_5() -> dict[str, dict[str, Any]]:
+def _table_5() -> dict[str, dict[str, Any]]:
     """After JFT. CoAtNet-3 halves in the depthwise convolution there."""
     found = {}
     dagger = dict(stride_on="depthwise")
@@ -122,9 +122,9 @@ def table_5() -> dict[str, dict[str, Any]]:
     }
     for size, (data, results, kwargs) in rows.items():
         name = f"coatnet_{size}_{'jft' if data == JFT else 'jft3b'}"
-        found[name] = on_jft(size, "Table 5, pre-training", data, **kwargs)
+        found[name] = _on_jft(size, "Table 5, pre-training", data, **kwargs)
         for pixels, top1 in results.items():
-            found[f"{name}_{pixels}"] = fine_tuned(size, pixels, data, "Table 5", top1, 5, **kwargs)
+            found[f"{name}_{pixels}"] = _fine_tuned(size, pixels, data, "Table 5", top1, 5, **kwargs)
     return found
 
 
@@ -134,22 +134,22 @@ def ablations() -> dict[str, dict[str, Any]]:
     norm: dict[str, Any] = dict(norm="layer")
     v1: dict[str, Any] = dict(depths=[2, 2, 2, 18, 2])
     found = {
-        "coatnet_2_placeblind": from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
-        "coatnet_2_placeblind_384": fine_tuned(2, 384, ONE, "Table 6, without", "85.3", 15, **blind),
-        "coatnet_3_placeblind_in21k": on_many(3, "Table 6, without relative attention", "52.8", **blind),
-        "coatnet_3_placeblind_in21k_384": fine_tuned(3, 384, MANY, "Table 6, without", "87.4", **blind),
-        "coatnet_2_v1": from_scratch(2, "Table 7, V1", "83.4", **v1),
-        "coatnet_2_v2": from_scratch(2, "Table 7, V2", "84.0", depths=[2, 2, 8, 12, 2]),
-        "coatnet_3_v1_in21k": on_many(3, "Table 7, V1", "53.0", **v1),
-        "coatnet_3_v1_in21k_384": fine_tuned(3, 384, MANY, "Table 7, V1", "87.4", **v1),
-        "coatnet_2_head64": from_scratch(2, "Table 8, head size 64", "83.9", head_dim=64),
-        "coatnet_2_layernorm": from_scratch(2, "Table 8, LayerNorm", "84.1", **norm),
-        "coatnet_3_layernorm_in21k": on_many(3, "Table 8, LayerNorm", **norm),
-        "coatnet_3_layernorm_in21k_384": fine_tuned(3, 384, MANY, "Table 8, LayerNorm", "87.8", **norm),
+        "coatnet_2_placeblind": _from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
+        "coatnet_2_placeblind_384": _fine_tuned(2, 384, ONE, "Table 6, without", "85.3", 15, **blind),
+        "coatnet_3_placeblind_in21k": _on_many(3, "Table 6, without relative attention", "52.8", **blind),
+        "coatnet_3_placeblind_in21k_384": _fine_tuned(3, 384, MANY, "Table 6, without", "87.4", **blind),
+        "coatnet_2_v1": _from_scratch(2, "Table 7, V1", "83.4", **v1),
+        "coatnet_2_v2": _from_scratch(2, "Table 7, V2", "84.0", depths=[2, 2, 8, 12, 2]),
+        "coatnet_3_v1_in21k": _on_many(3, "Table 7, V1", "53.0", **v1),
+        "coatnet_3_v1_in21k_384": _fine_tuned(3, 384, MANY, "Table 7, V1", "87.4", **v1),
+        "coatnet_2_head64": _from_scratch(2, "Table 8, head size 64", "83.9", head_dim=64),
+        "coatnet_2_layernorm": _from_scratch(2, "Table 8, LayerNorm", "84.1", **norm),
+        "coatnet_3_layernorm_in21k": _on_many(3, "Table 8, LayerNorm", **norm),
+        "coatnet_3_layernorm_in21k_384": _fine_tuned(3, 384, MANY, "Table 8, LayerNorm", "87.8", **norm),
     }
     for size, top1 in ((0, "82.0"), (1, "83.5"), (2, "84.1")):
         name = f"coatnet_{size}_strided_depthwise"
-        found[name] = from_scratch(size, "Table 9", top1, stride_on="depthwise")
+        found[name] = _from_scratch(size, "Table 9", top1, stride_on="depthwise")
     return found
 
 
@@ -170,13 +170,13 @@ def layouts() -> dict[str, dict[str, Any]]:
     transfer = {"c_c_t_t": ("82.39", "84.23"), "c_t_t_t": ("81.78", "84.02")}
     precision = {"c_c_t_t": "34.40", "c_t_t_t": "34.36"}
     for name, kwargs in LAYOUTS.items():
-        one = from_scratch(0, "Fig. 1, ImageNet-1k", "", **kwargs)
+        one = _from_scratch(0, "Fig. 1, ImageNet-1k", "", **kwargs)
         found[f"coatnet_layout_{name}"] = one | bare | dict(optim=one["optim"] | dict(weight_decay=0.0), expected="")
-        jft = on_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
+        jft = _on_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
         expected = f"{precision[name]} precision@1, needs {JFT}" if name in precision else f"needs {JFT}"
         found[f"coatnet_layout_{name}_jft"] = jft | dict(optim=jft["optim"] | dict(weight_decay=0.0), expected=expected)
         for pixels, top1 in zip((224, 384), transfer.get(name, ()), strict=False):
-            tuned = fine_tuned(3, pixels, JFT, "Table 2", top1, 5, **kwargs)
+            tuned = _fine_tuned(3, pixels, JFT, "Table 2", top1, 5, **kwargs)
             found[f"coatnet_layout_{name}_jft_{pixels}"] = tuned | dict(
                 model=dict(name="coatnet_0", start="weights", kwargs=kwargs | dict(img_size=pixels))
             )
@@ -209,8 +209,8 @@ def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    **table_4(),
-    **table_5(),
+    **_table_4(),
+    **_table_5(),
     **ablations(),
     **layouts(),
     **{f"cifar_coatnet_{layout}": cifar_study(layout) for layout in CIFAR_LAYOUTS},

@@ -101,7 +101,7 @@ def table_2() -> dict[str, dict[str, Any]]:
     return found
 
 
-def table_3() -> dict[str, dict[str, Any]]:
+def _table_3() -> dict[str, dict[str, Any]]:
     """Gating, convolutional birth and GPSA itself, taken away one by one."""
     found = {}
     for row, (change, local_init, full, tenth) in TABLE_3.items():
@@ -110,7 +110,7 @@ def table_3() -> dict[str, dict[str, Any]]:
     return found
 
 
-def figure_8() -> dict[str, dict[str, Any]]:
+def _figure_8() -> dict[str, dict[str, Any]]:
     """The more convolutional the better: every strength with every number of GPSA layers, on the first 100 classes."""
     found = {}
     for layers, alpha in product(LAYERS, LOCALITIES):
@@ -120,17 +120,17 @@ def figure_8() -> dict[str, dict[str, Any]]:
             {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
         )
         recipe = plus(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
-        found[f"convit_{cell_name(layers, alpha)}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
+        found[f"convit_{_cell_name(layers, alpha)}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
     return found
 
 
-def cell_name(layers: int, alpha: float) -> str:
+def _cell_name(layers: int, alpha: float) -> str:
     """The name of a cell of the grid: what differs from ten layers and a strength of 1."""
     parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
     return "_".join(parts)
 
 
-def variations() -> dict[str, dict[str, Any]]:
+def _variations() -> dict[str, dict[str, Any]]:
     """Distilled, without absolute positions, with PSA in place of GPSA, and on CIFAR-100 enlarged to 224.
 
     The paper's text gives no number for the last three: it says that PSA is ahead early and behind late (SM. A), and
@@ -173,7 +173,7 @@ def cifar_study(kwargs: dict[str, Any], fraction: float, images: int) -> dict[st
 NARROW_SHARES, WIDE_SHARES = (5, 20), (5, 10, 30, 100)
 """Percent of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
 
-RECIPES: dict[str, dict[str, Any]] = {**table_1(), **table_2(), **table_3(), **figure_8(), **variations()}
+RECIPES: dict[str, dict[str, Any]] = {**table_1(), **table_2(), **_table_3(), **_figure_8(), **_variations()}
 for kind in ("convit", "vit"):
     narrow = NARROW | dict(local_up_to_layer=4 if kind == "convit" else 0)
     wide = dict(img_size=32, patch_size=4, local_up_to_layer=10 if kind == "convit" else 0)

@@ -85,11 +85,11 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
             )
             tuned[name] = train(recipe, show).model
             demo.rows.append(measure(title, tuned[name], test, config))
-            curves[title] = [demo.rows[BORN_AS[name]]["clean"], *top1_by_epoch(recipe)]
+            curves[title] = [demo.rows[BORN_AS[name]]["clean"], *_top1_by_epoch(recipe)]
         console.print("[bold]4/4[/] write the page")
         cost = costs(cnn, tuned["digits_paper"], config)
     demo.seconds = time.perf_counter() - start
-    write_page(page, *page_parts(demo, born, tuned, test, config, curves, cost))
+    write_page(page, *_page_parts(demo, born, tuned, test, config, curves, cost))
     return demo
 
 
@@ -109,7 +109,7 @@ def births(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> 
     return born
 
 
-def top1_by_epoch(recipe: Recipe) -> list[float]:
+def _top1_by_epoch(recipe: Recipe) -> list[float]:
     lines = (recipe.folder / "log.jsonl").read_text().splitlines()
     return [json.loads(line)["top1"] for line in lines]
 
@@ -128,7 +128,7 @@ def numbers(values: dict[str, Tensor]) -> dict[str, list[float]]:
     return {layer: heads.tolist() for layer, heads in values.items()}
 
 
-def attention_section(models: dict[str, nn.Module], test: Source, config: dict[str, Any]) -> Section:
+def _attention_section(models: dict[str, nn.Module], test: Source, config: dict[str, Any]) -> Section:
     """Maps of the models on the first digits, under the pointer."""
     batch = torch.stack([eval_loader(test, config).dataset[i][0] for i in range(4)])
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
@@ -139,7 +139,7 @@ def attention_section(models: dict[str, nn.Module], test: Source, config: dict[s
     return Section("Attention maps", f"{text} {viewer.note if viewer else ''}", viewer=viewer)
 
 
-def page_parts(
+def _page_parts(
     demo: Demo,
     born: dict[str, nn.Module],
     tuned: dict[str, nn.Module],
@@ -154,7 +154,7 @@ def page_parts(
     lines = {name: Line(range(len(values)), values) for name, values in curves.items()}
     sections = [
         Section("Accuracy, clean and under noise", "One seed, small test set: one image is 0.22 points.", demo.table()),
-        attention_section(stages, test, config),
+        _attention_section(stages, test, config),
         Section("Learning curves", charts=[Panel("Clean top-1", "epoch of fine-tuning (0: before)", "%", lines)]),
         Section(
             "Is the recast the same function?",

@@ -141,7 +141,7 @@ SCRIPTS = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
 that evaluates at 448; it is as it was before."""
 
 
-def as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
+def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
     """A run of the released scripts; those without label maps train without the patches' head.
 
     The penalty compares the first 12 pairs of neighbours with label maps, the first 2 without (the code ignores the
@@ -173,7 +173,7 @@ def fine_tuning(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
     return recipe | more
 
 
-def table_7() -> dict[str, dict[str, Any]]:
+def _table_7() -> dict[str, dict[str, Any]]:
     """The networks, as in the paper and as released, and fine-tuned."""
     found = {}
     for letter, (blocks, crop_pct, small, larger, largest) in TABLE_7.items():
@@ -181,8 +181,8 @@ def table_7() -> dict[str, dict[str, Any]]:
         drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=images(512, crop_pct))
         found[paper] = training(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
         found[f"{paper}_released_lr"] = slower(found[paper])
-        found[released] = as_released(letter, maps=True, **data)
-        found[f"{released}_image_labels"] = as_released(letter, maps=False, **data)
+        found[released] = _as_released(letter, maps=True, **data)
+        found[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
         for size, top1 in ((384, larger), (448, largest)):
             if top1:
                 found |= {f"{name}_{size}": fine_tuning(name, size, top1) for name in (paper, released)}
@@ -219,6 +219,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     **table_2(),
     **ablations(),
     **base(),
-    **table_7(),
+    **_table_7(),
     **{f"cifar_refined_{form}": cifar_study(form) for form in FORMS},
 }

@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[int, float, str, str, str]] = {
 }
 
 
-def finetuning(backbone: str, attention: bool) -> dict[str, Any]:
+def _finetuning(backbone: str, attention: bool) -> dict[str, Any]:
     """One row of the tables, with or without self-attention."""
     size, drop_path, alone, transformed, table = TABLE[backbone]
     surgery = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper")) if attention else {}
@@ -83,17 +83,17 @@ here it moves along; `--optim.gate_lr 0.1` holds it."""
 def shorter(backbone: str, epochs: int) -> dict[str, Any]:
     """One row of Table 4."""
     expected = f"{LONGER[backbone][epochs]} top-1 on ImageNet-1k"
-    return finetuning(backbone, attention=True) | dict(epochs=epochs, source="T-CNN Table 4", expected=expected)
+    return _finetuning(backbone, attention=True) | dict(epochs=epochs, source="T-CNN Table 4", expected=expected)
 
 
-def at_peak(lr: float) -> dict[str, Any]:
+def _at_peak(lr: float) -> dict[str, Any]:
     """One line of Fig. 6, which gives no number."""
-    return finetuning("resnetrs50", attention=True) | dict(
+    return _finetuning("resnetrs50", attention=True) | dict(
         optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected=""
     )
 
 
-def after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
+def _after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
     """The rows of Table 3 that fine-tune the ResNet-50 of 400 epochs for 50 more: give it as --model.weights."""
     surgery = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper")) if attention else {}
     return dict(
@@ -109,14 +109,14 @@ def after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {f"tcnn_{name}": finetuning(name, attention=True) for name in TABLE}
+RECIPES: dict[str, dict[str, Any]] = {f"tcnn_{name}": _finetuning(name, attention=True) for name in TABLE}
 RECIPES["tcnn_resnetrs270"]["keep_every"] = 2  # gates and spans along training (Fig. 4): 25 models of 0.5 GB
 RECIPES |= {f"tcnn_{name}_{epochs}ep": shorter(name, epochs) for name, found in LONGER.items() for epochs in found}
-RECIPES |= {f"tcnn_resnetrs50_lr_{name}": at_peak(lr) for name, lr in PEAKS.items()}
-RECIPES |= {f"finetune_{name}": finetuning(name, attention=False) for name in TABLE if TABLE[name][2]}
+RECIPES |= {f"tcnn_resnetrs50_lr_{name}": _at_peak(lr) for name, lr in PEAKS.items()}
+RECIPES |= {f"finetune_{name}": _finetuning(name, attention=False) for name in TABLE if TABLE[name][2]}
 RECIPES |= {f"tcnn_late_{epoch}": late(epoch) for epoch in LATE}
 RECIPES |= {
-    "tcnn_resnet50_224": after_400(224, True, "79.88"),
-    "tcnn_resnet50_320": after_400(320, True, "80.84"),
-    "finetune_resnet50_320": after_400(320, False, "79.78"),
+    "tcnn_resnet50_224": _after_400(224, True, "79.88"),
+    "tcnn_resnet50_320": _after_400(320, True, "80.84"),
+    "finetune_resnet50_320": _after_400(320, False, "79.78"),
 }

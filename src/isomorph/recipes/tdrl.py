@@ -142,7 +142,7 @@ VANILLA: dict[str, Any] = dict(
 divides out again; its anneal moves once an epoch, here once a step."""
 
 
-def applications() -> dict[str, dict[str, Any]]:
+def _applications() -> dict[str, dict[str, Any]]:
     """Table 3 and B.5; the paper trains each network with its authors' own code."""
     swin, blocks = "swin_tiny_patch4_window7_224", ["stem", "stages.?.?", "stages.?.??"]
     deit = "deit_base_patch16_224"
@@ -198,7 +198,7 @@ def pretraining(
     )
 
 
-def cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -> dict[str, Any]:
+def _cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
     return dict(
         model=dict(name="tdrl_vit_ti", kwargs=NARROW | kwargs),
@@ -212,7 +212,7 @@ def cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int)
     )
 
 
-def cifar_tuning(weights: str | None) -> dict[str, Any]:
+def _cifar_tuning(weights: str | None) -> dict[str, Any]:
     """A fifth of the labels, five epochs: from nothing, or more gently from what pre-training has left."""
     recipe = cifar_study("P-W2S")
     if weights:
@@ -227,7 +227,7 @@ CIFAR_STUDENT = "runs/cifar_tdrl_g2sd/model.safetensors"
 
 RECIPES: dict[str, dict[str, Any]] = {
     **tables(),
-    **applications(),
+    **_applications(),
     "tdrl_vit_ti_g2sd": pretraining({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
     "tdrl_plain_g2sd": pretraining(PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
     "tdrl_vit_s_g2sd": pretraining({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", model="tdrl_vit_s"),
@@ -243,12 +243,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "tdrl_regular_g2sd": pretraining(
         dict(layout="R-D2W1S", where=FFN), "Table 10", "76.90 top-1 after tdrl_regular_100ep"
     ),
-    "cifar_mae_teacher": cifar_pretraining(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6),
-    "cifar_tdrl_g2sd": cifar_pretraining(
+    "cifar_mae_teacher": _cifar_pretraining(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6),
+    "cifar_tdrl_g2sd": _cifar_pretraining(
         dict(layout="P-W2S"), dict(teacher=CIFAR_TEACHER, depth=2, width=64, heads=4), epochs=4
     ),
-    "cifar_tdrl_scratch": cifar_tuning(None),
-    "cifar_tdrl_finetuned": cifar_tuning(CIFAR_STUDENT),
+    "cifar_tdrl_scratch": _cifar_tuning(None),
+    "cifar_tdrl_finetuned": _cifar_tuning(CIFAR_STUDENT),
     "cifar_tdrl": cifar_study("P-W2S"),
     "cifar_tdrl_plain": cifar_study("plain"),
 }

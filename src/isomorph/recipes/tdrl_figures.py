@@ -13,7 +13,7 @@ QK = ["blocks.*.attn.q", "blocks.*.attn.k"]
 AFTER = "after its fine-tuning"
 
 
-def figure_3() -> dict[str, dict[str, Any]]:
+def _figure_3() -> dict[str, dict[str, Any]]:
     """Four branches in queries and keys, their sum as it is, rescaled, or normalised; attention is watched."""
     said = {
         "none": "attention logits above 1,000 in every block, then no number after a few thousand steps",
@@ -25,11 +25,11 @@ def figure_3() -> dict[str, dict[str, Any]]:
         kwargs = dict(layout="R-D1W4", rectify=rectify, where=QK)
         found[f"tdrl_fig3_{rectify}_g2sd"] = pretraining(kwargs, "Fig. 3 a-c", expected) | dict(monitor_every=100)
         if rectify != "none":
-            found[f"tdrl_fig3_{rectify}_100ep"] = unnumbered(kwargs, "Fig. 3 d", "batchnorm's above rescale's")
+            found[f"tdrl_fig3_{rectify}_100ep"] = _unnumbered(kwargs, "Fig. 3 d", "batchnorm's above rescale's")
     return found
 
 
-def figure_4() -> dict[str, dict[str, Any]]:
+def _figure_4() -> dict[str, dict[str, Any]]:
     """With and without rectification: 1 to 3 branches in the MLP, and P-W2S in the MLP, queries, keys and values.
 
     Queries and keys are always normalised; with rectification the latter is tdrl_vit_ti_g2sd, then tdrl_vit_ti_100ep.
@@ -45,11 +45,11 @@ def figure_4() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name, (kwargs, expected) in points.items():
         found[f"tdrl_fig4_{name}_g2sd"] = pretraining(kwargs, "Fig. 4", f"top-1 {AFTER}: {expected}")
-        found[f"tdrl_fig4_{name}_100ep"] = unnumbered(kwargs, "Fig. 4", expected)
+        found[f"tdrl_fig4_{name}_100ep"] = _unnumbered(kwargs, "Fig. 4", expected)
     return found
 
 
-def figure_5() -> dict[str, dict[str, Any]]:
+def _figure_5() -> dict[str, dict[str, Any]]:
     """Pyramids in the values of the first blocks; fused after pre-training, then fine-tuned as tdrl_fused_100ep."""
     return {
         f"tdrl_fig5_v_{blocks}_g2sd": pretraining(
@@ -61,10 +61,10 @@ def figure_5() -> dict[str, dict[str, Any]]:
     }
 
 
-def unnumbered(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
+def _unnumbered(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
     """Fine-tuning for 100 epochs with the pyramids kept, its top-1 known by comparison only."""
     recipe = fine_tuning(kwargs, 100, source, "")
     return recipe | dict(expected=f"top-1 on ImageNet-1k: {expected}; from pre-trained --model.weights")
 
 
-RECIPES: dict[str, dict[str, Any]] = {**figure_3(), **figure_4(), **figure_5()}
+RECIPES: dict[str, dict[str, Any]] = {**_figure_3(), **_figure_4(), **_figure_5()}

@@ -25,7 +25,7 @@ def read_points(files: Sequence[Path]) -> list[Point]:
 
     Raises: UserError for a file that is not one, or was measured without its cost.
     """
-    points = [read_point(path) for path in files]
+    points = [_read_point(path) for path in files]
     names = [point.name for point in points]
     return [
         point if names.count(point.name) == 1 else point._replace(name=f"{point.name} ({path.stem})")
@@ -33,7 +33,7 @@ def read_points(files: Sequence[Path]) -> list[Point]:
     ]
 
 
-def read_point(path: Path) -> Point:
+def _read_point(path: Path) -> Point:
     """One of them."""
     try:
         found = json.loads(path.read_text())

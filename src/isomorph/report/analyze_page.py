@@ -50,7 +50,7 @@ def dots(title: str, label: str, found: Mapping[str, Mapping[str, Tensor]], limi
     return [Dots(title, label, series, limit)] if series else []
 
 
-def dial_charts(subjects: Sequence[Subject]) -> list[Chart]:
+def _dial_charts(subjects: Sequence[Subject]) -> list[Chart]:
     """Gates and spans of the models that have gated attention."""
     opened = {s.name: optional(gates, s.model) for s in subjects}
     wide = {s.name: optional(spans, s.model) for s in subjects}
@@ -69,7 +69,7 @@ def centreless(subjects: Sequence[Subject]) -> str:
     return " ".join(said)
 
 
-def reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
+def _reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
     """Nonlocality, entropy and largest logit of the layers that are looked at, drawn or not."""
     where = "*" if layers is None else layers
     far, entropy, logits = (
@@ -84,7 +84,7 @@ def reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], lay
     ]
 
 
-def untimed(subject: Subject) -> dict[str, Any]:
+def _untimed(subject: Subject) -> dict[str, Any]:
     """A row of `cost_table` without what takes time to measure."""
     _, height, width = subject.config["input_size"]
     cost = fixed_cost(subject.model, subject.config["input_size"])
@@ -98,11 +98,11 @@ PASS = (
 """What the table of `pass_cost_table` says."""
 
 
-def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
+def _cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     """What each model costs at the size of the page's images; timed: speed and peak memory too, of both in turns."""
     models = {s.name: s.model for s in subjects}
     size = subjects[0].config["input_size"][-2:]
-    rows = list(cost_table(models, [size])) if timed else [untimed(s) for s in subjects]
+    rows = list(cost_table(models, [size])) if timed else [_untimed(s) for s in subjects]
     text = "Of one image. 1 MAC = 2 FLOPs, attention included. Saved: what a training step keeps for its backward pass."
     sections = [Section("Cost", text, fixed_cost_table(rows))]
     if passes := pass_cost_table(rows):
@@ -114,7 +114,7 @@ def cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
     return sections
 
 
-def unseen(missing: Mapping[str, Mapping[str, str]]) -> Fold | None:
+def _unseen(missing: Mapping[str, Mapping[str, str]]) -> Fold | None:
     """Layers that are not drawn, those of one reason together; {model: {layer: reason}}."""
     reasons: dict[str, list[str]] = {}
     for model, layers in missing.items():
@@ -125,11 +125,11 @@ def unseen(missing: Mapping[str, Mapping[str, str]]) -> Fold | None:
     return Fold(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
 
 
-def map_section(
+def _map_section(
     seen: Sequence[Seen], pictures: Sequence[Picture], missing: Mapping[str, Mapping[str, str]], how: str, budget: int
 ) -> Section:
     """The section that the page opens with: the viewer, or the pictures by themselves where no map can be drawn."""
-    viewer, fold = build_viewer(seen, pictures, budget), unseen(missing)
+    viewer, fold = build_viewer(seen, pictures, budget), _unseen(missing)
     if viewer:
         text = (
             "Point at a patch of the image, touch it, or use the arrow keys: every head shows what it looks at from "
@@ -169,7 +169,7 @@ class Extras:
     """Told what is being done."""
 
 
-def likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
+def _likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
     """CKA between the layers of the two models and within each. Raises: UserError when there are no features."""
     found = alignments({s.name: s.model for s in subjects}, batches)
     return [similarity_chart(names, matrix) for names, matrix in found.items()]
@@ -195,12 +195,12 @@ def dissect(
         maps, missing[s.name] = gather_maps(s.model, batches[s.name], layers)
         opened = {name: values.tolist() for name, values in optional(gates, s.model).items()}
         seen.append(Seen(s.name, maps, opened, predictions(s.model, batches[s.name])))
-    sections = [map_section(seen, pictures, missing, framed(subjects[0].config), extras.budget)]
-    if charts := dial_charts(subjects):
+    sections = [_map_section(seen, pictures, missing, framed(subjects[0].config), extras.budget)]
+    if charts := _dial_charts(subjects):
         text = f"A dot is a head; the line goes through the means of the layers. {centreless(subjects)}"
         sections.append(Section("Gates and spans", text.strip(), charts=charts))
     extras.tell("statistics of attention")
-    if charts := reach_charts(subjects, batches, layers):
+    if charts := _reach_charts(subjects, batches, layers):
         sections.append(
             Section(
                 "How far, how sharp",
@@ -214,7 +214,7 @@ def dissect(
             "Linear CKA of features averaged over the image, unbiased (HSIC of minibatches): 1 alike up to rotation, "
             "near 0 unrelated; by chance it may fall a little below 0." + f" On {extras.drawn}." * bool(extras.drawn)
         )
-        sections.append(Section("Likeness of layers", text, charts=likeness_charts(subjects, extras.batches)))
+        sections.append(Section("Likeness of layers", text, charts=_likeness_charts(subjects, extras.batches)))
     if extras.evolution:
         sections.append(Section("Feature evolution", EVOLUTION, charts=[evolution_chart(extras.evolution)]))
     if extras.results:
@@ -223,5 +223,5 @@ def dissect(
         table, charts = robustness_table(cells), robustness_charts(cells)
         sections.append(Section("Robustness", f"Shown: {measured}.", table, charts=charts, fold=fold))
     extras.tell("cost")
-    sections += cost_sections(subjects, extras.timed)
+    sections += _cost_sections(subjects, extras.timed)
     return [*sections, *(Section(f"How {s.name} was made", listing=story(s)) for s in subjects)]

@@ -58,7 +58,7 @@ class Viewer:
     pictures: Sequence[Picture] = field(default=(), repr=False)
 
 
-def paired(seen: Sequence[Seen]) -> list[tuple[str, list[LayerMaps | None]]]:
+def _paired(seen: Sequence[Seen]) -> list[tuple[str, list[LayerMaps | None]]]:
     """Layers of the models side by side: by name, or by depth where no name is shared."""
     names = [list(model.maps) for model in seen]
     if len(names) == 2 and all(names) and not set(names[0]) & set(names[1]):
@@ -89,7 +89,7 @@ def geometry(
     }
 
 
-def layouts_of(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
+def _layouts_of(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
     """The ways in which layers are cut into windows, each once."""
     found = {maps.windows.members.numpy().tobytes(): maps.windows for maps in layers if maps.windows}
     return [windows.members.tolist() for windows in found.values()]
@@ -97,11 +97,11 @@ def layouts_of(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
 
 def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int = BUDGET) -> Viewer | None:
     """The viewer of some models' maps of the same images; None where no model has any."""
-    pairs = paired(seen)
+    pairs = _paired(seen)
     flat = [maps for _, of in pairs for maps in of if maps is not None]
     if not flat:
         return None
-    layouts = layouts_of(flat)
+    layouts = _layouts_of(flat)
     step, packed = pack_all(flat, len(pictures), budget - len(json.dumps(layouts)))
     number = {id(maps): i for i, maps in enumerate(flat)}
     layers = []

@@ -55,7 +55,7 @@ def read_rows(path: Path) -> tuple[Rows, str]:
     return rows, f"{lost} of {len(lines)} lines of {path.name} cannot be read" if lost else ""
 
 
-def read_run(folder: Path) -> Log:
+def _read_run(folder: Path) -> Log:
     """Reads a run's folder, however far the run came. Raises: UserError when it is no folder of a run."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder of a run")
@@ -77,8 +77,8 @@ def read_run(folder: Path) -> Log:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Log]:
-    """Reads several; names that are alike become whole paths. Raises: UserError as `read_run` does."""
-    logs = [read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
+    """Reads several; names that are alike become whole paths. Raises: UserError as `_read_run` does."""
+    logs = [_read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
     names = [log.name for log in logs]
     whole = [log.name if names.count(log.name) == 1 else str(folder) for log, folder in zip(logs, folders, strict=True)]
     if len(set(whole)) < len(whole):
@@ -121,7 +121,7 @@ CURVES = (
 """Title, log, what is along the axis, what is up it, unit."""
 
 
-def run_charts(logs: Sequence[Log]) -> list[Chart]:
+def _run_charts(logs: Sequence[Log]) -> list[Chart]:
     """The curves that the logs hold, one line a run."""
     wanted = [
         (title, x, unit, {log.name: curve(getattr(log, rows), x, y) for log in logs})
@@ -148,7 +148,7 @@ def run_charts(logs: Sequence[Log]) -> list[Chart]:
     return charts
 
 
-def group_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _group_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A group of fields of a recipe, empty where there is none."""
     found = values.get(name)
     return found if isinstance(found, Mapping) else {}
@@ -159,7 +159,7 @@ def best_top1(log: Log) -> float | None:
     return max((row["top1"] for row in log.epochs if is_number(row.get("top1"))), default=None)
 
 
-def final_table(logs: Sequence[Log]) -> Table:
+def _final_table(logs: Sequence[Log]) -> Table:
     """Recipe and model, epochs done, best top-1, and what the last evaluated epoch measured."""
     keys = [k for k in UNITS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)]
     rows = []
@@ -168,8 +168,8 @@ def final_table(logs: Sequence[Log]) -> Table:
         top = best_top1(log)
         seconds = sum(row["seconds"] for row in log.epochs if is_number(row.get("seconds")))
         done = f"{len(log.epochs)} of {log.recipe.get('epochs', '?')}"
-        model = group_of(log.recipe, "model")
-        rule = group_of(model, "recast").get("rule")
+        model = _group_of(log.recipe, "model")
+        rule = _group_of(model, "recast").get("rule")
         made = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
         cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
         rows.append([log.name, *made, done, "-" if top is None else f"{top:.2f}", *cells, f"{seconds:,.0f}"])
@@ -185,7 +185,7 @@ def flat(values: Any, name: str = "") -> dict[str, str]:
     return {name: json.dumps(values)}
 
 
-def recipe_table(logs: Sequence[Log]) -> Table:
+def _recipe_table(logs: Sequence[Log]) -> Table:
     """The fields in which the recipes differ, a row a field; only its head where none do. Not there is null."""
     recipes = [flat(log.recipe) if log.recipe else {} for log in logs]
     names = list(dict.fromkeys(name for recipe in recipes for name in recipe))
@@ -197,7 +197,7 @@ def recipe_table(logs: Sequence[Log]) -> Table:
     return [["field", *(log.name for log in logs)], *rows]
 
 
-def dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
+def _dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
     """Gates, spans and centres along the epochs that runs kept: charts of each run, a line or colour a layer.
 
     Of a run that kept no model but its last, the centres alone.
@@ -225,14 +225,14 @@ def centreless(found: Trajectory) -> str:
     return f"{lost} heads have lost their centre by the end (locality not positive): they have no span." if lost else ""
 
 
-def course_sections(courses: Courses, drawn: str) -> list[Section]:
+def _course_sections(courses: Courses, drawn: str) -> list[Section]:
     """Charts of what was followed along training, on which images."""
     text = f"At the epochs that keep_every in the recipe kept, on {drawn}. A line is a layer, the mean over its heads; "
     charts = course_panels(courses)
     return [Section("Attention along training", f"{text}the range is theirs.", charts=charts)] if charts else []
 
 
-def point_sections(points: Sequence[Point]) -> list[Section]:
+def _point_sections(points: Sequence[Point]) -> list[Section]:
     """Accuracy against cost, where there are models to compare."""
     text = (
         "Best top-1 of a run, or what isomorph evaluate measured; MACs of one image (1 MAC = 2 FLOPs), attention "
@@ -261,11 +261,11 @@ def compare_runs(
     thinned = (
         f"Of logs with more than {POINTS} lines, means over {POINTS} equal parts are drawn." if longest > POINTS else ""
     )
-    sections = [Section("At the end", "", final_table(logs), fold=fold)] if logs else []
-    sections += point_sections(points)
-    if charts := run_charts(logs):
+    sections = [Section("At the end", "", _final_table(logs), fold=fold)] if logs else []
+    sections += _point_sections(points)
+    if charts := _run_charts(logs):
         sections.append(Section("Learning curves", thinned, charts=charts))
-    if charts := dial_panels(dials):
+    if charts := _dial_panels(dials):
         moving = any(len(found.moments) > 1 for found in dials.values())
         text = (
             "At the epochs that keep_every in the recipe kept. A line is a layer, the mean over its heads; the range "
@@ -276,8 +276,8 @@ def compare_runs(
         )
         lost = [f"{run}: {said}" for run, found in dials.items() if (said := centreless(found))]
         sections.append(Section("Gates, spans and centres along training", " ".join([text, *lost]), charts=charts))
-    sections += course_sections(courses or {}, drawn)
-    differing = recipe_table(logs)
+    sections += _course_sections(courses or {}, drawn)
+    differing = _recipe_table(logs)
     if len(logs) > 1 and len(differing) > 1:
         sections.append(Section("Where the recipes differ", "Every other field is the same.", differing))
     elif len(logs) > 1:

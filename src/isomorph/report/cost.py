@@ -6,7 +6,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-def mebibytes(count: int | None) -> str:
+def _mebibytes(count: int | None) -> str:
     """Bytes as MiB; a dash where they could not be measured."""
     return "-" if count is None else f"{count / 2**20:,.1f}"
 
@@ -20,7 +20,7 @@ def fixed_cost_table(rows: Sequence[Row]) -> list[list[str]]:
     """Head and a row for each model and resolution of `cost_table`: what does not depend on the batch."""
     each = {(row["model"], size_of(row)): row for row in rows}
     body = (
-        [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", mebibytes(row["saved_bytes"])]
+        [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", _mebibytes(row["saved_bytes"])]
         for (name, size), row in each.items()
     )
     return [["one image", "size", "parameters", "M MACs", "saved MiB"], *body]
@@ -49,8 +49,8 @@ def batch_cost_table(rows: Sequence[Row]) -> list[list[str]]:
         [
             row["model"],
             f"{row['batch']} x {size_of(row)}",
-            mebibytes(row["peak_bytes"]),
-            mebibytes(row["training_peak_bytes"]),
+            _mebibytes(row["peak_bytes"]),
+            _mebibytes(row["training_peak_bytes"]),
             f"{row['images_per_second']:,.1f}",
             f"{row['low']:,.1f}-{row['high']:,.1f}",
             f"{row['ratio']:.2f}",

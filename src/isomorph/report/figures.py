@@ -18,7 +18,6 @@ __all__ = [
     "Line",
     "Look",
     "Panel",
-    "as_svg",
     "draw",
     "maps_figure",
     "matrices_figure",
@@ -61,7 +60,7 @@ def style(ink: str = INK) -> Iterator[None]:
         yield
 
 
-def as_svg(figure: Any) -> str:
+def _as_svg(figure: Any) -> str:
     """The figure as an <svg> element; the figure is closed."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight")
@@ -70,17 +69,17 @@ def as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def tints(series: Iterable[str], models: Sequence[str] = ()) -> list[str]:
+def _tints(series: Iterable[str], models: Sequence[str] = ()) -> list[str]:
     """A colour for each series: of models by their places among `models`, as on the page; of others by their own."""
     names = list(series)
     places = map(models.index, names) if set(names) <= set(models) else range(len(names))
     return [PALETTE[i % len(PALETTE)] for i in places]
 
 
-def plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
+def _plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
     """Draws lines and their ranges on a pair of axes."""
     shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
-    colours = shades if panel.ordered else tints(panel.lines, models)
+    colours = shades if panel.ordered else _tints(panel.lines, models)
     for (name, line), colour in zip(panel.lines.items(), colours, strict=True):
         marker = "o" if len(line.x) < 30 else None
         cell.plot(line.x, line.y, marker=marker, ms=3, lw=1.5, color=colour, label=name)
@@ -102,7 +101,7 @@ def draw(chart: Any, models: Sequence[str] = ()) -> Any:
 @draw.register
 def draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.2, 2.7))
-    plot_panel(axes, chart, models)
+    _plot_panel(axes, chart, models)
     return figure
 
 
@@ -110,7 +109,7 @@ def draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
 def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
     layers = chart.layers
     figure, axes = pyplot().subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
-    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), tints(chart.series, models), strict=True)):
+    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), _tints(chart.series, models), strict=True)):
         shift = (i - (len(chart.series) - 1) / 2) * 0.22
         found = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
         for at, heads in found:
@@ -136,7 +135,7 @@ def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
 def draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
     groups, number = chart.groups, len(chart.series)
     figure, axes = pyplot().subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
-    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), tints(chart.series, models), strict=True)):
+    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), _tints(chart.series, models), strict=True)):
         places = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
         heights = [values.get(group, np.nan) for group in groups]
         axes.barh(places, heights, 0.72 / number, color=colour, label=name)
@@ -214,7 +213,7 @@ def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
 @draw.register
 def draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.6, 3.2))
-    for (name, points), colour in zip(chart.series.items(), tints(chart.series, models), strict=True):
+    for (name, points), colour in zip(chart.series.items(), _tints(chart.series, models), strict=True):
         axes.scatter(*zip(*points.values(), strict=True), s=20, color=colour, label=name, zorder=3)
         for label, point in points.items():
             axes.annotate(label, point, (4, 4), textcoords="offset points", fontsize=7, annotation_clip=False)
@@ -228,7 +227,7 @@ def draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
     return figure
 
 
-def plain_cell(cell: Any) -> None:
+def _plain_cell(cell: Any) -> None:
     """Axes without ticks and frame, to show a picture."""
     cell.set_xticks([])
     cell.set_yticks([])
@@ -266,7 +265,7 @@ def maps_figure(image: np.ndarray, rows: Mapping[str, Look], title: str = "") ->
         cell.set_title(f"head {number}", fontsize=7, pad=3)
     for line, (name, look) in zip(axes, rows.items(), strict=True):
         for cell in line:
-            plain_cell(cell)
+            _plain_cell(cell)
         line[0].imshow(image, interpolation="nearest", extent=(0, width, height, 0))
         frame(line[0], look, height, width)
         line[0].set_ylabel(name, rotation=0, ha="right", va="center")
@@ -300,7 +299,7 @@ def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
                 cell.imshow(values, cmap="RdBu_r", interpolation="nearest", vmin=-top, vmax=top)
                 cell.set_title(f"{block}, ±{top:.2g}", fontsize=7, pad=2)
         figure.subplots_adjust(wspace=0.08, hspace=0.22)
-        return as_svg(figure)
+        return _as_svg(figure)
 
 
 def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
@@ -311,6 +310,6 @@ def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
         for cell in axes.flat[len(panels) :]:
             cell.set_visible(False)
         for cell, panel in zip(axes.flat, panels, strict=False):
-            plot_panel(cell, panel)
+            _plot_panel(cell, panel)
         figure.tight_layout()
-        return as_svg(figure)
+        return _as_svg(figure)

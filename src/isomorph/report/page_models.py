@@ -68,21 +68,23 @@ def framed(config: Mapping[str, Any]) -> str:
     return f"Each picture is {within} ({config['interpolation']}){cut}: that is all a model sees of it."
 
 
-def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
+def _class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
     """Names of the model's classes: those of its weights (wnids in English), ImageNet's for 1000, or numbers."""
     known = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
     imagenet = ImageNetInfo()
     if len(known) == classes:
         wnids = set(imagenet.label_names())
         return lambda label: (
-            first_name(imagenet.label_name_to_description(known[label])) if known[label] in wnids else str(known[label])
+            _first_name(imagenet.label_name_to_description(known[label]))
+            if known[label] in wnids
+            else str(known[label])
         )
     if classes == 1000:
-        return lambda label: first_name(imagenet.index_to_description(label))
+        return lambda label: _first_name(imagenet.index_to_description(label))
     return "class {}".format
 
 
-def first_name(description: str) -> str:
+def _first_name(description: str) -> str:
     """The first of the names of a class of ImageNet."""
     return description.split(",")[0]
 
@@ -99,7 +101,7 @@ def predictions(model: nn.Module, batch: Tensor) -> list[str]:
         logits = model(batch)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         return [""] * len(batch)
-    name = class_namer(model, logits.shape[1])
+    name = _class_namer(model, logits.shape[1])
     shares, classes = logits.float().softmax(-1).topk(min(GUESSES, logits.shape[1]))
     return [
         ", ".join(f"{name(label)} ({percent(share)})" for share, label in zip(p, c, strict=True))

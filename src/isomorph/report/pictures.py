@@ -13,7 +13,7 @@ from isomorph.errors import UserError
 from isomorph.report.attention_viewer import Picture
 
 
-def read_image(path: Path, channels: int) -> Image.Image:
+def _read_image(path: Path, channels: int) -> Image.Image:
     """An image file, grey for one channel, else in colour. Raises: UserError when it cannot be read."""
     try:
         with Image.open(path) as image:
@@ -36,4 +36,4 @@ def open_pictures(paths: Sequence[Path], config: dict[str, Any]) -> list[Picture
     channels = config["input_size"][0]
     plain = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
     transform = evaluation_transform(plain)
-    return [Picture(path.name, transform(read_image(path, channels))) for path in paths]
+    return [Picture(path.name, transform(_read_image(path, channels))) for path in paths]

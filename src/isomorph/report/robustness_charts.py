@@ -49,7 +49,7 @@ def robustness_charts(results: Mapping[str, Cells]) -> list[Chart]:
         for head, corruptions in (("", IMAGENET_C), ("Extra corruptions: ", EXTRA))
     }
     most = max((abs(points) for kept in parts.values() for points in gains(kept).values()), default=0.0) or 1.0
-    return [chart for head, kept in parts.items() if kept for chart in charts_of(head, kept, most)]
+    return [chart for head, kept in parts.items() if kept for chart in _charts_of(head, kept, most)]
 
 
 def gains(results: Mapping[str, Cells]) -> Cells:
@@ -60,7 +60,7 @@ def gains(results: Mapping[str, Cells]) -> Cells:
     return {cell: second[cell] - first[cell] for cell in first if cell in second}
 
 
-def charts_of(head: str, results: Mapping[str, Cells], most: float) -> list[Chart]:
+def _charts_of(head: str, results: Mapping[str, Cells], most: float) -> list[Chart]:
     """Bars by corruption and by severity; two models' difference by cell, up to `most`, or the one model's cells."""
     charts: list[Chart] = [
         Bars(
@@ -75,7 +75,7 @@ def charts_of(head: str, results: Mapping[str, Cells], most: float) -> list[Char
     return [*charts, *(grid(f"{head}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in results.items())]
 
 
-def hundredths(value: float | None) -> str:
+def _hundredths(value: float | None) -> str:
     """A number with two decimals, a dash for none."""
     return "-" if value is None else f"{value:.2f}"
 
@@ -84,7 +84,7 @@ def robustness_table(results: Mapping[str, Cells]) -> Table:
     """Clean top-1 of each model, and its means over the suite's and the extra cells that all of them have."""
     rows = [
         ["", "clean top-1 (%)"],
-        *([name, hundredths(cells.get((CLEAN, 0)))] for name, cells in results.items()),
+        *([name, _hundredths(cells.get((CLEAN, 0)))] for name, cells in results.items()),
     ]
     for title, corruptions in (("", IMAGENET_C), ("extra: ", EXTRA)):
         kept = [part(cells, corruptions) for cells in results.values()]
@@ -94,5 +94,5 @@ def robustness_table(results: Mapping[str, Cells]) -> Table:
         means = [by_corruption({cell: cells[cell] for cell in shared}) for cells in kept]
         rows[0] += [f"{title}cells", f"{title}mean top-1 (%) over {len(shared)} shared cells"]
         for row, cells, found in zip(rows[1:], kept, means, strict=True):
-            row += [str(len(cells)), hundredths(fmean(found.values()) if found else None)]
+            row += [str(len(cells)), _hundredths(fmean(found.values()) if found else None)]
     return rows

@@ -18,7 +18,7 @@ ROWS = 12
 MIDDLE = (0.5, 0.5)
 
 
-def file_stem(title: str) -> str:
+def _file_stem(title: str) -> str:
     """A title as the name of a file."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
 
@@ -28,7 +28,7 @@ def looked(layer: LayerMaps, image: int) -> Look:
     return Look(layer.seen_from(image, *MIDDLE), layer.place_of(*MIDDLE), layer.where.queries)
 
 
-def map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
+def _map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
     """The maps of each model on each image from the patch in its middle, by title."""
     for b, picture in enumerate(viewer.pictures):
         image = np.broadcast_to(picture.pixels.clamp(0, 1).cpu().numpy(), (3, *picture.pixels.shape[1:]))
@@ -53,8 +53,8 @@ def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
     with style("black"):
         for section in sections:
             titled = ((chart.title, draw(chart, models)) for chart in section.charts)
-            for title, figure in [*titled, *(map_figures(section.viewer) if section.viewer else ())]:
-                found = [folder / f"{file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
+            for title, figure in [*titled, *(_map_figures(section.viewer) if section.viewer else ())]:
+                found = [folder / f"{_file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     for path in found:

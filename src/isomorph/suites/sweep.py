@@ -86,7 +86,7 @@ def run_sweep(
         for view, tally in zip(test.views, tallies, strict=True):
             head = ({"suite": view.name} if view.name else {}) | sweep.place(size, ratio)
             rows.append(head | tally.metrics())
-            classes += [head | row for row in class_rows(tally, view.classes)]
+            classes += [head | row for row in _class_rows(tally, view.classes)]
     return rows, classes
 
 
@@ -95,7 +95,7 @@ def said_of(size: Size | None, ratio: float | None) -> list[str]:
     return ["at {} x {}".format(*size) if size else "", f"at rfc {ratio:g}" if ratio else ""]
 
 
-def class_rows(tally: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
+def _class_rows(tally: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     """Images and accuracy (%) of every class that has images; none where images have several labels."""
     if not isinstance(tally, Tally):
         return []

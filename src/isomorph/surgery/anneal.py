@@ -60,11 +60,11 @@ class Anneal:
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
         """Sets the slopes of annealed ReLUs after so many steps, of averaged weights too: a slope is not averaged."""
-        for layer in annealed_relus(model):
+        for layer in _annealed_relus(model):
             layer.set_slope(min(max(step / self.steps, 0.0), 1.0))
 
 
-def annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
+def _annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
     """Every annealed ReLU of a model."""
     return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
 
@@ -74,7 +74,7 @@ def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | GPSA2d], Sequence
 
     Raises: UserError when there is neither.
     """
-    relus = annealed_relus(model)
+    relus = _annealed_relus(model)
     gated = any(isinstance(module, GPSA | GPSA2d) for module in model.modules())
     return (gpsa_layers(model) if gated or not relus else []), relus
 

@@ -33,7 +33,7 @@ def _name_of(hook: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def own_methods(module: nn.Module) -> list[str]:
+def _own_methods(module: nn.Module) -> list[str]:
     """Names of the methods that were set on this very module in place of its class's, a patched `forward` say."""
     return [name for name in OWN if name in vars(module)]
 
@@ -42,7 +42,7 @@ def attached(module: nn.Module) -> str | None:
     """What is attached to one module, in words, or None."""
     if hooks := hooks_on(module):
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
-    if methods := own_methods(module):
+    if methods := _own_methods(module):
         return f"a {' and a '.join(methods)} of its own, set on the module"
     return "a parametrized weight" if is_parametrized(module) else None
 
@@ -64,4 +64,4 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
 
 def _counts(module: nn.Module) -> tuple[int, list[str]]:
     """How many hooks a module has, and which methods of its own."""
-    return len(hooks_on(module)), own_methods(module)
+    return len(hooks_on(module)), _own_methods(module)

@@ -45,7 +45,7 @@ def is_plain_norm(module: nn.Module) -> bool:
     return all(extra is None or type(extra) is nn.Identity for extra in extras)
 
 
-def is_pointwise(conv: nn.Module) -> bool:
+def _is_pointwise(conv: nn.Module) -> bool:
     """Whether a module is a full 1x1 convolution of every place."""
     if not isinstance(conv, nn.Conv2d) or conv.groups > 1:
         return False
@@ -94,7 +94,7 @@ def is_chain(module: nn.Module, annealed: bool = False) -> bool:
     if isinstance(first, nn.Linear):
         return all(isinstance(layer, nn.Linear) for layer in rest)
     assert isinstance(first, nn.Conv2d)
-    return first.groups == 1 and all(map(is_pointwise, rest))
+    return first.groups == 1 and all(map(_is_pointwise, rest))
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def is_compiled(model: nn.Module) -> bool:
+def _is_compiled(model: nn.Module) -> bool:
     """Whether the model or a part of it is compiled, by `torch.compile(model)` or by `model.compile()`."""
     return any(_is_wrapper(m) or m._compiled_call_impl is not None for m in model.modules())
 
@@ -55,7 +55,7 @@ def copied(model: nn.Module) -> nn.Module:
     Raises: UserError when torch cannot copy it: the weight of a pruned layer is the result of a computation.
     """
     new = _deepcopy(uncompiled(model))
-    if is_compiled(model):
+    if _is_compiled(model):
         add_notes(new, RECOMPILE)
     return new
 

@@ -41,13 +41,13 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError("recalibrate takes several batches: give [images], or a loader")
     images = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
     with eval_mode(model):
-        seen = measure_anew(model, images) if keep_function else update_anew(model, norms, images)
+        seen = _measure_anew(model, images) if keep_function else _update_anew(model, norms, images)
     if not seen:
         raise UserError("recalibrate needs at least one batch")
     return model
 
 
-def update_anew(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
+def _update_anew(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
     """Statistics from nothing, every BatchNorm in train mode: each sees what those before it make in training."""
     momenta, seen = [norm.momentum for norm in norms], 0
     for norm in norms:
@@ -61,7 +61,7 @@ def update_anew(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tens
     return seen
 
 
-def measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
+def _measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
     """Statistics of what every BatchNorm receives in eval mode, in one pass: the function stays, so do its inputs."""
     found: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
 
@@ -80,7 +80,7 @@ def measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
             handle.remove()
     for norm, pairs in found.items():
         means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
-        take_up(norm, means, variances)
+        _take_up(norm, means, variances)
     return seen
 
 
@@ -97,7 +97,7 @@ def norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tens
             yield norm, mean, variance * (moments.total / (moments.total - 1))
 
 
-def take_up(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def _take_up(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     """Gives a BatchNorm new statistics, and the weights with which they scale and shift as the old ones did."""
     if norm.running_mean is None or norm.running_var is None:
         return

@@ -110,7 +110,7 @@ def describe(where: Where) -> str:
     return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
 
 
-def refuse_misuse(rule: Rule, where: Where) -> None:
+def _refuse_misuse(rule: Rule, where: Where) -> None:
     """Raises: UserError when the rule is no rule, or `where` nothing that selects."""
     if isinstance(rule, type) or not callable(getattr(rule, "build", None)):
         raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
@@ -134,8 +134,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
     reason), or when one lies inside another.
     """
-    refuse_misuse(rule, where)
-    check_model(model)
+    _refuse_misuse(rule, where)
+    _check_model(model)
     model = uncompiled(model)
     given, rule = rule, complete(rule, model)
     named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
@@ -144,7 +144,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
-    selected = without_covered(list(distinct((n, m) for n, m in named if matches(where, n, m))))
+    selected = _without_covered(list(distinct((n, m) for n, m in named if matches(where, n, m))))
     kind = kinds(rule)
     if not selected:
         names = [name for name, _ in named if name]
@@ -152,24 +152,24 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     found = [(n, m) for n, m in selected if isinstance(m, (*kind, Part)) or rule.accepts(m)]
     if not found:
         wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
-        seen = ", ".join(sorted({name_kind(type(module), wanted) for _, module in selected}))
+        seen = ", ".join(sorted({_name_kind(type(module), wanted) for _, module in selected}))
         raise UserError(
             f"{ours} rebuilds {wanted}, and {describe(where)} matches none among {len(selected)} modules ({seen})"
         )
     for name, module in found:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {refusal(rule, module)}")
-    refuse_nested([name for name, _ in found])
+    _refuse_nested([name for name, _ in found])
     return [name for name, _ in found]
 
 
-def without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The selection without parts of joint projections that are selected as a whole."""
     modules = {module for _, module in selected}
     return [(n, m) for n, m in selected if not (isinstance(m, Part) and m.joint in modules)]
 
 
-def check_model(model: object) -> None:
+def _check_model(model: object) -> None:
     """Raises: UserError when it is not a model."""
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
@@ -181,7 +181,7 @@ def kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
     return kind if isinstance(kind, tuple) else (kind,)
 
 
-def name_kind(kind: type, wanted: str) -> str:
+def _name_kind(kind: type, wanted: str) -> str:
     """A module's class, with where it comes from if only that tells it from the wanted one."""
     return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
@@ -195,7 +195,7 @@ def refusal(rule: Rule, module: Any) -> str:
     return f"{type(rule).__name__} does not accept it"
 
 
-def refuse_nested(names: Sequence[str]) -> None:
+def _refuse_nested(names: Sequence[str]) -> None:
     """Raises: UserError when a target lies inside another."""
     for outer in names:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
@@ -284,7 +284,7 @@ WAYS_BACK = ("to_conv", "to_attention")
 """Methods of recast layers that give the original form while the layer still has its function."""
 
 
-def way_back(layer: nn.Module) -> Callable[[float], nn.Module] | None:
+def _way_back(layer: nn.Module) -> Callable[[float], nn.Module] | None:
     """The layer's conditional way back, if it has one."""
     return next((getattr(layer, name) for name in WAYS_BACK if callable(getattr(layer, name, None))), None)
 
@@ -297,16 +297,16 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     Raises: UserError when `where` matches no such layer, or naming the first that has another function by now, with
     the measured deviation.
     """
-    check_model(model)
+    _check_model(model)
     model = copied(model)
     tied = tied_parameters(model)
-    found = [n for n, m in model.named_modules() if way_back(m) and matches(where, n, m)]
+    found = [n for n, m in model.named_modules() if _way_back(m) and matches(where, n, m)]
     if not found:
         raise UserError(f"{describe(where)} matches no layer with a way back; pyramids go back with fuse")
     for name in found:
         layer = model.get_submodule(name)
         try:
-            original = way_back(layer)(atol)  # type: ignore[misc]
+            original = _way_back(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
         except (RuntimeError, TypeError, KeyError):  # of parts that do not let themselves be merged

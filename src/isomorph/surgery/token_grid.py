@@ -50,7 +50,7 @@ RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("isomorph_running", defaul
 """The modules that run in this thread, the innermost last."""
 
 
-def backward_pass() -> int:
+def _backward_pass() -> int:
     """The backward pass that this code runs in, -1 for none. torch.utils.checkpoint asks the same private question."""
     return torch._C._current_graph_task_id()
 
@@ -81,7 +81,7 @@ class CallGrids:
     def note(self, grid: Grid) -> None:
         """Notes the grid of the blocks that this thread runs next."""
         alive = {key: known for key, known in EMBEDDED.get({}).items() if key() is not None}
-        EMBEDDED.set({**alive, ref(self): Embedded(grid, backward_pass())})
+        EMBEDDED.set({**alive, ref(self): Embedded(grid, _backward_pass())})
 
     def embed(self, grid: Grid) -> None:
         """Notes the grid of an image; what an interrupt has left of an earlier one is dropped."""
@@ -93,7 +93,7 @@ class CallGrids:
     def embedded(self) -> Grid | None:
         """The grid of the last image, if it was embedded in the pass that runs now."""
         known = EMBEDDED.get({}).get(ref(self))
-        return known.grid if known and known.backward == backward_pass() else None
+        return known.grid if known and known.backward == _backward_pass() else None
 
     def running(self) -> Grid | None:
         """The grid of the innermost module of this model that runs."""
@@ -101,7 +101,7 @@ class CallGrids:
 
     def recall(self, tokens: Any) -> Grid | None:
         """The grid that tokens are marked with, where a backward pass computes their block again."""
-        grid = None if backward_pass() == -1 else getattr(memory(tokens), "isomorph_grid", None)
+        grid = None if _backward_pass() == -1 else getattr(memory(tokens), "isomorph_grid", None)
         if grid:
             self.note(grid)  # further blocks of the same checkpoint get tokens that were never seen
         return grid
@@ -147,7 +147,7 @@ class CallGrids:
             return None
         tokens = args[0] if args else kwargs["x"]
         grid = self.of_tokens(tokens, noted)
-        if grid is None and backward_pass() != -1:
+        if grid is None and _backward_pass() != -1:
             grid = self.only(layer, tokens)
         grid = grid or layer.grid_size
         mark(tokens, grid)
@@ -177,7 +177,7 @@ class FollowGrid:
             self.grids.embed(grid_size)
 
 
-def unfollow(module: nn.Module) -> None:
+def _unfollow(module: nn.Module) -> None:
     """Takes the hooks of this file off a module."""
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
@@ -192,12 +192,12 @@ def follows(hook: Any) -> bool:
     return isinstance(getattr(hook, "__self__", hook), FollowGrid | CallGrids)
 
 
-def follow_grid(model: Any) -> None:
+def _follow_grid(model: Any) -> None:
     """Hooks the patch embedding, the layers that need its grid and the modules these lie in; unhooks all others."""
     found = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in found if isinstance(module, FOLLOWERS)}
     for module in model.modules():
-        unfollow(module)
+        _unfollow(module)
     if not layers:
         return
     grids = CallGrids()
@@ -221,7 +221,7 @@ def embedding_models(model: nn.Module) -> list[Any]:
     return list(parts.values())
 
 
-def embedding_model(model: nn.Module) -> Any:
+def _embedding_model(model: nn.Module) -> Any:
     """The one part of a model that embeds patches, or None.
 
     Raises: UserError when there are several, or when it drops patches: their grid has holes then.
@@ -247,7 +247,7 @@ def check_place(rule: Any) -> None:
 
 def placed(rule: Any, model: nn.Module) -> Any:
     """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
-    owner = None if None not in (rule.grid_size, rule.prefix_tokens) else embedding_model(model)
+    owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _embedding_model(model)
     if owner is None:
         return rule
     known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
@@ -256,6 +256,6 @@ def placed(rule: Any, model: nn.Module) -> Any:
 
 def attach_grid(rule: Any, model: nn.Module) -> None:
     """Lets the grid of the rule's layers follow the images, unless the rule gives one; stops where none is left."""
-    owner = embedding_model(model) if rule.grid_size is None else None
+    owner = _embedding_model(model) if rule.grid_size is None else None
     if owner is not None:
-        follow_grid(owner)
+        _follow_grid(owner)

@@ -126,8 +126,8 @@ def compare_outputs(
     models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
     return VerifyReport(
         atol=atol,
-        inputs=tuple(input_deviation(models, batch) for batch in batches),
-        targets=target_deviations(*models[torch.float64], batches[0].double()),
+        inputs=tuple(_input_deviation(models, batch) for batch in batches),
+        targets=_target_deviations(*models[torch.float64], batches[0].double()),
         notes=noted,
     )
 
@@ -155,7 +155,7 @@ def frozen(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.no_grad()
-def input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Tensor) -> InputDeviation:
+def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Tensor) -> InputDeviation:
     """Largest |a(x) - b(x)| in each precision."""
     found, scale = {}, 0.0
     for dtype, (a, b) in models.items():
@@ -168,7 +168,7 @@ def input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batc
 
 
 @torch.no_grad()
-def target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
+def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
     """Each recast module against the one it replaced, on the input that the latter sees in `original`.
 
     A part of a joint projection is compared as the whole layer.

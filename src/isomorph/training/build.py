@@ -48,7 +48,7 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     remember_base(model, arguments)
-    model = (start_from if part.weights else prepare)(model, part, recast_now)
+    model = (_start_from if part.weights else prepare)(model, part, recast_now)
     said = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
     model.isomorph_start = "; ".join(said)  # type: ignore[assignment]
     return model
@@ -59,7 +59,7 @@ def prepare(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
     return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
 
 
-def start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
+def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
     """The base with the weights of `model.weights`, then the surgery; or the surgery first, for weights of its result.
 
     The names and shapes of the tensors tell which: those of the base where they fit it, else those of the recast model.
@@ -74,7 +74,7 @@ def start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module
     except UserError as misfit:
         if not part.recast:
             raise
-        model, new = fill_recast(model, part, state, misfit)
+        model, new = _fill_recast(model, part, state, misfit)
         if not recast_now:
             raise UserError(
                 f"model.weights {path} is recast already, and model.recast_epoch {part.recast_epoch} recasts a model "
@@ -86,7 +86,7 @@ def start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module
     return prepare(model, part, recast_now)
 
 
-def fill_recast(
+def _fill_recast(
     model: nn.Module, part: ModelPart, state: dict[str, Any], misfit: UserError
 ) -> tuple[nn.Module, list[str]]:
     """The model after the surgery, with weights of its kind; and what of it is new.

@@ -21,7 +21,7 @@ KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Parameter groups, in order."""
 
 
-def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
+def _attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
     """Full names of the gates, and of the centres and localities, of every layer that attends by position."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d | PSA)}
     dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
@@ -29,7 +29,7 @@ def attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
     return gates, dials - gates
 
 
-def branch_names(model: nn.Module) -> set[str]:
+def _branch_names(model: nn.Module) -> set[str]:
     """Full names of the weights that a BatchNorm follows inside pyramids: only their direction matters."""
     named = {module: name for name, module in model.named_modules()}
     chains = [chain for module in model.modules() if isinstance(module, Pyramid) for chain in module.chains]
@@ -56,8 +56,8 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
     With a layer decay, each of these once for every layer.
     """
     exempt = undecayed(model) | set(getattr(model, "no_weight_decay", set)())
-    gates, positions = attention_names(model)
-    branches = branch_names(model) if optim.branch_lr else set()
+    gates, positions = _attention_names(model)
+    branches = _branch_names(model) if optim.branch_lr else set()
     scales = layer_scales(model, optim.layer_decay)
     members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():

@@ -59,12 +59,12 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 def picture_loader(pictures: Dataset[tuple[Tensor, int]], batch: int, workers: int) -> DataLoader[Any]:
     """Batches in order. Shape: -> (B, severities, 3, H, W) uint8, (B,)"""
     if workers:
-        leave_one_thread()
+        _leave_one_thread()
     pinned = torch.cuda.is_available()
     return Loader(pictures, batch, num_workers=workers, worker_init_fn=leave_signals_alone, pin_memory=pinned)
 
 
-def leave_one_thread() -> None:
+def _leave_one_thread() -> None:
     """Ends OpenCV's threads: workers share the cores out among themselves, and one forked beside such threads hangs."""
     try:
         import cv2

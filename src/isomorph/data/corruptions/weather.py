@@ -44,7 +44,7 @@ def snow(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Flakes, blurred as they fall, over a whitened picture, and once more turned by half a turn."""
     mean, deviation, factor, threshold, radius, sigma, share = SNOW[severity - 1]
     x = picture.astype(np.float32) / 255
-    flakes = zoomed_middle(draws.normal(mean, deviation, x.shape[:2]), factor)
+    flakes = _zoomed_middle(draws.normal(mean, deviation, x.shape[:2]), factor)
     flakes[flakes < threshold] = 0
     layer = moved_blur(to_levels(flakes), radius, sigma, draws.uniform(-135, -45))
     layer = np.floor(layer)[..., None] / 255  # ImageMagick works in whole levels, before and after
@@ -52,7 +52,7 @@ def snow(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     return to_levels(share * x + (1 - share) * white + layer + np.rot90(layer, 2))
 
 
-def zoomed_middle(plane: np.ndarray, factor: float) -> np.ndarray:
+def _zoomed_middle(plane: np.ndarray, factor: float) -> np.ndarray:
     """The middle zoomed to the size of the whole. Shape: (H, W) -> (H, W)"""
     kept = [math.ceil(side / factor) for side in plane.shape]
     top, left = ((side - part) // 2 for side, part in zip(plane.shape, kept, strict=True))
@@ -65,7 +65,7 @@ def frost(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """A place of one of five textures, at its own scale, laid over the picture."""
     share, ice = FROST[severity - 1]
     height, width = picture.shape[:2]
-    texture = grown(frost_texture(draws.randint(len(TEXTURES))), height, width)
+    texture = _grown(frost_texture(draws.randint(len(TEXTURES))), height, width)
     top, left = draws.randint(0, texture.shape[0] - height), draws.randint(0, texture.shape[1] - width)
     return np.clip(share * picture + ice * texture[top : top + height, left : left + width], 0, 255).astype(np.uint8)
 
@@ -77,7 +77,7 @@ def frost_texture(number: int) -> np.ndarray:
     return np.asarray(cv2.imdecode(np.frombuffer(file.read_bytes(), np.uint8), cv2.IMREAD_COLOR))[..., ::-1].copy()
 
 
-def grown(texture: np.ndarray, height: int, width: int) -> np.ndarray:
+def _grown(texture: np.ndarray, height: int, width: int) -> np.ndarray:
     """The texture, enlarged where the picture would not fit into it (never at 224 px)."""
     scale = max((height + 1) / texture.shape[0], (width + 1) / texture.shape[1])
     if scale <= 1:
@@ -110,12 +110,12 @@ def spatter(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarra
         cover[cover < 0.8] = 0
         return to_levels(picture / 255 * (1 - cover) + cover * MUD)
     drops = (liquid * 255).astype(np.uint8)
-    light = drops * edge_light(drops)
+    light = drops * _edge_light(drops)
     brightest = light.max()  # 0 where no drop has formed, as may be in a small picture: imagecorruptions divides by it
     return to_levels(picture / 255 + last * light[..., None] / (brightest or 1) * WATER)
 
 
-def edge_light(drops: np.ndarray) -> np.ndarray:
+def _edge_light(drops: np.ndarray) -> np.ndarray:
     """How brightly a drop shines by its distance to edges, as through an embossing filter. Shape: (H, W) -> (H, W)"""
     distance = cv2.distanceTransform(255 - cv2.Canny(drops, 50, 150), cv2.DIST_L2, 5)
     near = cv2.equalizeHist(cv2.blur(np.minimum(distance, 20), (3, 3)).astype(np.uint8))

@@ -89,12 +89,12 @@ def huggingface(split: str, root: Path) -> Source:
     Raises: UserError when the package, the network, the data set, its split or a column is missing.
     """
     part = open_part(split, root)
-    labels = labels_of(part)
+    labels = _labels_of(part)
     if not len(labels):
         raise UserError(f"{part.title} has no images")
     classes = part.names
     if not classes:
-        others = [labels_of(other) for name in SPLITS for other in parts(name, root, False) if name != split]
+        others = [_labels_of(other) for name in SPLITS for other in parts(name, root, False) if name != split]
         classes = [str(i) for i in range(max(int(found.max(initial=0)) for found in (labels, *others)) + 1)]
     if labels.min() < 0 or labels.max() >= len(classes):
         raise UserError(f"{part.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
@@ -102,7 +102,7 @@ def huggingface(split: str, root: Path) -> Source:
     return Source(Rows(part), labels, classes, runs(lengths) if sum(lengths) == len(labels) else None)
 
 
-def labels_of(part: Part) -> np.ndarray:
+def _labels_of(part: Part) -> np.ndarray:
     """All labels of a split. Shape: (n,). Raises: UserError when they are no whole numbers."""
     with plainly(part.title):
         table = part.dataset.select_columns([part.label]).with_format("arrow")[:]
@@ -140,7 +140,7 @@ def parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
         from datasets import Image
     except ImportError:
         raise UserError("this source needs the package datasets; pip install 'isomorph[data]'") from None
-    for part in local_parts(split, root, streaming) if root.is_dir() else hub_parts(split, root, streaming):
+    for part in _local_parts(split, root, streaming) if root.is_dir() else _hub_parts(split, root, streaming):
         with plainly(part.title):
             columns = list(part.dataset.features or next(iter(part.dataset), {}))
             chosen = {kind: next((name for name in names if name in columns), "") for kind, names in COLUMNS.items()}
@@ -150,7 +150,7 @@ def parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
         yield replace(part, dataset=undecoded, image=chosen["image"], label=chosen["label"])
 
 
-def hub_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+def _hub_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
     """The fitting splits of a data set on the hub."""
     from datasets import load_dataset
 
@@ -165,7 +165,7 @@ def hub_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
             yield Part(f"the {word} split of {name}", splits[word], images=getattr(about, "num_examples", None) or None)
 
 
-def local_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+def _local_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
     """The fitting splits in a folder: parquet files, or what `save_to_disk` made."""
     from datasets import load_dataset, load_from_disk
 

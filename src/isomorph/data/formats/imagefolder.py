@@ -26,16 +26,16 @@ def imagefolder(split: str, root: Path) -> Source:
     Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
     """
     refuse_no_folder(root, "train/ and val/")
-    tops = {name: folders_of_classes(root, folders) for name, folders in SPLITS.items()}
+    tops = {name: _folders_of_classes(root, folders) for name, folders in SPLITS.items()}
     if not tops[split] and (any(tops.values()) or split == "train"):
         raise UserError(
             f"{root} has no folder {' or '.join(SPLITS[split])} with one folder a class, for the {split} split"
         )
     top = tops[split][0] if tops[split] else root
     train = tops["train"][0] if tops["train"] else top
-    classes = class_folders(train)
-    refuse_unknown_classes(top, class_folders(top), train, classes)
-    found = [[f"{name}/{image}" for image in images_below(top / name)] for name in classes]
+    classes = _class_folders(train)
+    refuse_unknown_classes(top, _class_folders(top), train, classes)
+    found = [[f"{name}/{image}" for image in _images_below(top / name)] for name in classes]
     if not any(found):
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {kinds} files")
@@ -43,21 +43,21 @@ def imagefolder(split: str, root: Path) -> Source:
     return Source(Files(top, (image for images in found for image in images)), labels, classes)
 
 
-def folders_of_classes(root: Path, names: Sequence[str]) -> list[Path]:
+def _folders_of_classes(root: Path, names: Sequence[str]) -> list[Path]:
     """The folders of these names that have folders in them: test images may come without classes, beside others."""
-    return [root / name for name in names if (root / name).is_dir() and class_folders(root / name)]
+    return [root / name for name in names if (root / name).is_dir() and _class_folders(root / name)]
 
 
-def class_folders(top: Path) -> list[str]:
+def _class_folders(top: Path) -> list[str]:
     return sorted(folder.name for folder in top.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
-def images_below(folder: Path) -> list[str]:
+def _images_below(folder: Path) -> list[str]:
     """Names of the image files in a folder and the folders in it, sorted folder by folder; none if it is missing."""
-    return sorted(names_below(str(folder)), key=lambda name: name.split("/"))
+    return sorted(_names_below(str(folder)), key=lambda name: name.split("/"))
 
 
-def names_below(folder: str, prefix: str = "") -> Iterator[str]:
+def _names_below(folder: str, prefix: str = "") -> Iterator[str]:
     """Names of the image files below a folder, in no order."""
     if not os.path.isdir(folder):
         return
@@ -66,6 +66,6 @@ def names_below(folder: str, prefix: str = "") -> Iterator[str]:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from names_below(entry.path, f"{prefix}{entry.name}/")
+                yield from _names_below(entry.path, f"{prefix}{entry.name}/")
             elif is_image(entry.name):
                 yield prefix + entry.name

@@ -85,7 +85,7 @@ class Archives:
         if self.one_a_class:
             pairs = zip(self.paths, self.indices, strict=True)
             return [(path.stem, name.split("/")) for path, index in pairs for name in index.names]
-        return class_paths(self.indices[0].names)
+        return _class_paths(self.indices[0].names)
 
 
 def archives(root: Path, names: Sequence[str]) -> Archives | None:
@@ -96,7 +96,7 @@ def archives(root: Path, names: Sequence[str]) -> Archives | None:
     return next((kept for kept in there if kept.classes), there[0] if there else None)
 
 
-def class_paths(names: Iterable[str]) -> list[tuple[str, list[str]]]:
+def _class_paths(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Class of every member of one tar and its path below the class.
 
     A folder around all members that is named for a split is no class.
@@ -118,7 +118,7 @@ def webdataset(split: str, root: Path) -> Source:
     Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
     """
     refuse_no_folder(root, "shards like train-0000.tar")
-    found = split_shards(root)
+    found = _split_shards(root)
     if not found[split]:
         raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][-1]}-0000.tar")
     indices = labelled(found[split])
@@ -130,7 +130,7 @@ def webdataset(split: str, root: Path) -> Source:
     with suppress(Unlabelled):  # no label there: none that counts
         others = [index for name in SPLITS if name != split and found[name] for index in labelled(found[name])]
     largest = max(int(index.labels.max(initial=-1)) for index in [*indices, *others])
-    classes = listed_classes(root) or [str(i) for i in range(largest + 1)]
+    classes = _listed_classes(root) or [str(i) for i in range(largest + 1)]
     if largest >= len(classes):
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
     labels = np.concatenate([index.labels for index in indices])
@@ -145,7 +145,7 @@ def labelled(choices: Sequence[Sequence[Path]]) -> list[Index]:
     return index_shards(choices[-1], samples)
 
 
-def split_shards(root: Path) -> dict[str, list[list[Path]]]:
+def _split_shards(root: Path) -> dict[str, list[list[Path]]]:
     """The shards below a folder by split, for each of its names that shards have, sorted.
 
     Raises: UserError when all there is is compressed.
@@ -155,18 +155,18 @@ def split_shards(root: Path) -> dict[str, list[list[Path]]]:
         raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
     found: dict[str, list[list[Path]]] = {}
     for split, words in SPLITS.items():
-        named = ([path for path in shards if of_split(path.relative_to(root), word)] for word in words)
+        named = ([path for path in shards if _of_split(path.relative_to(root), word)] for word in words)
         found[split] = [paths for paths in named if paths]
     if shards and not any(found.values()):
         found["test"] = [shards]
     return found
 
 
-def of_split(path: Path, word: str) -> bool:
+def _of_split(path: Path, word: str) -> bool:
     return says(path.name, word) or word in path.parts[:-1]
 
 
-def listed_classes(root: Path) -> list[str]:
+def _listed_classes(root: Path) -> list[str]:
     """The names of the classes as files beside the shards list them; none where no file does.
 
     Raises: UserError when a file cannot be read.

@@ -135,13 +135,13 @@ def index_shards(paths: Sequence[Path], pick: Callable[[BinaryIO, Path], list[Me
     Raises: UserError when a shard cannot be read, is cut short or compressed.
     """
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda path: index_shard(path, pick), paths))
+        return list(pool.map(lambda path: _index_shard(path, pick), paths))
 
 
-def index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[Member]]) -> Index:
+def _index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[Member]]) -> Index:
     try:
         stamp = Stamp.of(path)
-        kept = load_index(stamp, pick.__name__)
+        kept = _load_index(stamp, pick.__name__)
         if kept is None:
             with open(path, "rb") as file:
                 if file.read(6).startswith(COMPRESSED):
@@ -150,22 +150,22 @@ def index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[Member]]) -> I
                     )
                 file.seek(0)
                 kept = Index.of(stamp, pick(file, path))
-            keep_index(kept, pick.__name__)
+            _keep_index(kept, pick.__name__)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
     return kept
 
 
-def cache_file(stamp: Stamp, kind: str) -> Path:
+def _cache_file(stamp: Stamp, kind: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(f"{kind} {stamp.path}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
     return base / "isomorph" / "shards" / f"{name}.npz"
 
 
-def load_index(stamp: Stamp, kind: str) -> Index | None:
+def _load_index(stamp: Stamp, kind: str) -> Index | None:
     """The index kept for this shard as it is now, if there is one."""
     try:
-        with open(cache_file(stamp, kind), "rb") as file, np.load(file, allow_pickle=False) as kept:
+        with open(_cache_file(stamp, kind), "rb") as file, np.load(file, allow_pickle=False) as kept:
             if kept["stamp"].tolist() != [VERSION, stamp.size, stamp.changed]:
                 return None
             return Index(stamp, Names(kept["block"], kept["ends"]), kept["offsets"], kept["sizes"], kept["labels"])
@@ -173,13 +173,13 @@ def load_index(stamp: Stamp, kind: str) -> Index | None:
         return None
 
 
-def keep_index(index: Index, kind: str) -> None:
-    """Writes the index where `load_index` finds it, whole or not at all; without a writable cache it is not kept."""
+def _keep_index(index: Index, kind: str) -> None:
+    """Writes the index where `_load_index` finds it, whole or not at all; without a writable cache it is not kept."""
     stamp, names, written = np.asarray([VERSION, index.stamp.size, index.stamp.changed]), index.names, io.BytesIO()
     numbers = dict(offsets=index.offsets, sizes=index.sizes, labels=index.labels)
     np.savez(written, allow_pickle=False, stamp=stamp, block=names.block, ends=names.ends, **numbers)
     try:
-        target = cache_file(index.stamp, kind)
+        target = _cache_file(index.stamp, kind)
         target.parent.mkdir(parents=True, exist_ok=True)
         number, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
     except (OSError, RuntimeError):
@@ -254,7 +254,7 @@ def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]
         if key in parts:
             file.seek(parts[key].offset)
             text = file.read(parts[key].size)
-            label = label_of(key, text)
+            label = _label_of(key, text)
             if label is not None:
                 return [Member(picture.name, picture.offset, picture.size, label)]
             said = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
@@ -264,7 +264,7 @@ def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]
     )
 
 
-def label_of(key: str, text: bytes) -> int | None:
+def _label_of(key: str, text: bytes) -> int | None:
     """The label that a .cls or .json file gives, if it is a whole number from 0."""
     try:
         label = int(text) if key == "cls" else json.loads(text)["label"]

@@ -20,7 +20,7 @@ Dealt = tuple[Tensor, Labels, list[str]]
 """Images, labels, problems."""
 
 
-def this_worker() -> tuple[int, int]:
+def _this_worker() -> tuple[int, int]:
     """The place of the loader's worker that asks, and how many there are."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
@@ -38,7 +38,7 @@ class StreamedParts(IterableDataset[Dealt]):
 
     def __iter__(self) -> Iterator[Dealt]:
         order, mine, first = self.deals.order, self.deals.share.mine, self.deals.first
-        worker, workers = this_worker()
+        worker, workers = _this_worker()
         lane = (worker + first * len(mine)) % workers  # the loader begins with worker 0, wherever the run does
         start = first
         for epoch in range(first // order.steps, self.deals.epochs):
@@ -101,7 +101,7 @@ class StreamedTest(IterableDataset[tuple[Any, int]]):
         self.stream, self.share = stream, share
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
-        worker, workers = this_worker()
+        worker, workers = _this_worker()
         part, parts = self.share.mine[0] * workers + worker, self.share.of * workers
         for picture, label, identity in self.stream.samples(0, None, part, parts):
             yield seen(self.stream, self.stream.image(picture, identity)), label

@@ -111,17 +111,17 @@ def shuffled(samples: Iterator[Sample], buffer: int, rng: np.random.Generator) -
         yield held[drawn]
 
 
-def huggingface_stream(split: str, root: Path, images: int | None, classes: int | None) -> Stream:
+def _huggingface_stream(split: str, root: Path, images: int | None, classes: int | None) -> Stream:
     """A data set on the hub or in a folder, as `huggingface` finds it, never downloaded or converted.
 
     Raises: UserError as `huggingface`, and when the number of classes is neither given nor to be found.
     """
     part = open_part(split, root, streaming=True)
-    names = part.names or [str(i) for i in range(classes or count_classes(part, root))]
-    return Stream(part, names, images or part.images or count_rows(part))
+    names = part.names or [str(i) for i in range(classes or _count_classes(part, root))]
+    return Stream(part, names, images or part.images or _count_rows(part))
 
 
-def count_rows(part: Part) -> int | None:
+def _count_rows(part: Part) -> int | None:
     """The number of images, from the ends of local parquet files."""
     from pyarrow.parquet import read_metadata
 
@@ -129,7 +129,7 @@ def count_rows(part: Part) -> int | None:
         return sum(read_metadata(file).num_rows for file in part.files) if part.files else None
 
 
-def count_classes(part: Part, root: Path) -> int:
+def _count_classes(part: Part, root: Path) -> int:
     """The number of classes by the largest label in local parquet files of any split.
 
     Raises: UserError for other data.
@@ -147,7 +147,7 @@ def count_classes(part: Part, root: Path) -> int:
         return max(largest) + 1
 
 
-STREAMS: dict[str, Callable[[str, Path, int | None, int | None], Stream]] = {"huggingface-stream": huggingface_stream}
+STREAMS: dict[str, Callable[[str, Path, int | None, int | None], Stream]] = {"huggingface-stream": _huggingface_stream}
 
 
 def open_stream(

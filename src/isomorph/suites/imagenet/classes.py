@@ -30,13 +30,13 @@ def imagenet_classes(source: Source, suite: str, kept: np.ndarray | None, title:
     if not names:
         raise UserError(f"{title} has no images")
     if all(NUMBER.fullmatch(name) for name in names.values()):
-        found = by_number(names.values(), kept)
-    elif in_english(source.classes):
+        found = _by_number(names.values(), kept)
+    elif _in_english(source.classes):
         found = list(names)
     else:
         found = [by_wnid(name, title) for name in names.values()]
     labels[list(names)] = found
-    refuse_strangers(dict(zip(names.values(), found, strict=True)), suite, kept, title)
+    _refuse_strangers(dict(zip(names.values(), found, strict=True)), suite, kept, title)
     return labels
 
 
@@ -51,7 +51,7 @@ def with_imagenet_labels(source: Source, title: str) -> Source:
     return named
 
 
-def by_number(names: Iterable[str], kept: np.ndarray | None) -> list[int]:
+def _by_number(names: Iterable[str], kept: np.ndarray | None) -> list[int]:
     """Labels from names like 7 or 0007; 0 to 199, complete, are places among the kept."""
     numbers = [int(name) for name in names]
     if kept is not None and sorted(numbers) == list(range(len(kept))):
@@ -71,7 +71,7 @@ def by_wnid(name: str, title: str) -> int:
     return label
 
 
-def in_english(classes: Sequence[str]) -> bool:
+def _in_english(classes: Sequence[str]) -> bool:
     """Whether these are ImageNet's 1000 names in label order ("tench, Tinca tinca", ...); a few may be spelt anew.
 
     Two classes are called crane, so that a name alone does not always tell: the whole list does.
@@ -84,7 +84,7 @@ def in_english(classes: Sequence[str]) -> bool:
     )
 
 
-def refuse_strangers(found: dict[str, int], suite: str, kept: np.ndarray | None, title: str) -> None:
+def _refuse_strangers(found: dict[str, int], suite: str, kept: np.ndarray | None, title: str) -> None:
     """Raises: UserError naming a class that is not one of the suite's."""
     known = set(range(len(imagenet_labels().wnids)) if kept is None else kept.tolist())
     strangers = [name for name, label in found.items() if label not in known]

@@ -36,7 +36,7 @@ def open_place(place: Place) -> Source:
     Raises: UserError as `open_source`.
     """
     if place.form == FLAT:
-        listed = {top: images_in(top) for top in tops_of(place.path)}
+        listed = {top: _images_in(top) for top in _tops_of(place.path)}
         top, names = max(listed.items(), key=lambda found: len(found[1]))  # beside it a picture or two may lie
         return Source(Files(top, sorted(names)), np.zeros(len(names), np.int64), [""])
     return open_source(place.form, "test", place.path)
@@ -57,7 +57,7 @@ def find(suite: str, folder: str, usual: Sequence[str], root: str | Path | None,
         return Place(path, form or ("huggingface" if on_hub else form_of(path)))
     top = Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
     for name in usual:
-        if (top / name).is_dir() and (name != "." or holds_split(top)):
+        if (top / name).is_dir() and (name != "." or _holds_split(top)):
             return Place(top / name, form or form_of(top / name))
     looked = ", ".join(name for name in usual if name != ".")
     raise UserError(
@@ -65,18 +65,18 @@ def find(suite: str, folder: str, usual: Sequence[str], root: str | Path | None,
     )
 
 
-def holds_split(top: Path) -> bool:
+def _holds_split(top: Path) -> bool:
     """Whether a folder is a data set itself, with its test images in val/, val.tar, in class folders or in itself."""
     within = any((top / f"{word}{end}").exists() for word in SPLITS["test"] for end in ("", ".tar"))
-    return within or classes_in(top) or bool(images_in(top))
+    return within or _classes_in(top) or bool(_images_in(top))
 
 
-def tops_of(path: Path) -> list[Path]:
+def _tops_of(path: Path) -> list[Path]:
     """The folders that may hold the test images: its own, and those of the test split in it."""
     return [path, *(path / word for word in SPLITS["test"] if (path / word).is_dir())]
 
 
-def images_in(top: Path) -> list[str]:
+def _images_in(top: Path) -> list[str]:
     """Names of the image files right in a folder, in no order."""
     with os.scandir(top) as entries:
         return [e.name for e in entries if is_image(e.name) and not e.name.startswith(".") and e.is_file()]
@@ -84,24 +84,24 @@ def images_in(top: Path) -> list[str]:
 
 def form_of(path: Path) -> str:
     """The kind of source that reads a folder, by what is in it."""
-    tops = tops_of(path)
-    if any(classes_in(top) for top in tops):
+    tops = _tops_of(path)
+    if any(_classes_in(top) for top in tops):
         return "imagefolder"
     tars = [tar for top in tops for tar in top.glob("[!.]*.tar")]
     if any(tar.stem in SPLITS["test"] or CLASS.fullmatch(tar.stem) for tar in tars):
         return "tar"
     if tars or any(path.glob("*/*.tar")):
         return "webdataset"
-    if any_of(path, ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")):
+    if _any_of(path, ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")):
         return "huggingface"
-    return FLAT if any(map(images_in, tops)) else "imagefolder"
+    return FLAT if any(map(_images_in, tops)) else "imagefolder"
 
 
-def any_of(path: Path, globs: Iterable[str]) -> bool:
+def _any_of(path: Path, globs: Iterable[str]) -> bool:
     return any(next(path.glob(glob), None) for glob in globs)
 
 
-def classes_in(top: Path) -> bool:
+def _classes_in(top: Path) -> bool:
     """Whether there is a folder called like a class."""
     with os.scandir(top) as entries:
         return any(CLASS.fullmatch(entry.name) and entry.is_dir() for entry in entries)

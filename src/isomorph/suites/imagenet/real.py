@@ -18,14 +18,14 @@ def real_answers(source: Source, title: str) -> np.ndarray:
     Source: Beyer et al. (2020)
     Raises: UserError when a name does not tell the image, or two images have one name.
     """
-    numbers = np.asarray([number_of(picture_name(source.pictures, i), title) for i in range(len(source))], np.int64)
+    numbers = np.asarray([_number_of(picture_name(source.pictures, i), title) for i in range(len(source))], np.int64)
     if len(np.unique(numbers)) < len(numbers):
         values, counts = np.unique(numbers, return_counts=True)
         raise UserError(f"{title} has image ILSVRC2012_val_{values[counts > 1][0] + 1:08d} twice; keep one")
     return imagenet_labels().real[numbers]
 
 
-def number_of(name: str | None, title: str) -> int:
+def _number_of(name: str | None, title: str) -> int:
     """The place of an image among the 50,000, from 0. Raises: UserError when its name does not tell."""
     found = NAME.search(name or "")
     number = int(found[1]) if found else 0

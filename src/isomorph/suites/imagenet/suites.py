@@ -90,12 +90,12 @@ def find_suites(
         return find(name, folder, SUITES[name].folders, root, form), SUITES[name]
 
     places: dict[Place, list[Suite]] = {}
-    for place, suite in of_all(located, named(wanted)):
+    for place, suite in _of_all(located, named(wanted)):
         places.setdefault(place, []).append(suite)
     return places
 
 
-def of_all(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+def _of_all(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
     """What the work gives of every item. Raises: UserError with what is wrong with all of them, a line each."""
     found, problems = [], []
     for item in items:
@@ -110,7 +110,7 @@ def of_all(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
 
 def open_found(places: Mapping[Place, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
     """Opens what `find_suites` found. Raises: UserError for classes that are not the suite's, or missing images."""
-    return of_all(lambda found: open_on(*found, partial), places.items())
+    return _of_all(lambda found: _open_on(*found, partial), places.items())
 
 
 def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
@@ -126,10 +126,10 @@ def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, folder or (of_val if name in ("imagenet", "real") else "")) for name, folder in pairs]
 
 
-def open_on(place: Place, suites: Sequence[Suite], partial: bool) -> TestSet:
+def _open_on(place: Place, suites: Sequence[Suite], partial: bool) -> TestSet:
     """The images of a place, with the view that each suite has of them."""
     source = open_place(place)
-    return TestSet(source, of_all(lambda suite: view(suite, source, place, partial), suites))
+    return TestSet(source, _of_all(lambda suite: view(suite, source, place, partial), suites))
 
 
 def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
@@ -137,7 +137,7 @@ def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
     labels = imagenet_labels()
     if suite.sets:
         answers = real_answers(source, place.title)
-        refuse_part(suite, len(source), suite.images, "images", place, partial)
+        _refuse_part(suite, len(source), suite.images, "images", place, partial)
         return View(suite.name, answers, labels.wnids, outputs=CLASSES)
     if place.form == FLAT:
         raise UserError(
@@ -146,13 +146,13 @@ def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
         )
     found = imagenet_classes(source, suite.name, suite.kept, place.title)[source.labels]  # (n,)
     kept = np.arange(CLASSES) if suite.kept is None else suite.kept
-    refuse_part(suite, len(np.unique(found)), len(kept), "classes", place, partial)
-    refuse_part(suite, len(source), suite.images, "images", place, partial)
+    _refuse_part(suite, len(np.unique(found)), len(kept), "classes", place, partial)
+    _refuse_part(suite, len(source), suite.images, "images", place, partial)
     classes = [labels.wnids[label] for label in kept]
     return View(suite.name, np.searchsorted(kept, found), classes, suite.kept, CLASSES)
 
 
-def refuse_part(suite: Suite, found: int, expected: int, what: str, place: Place, partial: bool) -> None:
+def _refuse_part(suite: Suite, found: int, expected: int, what: str, place: Place, partial: bool) -> None:
     """Raises: UserError when there are more than the suite has, or, where a part will not do, fewer."""
     if found > expected or (found < expected and not partial):
         part = "; to evaluate on a part all the same: --partial (partial=True)" if found < expected else ""

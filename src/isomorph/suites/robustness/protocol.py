@@ -82,7 +82,7 @@ class Sight:
         """The clean images, all or evenly spaced ones. Raises: UserError when there is no source."""
         if self.source is None:
             raise UserError("there are no clean images; give a source")
-        return some_of(self.source, self.limit)
+        return _some_of(self.source, self.limit)
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Pictures]]:
         """Datasets of a corruption's cells: all severities from one decoding, or each from its published folder."""
@@ -91,11 +91,11 @@ class Sight:
             yield tuple(severities), Pictures(source, self.frame, corruption, severities, self.seed)
             return
         for severity in severities:
-            cell = some_of(self.published.cell(corruption, severity, self.classes), self.limit)
+            cell = _some_of(self.published.cell(corruption, severity, self.classes), self.limit)
             yield (severity,), Pictures(cell, self.frame)
 
 
-def some_of(source: Source, limit: int | None) -> Source:
+def _some_of(source: Source, limit: int | None) -> Source:
     """So many images, evenly spaced; all of them without a limit."""
     if limit is None or limit >= len(source):
         return source

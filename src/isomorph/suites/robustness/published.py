@@ -29,7 +29,7 @@ class ImageNetC:
     def refuse_missing(self, wanted: Mapping[str, Sequence[int]]) -> None:
         """Raises: UserError when a folder of these corruptions and severities is not there."""
         for corruption, severities in wanted.items():
-            corruption_folder(self.root, corruption, severities)
+            _corruption_folder(self.root, corruption, severities)
 
     def cell(self, corruption: str, severity: int, classes: int) -> Source:
         """The pictures of one cell.
@@ -38,7 +38,7 @@ class ImageNetC:
 
         Raises: UserError when a folder is missing, or its classes are not the model's.
         """
-        folder = corruption_folder(self.root, corruption, [severity]) / str(severity)
+        folder = _corruption_folder(self.root, corruption, [severity]) / str(severity)
         source = imagefolder("test", folder)
         if classes == 1000:
             return with_imagenet_labels(source, str(folder))
@@ -61,7 +61,7 @@ class CifarC:
         if not self.root.is_dir():
             raise UserError(f"no folder {self.root}; give the one with CIFAR-C's CORRUPTION.npy and labels.npy")
         for corruption in wanted:
-            pictures = open_array(self.root / f"{corruption}.npy")
+            pictures = _open_array(self.root / f"{corruption}.npy")
             shape = pictures.shape
             if len(shape) != 4 or shape[3] != 3 or shape[0] != len(self.labels) or shape[0] % len(SEVERITIES):
                 raise UserError(
@@ -73,7 +73,7 @@ class CifarC:
 
     @cached_property
     def labels(self) -> np.ndarray:
-        labels = open_array(self.root / "labels.npy")
+        labels = _open_array(self.root / "labels.npy")
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not labels.size or labels.min() < 0:
             raise UserError(f"{self.root / 'labels.npy'} is not a row of class numbers, one for each image")
         return np.asarray(labels, np.int64)
@@ -100,13 +100,13 @@ class ArrayPictures(Sequence[Image.Image]):
 
     def __getitem__(self, index: Any) -> Any:
         place = range(self.start, self.start + self.size)[index]
-        return Image.fromarray(np.array(open_array(self.path)[place]))
+        return Image.fromarray(np.array(_open_array(self.path)[place]))
 
     def name(self, index: int) -> str:
         return f"image {self.start + index} of {self.path}"
 
 
-def open_array(path: Path) -> np.ndarray:
+def _open_array(path: Path) -> np.ndarray:
     """An array in a file, mapped into memory. Raises: UserError when it is not there or no array."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
@@ -136,7 +136,7 @@ def open_published(suite: str, folder: Path | None) -> Published | None:
     return SUITES[suite](folder) if folder else None
 
 
-def corruption_folder(root: Path, corruption: str, severities: Sequence[int]) -> Path:
+def _corruption_folder(root: Path, corruption: str, severities: Sequence[int]) -> Path:
     """Raises: UserError when there is no folder of the suite, of the corruption, or of a severity."""
     if not root.is_dir():
         raise UserError(f"no folder {root}; give the one with ImageNet-C's CORRUPTION/SEVERITY/CLASS/*.JPEG")

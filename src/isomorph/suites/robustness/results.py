@@ -45,8 +45,8 @@ class Journal:
         if path is None:
             return
         if path.exists() and path.stat().st_size:
-            found, cells, whole = read_journal(path)
-            refuse_another(path, found, self.identity)
+            found, cells, whole = _read_journal(path)
+            _refuse_another(path, found, self.identity)
             self.cells.update(cells)
             os.truncate(path, whole)  # a line cut short by a kill
             return
@@ -74,7 +74,7 @@ class Journal:
             raise UserError(f"cannot write {self.path}: {error.strerror}; give another --out") from None
 
 
-def read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
+def _read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
     """Identity, cells, and how many bytes of the file are whole lines.
 
     Raises: UserError when it is no such file, or damaged before its last line.
@@ -88,26 +88,26 @@ def read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell
         first, *others = [json.loads(line) for line in block[:whole].splitlines()]
         if first.pop("kind") != KIND:
             raise ValueError
-        return identity_of(first), by_place(others), whole
+        return _identity_of(first), _by_place(others), whole
     except NOT_RESULTS:
         raise UserError(
             f"{path} is not a file of robustness cells, or is damaged; isomorph robustness writes them"
         ) from None
 
 
-def by_place(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
+def _by_place(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
     """Cells by corruption and severity, their numbers as such. Raises: one of NOT_RESULTS for what is none."""
-    return {(str(line["corruption"]), int(line["severity"])): cell_of(line) for line in lines}
+    return {(str(line["corruption"]), int(line["severity"])): _cell_of(line) for line in lines}
 
 
-def cell_of(line: Cell) -> Cell:
+def _cell_of(line: Cell) -> Cell:
     """A cell with its numbers as such. Raises: one of NOT_RESULTS for an accuracy or a count that is none."""
     if not 0 <= float(line["top1"]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
         raise ValueError
     return {**line, "top1": float(line["top1"])} | ({"images": int(line["images"])} if "images" in line else {})
 
 
-def identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
+def _identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """Whose results these are, and of which pictures. Raises: one of NOT_RESULTS where that is not said."""
     told = {key: line[key] for key in ("weights", "data", "constants") if key in line}
     return told | {key: line[key] for key in SAME_SIGHT} | {"model": str(line["model"])}
@@ -121,12 +121,12 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
     try:
         result = json.loads(path.read_text())
         clean = result["clean"]
-        cells = by_place([*result["cells"], *([clean] if clean else [])])
-        return identity_of(result), cells
+        cells = _by_place([*result["cells"], *([clean] if clean else [])])
+        return _identity_of(result), cells
     except OSError as error:
         raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
     except NOT_RESULTS:
-        identity, found, _ = read_journal(path)
+        identity, found, _ = _read_journal(path)
         return identity, found
 
 
@@ -164,7 +164,7 @@ def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
     return Results({name: found[name] for name in models if name in found}, measured, problems)
 
 
-def refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: UserError when a file's cells are another model's or were measured otherwise."""
     if "weights" in wanted and found.get("weights") != wanted["weights"]:
         raise UserError(f"{path} holds cells of {found.get('model')}, whose weights are others; give another --out")
@@ -192,7 +192,7 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     unlike = [key for key in unlike if key not in follows(unlike)]
     if unlike == ["source"] and a.get("data") == b.get("data"):
         return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
-    pairs = [(key, worded(key, a), worded(key, b)) for key in unlike]
+    pairs = [(key, _worded(key, a), _worded(key, b)) for key in unlike]
     single = len(pairs) == 1
     return (
         " and ".join(f"{WORDS.get(key, key)} {there}" for key, there, _ in pairs),
@@ -205,7 +205,7 @@ def follows(unlike: Sequence[str]) -> list[str]:
     return ["source"] * bool({"limit", "pictures"} & set(unlike)) + ["pictures"] * ("size" in unlike)
 
 
-def worded(key: str, identity: Mapping[str, Any]) -> str:
+def _worded(key: str, identity: Mapping[str, Any]) -> str:
     """A value of a result's identity in words."""
     value = identity.get(key)
     if key == "limit" and value is None:

@@ -80,12 +80,12 @@ def robustness(
     if base:
         refuse_unlike(str(baseline), base[0], identity)
     journal = Journal(Path(out).expanduser() if out else None, identity)
-    stored = open_cache(Path(cache), sight) if cache else None
+    stored = _open_cache(Path(cache), sight) if cache else None
     report = Report(journal, wanted, progress or (lambda done, total, doing: None))
     resumed = len(report.cells)
-    for job in jobs(sight, report.missing, stored):
+    for job in _jobs(sight, report.missing, stored):
         run(fitted, sight, job, report, batch_size, workers)
-    found = conclude(journal, wanted, sight) | {"resumed": resumed}
+    found = _conclude(journal, wanted, sight) | {"resumed": resumed}
     return found | ({"against": against(report.cells, base[1], base[0]["model"])} if base else {})
 
 
@@ -102,7 +102,7 @@ def wanted_cells(
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def open_cache(top: Path, sight: Sight) -> PictureCache:
+def _open_cache(top: Path, sight: Sight) -> PictureCache:
     """Raises: UserError for published pictures, which are on disk already."""
     if sight.published:
         raise UserError("a cache is for pictures corrupted on the fly; those of a folder are on disk already")
@@ -133,7 +133,7 @@ class Report:
         self.progress(len(self.cells) + share * len(severities) * (name != CLEAN), self.total, name)
 
 
-def jobs(sight: Sight, missing: Mapping[str, tuple[int, ...]], cache: PictureCache | None) -> Iterator[Job]:
+def _jobs(sight: Sight, missing: Mapping[str, tuple[int, ...]], cache: PictureCache | None) -> Iterator[Job]:
     """What is to be run: stored cells as they are, others made from one decoding of each image."""
     for name, severities in missing.items():
         if name == CLEAN:
@@ -193,7 +193,7 @@ def predictions(
             yield logits.unflatten(0, pictures.shape[:2]), labels  # (B, severities, K)
 
 
-def conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Sight) -> dict[str, Any]:
+def _conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Sight) -> dict[str, Any]:
     """The result: whose, of what, every cell, and the means over them."""
     cells = {(name, s): journal.cells[name, s] for name, severities in wanted.items() for s in severities}
     clean = journal.cells.get((CLEAN, 0))

@@ -136,10 +136,10 @@ def robustness_rows(result: Mapping[str, Any]) -> list[list[str]]:
     whole.append(f"{result['mean_top1']:.2f}" if "mean_top1" in result else "")
     more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
     rows.append(whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain))
-    return rows + gain_rows(gain, severities, len(rows[0])) if gain else rows
+    return rows + _gain_rows(gain, severities, len(rows[0])) if gain else rows
 
 
-def gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
+def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
     """The gain over a baseline by severity, over the suite's corruptions: in points, and in per cent of its top-1."""
     rows = []
     for title, key in (("gain, points", "points"), ("gain, % of its", "relative")):

@@ -31,7 +31,7 @@ RECTIFIED |= {"query", "key", "q_linear", "k_linear"}
 """Last names of the projections whose products are attention logits: BatchNorm rectifies their sum."""
 
 
-def unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
+def _unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
     """Why a projection of a joint name is not queries, keys and values in a row, or None."""
     if name not in JOINT:
         return None
@@ -47,25 +47,25 @@ def unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str 
 RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
 
 
-def as_rectification(given: str | Mapping[str, str]) -> str:
+def _as_rectification(given: str | Mapping[str, str]) -> str:
     """A rectification, or NAME=RECTIFICATION of several layers by their last names, as one string in a fixed order.
 
     Raises: UserError for an unknown one, or a name given twice.
     """
     pairs = list(given.items()) if isinstance(given, Mapping) else []
     if isinstance(given, str) and "=" not in given:
-        refuse_rectification(given)
+        _refuse_rectification(given)
         return given
     if isinstance(given, str):
         pairs = [(name.strip(), value.strip()) for name, _, value in (pair.partition("=") for pair in given.split(","))]
     if not pairs or len(dict(pairs)) < len(pairs):
         raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
     for name, value in pairs:
-        refuse_rectification(value, f" of {name}")
+        _refuse_rectification(value, f" of {name}")
     return ",".join(f"{name}={value}" for name, value in sorted(pairs))
 
 
-def refuse_rectification(value: Any, place: str = "") -> None:
+def _refuse_rectification(value: Any, place: str = "") -> None:
     """Raises: UserError for a rectification that does not exist."""
     if value not in RECTIFICATIONS:
         raise UserError(
@@ -74,7 +74,7 @@ def refuse_rectification(value: Any, place: str = "") -> None:
         )
 
 
-def unlike_block(block: MobileOneBlock) -> str | None:
+def _unlike_block(block: MobileOneBlock) -> str | None:
     """Why a block of MobileOne is not the sum of its convolutional branches, or None."""
     if methods := " and ".join(changed(block, MobileOneBlock)):
         return f"{type(block).__name__} does not compute what timm's MobileOneBlock does: it has its own {methods}"
@@ -87,13 +87,13 @@ def unlike_block(block: MobileOneBlock) -> str | None:
             return f"of its conv_kxk.{name}: {reason}"
         if isinstance(part, ConvNormAct) and changed(part, ConvNormAct):
             return f"its conv_kxk.{name} does not compute what timm's ConvNormAct does"
-    norms = [*block.conv_kxk.modules(), block.identity] if is_pointwise_block(block) else []
+    norms = [*block.conv_kxk.modules(), block.identity] if _is_pointwise_block(block) else []
     if any(isinstance(part, _BatchNorm) and not is_plain_norm(part) for part in norms):
         return "its branches have norms that are not plain BatchNorm"
     return None
 
 
-def is_pointwise_block(block: MobileOneBlock) -> bool:
+def _is_pointwise_block(block: MobileOneBlock) -> bool:
     """Whether all branches of a block are 1x1: one linear map of every position."""
     return block.conv_kxk[0].conv.kernel_size == (1, 1)
 
@@ -126,7 +126,7 @@ class LinearToPyramid:
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
-        object.__setattr__(self, "rectify", as_rectification(self.rectify))
+        object.__setattr__(self, "rectify", _as_rectification(self.rectify))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
 
@@ -195,7 +195,7 @@ class NamedLinears:
             return self.reason_of_part(module)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, MobileOneBlock):
-            return unlike_block(module)
+            return _unlike_block(module)
         if isinstance(module, nn.Sequential):
             if is_chain(module, self.redraws):
                 return None
@@ -208,7 +208,7 @@ class NamedLinears:
             return "nn.MultiheadAttention reads its weight instead of calling it"
         if getattr(parent, "q_bias", None) is not None:
             return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
-        problem = unlike_joint(module, name, parent)
+        problem = _unlike_joint(module, name, parent)
         if problem and self.rule.rectification(name) == "paper":
             return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
@@ -223,7 +223,7 @@ class NamedLinears:
         if isinstance(part.joint, JointPyramid):
             linear = type(part.joint.pyramids[part.names.index(part.name)]) is nn.Linear
             return None if linear else "it is a pyramid already"
-        problem = unlike_joint(part.joint, *self.places.get(part.joint, ("", None)))
+        problem = _unlike_joint(part.joint, *self.places.get(part.joint, ("", None)))
         return f"{problem}; take the whole layer" if problem else self.reason(part.joint)
 
     @torch.no_grad()
@@ -241,7 +241,7 @@ class NamedLinears:
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)
         assert isinstance(module, nn.Linear)
-        if unlike_joint(module, name, parent) or name not in JOINT:
+        if _unlike_joint(module, name, parent) or name not in JOINT:
             return self.build_linear(module, name)
         pairs = zip(split(module, len(JOINT[name])), JOINT[name], strict=True)
         return JointPyramid([self.build_linear(*pair, name) for pair in pairs])
@@ -286,7 +286,7 @@ class NamedLinears:
 
     def build_block(self, block: MobileOneBlock) -> nn.Module:
         """A 1x1 block as a pyramid and its activation; a larger one with pyramids for its convolutions."""
-        if is_pointwise_block(block):
+        if _is_pointwise_block(block):
             pyramid = self.build_conv(merge_branches(block), "")
             return nn.Sequential(
                 OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))

@@ -20,7 +20,7 @@ from isomorph.surgery.token_grid import attach_grid, check_place, placed
 Span = Literal["map", "spatial", "row+column"]
 
 
-def refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
+def _refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
     """Raises: UserError for a refinement that the layers do not have."""
     check_whole("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
     check_truth("reduce", reduce)
@@ -63,7 +63,7 @@ class AttentionToRefined:
     kind: ClassVar[type[nn.Module]] = Attention
 
     def __post_init__(self) -> None:
-        refuse_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
+        _refuse_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
         check_truth("recompute", self.recompute)
         check_place(self)
 

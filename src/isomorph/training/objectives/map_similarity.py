@@ -58,7 +58,7 @@ class PenalisedTask(ClassificationTask):
         super().__init__(model, criterion=criterion, device=device, verbose=False)
         self.similarity = similarity
         if similarity:
-            refuse_mapless(model)
+            _refuse_mapless(model)
 
     def ask(self, input: Tensor, **arguments: Any) -> tuple[Any, Tensor | float]:
         """What the network says of images, and the penalty on the maps that it says it with."""
@@ -73,7 +73,7 @@ class PenalisedTask(ClassificationTask):
         return {"loss": task + penalty, "output": logits, "task_loss": task}
 
 
-def refuse_mapless(model: nn.Module) -> None:
+def _refuse_mapless(model: nn.Module) -> None:
     """Raises: UserError for a network whose blocks do not hand their maps on, or a single block."""
     if not getattr(model, "hands_maps_on", False):
         raise UserError(

@@ -106,11 +106,11 @@ class GenericDistillationTask(PretrainingTask):
     def __init__(
         self, student: MaskedAutoencoder, teacher: MaskedAutoencoder, device: torch.device, block: int = 4
     ) -> None:
-        refuse_pair(student, teacher, block)
+        _refuse_pair(student, teacher, block)
         super().__init__(Aligned(student, teacher.width), device)
         self.teacher, self.block = teacher.requires_grad_(False).eval().to(device), block
         self.teacher.ratio = student.ratio
-        scale, shift = renormalisation(student, teacher)
+        scale, shift = _renormalisation(student, teacher)
         self.register_buffer("scale", scale.to(device), persistent=False)
         self.register_buffer("shift", shift.to(device), persistent=False)
 
@@ -128,15 +128,15 @@ class GenericDistillationTask(PretrainingTask):
     def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
         noise = unwrap_model(self.trainable_module).student.draw(input) if noise is None else noise
         output = self.trainable_module(input, noise)
-        return {"loss": alignment_error(output, self.goal(input, noise)), "output": output}
+        return {"loss": _alignment_error(output, self.goal(input, noise)), "output": output}
 
 
-def alignment_error(output: Tensor, goal: Tensor) -> Tensor:
+def _alignment_error(output: Tensor, goal: Tensor) -> Tensor:
     """Smooth L1: d^2 / 2 beta within beta, |d| - beta / 2 beyond, in the mean."""
     return F.smooth_l1_loss(output.to(goal.dtype), goal, beta=BETA)
 
 
-def refuse_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
+def _refuse_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
     """Raises: UserError when a teacher cannot teach this student."""
     blocks, size = len(teacher.decoder_blocks), tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
@@ -160,7 +160,7 @@ def refuse_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
         )
 
 
-def renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> tuple[Tensor, Tensor]:
+def _renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> tuple[Tensor, Tensor]:
     """What turns the student's images into the teacher's: scale std_s / std_t, shift (mean_s - mean_t) / std_t.
 
     Shape: -> (1, C, 1, 1) each, or of one channel where nothing changes
@@ -189,19 +189,19 @@ def build_masked(part: MaskPart, encoder: nn.Module, device: torch.device) -> Pr
     return GenericDistillationTask(autoencoder, teacher, device, part.block)
 
 
-def fixed_noise(places: Iterable[int], patches: int, seed: int) -> Tensor:
+def _fixed_noise(places: Iterable[int], patches: int, seed: int) -> Tensor:
     """Noise that depends on the seed and each image's place in the data alone. Shape: -> (images, patches)"""
     seeds = ((seed * 1_000_003 + place) % 2**32 for place in places)  # a generator reads 32 bits only
     generators = (torch.Generator().manual_seed(each) for each in seeds)
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
-def count_real(images: Tensor, labels: Any = None, *_: Any) -> int:
+def _count_real(images: Tensor, labels: Any = None, *_: Any) -> int:
     """Images of a batch that count: all, but for those labelled -1."""
     return int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
 
 
-def masked_batches(
+def _masked_batches(
     autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int, places: Iterator[int]
 ) -> Iterable[tuple[Tensor, Tensor, int]]:
     """Images with their fixed noise, on the model's device, and how many count (those labelled -1 only fill up).
@@ -213,8 +213,8 @@ def masked_batches(
     device, images = autoencoder.mask_token.device, None
     for images, *labels in loader:
         height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
-        noise = fixed_noise(islice(places, len(images)), height * width, seed)
-        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), count_real(images, *labels)
+        noise = _fixed_noise(islice(places, len(images)), height * width, seed)
+        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), _count_real(images, *labels)
     if images is None:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
 
@@ -231,7 +231,7 @@ def evaluate_reconstruction(
     """
     total, seen = 0.0, 0
     with eval_mode(model):
-        for images, noise, real in masked_batches(model, loader, seed, places or count(0)):
+        for images, noise, real in _masked_batches(model, loader, seed, places or count(0)):
             total += model.loss(images, noise).item() * real
             seen += real
     return {"reconstruction": total / seen, "images": seen}
@@ -251,7 +251,7 @@ def evaluate_alignment(
     """
     total, seen = 0.0, 0
     with eval_mode(module):
-        for images, noise, real in masked_batches(module.student, loader, seed, places or count(0)):
-            total += alignment_error(module(images, noise), task.goal(images, noise)).item() * real
+        for images, noise, real in _masked_batches(module.student, loader, seed, places or count(0)):
+            total += _alignment_error(module(images, noise), task.goal(images, noise)).item() * real
             seen += real
     return {"alignment": total / seen, "images": seen}

@@ -53,10 +53,10 @@ def build_objective(recipe: Recipe, model: nn.Module, device: torch.device) -> O
     """Labels; labels and a teacher; labels of every patch; hidden patches, with and without a teacher."""
     if recipe.mask:
         return masked(build_masked(recipe.mask, model, device))
-    return Objective(build_task(recipe, model, device), measure_classes, lambda found: found["top1"])
+    return Objective(_build_task(recipe, model, device), _measure_classes, lambda found: found["top1"])
 
 
-def build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
+def _build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
     """What a run with labels minimises."""
     if recipe.token_labels:
         return token_labelling(model, recipe.token_labels, recipe.augment, device, recipe.map_similarity)
@@ -98,6 +98,6 @@ def joined(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
     return {**means, "images": images}
 
 
-def measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
     """Accuracy and calibration over the images of all processes."""
     return added(runtime.gathered(tally(model, runtime.evened(loader)))).metrics()

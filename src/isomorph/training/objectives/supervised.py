@@ -74,13 +74,13 @@ def distillation(
         verbose=False,
     )
     if part.token:
-        refuse_tokenless(model)
+        _refuse_tokenless(model)
         return TokenDistillationTask(model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared)
     kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
     return kind(model, teacher, **shared)
 
 
-def refuse_tokenless(model: nn.Module) -> None:
+def _refuse_tokenless(model: nn.Module) -> None:
     """Raises: UserError when the model has no distillation token."""
     if not hasattr(model, "set_distilled_training"):
         raise UserError(

@@ -23,7 +23,7 @@ def smoothed(probabilities: Tensor, smoothing: float) -> Tensor:
     return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
 
 
-def soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
+def _soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
     """Labels as probabilities; mixed ones are that already. Shape: (B,) or (B, num_classes) -> (B, num_classes)"""
     return target if target.ndim == 2 else smoothed(F.one_hot(target, num_classes), smoothing)
 
@@ -115,7 +115,7 @@ class TokenLabelTask(PenalisedTask):
 
     def labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Of the images and of their patches. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
-        labels = soft_labels(target, self.num_classes, self.smoothing)
+        labels = _soft_labels(target, self.num_classes, self.smoothing)
         return labels, labels[:, None]
 
     def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -146,7 +146,7 @@ class MapLabelTask(TokenLabelTask):
 
     def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         patches = cut(dense_scores(target.maps, self.num_classes), target, grid_size)
-        return soft_labels(target.label, self.num_classes, self.smoothing), smoothed(patches, self.smoothing)
+        return _soft_labels(target.label, self.num_classes, self.smoothing), smoothed(patches, self.smoothing)
 
 
 class MapOnlyTask(MapLabelTask):

@@ -34,12 +34,12 @@ class Part(BaseModel):
     )
 
 
-def as_list(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """One name as a list of one."""
     return [value] if isinstance(value, str) else value
 
 
-Globs = Annotated[list[str], BeforeValidator(as_list)]
+Globs = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class RecastPart(Part):

@@ -162,12 +162,12 @@ def identity(recipe: Recipe) -> str:
 def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
     try:
-        return json.loads(identity(Recipe.model_validate(as_it_ran(recipe))))
+        return json.loads(identity(Recipe.model_validate(_as_it_ran(recipe))))
     except ValidationError:
         return recipe
 
 
-def as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
+def _as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
     """A kept recipe in the words of today: schedules began at the first step, and magnitudes above 10 were 10."""
     optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
     if optim.get("warmup_epochs"):
@@ -205,7 +205,7 @@ def describe(problem: Any) -> str:
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        known = list(fields_of(groups))
+        known = list(_fields_of(groups))
         close = difflib.get_close_matches(last, known, n=1)
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(known)})"
@@ -223,7 +223,7 @@ def describe(problem: Any) -> str:
     return f"{field}: {message} (given {given})"
 
 
-def fields_of(groups: list[str]) -> dict[str, Any]:
+def _fields_of(groups: list[str]) -> dict[str, Any]:
     """Fields of a nested part, by the names that lead to it."""
     part: Any = Recipe
     for group in groups:

@@ -33,7 +33,7 @@ def load_yaml(text: str) -> Any:
     if len(text) > LONGEST:
         raise UserError(f"a recipe has at most {LONGEST:,} characters; this has more")
     try:
-        check_expansion(yaml.compose(text, Loader=yaml.SafeLoader))
+        _check_expansion(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
     except RecursionError:
         raise UserError(f"a recipe has at most {DEEPEST} levels of groups and lists; this has more") from None
@@ -47,7 +47,7 @@ def load_toml(text: str) -> dict[str, Any]:
         raise UserError(f"a recipe has at most {DEEPEST} levels of groups and lists; this has more") from None
 
 
-def check_expansion(root: yaml.Node | None) -> None:
+def _check_expansion(root: yaml.Node | None) -> None:
     """Raises: UserError when a document, its aliases written out, has too many values or levels."""
     waiting, count = [(root, 1)] if root else [], 0
     while waiting:

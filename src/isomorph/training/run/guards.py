@@ -41,7 +41,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
-def handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+def _handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     """Handles these signals so; SIGHUP stays ignored where it is (nohup). Nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
         yield
@@ -69,7 +69,7 @@ def stop_requests() -> Iterator[StopRequest]:
         if number == signal.SIGINT:  # schedulers send SIGTERM twice: to the processes, and through torchrun
             signal.signal(signal.SIGINT, interrupt)
 
-    with handling(SIGNALS, note):
+    with _handling(SIGNALS, note):
         yield request
 
 
@@ -80,7 +80,7 @@ def signals_raise() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing was written", number)
 
-    with handling((signal.SIGTERM, signal.SIGHUP), stop):
+    with _handling((signal.SIGTERM, signal.SIGHUP), stop):
         yield
 
 

@@ -28,7 +28,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
     """The run with its model recast, optimiser and averages carried over; and what is said about it."""
     recipe, before = run.recipe, run.trained
     tensors, values = split_optimizer(before, run.optimizer)
-    model, averaged = recast_alike(before, run), None if run.averaged is None else recast_alike(run.averaged, run)
+    model, averaged = _recast_alike(before, run), None if run.averaged is None else _recast_alike(run.averaged, run)
     kept = unchanged(before, model)
     objective, optimizer, scheduler, header = assemble(recipe, model, run.runtime, run.order.steps)
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
@@ -43,7 +43,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
     return run, "; ".join((said, *notes(run.trained)))
 
 
-def recast_alike(model: nn.Module, run: Run) -> nn.Module:
+def _recast_alike(model: nn.Module, run: Run) -> nn.Module:
     """The model after the recipe's surgery; every call draws the same for what is new."""
     seed_everything("recast", run.recipe.seed)
     training = model.training

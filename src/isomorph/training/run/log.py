@@ -67,7 +67,7 @@ class Journal:
             if lost := trim(self.folder / name, epoch, step):
                 lines = "1 line" if lost == 1 else f"{lost} lines"
                 self.say(f"{self.recipe.name}: {lines} of {name} cannot be read and were dropped from it")
-        self.board = open_board(self.folder, step) if self.recipe.tensorboard else None
+        self.board = _open_board(self.folder, step) if self.recipe.tensorboard else None
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", environment(self.runtime))
@@ -116,7 +116,7 @@ class Journal:
             yield lambda: bar.advance(task)
 
 
-def open_board(folder: Path, step: int) -> Any:
+def _open_board(folder: Path, step: int) -> Any:
     """TensorBoard's writer, which hides what it has of later steps. Raises: UserError when it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -138,11 +138,11 @@ def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     for line in lines:
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
-            rows += [row] if is_row(row) else []
+            rows += [row] if _is_row(row) else []
     return rows, len(lines) - len(rows)
 
 
-def is_row(row: Any) -> bool:
+def _is_row(row: Any) -> bool:
     """Whether this is a row of a log: its step and its epoch, where it has them, are whole numbers."""
     return isinstance(row, dict) and all(type(row.get(key, 0)) is int for key in ("step", "epoch"))
 

@@ -66,10 +66,10 @@ def train(recipe: Recipe, show: bool = True) -> Result:
             if said := held.enter_context(alone_in(recipe.folder, runtime)):
                 journal.say(f"{recipe.name}: {said}")
             run = open_run(recipe, runtime)  # writes nothing
-        return run_to_its_end(run, journal)
+        return _run_to_its_end(run, journal)
 
 
-def run_to_its_end(run: Run, journal: Journal) -> Result:
+def _run_to_its_end(run: Run, journal: Journal) -> Result:
     """What is left of a run, all of it or nothing. Raises: as `train`."""
     recipe = run.recipe
     if run.progress.closed == recipe.epochs and run.has_written(recipe.folder / "model.safetensors"):
@@ -77,7 +77,7 @@ def run_to_its_end(run: Run, journal: Journal) -> Result:
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
     with stop_requests() as request, closing(journal):
         journal.open(run.progress.closed, run.progress.step)
-        introduce(run, journal)
+        _introduce(run, journal)
         while run.progress.closed < recipe.epochs:
             run = recast_when_due(run, journal)
             name, steps = f"epoch {run.progress.closed + 1}/{recipe.epochs}", run.order.steps
@@ -91,7 +91,7 @@ def run_to_its_end(run: Run, journal: Journal) -> Result:
     return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
 
 
-def introduce(run: Run, journal: Journal) -> None:
+def _introduce(run: Run, journal: Journal) -> None:
     """Says what is about to run, how every parameter will move, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
     for said in set_aside(run.found) if run.found and runtime.leads else ():
@@ -139,11 +139,11 @@ def train_epoch(
         advance()
     seconds = time.perf_counter() - start
     if seconds > SHORT:
-        warn_of_waiting(run, journal, look.waited / seconds)
+        _warn_of_waiting(run, journal, look.waited / seconds)
     return run.runtime.mean(run.total) / steps
 
 
-def warn_of_waiting(run: Run, journal: Journal, share: float) -> None:
+def _warn_of_waiting(run: Run, journal: Journal, share: float) -> None:
     """A line where the model waits for images, at the first epoch that this process sees."""
     if share > LATE and not run.warned:
         run.warned = True

@@ -47,7 +47,7 @@ class Look:
         if step % recipe.log_every == 0 or last:
             self.write_step()
         if run.runtime.world == 1 or self.reads(step) or last:
-            refuse_unreadable(run)
+            _refuse_unreadable(run)
             self.save_or_stop(last)
 
     def reads(self, step: int) -> bool:
@@ -144,7 +144,7 @@ def diverged(run: Run, problem: str, place: str | None = None) -> Diverged:
     return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {saved}; {advice}")
 
 
-def refuse_unreadable(run: Run) -> None:
+def _refuse_unreadable(run: Run) -> None:
     """Raises: UserError, in all processes, when they found more images that cannot be read than the recipe allows."""
     if not run.runtime.highest(len(run.progress.unreadable))[0]:
         return

@@ -55,10 +55,10 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
     runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
-    found = check_start(recipe, runtime)
+    found = _check_start(recipe, runtime)
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
-    data = open_data(recipe, runtime)
-    model, config = initialise_model(recipe, data.train, recast)
+    data = _open_data(recipe, runtime)
+    model, config = _initialise_model(recipe, data.train, recast)
     testing = build_test_loader(recipe, config, data.test, runtime)
     refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
     objective, optimizer, scheduler, header = assemble(recipe, model, runtime, data.order.steps)
@@ -84,7 +84,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     return run
 
 
-def check_start(recipe: Recipe, runtime: Runtime) -> Found | None:
+def _check_start(recipe: Recipe, runtime: Runtime) -> Found | None:
     """Return the snapshot to resume from, or None for a new run; raise UserError if the run cannot start."""
     refuse_missing_files(recipe)
     found = find_snapshot(recipe, runtime)
@@ -93,13 +93,13 @@ def check_start(recipe: Recipe, runtime: Runtime) -> Found | None:
     return found
 
 
-def open_data(recipe: Recipe, runtime: Runtime) -> RunData:
+def _open_data(recipe: Recipe, runtime: Runtime) -> RunData:
     """Open the training and test images and set the order of the training images."""
     train, test = open_sources(recipe)
     return RunData(train, test, *plan(recipe, train, runtime))
 
 
-def initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Module, dict[str, Any]]:
+def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model with its initial weights, checked against the data, and its data config."""
     classes = len(train.classes)
     seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation

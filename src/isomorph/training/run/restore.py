@@ -39,7 +39,7 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
                 raise UserError(f"{recipe.folder} is a file; give `out` a folder")
             found = newest(recipe.folder)
             if found:
-                refuse_other(recipe, found)
+                _refuse_other(recipe, found)
             elif any((recipe.folder / name).is_file() for name in ("model.safetensors", "last.pt")):
                 raise UserError(
                     f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
@@ -55,7 +55,7 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
     return found
 
 
-def refuse_other(recipe: Recipe, found: Found) -> None:
+def _refuse_other(recipe: Recipe, found: Found) -> None:
     """Raises: UserError when the snapshot is of another recipe."""
     changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
     if changed:
