@@ -88,7 +88,7 @@ def render(title: str, lead: str, sections: Sequence[Section], footer: str = "")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     colours = {use: colour_table(name) for use, name in COLOURS.items()}
     environment = Environment(loader=PackageLoader("isomorph.report", "."), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("page.html.j2").render(
+    return environment.get_template("assets/page.html.j2").render(
         title=title,
         lead=lead,
         sections=shown,
