@@ -92,7 +92,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "run/monitor.jsonl").is_file()
     whole = isomorph("fuse", "run/model.safetensors", folder=tmp_path)
-    assert "parameters became" in whole.stdout, whole.stderr
+    assert "after fusing" in whole.stdout, whole.stderr
     (tmp_path / "run/model.safetensors").unlink()  # as if the run had not come to its end
     for flags in ([], ["--no-average"], ["--recalibrate", "2", "--json"]):
         fused = isomorph("fuse", "run", "--out", "thin.safetensors", *flags, folder=tmp_path)
@@ -145,7 +145,7 @@ BAD = {
     ),
     "onto itself": (
         ["recast", "few.safetensors", "--where", "layer3.*", "--out", "few.safetensors"],
-        "give another name",
+        "give another file",
     ),
     "suffix": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.pth"], "must end in .safetensors"),
     "locality": (
@@ -265,9 +265,9 @@ BAD = {
     "nothing to fuse": (["fuse", "{weights}", "--out", "x.safetensors"], "has nothing to fuse"),
     "fuse nothing": (["fuse", "none.safetensors"], "no checkpoint none.safetensors"),
     "fuse no run": (["fuse", "images"], "no folder of a run with a snapshot"),
-    "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another name"),
+    "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another file"),
     "fuse suffix": (["fuse", "few.safetensors", "--out", "few.pth"], "must end in .safetensors"),
-    "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "must not be negative"),
+    "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "--recalibrate must be at least 0"),
     "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer whose map"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
     "infinite page": (["analyze", "{weights}", "--image", "x.png", "--megabytes", "inf"], "--megabytes inf is out of"),

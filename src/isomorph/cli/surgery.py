@@ -1,4 +1,4 @@
-"""Commands that change a model or compare two: recast, verify, fuse."""
+"""The recast, verify and fuse commands."""
 
 import json
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from isomorph.suites.test_data import default_data
 from isomorph.surgery import build_rule, compare_outputs, edits_since, fusible
 
 
-def option(text: str, **more: Any) -> Parameter:
-    """What the help says about an option."""
-    return Parameter(help=text, **more)
+def _option(text: str, **settings: Any) -> Parameter:
+    """Return a cyclopts parameter with this help text."""
+    return Parameter(help=text, **settings)
 
 
 def _whole_number(_: type, tokens: Sequence[Token]) -> int:
-    """A whole number as it was typed. Raises: UserError for a fraction, which would be rounded."""
+    """Parse a whole number. Raises: UserError for a fraction, which cyclopts would round."""
     try:
         return int(tokens[0].value)
     except ValueError:
@@ -36,44 +36,61 @@ def _whole_number(_: type, tokens: Sequence[Token]) -> int:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class RuleFields:
-    """Fields of the rules, as options; those of other rules than the one chosen are refused."""
+    """The fields of all rules, as options. A field that the chosen rule does not have is an error."""
 
     init: Annotated[
         Literal["exact", "same-function", "paper"] | None,
-        option(
-            "exact keeps the function, verified (of pyramids and refined attention: same-function); paper starts as "
-            "the paper does, to be trained."
+        _option(
+            "exact keeps the model's function (same-function for LinearToPyramid and AttentionToRefined); paper "
+            "initialises as in the paper, which changes the function: train the model afterwards."
         ),
     ] = None
-    locality: Annotated[float | None, option("Overrides the init's locality (gated attention).")] = None
-    gate: Annotated[float | None, option("Overrides the init's gate (gated attention).")] = None
-    layout: Annotated[str | None, option("P-W2S, R-D2W1S, naive-W8 and the like (pyramids).")] = None
+    locality: Annotated[
+        float | None, _option("Locality to start from, instead of the one of --init (ConvToGPSA, AttentionToGPSA).")
+    ] = None
+    gate: Annotated[
+        float | None, _option("Gate to start from, instead of the one of --init (ConvToGPSA, AttentionToGPSA).")
+    ] = None
+    layout: Annotated[
+        str | None, _option("Branches of the pyramid, for example P-W2S, R-D2W1S or naive-W8 (LinearToPyramid).")
+    ] = None
     rectify: Annotated[
         str | None,
-        option(
-            "What keeps the sum of the branches in bounds: paper, batchnorm, rescale or none; or one for each layer by "
-            "its last name, like q=none,v=rescale (pyramids)."
+        _option(
+            "Rectification of the sum of branches: paper, batchnorm, rescale or none. One for each layer is written "
+            "with the last part of its name, for example q=none,v=rescale (LinearToPyramid)."
         ),
     ] = None
     rescale_by: Annotated[
-        float | None, option("N of the division by sqrt(N), by default the number of branches (pyramids).")
+        float | None,
+        _option("N in the division of the sum by sqrt(N); by default the number of branches (LinearToPyramid)."),
     ] = None
     ratio: Annotated[
         int | None,
-        option("Maps for every head: 1 is talking heads, 0 no expansion (refined attention).", converter=_whole_number),
+        _option(
+            "Attention maps per head after expansion: 1 is talking heads, 0 is no expansion (AttentionToRefined).",
+            converter=_whole_number,
+        ),
     ] = None
     kernel: Annotated[
         int | None,
-        option("Size of the kernel on the maps, odd; 1 is none (refined attention).", converter=_whole_number),
+        _option(
+            "Size of the convolution over the attention maps, odd; 1 is none (AttentionToRefined).",
+            converter=_whole_number,
+        ),
     ] = None
-    reduce: Annotated[bool | None, option("Reduce the maps to one for every head again (refined attention).")] = None
+    reduce: Annotated[
+        bool | None, _option("Reduce the expanded attention maps to one per head (AttentionToRefined).")
+    ] = None
     span: Annotated[
         Literal["map", "spatial", "row+column"] | None,
-        option("Where the kernel runs: over the map, over the image, or as a row and a column (refined attention)."),
+        _option(
+            "What the convolution spans: the attention map, the image grid, or a row and a column (AttentionToRefined)."
+        ),
     ] = None
     recompute: Annotated[
         bool | None,
-        option("Compute the maps again in the backward pass instead of keeping them (refined attention)."),
+        _option("Recompute the attention maps in the backward pass, which saves memory (AttentionToRefined)."),
     ] = None
 
 
@@ -93,34 +110,35 @@ def recast(
     size: tuple[Whole, Whole] | None = None,
     json_: Json = False,
 ) -> None:
-    """Recast modules of a model as gated or refined attention or as pyramids, verify, and save it.
+    """Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model.
 
     Parameters
     ----------
     where
-        Glob over module names, like `layer4.*.conv2` or `blocks.*.attn`; may be given several times. LinearToPyramid
-        takes parts of a joint qkv too: `blocks.[0-3].attn.v`.
+        Glob over module names, for example `layer4.*.conv2` or `blocks.*.attn`. May be given several times.
+        LinearToPyramid also recasts q, k or v of a joint qkv layer: `blocks.[0-3].attn.v`.
     out
-        The new checkpoint (.safetensors).
+        File for the new checkpoint (.safetensors).
     rule
-        ConvToGPSA for the convolutions of a CNN, AttentionToGPSA for the attention of a ViT, LinearToPyramid for linear
-        layers and convolutions, AttentionToRefined for the attention of a ViT.
+        ConvToGPSA recasts convolutions as gated attention, AttentionToGPSA a ViT's attention as gated attention,
+        AttentionToRefined a ViT's attention as refined attention, LinearToPyramid linear layers and convolutions as
+        pyramids.
     unstride
-        Glob of stages to keep at their input's resolution first; this changes the function.
+        Glob over stages that lose their stride before recasting; this changes the model's function.
     pretrained
-        Use the model's public weights.
+        Load the model's public weights; --no-pretrained starts from random ones.
     size
-        Height and width to verify at; by default the model's own.
+        Height and width of the input to verify on; by default the model's own.
     """
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
-        raise UserError(f"--out {out} is the model to recast; give another name")
-    made = build_rule(rule, **asdict(fields))
+        raise UserError(f"--out {out} is the model to recast; give another file")
+    chosen = build_rule(rule, **asdict(fields))
     base = open_model(model, weights, pretrained)
     if unstride:
         base = iso.unstride(base, unstride)
-    new = iso.recast(base, made, where)
+    new = iso.recast(base, chosen, where)
     report = compare_outputs(base, new, [standard_normal(1, base, size)])
     if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
         raise UserError(str(report).splitlines()[0])
@@ -129,7 +147,7 @@ def recast(
     if json_:
         print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
     else:
-        note = "" if report.passed else "\n(such dials do not keep the function: fine-tune it)"
+        note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
         print(f"{iso.edits(new)[-1].rule} on {len(names)} modules\n{report}{note}\nwrote {out}")
 
 
@@ -149,7 +167,7 @@ def verify(
     atol: float | None = None,
     json_: Json = False,
 ) -> None:
-    """Compare two models on the same inputs, in float32 and float64; exit 2 when they differ.
+    """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
 
     Parameters
     ----------
@@ -158,27 +176,27 @@ def verify(
     other
         The model made from it.
     weights
-        Weights of `original`.
+        Checkpoint with the weights of ORIGINAL, instead of its public ones.
     size
-        Height and width of an input; may be given several times. By default the model's own.
+        Height and width of the inputs; may be given several times. By default the model's own.
     batch
         Images per input.
     seeds
-        Further standard normal inputs of every size.
+        Seeds of additional standard normal inputs, one input for each size and seed; by default 1.
     data
-        Verify on the first test images of this source instead of noise.
+        Compare on the first test images of this data source instead of random inputs.
     root
         Folder of the data.
     atol
-        Largest difference allowed; by default the rule's.
+        Largest absolute difference allowed; by default that of the rule that made OTHER.
     """
-    a, b = open_model(original, weights), open_model(other)
+    first, second = open_model(original, weights), open_model(other)
     if data:
-        config = training_config(a)
+        config = training_config(first)
         inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
     else:
-        inputs = [standard_normal(batch, a, hw) for hw in size] if size else [standard_normal(batch, a)]
-    report = compare_outputs(a, b, inputs, atol=atol, seeds=seeds or [1])
+        inputs = [standard_normal(batch, first, hw) for hw in size] if size else [standard_normal(batch, first)]
+    report = compare_outputs(first, second, inputs, atol=atol, seeds=seeds or [1])
     print(json.dumps(report.as_dict()) if json_ else report)
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
@@ -198,54 +216,53 @@ def fuse(
     average: bool = True,
     json_: Json = False,
 ) -> None:
-    """Fuse a trained model into its thin form, verify, and save it; it can be fine-tuned again.
+    """Fuse the branches of a trained model, verify and save the fused model, which can be fine-tuned again.
 
     Parameters
     ----------
     checkpoint
-        A checkpoint written by isomorph, or the folder of a run, complete or not.
+        A checkpoint written by isomorph, or the folder of a run, finished or not.
     out
-        The fused checkpoint; by default beside the other, as NAME-fused.safetensors.
+        File for the fused checkpoint; by default NAME-fused.safetensors in the same folder.
     recalibrate
-        First take the BatchNorm statistics anew from so many batches of training images.
+        Number of batches of training images to measure BatchNorm statistics on again before fusing; 0 for none.
     data
-        Source of these images; by default what the model was trained on.
+        Data source of these images; by default the one the model was trained on.
     root
         Folder of the data.
     batch_size
         Images per batch.
     average
-        Take the averaged weights of an unfinished run, where it has any.
+        Of an unfinished run, fuse the averaged weights if it has any.
     """
     if recalibrate < 0 or batch_size < 2:
-        raise UserError("--recalibrate must not be negative and --batch-size be at least 2")
+        raise UserError("--recalibrate must be at least 0 and --batch-size at least 2")
     if (data or root) and not recalibrate:
-        raise UserError("--data and --root go with --recalibrate, which says from how many batches")
-    whole = checkpoint.resolve()
-    out = out or whole.with_name(f"{whole.name.removesuffix('.safetensors')}-fused.safetensors")
+        raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
+    resolved = checkpoint.resolve()
+    out = out or resolved.with_name(f"{resolved.name.removesuffix('.safetensors')}-fused.safetensors")
     if out.suffix != ".safetensors":
         raise UserError(f"--out {out} must end in .safetensors")
     if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
-        raise UserError(f"--out {out} is the model to fuse; give another name")
-    wide = open_trained(checkpoint, average)
-    if not fusible(wide):
+        raise UserError(f"--out {out} is the model to fuse; give another file")
+    model = open_trained(checkpoint, average)
+    if not fusible(model):
         raise UserError(
-            f"{checkpoint} has nothing to fuse; fused forms exist of pyramids (LinearToPyramid, "
-            "tdrl_vit_*), of norms in convolutional blocks (coatnet_*) and of norms on maps (refined_vit_*_released)"
+            f"{checkpoint} has nothing to fuse; models that can be fused have pyramids (LinearToPyramid, "
+            "tdrl_vit_*), norms in convolutional blocks (coatnet_*) or norms on attention maps (refined_vit_*_released)"
         )
     if recalibrate:
-        source = open_source(data or default_data(wide), "train", root)
+        source = open_source(data or default_data(model), "train", root)
         shuffled = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-        drawn = source.subset(shuffled[: recalibrate * batch_size].tolist())
-        config = training_config(wide)
-        wide = iso.recalibrate(wide, eval_loader(drawn, config, batch_size))
-    thin = iso.fuse(wide)
-    report = compare_outputs(wide, thin, [standard_normal(1, wide)])
+        sample = source.subset(shuffled[: recalibrate * batch_size].tolist())
+        model = iso.recalibrate(model, eval_loader(sample, training_config(model), batch_size))
+    fused = iso.fuse(model)
+    report = compare_outputs(model, fused, [standard_normal(1, model)])
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
-    iso.save(thin, out)
-    before, after = count_parameters(wide), count_parameters(thin)
+    iso.save(fused, out)
+    before, after = count_parameters(model), count_parameters(fused)
     if json_:
         print(json.dumps({"out": str(out), "before": before, "after": after, "report": report.as_dict()}))
     else:
-        print(f"{report}\n{before:,} parameters became {after:,}\nwrote {out}")
+        print(f"{report}\n{before:,} parameters before, {after:,} after fusing\nwrote {out}")
