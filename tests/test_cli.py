@@ -190,7 +190,7 @@ BAD = {
     ),
     "out is a folder": (["recast", "{weights}", "--where", "layer3.*", "--out", "folder.safetensors"], "cannot write"),
     "run folder": (["train", "digits_cnn", "out=/proc/foo", "data.fraction=0.03"], "cannot write /proc/foo"),
-    "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "does not understand the policy"),
+    "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "cannot parse the policy"),
     "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no gated attention layer to anneal"),
     "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "RuntimeError"),
     "field of another rule": (

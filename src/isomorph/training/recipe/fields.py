@@ -1,4 +1,4 @@
-"""The groups of fields of a recipe: what is trained, on what, how images vary, how weights move."""
+"""Recipe fields in groups: model, recast, data, augmentation, optimiser, annealing and scale."""
 
 import difflib
 import math
@@ -9,14 +9,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
-from isomorph.data import SOURCES, STREAMS
+from isomorph.data.formats.registry import SOURCES
+from isomorph.data.streams.source import STREAMS
 from isomorph.models import refuse_unknown
 from isomorph.models.arguments import check_arguments
 from isomorph.surgery import Anneal, Rule, build_rule
 
 Positive = Annotated[float, Field(gt=0)]
 PartRate = Annotated[float, Field(gt=0, validate_default=True)]
-"""A learning rate of some parameters; also given as a multiple of lr (`OptimPart.multiplied`)."""
+"""Learning rate of a parameter group: a number, or a multiple of lr like `10x` (`OptimPart.resolve_multiple`)."""
 NotNegative = Annotated[float, Field(ge=0)]
 Rate = Annotated[float, Field(ge=0, lt=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -27,7 +28,7 @@ Side = Annotated[int, Field(ge=1, le=2**14)]
 
 
 class Part(BaseModel):
-    """One group of fields."""
+    """Base class of the groups of fields."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
@@ -35,7 +36,7 @@ class Part(BaseModel):
 
 
 def _as_list(value: Any) -> Any:
-    """One name as a list of one."""
+    """Return a single glob as a list, and a list unchanged."""
     return [value] if isinstance(value, str) else value
 
 
@@ -43,128 +44,131 @@ Globs = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class RecastPart(Part):
-    """Modules to recast before training: as gated positional self-attention, or as pyramids."""
+    """Modules to replace by gated attention, refined attention or pyramids before training."""
 
     where: Globs
-    """Glob, or a list of globs, over module names, e.g. layer4.*.conv2, blocks.[0-9].attn or blocks.*.mlp.fc?. For
-    pyramids the parts of a joint qkv have names too: blocks.[0-3].attn.v."""
+    """Glob or list of globs over module names, e.g. layer4.*.conv2; for pyramids also parts of a joint qkv, e.g.
+    blocks.*.attn.v."""
     rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA"
-    """Convolutions, or a ViT's attention, become attention with places; linear layers, convolutions become pyramids;
-    a ViT's attention becomes refined attention."""
+    """ConvToGPSA and AttentionToGPSA give gated positional self-attention, AttentionToRefined refined attention,
+    LinearToPyramid pyramids (of linear layers or convolutions)."""
     init: Literal["exact", "same-function", "paper"] | None = None
-    """exact keeps the function (of pyramids and refined attention: same-function); paper is the paper's start."""
+    """Initialisation: exact (GPSA) or same-function (the others) keeps the function; paper is the published one."""
     locality: Positive | None = None
-    """Overrides the init's locality (attention with places)."""
+    """Initial locality strength of GPSA layers; by default the init's."""
     gate: float | None = None
-    """Overrides the init's gate, lambda before the sigmoid (attention with places)."""
+    """Initial gating parameter of GPSA layers (lambda, before the sigmoid); by default the init's."""
     layout: str | None = None
-    """P-W2S, R-D2W1S, naive-W8 and the like (pyramids)."""
+    """Layout of a pyramid, e.g. P-W2S, R-D2W1S or naive-W8."""
     rectify: str | dict[str, str] | None = None
-    """paper (batchnorm on queries and keys, rescale elsewhere), batchnorm, rescale or none; or one for each layer by
-    its last name, as in {q: none, v: rescale} (pyramids)."""
+    """Rectification of pyramids: paper (batchnorm on queries and keys, else rescale), batchnorm, rescale or none; or
+    one per layer, by the last part of its name, e.g. {q: none, v: rescale}."""
     rescale_by: Positive | None = None
-    """N of the division by sqrt(N), by default the number of branches (pyramids)."""
+    """N in a pyramid's division by sqrt(N); by default the number of branches."""
     ratio: int | None = None
-    """Maps for every head; 1 is talking heads, 0 no expansion (refined attention)."""
+    """Attention maps per head in refined attention; 1 gives talking heads, 0 no expansion."""
     kernel: int | None = None
-    """Size of the kernel on the maps, odd; 1 is none (refined attention)."""
+    """Odd size of the convolution over the attention maps of refined attention; 1 for none."""
     reduce: bool | None = None
-    """Whether the maps are reduced to one for every head again (refined attention)."""
+    """Reduce the maps of refined attention to one per head again."""
     span: Literal["map", "spatial", "row+column"] | None = None
-    """Where the kernel runs (refined attention)."""
+    """Dimensions that the convolution of refined attention runs over."""
     recompute: bool | None = None
-    """Compute the maps again in the backward pass instead of keeping them (refined attention)."""
+    """Recompute the maps of refined attention in the backward pass, to save memory."""
 
     @model_validator(mode="after")
-    def coherent(self) -> "RecastPart":
+    def check_fields(self) -> "RecastPart":
         self.build_rule()
         return self
 
     def build_rule(self) -> Rule:
-        """The rule these fields describe. Raises: UserError for a field that the rule does not have."""
+        """Return the rule that these fields describe.
+
+        Raises: UserError for a field that the rule does not have.
+        """
         return build_rule(self.rule, **self.model_dump(exclude={"where", "rule"}))
 
 
 class ModelPart(Part):
-    """What is trained."""
+    """The model to train."""
 
     name: str
-    """A timm model, isomorph's included."""
+    """Name of a timm model; isomorph's models are included."""
     pretrained: bool = False
-    """Start from the model's public weights."""
+    """Start from the model's pretrained weights."""
     weights: File | None = None
-    """Start from this checkpoint instead, of the model before its recast or after it; a head of other classes, or none,
-    starts afresh."""
+    """Start from this checkpoint, saved before or after the recast; a classifier that is missing or does not fit is
+    initialised."""
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Classes of the head; by default those of the data."""
+    """Classes of the head; by default the number in the data."""
     kwargs: dict[str, Any] = {}
-    """Further arguments of timm.create_model, e.g. {img_size: 32}, or --model.kwargs.img_size 32."""
+    """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
     start: Literal["weights", "random"] = "random"
-    """weights: the run must be given trained ones (weights, or pretrained true); random: without them, it begins at
-    random ones."""
+    """weights: require trained weights (model.weights or model.pretrained); random: without them, start from random
+    weights."""
     unstride: str | None = None
-    """Glob of stages that keep their input's resolution, e.g. layer4 for a T-ResNet."""
+    """Glob of stages that get stride 1, e.g. layer4 for a T-ResNet."""
     recast: RecastPart | None = None
     recast_epoch: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """Unstride and recast after so many epochs; the optimiser goes on with what it knows of the kept parameters."""
+    """Epoch at which to unstride and recast; unchanged parameters keep their optimiser state."""
     freeze: Globs = []
-    """Glob, or a list of globs, over parameters that stay as they are, e.g. blocks.*.attn.gate."""
+    """Glob or list of globs over parameters to freeze, e.g. blocks.*.attn.gate."""
 
     @field_validator("name")
     @classmethod
-    def known(cls, name: str) -> str:
+    def check_name(cls, name: str) -> str:
         refuse_unknown(name)
         return name
 
     @field_validator("kwargs")
     @classmethod
-    def plain(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
         check_arguments(kwargs)
         return kwargs
 
     @model_validator(mode="after")
-    def coherent(self) -> "ModelPart":
+    def check_fields(self) -> "ModelPart":
         if self.num_classes and "num_classes" in self.kwargs:
-            raise ValueError("num_classes and kwargs.num_classes are the same; give num_classes alone")
+            raise ValueError("num_classes is also given as kwargs.num_classes; give num_classes only")
         return self
 
 
 class DataPart(Part):
-    """What it is trained on."""
+    """The data to train and test on."""
 
     source: str = "imagefolder"
-    """imagefolder, tar, webdataset, huggingface, huggingface-stream (never kept), cifar10, cifar100 or digits."""
+    """imagefolder, tar, webdataset, huggingface, huggingface-stream (stores nothing), cifar10, cifar100 or digits."""
     root: File | None = None
-    """Folder of the data, or its name on the Hugging Face hub; by default $ISOMORPH_DATA, else ./data."""
+    """Folder of the data, or its name on the Hugging Face Hub; by default $ISOMORPH_DATA, else ./data."""
     images: Count | None = None
-    """Images of the training split, where a stream does not tell."""
+    """Number of training images, for a stream that does not report it."""
     fraction: Share = 1.0
-    """Share of every class to train on."""
+    """Fraction of the images of each class to train on."""
     draw: Literal["seeded", "first"] = "seeded"
-    """Which images a fraction keeps: a draw with `seed`, or the first in sorted order (as ConViT's code does)."""
+    """Images of a fraction: seeded draws at random with `seed`; first takes the first in sorted order (ConViT)."""
     classes: Count | None = None
-    """Train and test on the first so many classes only."""
+    """Train and test on the first N classes only."""
     size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = None
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
-    """What of a test image is seen: its middle, or all of it, squashed; by default as the model's config says."""
+    """Test images: center crops them, whole squashes them to the input size; by default as in the model's config."""
     crop_pct: Share | None = None
-    """Side of the test image's middle that is seen, as a share of the shorter side; by default as the model's config
-    says. Give networks that are compared the same."""
+    """Side of the centre crop of test images, as a fraction of the shorter side; by default as in the model's config.
+    Use the same value for models that are compared."""
     batch_size: Annotated[int, Field(ge=2, le=2**20)] = 128
-    """Images per step, over all processes (an even number in each part when mixing)."""
+    """Images per step, over all processes; even in each process and accumulation step with mixup or cutmix."""
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Processes that prepare images, for each one that trains; 0 does it there."""
+    """Data-loading processes per training process; 0 loads in the training process."""
     unreadable: Annotated[int, Field(ge=0, le=10**9)] = 0
-    """Images that may be unreadable, each replaced by another, before the run stops."""
+    """Unreadable images to replace by others before the run stops."""
     shuffle_shards: Count | None = None
-    """Shuffle images within so many shards at a time (tar, webdataset), to read a slow disk in long runs."""
+    """Shuffle images within N shards at a time (tar, webdataset), so that a slow disk reads sequentially."""
 
     @field_validator("source")
     @classmethod
-    def known(cls, source: str) -> str:
+    def check_source(cls, source: str) -> str:
         if source not in (*SOURCES, *STREAMS):
-            raise ValueError(f"{source!r} is unknown; choose one of {', '.join([*SOURCES, *STREAMS])}")
+            raise ValueError(f"{source!r} is not a data source; choose one of {', '.join([*SOURCES, *STREAMS])}")
         return source
 
     @property
@@ -172,37 +176,37 @@ class DataPart(Part):
         return self.source in STREAMS
 
     @model_validator(mode="after")
-    def coherent(self) -> "DataPart":
+    def check_fields(self) -> "DataPart":
         if self.streamed and (self.fraction < 1 or self.classes or self.shuffle_shards):
             raise ValueError(
-                f"{self.source} is read in passing: no fraction, classes or shuffle_shards; use huggingface"
+                f"{self.source} is a stream, without fraction, classes or shuffle_shards; use huggingface for these"
             )
         if self.images and not self.streamed:
-            raise ValueError(f"images is for {', '.join(STREAMS)}; {self.source} counts its own")
+            raise ValueError(f"images is for {', '.join(STREAMS)} only; leave it out, {self.source} counts its images")
         if self.crop_pct and self.test_crop == "whole":
-            raise ValueError("crop_pct is the side of the middle; test_crop whole shows all: give one of them")
+            raise ValueError("crop_pct sets the centre crop, and test_crop whole does not crop; give one of them")
         return self
 
 
 def magnitudes(transform: Any) -> list[tuple[float, float]]:
-    """The magnitude of every operation of a policy, and the largest that timm applies."""
+    """Return, for every operation of an auto-augment policy, its magnitude and the largest that timm applies."""
     operations = [operation for step in transform.transforms for operation in getattr(step, "ops", ())]
     return [(op.magnitude, op.magnitude_max or 10) for op in operations if hasattr(op, "magnitude_max")]
 
 
 class AugmentPart(Part):
-    """How training images are varied (timm's transforms)."""
+    """Augmentation of the training images (timm's transforms)."""
 
     crop_padding: Annotated[int, Field(ge=0, le=2**14)] = 0
-    """Random crops from the image padded by so many pixels (CIFAR); 0 crops and resizes instead."""
+    """Padding in pixels before a random crop, as for CIFAR; 0 takes random resized crops instead."""
     scale: tuple[Share, Share] = (0.08, 1.0)
-    """Area of a resized crop, smallest and largest."""
+    """Smallest and largest area of a random resized crop, as fractions of the image."""
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
     auto_augment: str | None = None
-    """timm's policy string, e.g. rand-m9-mstd0.5-inc1; a magnitude m above 10 needs a bound as high, e.g. -mmax30."""
+    """timm's auto-augment policy, e.g. rand-m9-mstd0.5-inc1; a magnitude m above 10 needs -mmax, e.g. -mmax30."""
     color_jitter: NotNegative = 0.0
-    """Colour jitter; timm ignores it under auto_augment."""
+    """Strength of colour jitter; timm ignores it with auto_augment."""
     erasing: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Probability of random erasing."""
     mixup: NotNegative = 0.0
@@ -212,19 +216,21 @@ class AugmentPart(Part):
     smoothing: Rate = 0.0
     """Label smoothing."""
     repeats: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Repeated augmentation: an epoch has as many samples as ever, of fewer images, each so many times (DeiT: 3)."""
+    """Repeated augmentation: N samples of each image, from 1/N of the images per epoch (DeiT: 3)."""
 
     @field_validator("auto_augment")
     @classmethod
-    def understood(cls, policy: str | None) -> str | None:
+    def check_policy(cls, policy: str | None) -> str | None:
         try:
             transform = create_transform(32, is_training=True, auto_augment=policy)
         except Exception as error:  # timm asserts, or fails on a number, depending on where the policy is wrong
-            raise ValueError("timm does not understand the policy; try rand-m9-mstd0.5-inc1 or augmix-m5-w3") from error
-        for wanted, largest in magnitudes(transform):
-            if wanted > largest:
-                more = f"add -mmax{wanted:g} to have it, or " if str(policy).startswith("rand") else ""
-                raise ValueError(f"timm clamps the magnitude {wanted:g} to {largest:g}; {more}write m{largest:g}")
+            raise ValueError(
+                "timm cannot parse the policy; use one like rand-m9-mstd0.5-inc1 or augmix-m5-w3"
+            ) from error
+        for magnitude, largest in magnitudes(transform):
+            if magnitude > largest:
+                more = f"add -mmax{magnitude:g} to have it, or " if str(policy).startswith("rand") else ""
+                raise ValueError(f"timm clamps the magnitude {magnitude:g} to {largest:g}; {more}write m{largest:g}")
         return policy
 
     @property
@@ -233,43 +239,43 @@ class AugmentPart(Part):
 
 
 class OptimPart(Part):
-    """How the weights move."""
+    """Optimiser and learning-rate schedule."""
 
     name: str = "adamw"
-    """Any optimiser of timm."""
+    """Name of a timm optimiser."""
     lr: Positive = 1e-4
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
-    """Decay of matrices and filters; never of biases, norms, gates, centres and localities."""
+    """Weight decay of matrices and filters; biases, norms, gates, centres and localities have none."""
     gate_lr: PartRate = "1000x"  # type: ignore[assignment]
-    """Peak learning rate of the gates, on the same schedule, without decay: a number, or 1000x for 1000 times lr."""
+    """Peak learning rate of the gates, without weight decay: a number, or a multiple of lr like 1000x."""
     position_lr: PartRate = "1x"  # type: ignore[assignment]
-    """Peak learning rate of centres and localities, likewise. A short run wants it higher: they start far away."""
+    """Peak learning rate of centres and localities, a number or a multiple of lr; a short run needs a higher one."""
     branch_lr: Positive | None = None
-    """Peak learning rate of the layers before a BatchNorm inside pyramids, likewise; by default lr. They are free of
-    scale, and Adam turns them by about lr a step whatever they are: 0.1x served short runs."""
+    """Peak learning rate of the pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr.
+    Their scale has no effect, so Adam rotates them by about lr a step; 0.1x worked in short runs."""
     layer_decay: Share = 1.0
-    """Each layer's rate is this share of the rate of the layer after it; the head has the full rate."""
+    """Factor on the learning rate from each layer to the one before it; the head has the full rate."""
     momentum: Rate = 0.9
-    """For optimisers that have one."""
+    """Momentum, of optimisers that have one."""
     betas: tuple[Rate, Rate] | None = None
-    """Adam's two moving averages, e.g. [0.9, 0.95] as MAE pre-trains; by default the optimiser's own."""
+    """Adam's two betas, e.g. [0.9, 0.95] as in MAE's pre-training; by default the optimiser's."""
     clip_grad: Positive | None = None
-    """Largest norm of the whole gradient."""
+    """Maximum norm of the gradient of all parameters together."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after the warm-up."""
     schedule_from: Literal["peak", "start"] = "peak"
-    """Where the cosine or the line begins: at the peak, when the warm-up ends; or at the first step, underneath the
-    warm-up, so that the peak is never quite reached (timm's default, as DeiT was trained)."""
+    """peak: the decay begins when the warm-up ends; start: it begins at the first step, so that the rate stays below
+    its peak (timm's default, as in DeiT)."""
     warmup_epochs: NotNegative = 0.0
-    """Linear warm-up; fractions are fine."""
+    """Epochs of linear warm-up; may be a fraction."""
     min_lr: NotNegative = 0.0
-    """Where the cosine or the line ends."""
+    """Learning rate at the end of the schedule."""
 
     @field_validator("gate_lr", "position_lr", "branch_lr", mode="before")
     @classmethod
-    def multiplied(cls, rate: Any, info: ValidationInfo) -> Any:
-        """A multiple of lr as the rate it is; where lr itself is wrong, any rate, since only lr is reported."""
+    def resolve_multiple(cls, rate: Any, info: ValidationInfo) -> Any:
+        """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
         if rate is None and info.field_name == "position_lr":
             rate = "1x"
         if not isinstance(rate, str):
@@ -284,53 +290,58 @@ class OptimPart(Part):
 
     @field_validator("name")
     @classmethod
-    def known(cls, name: str) -> str:
+    def check_name(cls, name: str) -> str:
         names = list_optimizers()
         if name.lower().startswith("kron"):
-            raise ValueError(f"{name} keeps lists of matrices, which snapshots do not hold; choose another")
+            raise ValueError(
+                f"{name} has lists of matrices as state, which snapshots cannot store; choose another optimiser"
+            )
         if name.lower() not in names:
             close = difflib.get_close_matches(name, names, n=3)
-            raise ValueError(f"no optimiser {name!r}" + (f"; did you mean {', '.join(close)}?" if close else ""))
+            raise ValueError(
+                f"{name!r} is not an optimiser" + (f"; did you mean {', '.join(close)}?" if close else " of timm")
+            )
         return name
 
     @model_validator(mode="after")
-    def coherent(self) -> "OptimPart":
-        known = get_optimizer_info(self.name)
-        if self.betas and not (known.has_betas and known.num_betas == 2):
-            raise ValueError(f"betas are Adam's; {self.name} does not have two: leave optim.betas out")
+    def check_fields(self) -> "OptimPart":
+        info = get_optimizer_info(self.name)
+        if self.betas and not (info.has_betas and info.num_betas == 2):
+            raise ValueError(f"{self.name} does not have two betas; leave optim.betas out")
         return self
 
 
 class AnnealPart(Part):
-    """Carries every gated attention layer from one pair of dials to another while training starts, and the annealed
-    ReLUs of a vanillanet_* from ReLU to the identity."""
+    """Schedule at the start of training that moves locality and gate of all GPSA layers from one pair of values to
+    another, and the annealed ReLUs of a vanillanet_* from ReLU to the identity."""
 
     epochs: Positive
-    """Length of the anneal."""
+    """Length of the schedule in epochs."""
     start: tuple[Positive, float] | None = None
     """Locality and gate at the first step; by default exact: (20, 15) from a CNN, (1, -15) from a ViT."""
     stop: tuple[Positive, float] = (1.0, 1.0)
-    """Locality and gate at the end (paper); then the optimiser has them."""
+    """Locality and gate at the end, by default the paper's; they are trained from then on."""
 
     @model_validator(mode="after")
-    def coherent(self) -> "AnnealPart":
+    def check_fields(self) -> "AnnealPart":
         self.schedule(1)
         return self
 
     def schedule(self, steps_per_epoch: int) -> Anneal:
+        """Return the schedule in steps."""
         return Anneal(max(1, round(self.epochs * steps_per_epoch)), self.start, self.stop)
 
 
 class ScalePart(Part):
-    """How the work is spread over processes (torchrun starts them) and memory. None of it changes what is computed."""
+    """Distribution over processes (started by torchrun), memory and speed."""
 
     accumulate: Annotated[int, Field(ge=1, le=2**20)] = 1
-    """Gradient accumulation: each process works through its share of a batch in so many parts, to save memory."""
+    """Gradient accumulation: parts into which each process splits its share of a batch, to save memory."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """ddp: every process holds the model; fsdp: each holds a shard of weights, averages and optimiser state."""
+    """ddp: every process has the whole model; fsdp: each has a shard of weights, averages and optimiser state."""
     sync_batch_norm: bool = False
-    """BatchNorm statistics of all processes together (GPUs only), those of pyramids too."""
+    """Compute BatchNorm statistics over all processes, in pyramids too (GPUs only)."""
     activation_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass, to save memory."""
     compile: bool = False
-    """torch.compile the model."""
+    """Compile the model with torch.compile."""
