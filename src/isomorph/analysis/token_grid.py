@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d, SpatialAttention, ViTGPSA
 from isomorph.layers.grid import axis_offsets
-from isomorph.surgery.token_grid import embedding_models
+from isomorph.surgery.grid_hooks import embedding_models
 
 
 class Places(NamedTuple):

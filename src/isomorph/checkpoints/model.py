@@ -20,7 +20,7 @@ from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.surgery import RULES, Edit, Fuse, edits, replay
 from isomorph.surgery.compiled import uncompiled
-from isomorph.surgery.joint import possible_joints
+from isomorph.surgery.joint_projections import joint_candidates
 
 SMALL = 2**20
 """Numbers of a model that may always be built."""
@@ -148,7 +148,7 @@ def unfused(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """The edits without those of modules that have been fused since, and without the fusing."""
     gone = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
     kept = (
-        Edit(e.rule, tuple(n for n in e.names if gone.isdisjoint([n, *possible_joints(n)])))
+        Edit(e.rule, tuple(n for n in e.names if gone.isdisjoint([n, *joint_candidates(n)])))
         for e in made
         if not isinstance(e.rule, Fuse)
     )

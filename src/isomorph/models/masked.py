@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.vit_cfg import refuse_heads, refuse_size
-from isomorph.surgery.token_grid import FOLLOWERS
+from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 UNREACHED = ("head", "head_dist", "attn_pool")
 """What of a ViT comes after its tokens: masked pre-training does not reach it."""
@@ -119,7 +119,7 @@ def _refuse_encoder(encoder: nn.Module) -> None:
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
-    placed = {type(module).__name__ for module in encoder.modules() if isinstance(module, FOLLOWERS)}
+    placed = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
     if isinstance(encoder, BlockwiseViT) or placed:
         raise UserError(
             f"masked pre-training shows a {kind} patches without their grid, which {', '.join(placed) or 'it'} needs; "

@@ -12,10 +12,10 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, AnnealedReLU, GPSA2d
 from isomorph.surgery.rules.gated import (
-    CONTENT_DIALS,
-    DIALS,
-    check_dials,
-    dials,
+    ATTENTION_GATING,
+    CONV_GATING,
+    check_gating,
+    initial_gating,
 )
 
 
@@ -31,15 +31,15 @@ class Anneal:
 
     steps: int
     start: tuple[float, float] | None = None
-    stop: tuple[float, float] = dials("paper", None, None)
+    stop: tuple[float, float] = initial_gating("paper", None, None)
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
             raise UserError(f"anneal steps {self.steps} must be a whole number, at least 1")
         for pair in filter(None, (self.start, self.stop)):
-            check_dials(*pair)
+            check_gating(*pair)
 
-    def at(self, step: int, exact: tuple[float, float] = DIALS["exact"]) -> tuple[float, float]:
+    def at(self, step: int, exact: tuple[float, float] = CONV_GATING["exact"]) -> tuple[float, float]:
         """(locality, gate) at a step; step `steps` and later give `stop`. `exact` is the start where none is given."""
         t = min(max(step / self.steps, 0.0), 1.0)
         (locality_0, gate_0), (locality_1, gate_1) = self.start or exact, self.stop
@@ -55,7 +55,7 @@ class Anneal:
             for layer in annealed_layers(model)[0]:
                 if self.start is None and type(layer) is GPSA:
                     raise UserError("this layer was recast from nothing, so nothing is exact; give the anneal a start")
-                named = DIALS if isinstance(layer, GPSA2d) else CONTENT_DIALS
+                named = CONV_GATING if isinstance(layer, GPSA2d) else ATTENTION_GATING
                 layer.set_dials(*self.at(step, named["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.attached import hooks_on
+from isomorph.surgery.attachments import hooks_on
 
 RECOMPILE = "the model was compiled and its copy is not: compile the copy"
 """The note on a copy of a compiled model."""

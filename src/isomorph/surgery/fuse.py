@@ -8,7 +8,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import copied, uncompiled
-from isomorph.surgery.exact import altered_part
+from isomorph.surgery.layer_checks import first_altered_part
 from isomorph.surgery.recast import Edit, outermost, replay
 
 
@@ -32,7 +32,7 @@ class Fuse:
         try:
             return copy.deepcopy(module).eval().fuse()  # type: ignore[operator]
         except RuntimeError:
-            if reason := altered_part(module):
+            if reason := first_altered_part(module):
                 raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
             raise
 

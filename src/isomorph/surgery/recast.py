@@ -14,11 +14,11 @@ from typing import Any, ClassVar, Protocol
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.attached import check_attached
+from isomorph.surgery.attachments import check_attached
 from isomorph.surgery.compiled import add_notes, copied, notes, uncompiled
-from isomorph.surgery.exact import altered_part
-from isomorph.surgery.joint import Part, find_target, joint_parts
-from isomorph.surgery.tied import retie, tied_parameters
+from isomorph.surgery.joint_projections import JointPart, find_target, joint_parts
+from isomorph.surgery.layer_checks import first_altered_part
+from isomorph.surgery.tied_parameters import retie, tied_parameters
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -30,7 +30,7 @@ class Rule(Protocol):
     or several, modules that it cannot take are an error if of that kind and passed over in silence if not. With
     `within(model) -> Rule` it completes itself with what a module alone does not tell; with `attach(model)` it ties
     its replacements to the rest of the model, and unties what a revert has left idle. With `takes_parts = True` globs
-    may name the parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule gets as a `Part`.
+    may name the parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule gets as a `JointPart`.
     """
 
     atol: ClassVar[float]
@@ -71,7 +71,7 @@ def matches(where: Where, name: str, module: nn.Module) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-Target = nn.Module | Part
+Target = nn.Module | JointPart
 
 
 def distinct(pairs: Iterable[tuple[str, Target]]) -> Iterable[tuple[str, Target]]:
@@ -149,7 +149,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     if not selected:
         names = [name for name, _ in named if name]
         raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
-    found = [(n, m) for n, m in selected if isinstance(m, (*kind, Part)) or rule.accepts(m)]
+    found = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
     if not found:
         wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
         seen = ", ".join(sorted({_name_kind(type(module), wanted) for _, module in selected}))
@@ -166,7 +166,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
 def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """The selection without parts of joint projections that are selected as a whole."""
     modules = {module for _, module in selected}
-    return [(n, m) for n, m in selected if not (isinstance(m, Part) and m.joint in modules)]
+    return [(n, m) for n, m in selected if not (isinstance(m, JointPart) and m.joint in modules)]
 
 
 def _check_model(model: object) -> None:
@@ -205,7 +205,7 @@ def _refuse_nested(names: Sequence[str]) -> None:
             )
 
 
-def adopt(replacement: nn.Module, original: nn.Module) -> nn.Module:
+def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
     """Gives the replacement the original's device, dtype, mode and requires_grad (parameter by parameter where it can).
 
     A replacement of the original's own type is the original, altered: it has them already. Where the original has
@@ -248,12 +248,12 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
         target: Any = find_target(model, name)
         if target is None:
             raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild")
-        original, own = (target.joint, target.joint_name) if isinstance(target, Part) else (target, name)
+        original, own = (target.joint, target.joint_name) if isinstance(target, JointPart) else (target, name)
         try:
             replacement = rule.build(target)
         except UserError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
-        model = replace(model, own, original, adopt(replacement, original))
+        model = replace(model, own, original, match_original(replacement, original))
     add_notes(model, *retie(model, tied))
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
     for made in edits(model):
@@ -310,7 +310,7 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         except ValueError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
         except (RuntimeError, TypeError, KeyError):  # of parts that do not let themselves be merged
-            if reason := altered_part(layer):
+            if reason := first_altered_part(layer):
                 raise UserError(f"{name or 'the model'} has no way back: {reason}") from None
             raise
         model = replace(model, name, layer, original)

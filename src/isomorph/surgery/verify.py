@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import notes, uncompiled
-from isomorph.surgery.joint import joint_parts
+from isomorph.surgery.joint_projections import joint_parts
 from isomorph.surgery.recast import edits_since
 
 

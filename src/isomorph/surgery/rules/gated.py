@@ -13,23 +13,25 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, ViTGPSA
 from isomorph.layers.refined_attention import PARTS
-from isomorph.surgery.attached import attached
-from isomorph.surgery.bounds import GATE, LOCALITY, check_choice, check_number
-from isomorph.surgery.exact import changed, unlike
-from isomorph.surgery.token_grid import attach_grid, check_place, placed
+from isomorph.surgery.attachments import describe_attachments
+from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 
-Dials = Mapping[str, tuple[float, float]]
+NamedGating = Mapping[str, tuple[float, float]]
 
-DIALS: Dials = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
+CONV_GATING: NamedGating = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
 """(locality, gate) of the two named inits of ConvToGPSA. Exact: leaks of exp(-20) to the next tap and of 3e-7 to
 content, within rounding of float32, with gradients still alive. Paper: on the verge of locality (T-CNN section 2)."""
 
 
-CONTENT_DIALS: Dials = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
+ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
 """(locality, gate) of the two named inits of AttentionToGPSA. Exact: all look at content, but for 3e-7."""
 
 
-def dials(init: str, locality: float | None, gate: float | None, named: Dials = DIALS) -> tuple[float, float]:
+def initial_gating(
+    init: str, locality: float | None, gate: float | None, named: NamedGating = CONV_GATING
+) -> tuple[float, float]:
     """The locality and gate of an init, each overridden by a given value.
 
     Raises: UserError for an unknown init, or a value that is not within bounds.
@@ -38,11 +40,11 @@ def dials(init: str, locality: float | None, gate: float | None, named: Dials = 
     default_locality, default_gate = named[init]
     locality = default_locality if locality is None else locality
     gate = default_gate if gate is None else gate
-    check_dials(locality, gate)
+    check_gating(locality, gate)
     return locality, gate
 
 
-def check_dials(locality: float, gate: float) -> None:
+def check_gating(locality: float, gate: float) -> None:
     """Raises: UserError for a locality or a gate that is not within bounds."""
     check_number("locality", locality, LOCALITY)
     check_number("gate", gate, GATE)
@@ -66,13 +68,13 @@ class ConvToGPSA:
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
 
     def __post_init__(self) -> None:
-        dials(self.init, self.locality, self.gate)
+        initial_gating(self.init, self.locality, self.gate)
 
     def reason(self, module: nn.Module) -> str | None:
         """Why the module cannot be rebuilt, or None."""
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
-        if reason := unlike(module, nn.Conv2d, "nn.Conv2d"):
+        if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
             return reason
         (kh, kw) = module.kernel_size
         if kh != kw:
@@ -105,7 +107,7 @@ class ConvToGPSA:
             named[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
             bias=module.bias is not None,
         )
-        gpsa.set_dials(*dials(self.init, self.locality, self.gate))
+        gpsa.set_dials(*initial_gating(self.init, self.locality, self.gate))
         gpsa.to(module.weight.dtype)
         gpsa.weight = nn.Parameter(module.weight.detach().clone())
         if module.bias is not None:
@@ -113,11 +115,11 @@ class ConvToGPSA:
         return gpsa
 
 
-def unlike_attention(module: nn.Module) -> str | None:
+def attention_mismatch(module: nn.Module) -> str | None:
     """Why a module does not compute what timm's Attention does with its weights, or None."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
-    if methods := " and ".join(changed(module, Attention)):
+    if methods := " and ".join(overridden_methods(module, Attention)):
         return f"{type(module).__name__} does not compute what timm's Attention does: it has its own {methods}"
     if extra := [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in PARTS]:
         return f"it holds {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
@@ -126,7 +128,7 @@ def unlike_attention(module: nn.Module) -> str | None:
         return f"its projections are {kinds}, not linear layers; recast the attention first, or fuse it"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
-    if module.fused_attn and (found := attached(module.attn_drop)):
+    if module.fused_attn and (found := describe_attachments(module.attn_drop)):
         return f"its attn_drop has {found}, which fused attention never calls; remove them first"
     if not module.qkv.weight.is_floating_point():
         return f"the weight of its qkv is of {module.qkv.weight.dtype}, not of a floating-point type"
@@ -135,9 +137,9 @@ def unlike_attention(module: nn.Module) -> str | None:
     return None
 
 
-def unlike_part(module: Attention, name: str) -> str | None:
+def projection_mismatch(module: Attention, name: str) -> str | None:
     """Why the weights of a projection cannot be taken apart, or None."""
-    reason = unlike(getattr(module, name), nn.Linear, "nn.Linear")
+    reason = layer_mismatch(getattr(module, name), nn.Linear, "nn.Linear")
     return f"of its {name}: {reason}" if reason else None
 
 
@@ -166,25 +168,25 @@ class AttentionToGPSA:
     kind: ClassVar[type[nn.Module]] = Attention
 
     def __post_init__(self) -> None:
-        dials(self.init, self.locality, self.gate, CONTENT_DIALS)
-        check_place(self)
+        initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
+        check_grid_fields(self)
 
     def within(self, model: nn.Module) -> "AttentionToGPSA":
-        return placed(self, model)
+        return with_model_grid(self, model)
 
     def attach(self, model: nn.Module) -> None:
         attach_grid(self, model)
 
     def reason(self, module: nn.Module) -> str | None:
         """Why the module cannot be rebuilt, or None."""
-        if reason := unlike_attention(module):
+        if reason := attention_mismatch(module):
             return reason
         assert isinstance(module, Attention)
         if module.gate is not None or type(module.norm) is not nn.Identity:
             return "its output is gated or normalised before the projection"
         if module.attn_drop.p:
             return f"it drops {module.attn_drop.p} of its map, which is never formed here"
-        if reason := unlike_part(module, "qkv"):
+        if reason := projection_mismatch(module, "qkv"):
             return reason
         if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
             return f"{module.qkv.in_features} channels become {module.attn_dim}, then {module.proj.out_features}"
@@ -206,7 +208,7 @@ class AttentionToGPSA:
         bias = qkv.bias is not None
         arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens)
         gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
-        gpsa.set_dials(*dials(self.init, self.locality, self.gate, CONTENT_DIALS))
+        gpsa.set_dials(*initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING))
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])
             gpsa.qk.get_parameter(name).copy_(qk)

@@ -18,74 +18,81 @@ from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLi
 from isomorph.layers.affine_chain import matrix
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_init import carry, draw
-from isomorph.surgery.bounds import RESCALE, check_choice, check_number
-from isomorph.surgery.chains import conv_padding, is_chain, is_plain_norm, merge_branches, merge_chain, unlike_linear
-from isomorph.surgery.exact import changed
-from isomorph.surgery.joint import JOINT, Part, joint_parts
-from isomorph.surgery.recast import adopt
+from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
+from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
+from isomorph.surgery.layer_checks import overridden_methods
+from isomorph.surgery.linear_chains import (
+    conv_padding,
+    is_chain,
+    is_plain_norm,
+    linear_mismatch,
+    merge_branches,
+    merge_chain,
+)
+from isomorph.surgery.recast import match_original
 
-RECTIFIED = {
+_LOGIT_PROJECTIONS = {
     f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
 }
-RECTIFIED |= {"query", "key", "q_linear", "k_linear"}
+_LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 """Last names of the projections whose products are attention logits: BatchNorm rectifies their sum."""
 
 
-def _unlike_joint(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
+def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
     """Why a projection of a joint name is not queries, keys and values in a row, or None."""
-    if name not in JOINT:
+    if name not in JOINT_PARTS:
         return None
     if not isinstance(module, nn.Linear):
         return f"it is a joint {name} convolution"
     if hasattr(parent, "key_dim") or hasattr(parent, "val_dim"):
         return f"{type(parent).__name__} deals its outputs to heads, not to queries, keys and values"
-    if module.out_features % len(JOINT[name]):
-        return f"its {module.out_features} outputs are not {len(JOINT[name])} equal parts"
+    if module.out_features % len(JOINT_PARTS[name]):
+        return f"its {module.out_features} outputs are not {len(JOINT_PARTS[name])} equal parts"
     return None
 
 
-RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
+_RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
 
 
-def _as_rectification(given: str | Mapping[str, str]) -> str:
+def _normalise_rectify(given: str | Mapping[str, str]) -> str:
     """A rectification, or NAME=RECTIFICATION of several layers by their last names, as one string in a fixed order.
 
     Raises: UserError for an unknown one, or a name given twice.
     """
     pairs = list(given.items()) if isinstance(given, Mapping) else []
     if isinstance(given, str) and "=" not in given:
-        _refuse_rectification(given)
+        _check_rectification(given)
         return given
     if isinstance(given, str):
         pairs = [(name.strip(), value.strip()) for name, _, value in (pair.partition("=") for pair in given.split(","))]
     if not pairs or len(dict(pairs)) < len(pairs):
         raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
     for name, value in pairs:
-        _refuse_rectification(value, f" of {name}")
+        _check_rectification(value, f" of {name}")
     return ",".join(f"{name}={value}" for name, value in sorted(pairs))
 
 
-def _refuse_rectification(value: Any, place: str = "") -> None:
+def _check_rectification(value: Any, place: str = "") -> None:
     """Raises: UserError for a rectification that does not exist."""
-    if value not in RECTIFICATIONS:
+    if value not in _RECTIFICATIONS:
         raise UserError(
             f"rectify{place} {value!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each "
             "layer, as in 'q=none,v=rescale'"
         )
 
 
-def _unlike_block(block: MobileOneBlock) -> str | None:
+def _block_mismatch(block: MobileOneBlock) -> str | None:
     """Why a block of MobileOne is not the sum of its convolutional branches, or None."""
-    if methods := " and ".join(changed(block, MobileOneBlock)):
+    if methods := " and ".join(overridden_methods(block, MobileOneBlock)):
         return f"{type(block).__name__} does not compute what timm's MobileOneBlock does: it has its own {methods}"
     if block.reparam_conv is not None:
         return "it is fused already; its reparam_conv is a target of its own"
     if type(block.drop_path) is not nn.Identity:
         return "it drops paths between its branches"
     for name, part in block.conv_kxk.named_modules():
-        if isinstance(part, nn.Conv2d) and (reason := unlike_linear(part)):
+        if isinstance(part, nn.Conv2d) and (reason := linear_mismatch(part)):
             return f"of its conv_kxk.{name}: {reason}"
-        if isinstance(part, ConvNormAct) and changed(part, ConvNormAct):
+        if isinstance(part, ConvNormAct) and overridden_methods(part, ConvNormAct):
             return f"its conv_kxk.{name} does not compute what timm's ConvNormAct does"
     norms = [*block.conv_kxk.modules(), block.identity] if _is_pointwise_block(block) else []
     if any(isinstance(part, _BatchNorm) and not is_plain_norm(part) for part in norms):
@@ -126,11 +133,11 @@ class LinearToPyramid:
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
-        object.__setattr__(self, "rectify", _as_rectification(self.rectify))
+        object.__setattr__(self, "rectify", _normalise_rectify(self.rectify))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
 
-    def within(self, model: nn.Module) -> "NamedLinears":
+    def within(self, model: nn.Module) -> "_BoundRule":
         """The rule with the names of the model's layers, which tell queries and keys from others.
 
         Raises: UserError when `rectify` names a layer that the model does not have.
@@ -142,7 +149,7 @@ class LinearToPyramid:
                 close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
                 near = f"; nearest names: {', '.join(close)}" if close else ""
                 raise UserError(f"rectify names {name}, which is the last name of no layer of the model{near}")
-        return NamedLinears(self, places)
+        return _BoundRule(self, places)
 
     @property
     def rectified(self) -> dict[str, str]:
@@ -158,14 +165,14 @@ class LinearToPyramid:
         return self.rectified.get(name) or self.rectified.get(joint) or "paper"
 
     def accepts(self, module: nn.Module) -> bool:
-        return NamedLinears(self, {}).accepts(module)
+        return _BoundRule(self, {}).accepts(module)
 
     def build(self, module: nn.Module) -> nn.Module:
         """Raises: UserError with the reason when the module is not accepted."""
-        return NamedLinears(self, {}).build(module)
+        return _BoundRule(self, {}).build(module)
 
 
-def split(joint: nn.Linear, parts: int) -> list[nn.Linear]:
+def _split_projection(joint: nn.Linear, parts: int) -> list[nn.Linear]:
     """The equal parts of a joint projection, as layers of their own."""
     width, bias = joint.out_features // parts, joint.bias is not None
     found = [nn.Linear(joint.in_features, width, bias, device="meta").train(joint.training) for _ in range(parts)]
@@ -176,7 +183,7 @@ def split(joint: nn.Linear, parts: int) -> list[nn.Linear]:
 
 
 @dataclass(frozen=True)
-class NamedLinears:
+class _BoundRule:
     """LinearToPyramid within one model: each module's last name, and its parent."""
 
     rule: LinearToPyramid
@@ -186,29 +193,29 @@ class NamedLinears:
     def kind(self) -> tuple[type[nn.Module], ...]:
         return self.rule.kind
 
-    def accepts(self, module: nn.Module | Part) -> bool:
+    def accepts(self, module: nn.Module | JointPart) -> bool:
         return self.reason(module) is None
 
-    def reason(self, module: nn.Module | Part) -> str | None:
+    def reason(self, module: nn.Module | JointPart) -> str | None:
         """Why the module cannot be rebuilt, or None."""
-        if isinstance(module, Part):
+        if isinstance(module, JointPart):
             return self.reason_of_part(module)
         name, parent = self.places.get(module, ("", None))
         if isinstance(module, MobileOneBlock):
-            return _unlike_block(module)
+            return _block_mismatch(module)
         if isinstance(module, nn.Sequential):
             if is_chain(module, self.redraws):
                 return None
             if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
                 return "its ReLU is not the identity yet: anneal it first, or give init='paper' to start anew"
             return "it does more than linear maps and BatchNorm"
-        if reason := unlike_linear(module):
+        if reason := linear_mismatch(module):
             return reason
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads its weight instead of calling it"
         if getattr(parent, "q_bias", None) is not None:
             return f"{type(parent).__name__} reads its weight and adds biases of its own instead of calling it"
-        problem = _unlike_joint(module, name, parent)
+        problem = _joint_mismatch(module, name, parent)
         if problem and self.rule.rectification(name) == "paper":
             return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
@@ -218,20 +225,20 @@ class NamedLinears:
         """Whether pyramids are drawn anew: their function need not be that of what they replace."""
         return self.rule.init == "paper"
 
-    def reason_of_part(self, part: Part) -> str | None:
+    def reason_of_part(self, part: JointPart) -> str | None:
         """Why a part of a joint projection cannot be rebuilt, or None."""
         if isinstance(part.joint, JointPyramid):
             linear = type(part.joint.pyramids[part.names.index(part.name)]) is nn.Linear
             return None if linear else "it is a pyramid already"
-        problem = _unlike_joint(part.joint, *self.places.get(part.joint, ("", None)))
+        problem = _joint_mismatch(part.joint, *self.places.get(part.joint, ("", None)))
         return f"{problem}; take the whole layer" if problem else self.reason(part.joint)
 
     @torch.no_grad()
-    def build(self, module: nn.Module | Part) -> nn.Module:
+    def build(self, module: nn.Module | JointPart) -> nn.Module:
         """Raises: UserError with the reason when the module is not accepted."""
         if reason := self.reason(module):
             raise UserError(f"LinearToPyramid cannot rebuild it: {reason}")
-        if isinstance(module, Part):
+        if isinstance(module, JointPart):
             return self.build_part(module)
         if isinstance(module, MobileOneBlock):
             return self.build_block(module)
@@ -241,25 +248,27 @@ class NamedLinears:
         if isinstance(module, nn.Conv2d):
             return self.build_conv(module, name)
         assert isinstance(module, nn.Linear)
-        if _unlike_joint(module, name, parent) or name not in JOINT:
+        if _joint_mismatch(module, name, parent) or name not in JOINT_PARTS:
             return self.build_linear(module, name)
-        pairs = zip(split(module, len(JOINT[name])), JOINT[name], strict=True)
+        pairs = zip(_split_projection(module, len(JOINT_PARTS[name])), JOINT_PARTS[name], strict=True)
         return JointPyramid([self.build_linear(*pair, name) for pair in pairs])
 
-    def build_part(self, part: Part) -> JointPyramid:
+    def build_part(self, part: JointPart) -> JointPyramid:
         """The joint layer with a pyramid for one part; the others stay as they are."""
         joint = part.joint
-        parts: list[Any] = list(joint.pyramids) if isinstance(joint, JointPyramid) else split(joint, len(part.names))
+        parts: list[Any] = (
+            list(joint.pyramids) if isinstance(joint, JointPyramid) else _split_projection(joint, len(part.names))
+        )
         place = part.names.index(part.name)
         pyramid = self.build_linear(parts[place], part.name, part.joint_name.rpartition(".")[2])
-        parts[place] = adopt(pyramid, parts[place])
+        parts[place] = match_original(pyramid, parts[place])
         return JointPyramid(parts).train(joint.training)
 
     def arguments(self, name: str, joint: str = "") -> dict[str, Any]:
         """Layout and rectification for a layer of that name, a part of a joint layer maybe."""
         rectify = self.rule.rectification(name, joint)
         if rectify == "paper":
-            rectify = "batchnorm" if name in RECTIFIED else "rescale"
+            rectify = "batchnorm" if name in _LOGIT_PROJECTIONS else "rescale"
         return dict(layout=self.rule.layout, rectify=rectify, rescale_by=self.rule.rescale_by)
 
     def build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:

@@ -12,19 +12,19 @@ from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention,
 from isomorph.layers.headed_attention import placement
 from isomorph.layers.refined_attention import carry_parts, shape_arguments
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
-from isomorph.surgery.attached import attached
-from isomorph.surgery.bounds import KERNEL, RATIO, check_choice, check_truth, check_whole
-from isomorph.surgery.rules.gated import unlike_attention, unlike_part
-from isomorph.surgery.token_grid import attach_grid, check_place, placed
+from isomorph.surgery.attachments import describe_attachments
+from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch
 
 Span = Literal["map", "spatial", "row+column"]
 
 
-def _refuse_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
+def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
     """Raises: UserError for a refinement that the layers do not have."""
-    check_whole("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
-    check_truth("reduce", reduce)
-    check_whole("kernel", kernel, KERNEL, ", and odd (1: no convolution)")
+    check_int("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
+    check_bool("reduce", reduce)
+    check_int("kernel", kernel, KERNEL, ", and odd (1: no convolution)")
     if kernel % 2 == 0:
         raise UserError(f"kernel {kernel} must be odd, from {KERNEL[0]} to {KERNEL[1]} (1: no convolution)")
     check_choice("span", span, ("map", "spatial", "row+column"))
@@ -63,12 +63,12 @@ class AttentionToRefined:
     kind: ClassVar[type[nn.Module]] = Attention
 
     def __post_init__(self) -> None:
-        _refuse_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
-        check_truth("recompute", self.recompute)
-        check_place(self)
+        _check_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
+        check_bool("recompute", self.recompute)
+        check_grid_fields(self)
 
     def within(self, model: nn.Module) -> "AttentionToRefined":
-        return placed(self, model) if self.span == "spatial" else self
+        return with_model_grid(self, model) if self.span == "spatial" else self
 
     def attach(self, model: nn.Module) -> None:
         if self.span == "spatial":
@@ -76,12 +76,12 @@ class AttentionToRefined:
 
     def reason(self, module: nn.Module) -> str | None:
         """Why the module cannot be rebuilt, or None."""
-        if reason := unlike_attention(module):
+        if reason := attention_mismatch(module):
             return reason
         assert isinstance(module, Attention)
-        if self.ratio == 0 and (found := attached(module.attn_drop)):
+        if self.ratio == 0 and (found := describe_attachments(module.attn_drop)):
             return f"its attn_drop has {found}, and ratio=0 forms no map to call it on"
-        if not self.reduce and (reason := unlike_part(module, "proj")):
+        if not self.reduce and (reason := projection_mismatch(module, "proj")):
             return reason
         if not self.reduce and (module.gate is not None or type(module.norm) is not nn.Identity):
             return "its output is gated or normalised, which reduce=False would have to widen"

@@ -20,18 +20,18 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA
-from isomorph.surgery.bounds import check_grid
+from isomorph.surgery.field_checks import check_grid
 
-FOLLOWERS = (SpatialAttention, ViTGPSA)
+GRID_LAYERS = (SpatialAttention, ViTGPSA)
 """Layers whose tokens have positions on the grid of the image."""
 
-Grid = tuple[int, int]
+GridSize = tuple[int, int]
 
 
 class Embedded(NamedTuple):
     """The grid of the image that comes next, and the backward pass that it is for (-1: none)."""
 
-    grid: Grid
+    grid: GridSize
     backward: int
 
 
@@ -40,7 +40,7 @@ class Running(NamedTuple):
 
     grids: "CallGrids"
     module: nn.Module
-    grid: Grid
+    grid: GridSize
 
 
 EMBEDDED: ContextVar[dict[ref["CallGrids"], Embedded]] = ContextVar("isomorph_embedded")
@@ -63,7 +63,7 @@ def memory(tokens: Any) -> Any:
         return None
 
 
-def mark(tokens: Any, grid: Grid) -> None:
+def mark(tokens: Any, grid: GridSize) -> None:
     """Marks the memory of tokens with their grid."""
     storage = memory(tokens)
     if storage is not None:
@@ -76,41 +76,41 @@ class CallGrids:
     attached_again: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.seen: dict[Grid, None] = {}
+        self.seen: dict[GridSize, None] = {}
 
-    def note(self, grid: Grid) -> None:
+    def note(self, grid: GridSize) -> None:
         """Notes the grid of the blocks that this thread runs next."""
         alive = {key: known for key, known in EMBEDDED.get({}).items() if key() is not None}
         EMBEDDED.set({**alive, ref(self): Embedded(grid, _backward_pass())})
 
-    def embed(self, grid: Grid) -> None:
+    def embed(self, grid: GridSize) -> None:
         """Notes the grid of an image; what an interrupt has left of an earlier one is dropped."""
         if all(type(size) is int for size in grid):  # not a tracer's stand-ins
             self.seen.setdefault(grid)
         RUNNING.set(tuple(entry for entry in RUNNING.get() if entry.grids is not self))
         self.note(grid)
 
-    def embedded(self) -> Grid | None:
+    def embedded(self) -> GridSize | None:
         """The grid of the last image, if it was embedded in the pass that runs now."""
         known = EMBEDDED.get({}).get(ref(self))
         return known.grid if known and known.backward == _backward_pass() else None
 
-    def running(self) -> Grid | None:
+    def running(self) -> GridSize | None:
         """The grid of the innermost module of this model that runs."""
         return next((entry.grid for entry in reversed(RUNNING.get()) if entry.grids is self), None)
 
-    def recall(self, tokens: Any) -> Grid | None:
+    def recall(self, tokens: Any) -> GridSize | None:
         """The grid that tokens are marked with, where a backward pass computes their block again."""
         grid = None if _backward_pass() == -1 else getattr(memory(tokens), "isomorph_grid", None)
         if grid:
             self.note(grid)  # further blocks of the same checkpoint get tokens that were never seen
         return grid
 
-    def of_tokens(self, tokens: Any, noted: bool) -> Grid | None:
+    def of_tokens(self, tokens: Any, noted: bool) -> GridSize | None:
         """The grid of a module's tokens; `noted`: that of the last image counts too."""
         return self.recall(tokens) or self.running() or (self.embedded() if noted else None)
 
-    def only(self, layer: Any, tokens: Tensor) -> Grid | None:
+    def only(self, layer: Any, tokens: Tensor) -> GridSize | None:
         """The one grid that so many tokens have had so far, for a block whose marks are lost (saved-tensor hooks).
 
         Raises: UserError when there are several.
@@ -171,7 +171,7 @@ class FollowGrid:
         height, width = image.shape[-2:]
         grid_size = patch_embed.dynamic_feat_size((height, width))
         for module in self.model.modules():
-            if isinstance(module, FOLLOWERS):
+            if isinstance(module, GRID_LAYERS):
                 module.grid_size = grid_size  # for calls on its own, and for compilers
         if not torch.compiler.is_compiling():
             self.grids.embed(grid_size)
@@ -195,7 +195,7 @@ def follows(hook: Any) -> bool:
 def _follow_grid(model: Any) -> None:
     """Hooks the patch embedding, the layers that need its grid and the modules these lie in; unhooks all others."""
     found = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in found if isinstance(module, FOLLOWERS)}
+    layers = {name: module for name, module in found if isinstance(module, GRID_LAYERS)}
     for module in model.modules():
         _unfollow(module)
     if not layers:
@@ -238,14 +238,14 @@ def _embedding_model(model: nn.Module) -> Any:
     return found[0] if found else None
 
 
-def check_place(rule: Any) -> None:
+def check_grid_fields(rule: Any) -> None:
     """Makes `grid_size` a pair, as JSON and YAML have lists only. Raises: UserError for an impossible place."""
     check_grid(rule.grid_size, rule.prefix_tokens)
     if rule.grid_size is not None:
         object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
 
 
-def placed(rule: Any, model: nn.Module) -> Any:
+def with_model_grid(rule: Any, model: nn.Module) -> Any:
     """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _embedding_model(model)
     if owner is None:

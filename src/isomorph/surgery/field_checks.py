@@ -34,40 +34,40 @@ def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
         above = number and value <= 0 < bounds[0]
         infinite = number and (value != value or abs(value) == float("inf"))
         kind = "a number " if not number else "finite, " if infinite else "above 0, " if above else ""
-        raise UserError(f"{name} {_shown(value)} must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
+        raise UserError(f"{name} {_short_repr(value)} must be {kind}from {bounds[0]:g} to {bounds[1]:g}")
 
 
-def check_whole(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
+def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
     """Raises: UserError when a value is not a whole number within bounds; the hint explains special values."""
     if type(value) is not int or not bounds[0] <= value <= bounds[1]:
-        raise UserError(f"{name} {_shown(value)} must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
+        raise UserError(f"{name} {_short_repr(value)} must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
 
 
-def check_truth(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     """Raises: UserError when a value is neither true nor false."""
     if not isinstance(value, bool):
-        raise UserError(f"{name} {_shown(value)} must be true or false")
+        raise UserError(f"{name} {_short_repr(value)} must be true or false")
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
     """Raises: UserError when a value is none of the choices."""
     if not isinstance(value, str) or value not in choices:
         *first, last = map(repr, choices)
-        raise UserError(f"{name} {_shown(value)} is unknown; choose {', '.join(first)} or {last}")
+        raise UserError(f"{name} {_short_repr(value)} is unknown; choose {', '.join(first)} or {last}")
 
 
 def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
     """Raises: UserError for an impossible grid of tokens, or number of tokens before it; None is possible."""
     if grid_size is not None:
         if not isinstance(grid_size, Sequence) or isinstance(grid_size, str) or len(grid_size) != 2:
-            raise UserError(f"grid_size {_shown(grid_size)} must be (height, width)")
+            raise UserError(f"grid_size {_short_repr(grid_size)} must be (height, width)")
         for name, size in zip(("height", "width"), grid_size, strict=True):
-            check_whole(f"grid_size {name}", size, GRID)
+            check_int(f"grid_size {name}", size, GRID)
     if prefix_tokens is not None:
-        check_whole("prefix_tokens", prefix_tokens, PREFIX)
+        check_int("prefix_tokens", prefix_tokens, PREFIX)
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     """A value for a message, in at most 40 characters."""
     try:
         text = repr(value)

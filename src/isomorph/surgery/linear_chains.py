@@ -12,35 +12,35 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers import AnnealedReLU
 from isomorph.layers.affine_chain import collapse_chain, matrix
-from isomorph.surgery.exact import changed, unlike
+from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 
-NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that are known to compute nothing else, a subclass before its base."""
 
 
-def pieces(module: nn.Module, annealed: bool = False) -> Iterator[nn.Module]:
+def _chain_layers(module: nn.Module, annealed: bool = False) -> Iterator[nn.Module]:
     """The layers of a chain in order, identities left out; with `annealed` also ReLUs that are yet to become one."""
-    if isinstance(module, nn.Sequential) and not changed(module, nn.Sequential):
+    if isinstance(module, nn.Sequential) and not overridden_methods(module, nn.Sequential):
         for child in module:
-            yield from pieces(child, annealed)
+            yield from _chain_layers(child, annealed)
     elif isinstance(module, AnnealedReLU):
         yield from () if annealed or module.is_identity else (module,)
-    elif isinstance(module, ConvNormAct) and not changed(module, ConvNormAct):
+    elif isinstance(module, ConvNormAct) and not overridden_methods(module, ConvNormAct):
         yield from (
             piece
             for child in (module.conv, module.bn, module.aa)
             if child is not None
-            for piece in pieces(child, annealed)
+            for piece in _chain_layers(child, annealed)
         )
-    elif not isinstance(module, nn.Identity) or changed(module, nn.Identity):
+    elif not isinstance(module, nn.Identity) or overridden_methods(module, nn.Identity):
         yield module
 
 
 def is_plain_norm(module: nn.Module) -> bool:
     """Whether a module is BatchNorm with statistics and nothing more: timm's may carry an activation."""
     extras = (getattr(module, name, None) for name in ("act", "drop"))
-    kind = next((known for known in NORMS if isinstance(module, known)), None)
-    if kind is None or changed(module, kind) or module.running_mean is None:
+    kind = next((known for known in BATCH_NORMS if isinstance(module, known)), None)
+    if kind is None or overridden_methods(module, kind) or module.running_mean is None:
         return False
     return all(extra is None or type(extra) is nn.Identity for extra in extras)
 
@@ -52,13 +52,13 @@ def _is_pointwise(conv: nn.Module) -> bool:
     return conv.kernel_size == conv.stride == (1, 1) and conv_padding(conv) == (0, 0)
 
 
-def unlike_linear(module: nn.Module) -> str | None:
+def linear_mismatch(module: nn.Module) -> str | None:
     """Why a layer is no linear map of its input or patches that its own weight tells, or None."""
     if isinstance(module, nn.Linear):
-        return unlike(module, nn.Linear, "nn.Linear")
+        return layer_mismatch(module, nn.Linear, "nn.Linear")
     if not isinstance(module, nn.Conv2d):
         return f"{type(module).__name__} is no linear layer or convolution"
-    if reason := unlike(module, nn.Conv2d, "nn.Conv2d"):
+    if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
         return reason
     if module.padding_mode != "zeros":
         return f"padding_mode={module.padding_mode!r}, only 'zeros' is linear on patches"
@@ -82,9 +82,9 @@ def is_chain(module: nn.Module, annealed: bool = False) -> bool:
 
     `annealed`: ReLUs that an anneal will make the identity count as nothing.
     """
-    layers = list(pieces(module, annealed))
+    layers = list(_chain_layers(module, annealed))
     linear = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
-    if len(linear) < 2 or any(map(unlike_linear, linear)) or layers[0] is not linear[0]:
+    if len(linear) < 2 or any(map(linear_mismatch, linear)) or layers[0] is not linear[0]:
         return False
     norms = [layer for layer in layers if isinstance(layer, _BatchNorm)]
     doubled = any(isinstance(a, _BatchNorm) and isinstance(b, _BatchNorm) for a, b in pairwise(layers))
@@ -101,16 +101,16 @@ def is_chain(module: nn.Module, annealed: bool = False) -> bool:
 def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Conv2d:
     """A chain in eval mode as one layer with a bias, computed in float64; `annealed` as in `is_chain`."""
     dtype = next(module.parameters()).dtype
-    layers = list(pieces(copy.deepcopy(module).double().eval(), annealed))
+    layers = list(_chain_layers(copy.deepcopy(module).double().eval(), annealed))
     first = layers[0]
     assert isinstance(first, nn.Linear | nn.Conv2d)
     weight, bias = collapse_chain(layers, None, matrix(first).new_zeros(matrix(first).shape[-1]))
-    merged = like(first, len(bias))
+    merged = _new_layer_like(first, len(bias))
     merged.weight, merged.bias = nn.Parameter(weight.view(-1, *first.weight.shape[1:])), nn.Parameter(bias)
     return merged.to(dtype)
 
 
-def like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Conv2d:
+def _new_layer_like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Conv2d:
     """A layer that reads as this one does, of another width and with a bias."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, out)

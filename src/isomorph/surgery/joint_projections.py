@@ -7,12 +7,12 @@ from torch import nn
 
 from isomorph.layers import JointPyramid
 
-JOINT: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
+JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
 """Projections that are one linear layer in a model, by their last name, and the names of their parts."""
 
 
 @dataclass(frozen=True)
-class Part:
+class JointPart:
     """One part of a joint projection, as a target of a rule: `blocks.0.attn.v` of the layer `blocks.0.attn.qkv`."""
 
     joint: nn.Linear | JointPyramid
@@ -22,21 +22,21 @@ class Part:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all parts of the layer, in their order."""
-        return JOINT[self.joint_name.rpartition(".")[2]]
+        return JOINT_PARTS[self.joint_name.rpartition(".")[2]]
 
 
-def joint_parts(model: nn.Module) -> dict[str, Part]:
+def joint_parts(model: nn.Module) -> dict[str, JointPart]:
     """Return the parts of every joint projection by name, but for names that are modules themselves."""
     named = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, Part] = {}
+    found: dict[str, JointPart] = {}
     for name, module in named.items():
         parent, _, last = name.rpartition(".")
-        if last in JOINT and isinstance(module, nn.Linear | JointPyramid):
-            found |= {f"{parent}.{part}".lstrip("."): Part(module, name, part) for part in JOINT[last]}
+        if last in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid):
+            found |= {f"{parent}.{part}".lstrip("."): JointPart(module, name, part) for part in JOINT_PARTS[last]}
     return {name: part for name, part in found.items() if name not in named}
 
 
-def find_target(model: nn.Module, name: str) -> nn.Module | Part | None:
+def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
     """Return the module of that name, else the part of a joint projection, else None."""
     try:
         return model.get_submodule(name)
@@ -44,7 +44,7 @@ def find_target(model: nn.Module, name: str) -> nn.Module | Part | None:
         return joint_parts(model).get(name)
 
 
-def possible_joints(name: str) -> list[str]:
+def joint_candidates(name: str) -> list[str]:
     """Return the names of the layers that a part of this name may belong to."""
     parent, dot, last = name.rpartition(".")
-    return [f"{parent}{dot}{joint}" for joint, parts in JOINT.items() if last in parts]
+    return [f"{parent}{dot}{joint}" for joint, parts in JOINT_PARTS.items() if last in parts]

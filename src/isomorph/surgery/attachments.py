@@ -7,7 +7,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 
-OWN = ("forward", "_conv_forward", "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+METHODS = ("forward", "_conv_forward", "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
 """Methods that decide what a module computes, saves and loads, and that a user may have set on the instance."""
 
 
@@ -35,10 +35,10 @@ def _name_of(hook: Any) -> str:
 
 def _own_methods(module: nn.Module) -> list[str]:
     """Names of the methods that were set on this very module in place of its class's, a patched `forward` say."""
-    return [name for name in OWN if name in vars(module)]
+    return [name for name in METHODS if name in vars(module)]
 
 
-def attached(module: nn.Module) -> str | None:
+def describe_attachments(module: nn.Module) -> str | None:
     """What is attached to one module, in words, or None."""
     if hooks := hooks_on(module):
         return f"hooks ({', '.join(dict.fromkeys(hooks))})"
@@ -57,7 +57,7 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
     for path, part in original.named_modules(remove_duplicate=False):
         other = carried.get(path)
         kept = other is not None and type(other) is type(part) and _counts(other) == _counts(part)
-        if not kept and (found := attached(part)):
+        if not kept and (found := describe_attachments(part)):
             full = ".".join(filter(None, (name, path))) or "the model"
             raise UserError(f"{full} has {found}, which would be lost; remove them first")
 

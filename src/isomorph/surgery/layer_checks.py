@@ -10,15 +10,24 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from isomorph.surgery.attached import OWN
+from isomorph.surgery.attachments import METHODS
 
-COMPUTES = (*OWN, "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__", "weight", "bias")
+COMPUTES = (
+    *METHODS,
+    "__call__",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "__getattr__",
+    "__getattribute__",
+    "weight",
+    "bias",
+)
 """Attributes of a class that decide what its modules compute, save and load."""
 
 PERMANENT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
 
 
-def changed(module: nn.Module, kind: type[nn.Module]) -> list[str]:
+def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
     """What a module's class computes, saves or loads otherwise than the class `kind`, by the names of its methods."""
     return [name for name in COMPUTES if _static(type(module), name) is not _static(kind, name)]
 
@@ -28,25 +37,27 @@ def _static(kind: type, name: str) -> object:
     return inspect.getattr_static(kind, name, None)
 
 
-def unlike(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
+def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
     """Why a module of the class `kind` is not exactly that layer, or None; `name` is the class's in messages."""
     if is_parametrized(module):
         return f"its weight is parametrized, which would be lost; {PERMANENT}"
-    if methods := " and ".join(changed(module, kind)):
+    if methods := " and ".join(overridden_methods(module, kind)):
         return f"{type(module).__name__} does not compute what {name} does with its weight: it has its own {methods}"
     tensors = {n: t for n, t in {**module._parameters, **module._buffers}.items() if t is not None}
     if extra := [n for n in (*tensors, *module._modules) if n not in ("weight", "bias")]:
         return f"it holds {', '.join(extra)} besides its weight and bias, which would be lost; {PERMANENT}"
-    return next((reason for n, tensor in tensors.items() if (reason := _unlike_tensor(n, tensor))), None)
+    return next((reason for n, tensor in tensors.items() if (reason := _tensor_mismatch(n, tensor))), None)
 
 
-def altered_part(layer: nn.Module) -> str | None:
+def first_altered_part(layer: nn.Module) -> str | None:
     """The first linear layer or convolution in a layer whose tensors are not its own plain ones, and why; or None."""
     parts = [(path, part) for path, part in layer.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)]
-    return next((f"of its {path}: {reason}" for path, part in parts if (reason := unlike(part, type(part), ""))), None)
+    return next(
+        (f"of its {path}: {reason}" for path, part in parts if (reason := layer_mismatch(part, type(part), ""))), None
+    )
 
 
-def _unlike_tensor(name: str, tensor: Tensor) -> str | None:
+def _tensor_mismatch(name: str, tensor: Tensor) -> str | None:
     """Why a tensor of a layer cannot be copied out, or None."""
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         return f"its {name} is not initialised yet; call the model once on a batch"
