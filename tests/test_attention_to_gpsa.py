@@ -180,8 +180,8 @@ def test_anneals_open():
     ("attention", "reason"),
     [
         (Attention(24, 3, gated=True), "gated or normalised"),
-        (Attention(24, 3, attn_drop=0.1), "drops 0.1 of its map"),
-        (Attention(24, 3, dim_out=12), "24 channels become 24, then 12"),
+        (Attention(24, 3, attn_drop=0.1), "attn_drop is 0.1"),
+        (Attention(24, 3, dim_out=12), "24 in, 24 inside, 12 out"),
         (Attention(24, 3), "grid of its tokens is unknown"),
     ],
 )

@@ -87,7 +87,7 @@ def test_it_stands_beside_the_other_forms():
     iso.verify(model, new, x)
     assert iso.analysis.logit_stats(new, x)["blocks.0.attn"].entropy.shape == (6,)
     torch.testing.assert_close(iso.fuse(new.eval())(x), new(x), atol=1e-4, rtol=1e-4)
-    with pytest.raises(iso.UserError, match="does not compute what timm's Attention does"):
+    with pytest.raises(iso.UserError, match="overrides forward of timm's Attention"):
         iso.recast(new, iso.AttentionToGPSA(), "blocks.0.attn")
 
 
@@ -101,8 +101,8 @@ def test_it_stands_beside_the_other_forms():
         (dict(kernel=2), "kernel 2 must be odd"),
         (dict(span="image"), "span 'image' is unknown"),
         (dict(init="exact"), "init 'exact' is unknown"),
-        (dict(ratio=0, reduce=False), "reduce=False belongs to an expansion"),
-        (dict(span="spatial", reduce=False), "span='map' only"),
+        (dict(ratio=0, reduce=False), "reduce=False needs a ratio"),
+        (dict(span="spatial", reduce=False), "span='spatial' needs reduce=True"),
     ],
 )
 def test_impossible_forms_are_refused(fields, said):

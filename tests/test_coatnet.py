@@ -8,10 +8,10 @@ import torch
 from timm.layers import Attention
 
 import isomorph as iso
-from isomorph.evaluation import count_macs
+from isomorph.evaluation.cost import count_macs
 from isomorph.layers import LayerNormMBConv, MBConv, PostRelativeAttention, RelativeAttention
 from isomorph.models.coatnet import CoAtNet, checkpoint_filter_fn
-from isomorph.models.coatnet_layout import count_levels, parse_layout
+from isomorph.models.coatnet_layout import count_resolutions, parse_layout
 
 MILLIONS = (25, 42, 75, 168, 275, 688, 1470, 2440)
 GMACS = {0: 4.2, 1: 8.4, 2: 15.7, 3: 34.7}
@@ -111,7 +111,7 @@ class TestLayout:
         assert parse_layout("C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5) == parse_layout(
             "S-C-C-T-T", (2, 1, 1, 1, 1), (8,) * 5
         )
-        assert [count_levels(name) for name in ("C-C-T-T", "S-C-C-T-T", "SC-C-T-T", "C-C-CT-T", "PT")] == [
+        assert [count_resolutions(name) for name in ("C-C-T-T", "S-C-C-T-T", "SC-C-T-T", "C-C-CT-T", "PT")] == [
             5,
             5,
             4,
@@ -309,7 +309,7 @@ class TestSurgery:
         iso.verify(model, iso.recast(model, iso.ConvToGPSA(), "stem.conv?"), torch.randn(1, 3, 33, 40))
 
     def test_relative_attention_is_not_taken_for_plain(self):
-        with pytest.raises(iso.UserError, match="RelativeAttention does not compute what timm's Attention does"):
+        with pytest.raises(iso.UserError, match="RelativeAttention overrides forward of timm's Attention"):
             iso.recast(tiny(), iso.AttentionToRefined(), "stages.*.attn")
 
 

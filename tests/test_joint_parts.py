@@ -161,10 +161,10 @@ REFUSED = {
     ),
     "rectify of v 'layernorm' is unknown; choose 'paper'": (lambda: iso.LinearToPyramid(rectify="v=layernorm")),
     "name each layer once": (lambda: iso.LinearToPyramid(rectify="v=none,v=rescale")),
-    "blocks.0.attn.v: .* it is a pyramid already": (
+    "blocks.0.attn.v: .* it is already a pyramid": (
         lambda: iso.recast(iso.recast(vit(), iso.LinearToPyramid(), "*.attn.v"), iso.LinearToPyramid(), "*.attn.v")
     ),
-    "deals its outputs to heads": (lambda: iso.recast(nn.Sequential(Levit()), iso.LinearToPyramid(), "0.q")),
+    "orders the outputs by head": (lambda: iso.recast(nn.Sequential(Levit()), iso.LinearToPyramid(), "0.q")),
     "matches no module": (lambda: iso.recast(vit(), iso.AttentionToGPSA(), "blocks.*.attn.v")),
 }
 

@@ -248,14 +248,14 @@ def chain(*layers):
 
 
 REFUSED = {
-    "ByHead deals its outputs to heads": (ByHead(), "qkv"),
-    "joint qkv convolution": (nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)}), "qkv"),
+    "ByHead orders the outputs by head": (ByHead(), "qkv"),
+    "a convolution named qkv": (nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)}), "qkv"),
     "Beit reads its weight": (Beit(), "qkv"),
-    "10 outputs are not 3 equal parts": (nn.ModuleDict({"qkv": nn.Linear(4, 10)}), "qkv"),
+    "10 outputs cannot be split into 3": (nn.ModuleDict({"qkv": nn.Linear(4, 10)}), "qkv"),
     "only 'zeros'": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "0"),
     "pads one side more": (nn.Sequential(nn.Conv2d(3, 4, 2, padding="same")), "0"),
     "parametrized": (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "0"),
-    "reads its weight instead of calling it": (nn.MultiheadAttention(4, 2), "out_proj"),
+    "reads its weight without calling it": (nn.MultiheadAttention(4, 2), "out_proj"),
     "LinearToPyramid rebuilds Linear and Conv2d": (nn.Sequential(nn.ReLU()), "0"),
 }
 

@@ -16,9 +16,9 @@ from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, ReusedAttention, SpatialAttention
 from isomorph.layers.refiner import MapConvolution
 from isomorph.models.conv_embed import ConvPatchEmbed
-from isomorph.models.dense_head import DenseHeadViT, classifier_of
+from isomorph.models.dense_head import DenseHeadViT, classifier_names
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
-from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
+from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
 from isomorph.surgery import AttentionToRefined
 
 
@@ -44,14 +44,14 @@ class RefinedBlock(Block):
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
 
 
-class GivingBlock(RefinedBlock):
+class MapSharingBlock(RefinedBlock):
     """A block that hands its refined maps on."""
 
     def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor]:
         return self.attn(x, hand_out=True, **place)
 
 
-class ReusingBlock(RefinedBlock):
+class MapReusingBlock(RefinedBlock):
     """A block with values of its own, weighed by the maps of an earlier block (Refiner B.4)."""
 
     def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor | None]:
@@ -97,9 +97,9 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
 
         def block(depth: int, **given: Any) -> RefinedBlock:
             if depth % (share + 1):
-                return ReusingBlock(_reused_attention(given), **given)
-            attention = _first_attention(rule, plain, share > 0, given)
-            return (GivingBlock if share else RefinedBlock)(attention, **given)
+                return MapReusingBlock(_build_reusing_attention(given), **given)
+            attention = _build_attention(rule, plain, share > 0, given)
+            return (MapSharingBlock if share else RefinedBlock)(attention, **given)
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
@@ -128,7 +128,7 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
                 module.grid_size = self.patch_embed.grid_size
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        return is_plain(state, self)
+        return is_plain_vit(state, self)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
@@ -140,7 +140,7 @@ def _attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
 
 
-def _first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
+def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
     """Attention of a block that has maps of its own, in the form that is the fastest for what it has to give."""
     arguments = _attention_arguments(given)
     if plain and not giving:
@@ -149,24 +149,24 @@ def _first_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
         form: dict[str, Any] = dict(init=rule.init, device=given["device"], dtype=given["dtype"])
         refine = nn.Identity() if plain else MapConvolution(given["num_heads"], rule.kernel, **form)
         return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
-    return rule.layer(**arguments)
+    return rule.new_layer(**arguments)
 
 
-def _reused_attention(given: dict[str, Any]) -> ReusedAttention:
+def _build_reusing_attention(given: dict[str, Any]) -> ReusedAttention:
     """Attention of a block that has values only."""
     kind = dict(device=given["device"], dtype=given["dtype"])
     arguments: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
     return ReusedAttention(given["dim"], given["num_heads"], **arguments, **kind)
 
 
-def _refiners_of(model: nn.Module) -> dict[str, Tensor]:
+def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors that a plain ViT has not."""
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
 
 
-def is_plain(state: dict[str, Tensor], model: nn.Module) -> bool:
+def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
     """Whether a checkpoint is a plain ViT's, for a model that has refiners: its second block has queries and keys."""
-    refiners = _refiners_of(model)
+    refiners = _refiner_tensors(model)
     return bool(refiners) and "blocks.1.attn.qkv.weight" in state and not any(name in state for name in refiners)
 
 
@@ -175,12 +175,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> di
 
     Raises: UserError for a plain checkpoint and a model that reuses maps: its queries and keys would be lost.
     """
-    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
-    if not is_plain(state, model):
+    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
+    if not is_plain_vit(state, model):
         return state
     if model.share:
         raise UserError("a plain ViT's checkpoint fits a model whose blocks all have their own maps; give share=0")
-    return state | _refiners_of(model) if model.init == "same-function" else state
+    return state | _refiner_tensors(model) if model.init == "same-function" else state
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -192,13 +192,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """Refiner Table 10. The published sizes of S, M and L come out with the released embedding and MLP, and shared maps."""
 
 
-def _first_conv_of(conv_embed: bool) -> str:
+def _first_conv_name(conv_embed: bool) -> str:
     """What reads the image: a convolution before the patches, or the patches."""
     return "patch_embed.conv1" if conv_embed else "patch_embed.proj"
 
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(first_conv=_first_conv_of("conv_embed" in shape)) for name, shape in VARIANTS.items()}
+    {name: vit_cfg(first_conv=_first_conv_name("conv_embed" in shape)) for name, shape in VARIANTS.items()}
 )  # no public weights exist
 
 
@@ -206,8 +206,8 @@ def _create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> Refine
     """Builds a variant through timm."""
     arguments = VARIANTS[variant] | kwargs
     cfg = dict(
-        classifier=classifier_of(arguments.get("dense_head", False)),
-        first_conv=_first_conv_of(arguments.get("conv_embed", False)),
+        classifier=classifier_names(arguments.get("dense_head", False)),
+        first_conv=_first_conv_name(arguments.get("conv_embed", False)),
     )
     return build_vit(RefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, **cfg)
 

@@ -1,4 +1,4 @@
-"""The rules: which module becomes which, with the function kept."""
+"""Rules that replace convolutions and attention by gated positional self-attention (GPSA)."""
 
 import copy
 import math
@@ -19,25 +19,28 @@ from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_mod
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 
 NamedGating = Mapping[str, tuple[float, float]]
+"""(locality, gate) for every value of `init`; the gate is the logit, before the sigmoid."""
 
 CONV_GATING: NamedGating = {"exact": (20.0, 15.0), "paper": (1.0, 1.0)}
-"""(locality, gate) of the two named inits of ConvToGPSA. Exact: leaks of exp(-20) to the next tap and of 3e-7 to
-content, within rounding of float32, with gradients still alive. Paper: on the verge of locality (T-CNN section 2)."""
+"""Initial gating parameters of ConvToGPSA.
 
+Exact: exp(-20) of the attention leaks to the next tap and 3e-7 to content, within rounding of float32, with gradients
+still alive. Paper: the "verge of locality" of T-CNN section 2.
+"""
 
 ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
-"""(locality, gate) of the two named inits of AttentionToGPSA. Exact: all look at content, but for 3e-7."""
+"""Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content."""
 
 
 def initial_gating(
-    init: str, locality: float | None, gate: float | None, named: NamedGating = CONV_GATING
+    init: str, locality: float | None, gate: float | None, defaults: NamedGating = CONV_GATING
 ) -> tuple[float, float]:
-    """The locality and gate of an init, each overridden by a given value.
+    """Return the locality and gate of `init`, each overridden by the value given, if any.
 
-    Raises: UserError for an unknown init, or a value that is not within bounds.
+    Raises: UserError for an unknown init, or a value out of bounds.
     """
-    check_choice("init", init, named)
-    default_locality, default_gate = named[init]
+    check_choice("init", init, defaults)
+    default_locality, default_gate = defaults[init]
     locality = default_locality if locality is None else locality
     gate = default_gate if gate is None else gate
     check_gating(locality, gate)
@@ -45,24 +48,43 @@ def initial_gating(
 
 
 def check_gating(locality: float, gate: float) -> None:
-    """Raises: UserError for a locality or a gate that is not within bounds."""
+    """Check that a locality and a gate are within bounds.
+
+    Raises: UserError otherwise.
+    """
     check_number("locality", locality, LOCALITY)
     check_number("gate", gate, GATE)
 
 
 @dataclass(frozen=True)
 class ConvToGPSA:
-    """A k x k convolution becomes gated positional self-attention with k*k heads (T-CNN eq. 4-7).
+    """Replace a k x k convolution by gated positional self-attention with k*k heads (T-CNN eq. 4-7).
 
-    Takes any nn.Conv2d with an odd square kernel, groups 1, dilation 1 and zero padding; any stride, bias or not.
-    Grade of equality: a limit. `init="exact"` is the convolution within `atol`; `init="paper"` (locality 1, gate 1)
-    is a starting point that needs fine-tuning: it keeps about .23 of each head on its tap. `locality` and `gate`
-    override the init's values. `GPSA2d.to_conv()` is the way back while the gates are closed.
+    Accepts any nn.Conv2d with an odd square kernel, groups=1, dilation=1 and zero padding, with any stride, with or
+    without bias. With `init="exact"` the layer computes the convolution within `atol`; with `init="paper"` (locality 1,
+    gate 1) each head puts about 0.23 of its attention on its tap, and the model needs fine-tuning.
+    `GPSA2d.to_conv()`, or `iso.revert`, converts back while the gates are closed.
+
+    Source: T-CNN section 2.
+    Raises: UserError for a field out of range; from `recast`, for a convolution that it does not accept.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+        >>> type(tcnn.layer3[0].conv1).__name__
+        'GPSA2d'
+        >>> iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32)).passed
+        True
     """
 
     init: Literal["exact", "paper"] = "exact"
+    """exact: the layer computes what the convolution computed; paper: locality 1 and gate 1, to be trained."""
+
     locality: float | None = None
+    """Sharpness of each head's attention around its centre, above 0; by default that of init."""
+
     gate: float | None = None
+    """Logit of the weight of position against content; by default that of init."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
@@ -70,8 +92,8 @@ class ConvToGPSA:
     def __post_init__(self) -> None:
         initial_gating(self.init, self.locality, self.gate)
 
-    def reason(self, module: nn.Module) -> str | None:
-        """Why the module cannot be rebuilt, or None."""
+    def rejection_reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
         if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
@@ -80,31 +102,35 @@ class ConvToGPSA:
         if kh != kw:
             return f"the {kh}x{kw} kernel is not square"
         if kh % 2 == 0:
-            return f"the {kh}x{kw} kernel is even: no key lies in its middle"
+            return f"the {kh}x{kw} kernel has even sides, so no tap lies in its middle"
         if module.groups != 1:
-            return f"groups={module.groups}, only 1 can share one value projection"
+            return f"groups={module.groups} is not 1: the heads share one value projection"
         if module.dilation != (1, 1):
-            return f"dilation={module.dilation}, only 1 keeps the taps on neighbouring keys"
+            return f"dilation={module.dilation} is not 1: the taps must be neighbouring pixels"
         if module.padding_mode != "zeros":
-            return f"padding_mode={module.padding_mode!r}, only 'zeros' is attention over zero keys"
+            return f"padding_mode={module.padding_mode!r} is not 'zeros'"
         return None
 
     def accepts(self, module: nn.Module) -> bool:
-        return self.reason(module) is None
+        """Return True if the module can be recast."""
+        return self.rejection_reason(module) is None
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> GPSA2d:
-        """Raises: UserError with the reason when the module is not accepted."""
-        if reason := self.reason(module):
-            raise UserError(f"ConvToGPSA cannot rebuild it: {reason}")
+        """Return the GPSA2d that replaces a convolution.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
+        if reason := self.rejection_reason(module):
+            raise UserError(f"ConvToGPSA cannot recast this module: {reason}")
         assert isinstance(module, nn.Conv2d)
-        named = {"same": module.kernel_size[0] // 2, "valid": 0}
+        named_padding = {"same": module.kernel_size[0] // 2, "valid": 0}
         gpsa = GPSA2d(
             module.in_channels,
             module.out_channels,
             module.kernel_size[0],
             to_2tuple(module.stride),
-            named[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
+            named_padding[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
             bias=module.bias is not None,
         )
         gpsa.set_dials(*initial_gating(self.init, self.locality, self.gate))
@@ -116,53 +142,73 @@ class ConvToGPSA:
 
 
 def attention_mismatch(module: nn.Module) -> str | None:
-    """Why a module does not compute what timm's Attention does with its weights, or None."""
+    """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
     if not isinstance(module, Attention):
         return f"{type(module).__name__} is not timm's Attention"
     if methods := " and ".join(overridden_methods(module, Attention)):
-        return f"{type(module).__name__} does not compute what timm's Attention does: it has its own {methods}"
+        return f"{type(module).__name__} overrides {methods} of timm's Attention"
     if extra := [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in PARTS]:
-        return f"it holds {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
+        return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
     if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
         kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
-        return f"its projections are {kinds}, not linear layers; recast the attention first, or fuse it"
+        return f"its projections are {kinds}, not nn.Linear; recast the attention before its projections, or fuse them"
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
-    if module.fused_attn and (found := describe_attachments(module.attn_drop)):
-        return f"its attn_drop has {found}, which fused attention never calls; remove them first"
+    if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
+        return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
     if not module.qkv.weight.is_floating_point():
-        return f"the weight of its qkv is of {module.qkv.weight.dtype}, not of a floating-point type"
+        return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
     if not module.fused_attn and not math.isclose(module.scale, module.head_dim**-0.5):
-        return f"its scale {module.scale:g} is not {module.head_dim**-0.5:g}, which its heads of {module.head_dim} have"
+        return f"its scale {module.scale:g} is not head_dim**-0.5 = {module.head_dim**-0.5:g}"
     return None
 
 
 def projection_mismatch(module: Attention, name: str) -> str | None:
-    """Why the weights of a projection cannot be taken apart, or None."""
+    """Return how a projection differs from a plain nn.Linear, whose weights can be split, or None."""
     reason = layer_mismatch(getattr(module, name), nn.Linear, "nn.Linear")
-    return f"of its {name}: {reason}" if reason else None
+    return f"its {name}: {reason}" if reason else None
 
 
 @dataclass(frozen=True)
 class AttentionToGPSA:
-    """A ViT's attention becomes gated positional self-attention: queries, keys and output projection are kept.
+    """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
-    Takes timm's Attention (any number of heads, biases or not, q and k norms). Its qkv is taken apart and has to be an
-    nn.Linear as it comes; its other parts are carried over, whatever they are. `init="exact"` keeps the values too and
-    opens the gates to content: the same function within `atol`, and places to be learnt. `init="paper"` is ConViT's
-    birth: values the identity, locality 1, gate 1; for networks that will be trained. `locality` and `gate` override
-    the init's. Class and register tokens have no place: they look, and are looked at, by content only.
-    `ViTGPSA.to_attention()` is the way back while the gates are open.
+    Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split and has
+    to be a plain nn.Linear; its other parts are carried over, whatever they are. `init="exact"` keeps the values and
+    opens the gates to content: the same function within `atol`, with positional attention to be learnt. `init="paper"`
+    is ConViT's initialisation (identity values, locality 1, gate 1), for networks that will be trained. Class and
+    register tokens have no grid position: attention from and to them is by content only. `ViTGPSA.to_attention()`, or
+    `iso.revert`, converts back while the gates are open to content.
 
-    `grid_size` and `prefix_tokens` are read off the model (its `patch_embed`) where they are None, and the grid then
-    follows every image.
+    Where `grid_size` or `prefix_tokens` is None it is read from the model's `patch_embed`; the grid then follows the
+    size of every image.
+
+    Source: ConViT section 3.
+    Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+        >>> gpsa = iso.recast(vit, iso.AttentionToGPSA(), where="blocks.0.attn")
+        >>> type(gpsa.blocks[0].attn).__name__
+        'ViTGPSA'
+        >>> iso.verify(vit, gpsa, torch.randn(1, 3, 32, 32)).passed
+        True
     """
 
     init: Literal["exact", "paper"] = "exact"
+    """exact: the layer computes what the attention computed; paper: ConViT's initialisation, to be trained."""
+
     locality: float | None = None
+    """Sharpness of each head's attention around its centre, above 0; by default that of init."""
+
     gate: float | None = None
+    """Logit of the weight of position against content; by default that of init."""
+
     grid_size: tuple[int, int] | None = None
+    """Height and width of the grid of tokens; by default the model's."""
+
     prefix_tokens: int | None = None
+    """Number of class and register tokens before the grid; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = Attention
@@ -172,36 +218,43 @@ class AttentionToGPSA:
         check_grid_fields(self)
 
     def within(self, model: nn.Module) -> "AttentionToGPSA":
+        """Return the rule with the grid and prefix tokens of the model."""
         return with_model_grid(self, model)
 
     def attach(self, model: nn.Module) -> None:
+        """Register the hooks that pass the grid of each image to the layers."""
         attach_grid(self, model)
 
-    def reason(self, module: nn.Module) -> str | None:
-        """Why the module cannot be rebuilt, or None."""
+    def rejection_reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
         if reason := attention_mismatch(module):
             return reason
         assert isinstance(module, Attention)
         if module.gate is not None or type(module.norm) is not nn.Identity:
             return "its output is gated or normalised before the projection"
         if module.attn_drop.p:
-            return f"it drops {module.attn_drop.p} of its map, which is never formed here"
+            return f"its attn_drop is {module.attn_drop.p}, and GPSA has no dropout of the attention map"
         if reason := projection_mismatch(module, "qkv"):
             return reason
         if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
-            return f"{module.qkv.in_features} channels become {module.attn_dim}, then {module.proj.out_features}"
+            widths = f"{module.qkv.in_features} in, {module.attn_dim} inside, {module.proj.out_features} out"
+            return f"its widths are not all equal: {widths}"
         if self.grid_size is None or self.prefix_tokens is None:
             return "the grid of its tokens is unknown; give AttentionToGPSA grid_size=(height, width) and prefix_tokens"
         return None
 
     def accepts(self, module: nn.Module) -> bool:
-        return self.reason(module) is None
+        """Return True if the module can be recast."""
+        return self.rejection_reason(module) is None
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> ViTGPSA:
-        """Raises: UserError with the reason when the module is not accepted."""
-        if reason := self.reason(module):
-            raise UserError(f"AttentionToGPSA cannot rebuild it: {reason}")
+        """Return the ViTGPSA that replaces an attention layer.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
+        if reason := self.rejection_reason(module):
+            raise UserError(f"AttentionToGPSA cannot recast this module: {reason}")
         assert isinstance(module, Attention)
         assert self.grid_size is not None
         qkv, dim = module.qkv, module.qkv.in_features
@@ -227,4 +280,4 @@ GATED_RULES: dict[str, type[ConvToGPSA] | type[AttentionToGPSA]] = {
     "ConvToGPSA": ConvToGPSA,
     "AttentionToGPSA": AttentionToGPSA,
 }
-"""Rules that end in gated attention: they share init, locality and gate."""
+"""Rules whose result is gated attention, by name; they share the fields init, locality and gate."""

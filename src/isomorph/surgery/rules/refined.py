@@ -1,4 +1,4 @@
-"""The rule that refines attention: a ViT's maps are expanded, convolved and reduced before they weigh the values."""
+"""Rule that replaces a ViT's attention by refined attention (Refiner)."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -18,10 +18,14 @@ from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_mod
 from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch
 
 Span = Literal["map", "spatial", "row+column"]
+"""Values of the field `span`: what the kernel slides over."""
 
 
 def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> None:
-    """Raises: UserError for a refinement that the layers do not have."""
+    """Check that the fields describe a layer that exists.
+
+    Raises: UserError otherwise.
+    """
     check_int("ratio", ratio, RATIO, " (1: talking heads, 0: no expansion)")
     check_bool("reduce", reduce)
     check_int("kernel", kernel, KERNEL, ", and odd (1: no convolution)")
@@ -31,33 +35,58 @@ def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
     check_choice("init", init, ("same-function", "paper"))
     if ratio == 0 and (span != "map" or not reduce):
         given = f"span={span!r}" if span != "map" else "reduce=False"
-        raise UserError(f"{given} belongs to an expansion; give a ratio, 1 for talking heads")
+        raise UserError(f"{given} needs a ratio of at least 1, and ratio is 0; give ratio=1 for talking heads")
     if span != "map" and not reduce:
-        raise UserError("without reduction there is span='map' only")
+        raise UserError(f"span={span!r} needs reduce=True; give span='map' with reduce=False")
 
 
 @dataclass(frozen=True)
 class AttentionToRefined:
-    """A ViT's attention becomes refined attention (Refiner): same weights, and a refiner between softmax and values.
+    """Replace the attention of a ViT by refined attention: the same weights, and a refiner after the softmax (Refiner).
 
-    Takes timm's Attention as it comes (any heads and head width, norms, gate, dropout). `ratio` maps for every head,
-    each convolved by a `kernel` x `kernel` kernel, then reduced to one a head; `ratio=0` convolves each head's map
-    alone, without ever forming it; `ratio=1, kernel=1` is talking heads. `reduce=False` keeps all maps. `span`: the
-    kernel runs over the map, over the image (spatial), or is a row and a column. `recompute` trades time for memory.
+    Accepts timm's Attention with any number and width of heads, norms, gate and dropout. The attention maps are
+    expanded to `ratio` maps for every head, each convolved with a `kernel` x `kernel` kernel, then reduced to one for
+    every head. `ratio=1, kernel=1` is talking heads; `ratio=0` convolves each head's map alone, without ever forming
+    it; `reduce=False` keeps all maps. `to_attention()`, or `iso.revert`, converts back while the layer still computes
+    plain attention.
 
-    `init="same-function"` changes nothing at birth; `"paper"` draws the refiner, for training from scratch.
-    `to_attention()` is the way back while the layer still is plain attention. `grid_size` and `prefix_tokens` are for
-    span="spatial" and read off the model where they are None.
+    `grid_size` and `prefix_tokens` are for `span="spatial"`; where None they are read from the model's `patch_embed`.
+
+    Source: Refiner section 3.
+    Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+        >>> refined = iso.recast(vit, iso.AttentionToRefined(ratio=2), where="blocks.*.attn")
+        >>> type(refined.blocks[0].attn).__name__
+        'RefinedAttention'
+        >>> iso.verify(vit, refined, torch.randn(1, 3, 32, 32)).passed
+        True
     """
 
     ratio: int = 3
+    """Attention maps for every head: 1 is talking heads, 0 convolves each head's map alone."""
+
     kernel: int = 3
+    """Side of the square kernel on the attention maps, odd; 1 for no convolution."""
+
     init: Literal["same-function", "paper"] = "same-function"
+    """same-function: the layer computes what the attention computed; paper: random refiner, to be trained."""
+
     reduce: bool = True
+    """Reduce the maps to one for every head after the convolution."""
+
     span: Span = "map"
+    """The kernel slides over the attention map (map), over the image (spatial), or as a row and a column of the map."""
+
     recompute: bool = False
+    """Compute the maps again in the backward pass instead of storing them: less memory, more time."""
+
     grid_size: tuple[int, int] | None = None
+    """Height and width of the grid of tokens, for span="spatial"; by default the model's."""
+
     prefix_tokens: int | None = None
+    """Number of class and register tokens before the grid, for span="spatial"; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = Attention
@@ -68,37 +97,43 @@ class AttentionToRefined:
         check_grid_fields(self)
 
     def within(self, model: nn.Module) -> "AttentionToRefined":
+        """Return the rule with the grid and prefix tokens of the model, which span="spatial" needs."""
         return with_model_grid(self, model) if self.span == "spatial" else self
 
     def attach(self, model: nn.Module) -> None:
+        """Register the hooks that pass the grid of each image to the layers, which span="spatial" needs."""
         if self.span == "spatial":
             attach_grid(self, model)
 
-    def reason(self, module: nn.Module) -> str | None:
-        """Why the module cannot be rebuilt, or None."""
+    def rejection_reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
         if reason := attention_mismatch(module):
             return reason
         assert isinstance(module, Attention)
-        if self.ratio == 0 and (found := describe_attachments(module.attn_drop)):
-            return f"its attn_drop has {found}, and ratio=0 forms no map to call it on"
+        if self.ratio == 0 and (attachments := describe_attachments(module.attn_drop)):
+            return f"its attn_drop has {attachments}, which ratio=0 never calls; remove them first"
         if not self.reduce and (reason := projection_mismatch(module, "proj")):
             return reason
         if not self.reduce and (module.gate is not None or type(module.norm) is not nn.Identity):
-            return "its output is gated or normalised, which reduce=False would have to widen"
+            return "its output is gated or normalised, which reduce=False does not support"
         if self.span == "spatial" and None in (self.grid_size, self.prefix_tokens):
             return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"
         return None
 
     def accepts(self, module: nn.Module) -> bool:
-        return self.reason(module) is None
+        """Return True if the module can be recast."""
+        return self.rejection_reason(module) is None
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> RefinedAttention:
-        """Raises: UserError with the reason when the module is not accepted."""
-        if reason := self.reason(module):
-            raise UserError(f"AttentionToRefined cannot rebuild it: {reason}")
+        """Return the refined attention that replaces an attention layer.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
+        if reason := self.rejection_reason(module):
+            raise UserError(f"AttentionToRefined cannot recast this module: {reason}")
         assert isinstance(module, Attention)
-        refined = self.layer(**shape_arguments(module))
+        refined = self.new_layer(**shape_arguments(module))
         proj = refined.proj
         carry_parts(module, refined)
         if isinstance(refined, ExpandedAttention):
@@ -106,8 +141,8 @@ class AttentionToRefined:
             refined.expand_projection(module.proj)
         return refined
 
-    def layer(self, **arguments: Any) -> RefinedAttention:
-        """A new layer of this form; arguments are timm's Attention's."""
+    def new_layer(self, **arguments: Any) -> RefinedAttention:
+        """Return a new layer; the arguments are those of timm's Attention."""
         heads = arguments["num_heads"]
         form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **placement(arguments))
         arguments = dict(recompute=self.recompute, **arguments)
