@@ -9,7 +9,9 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.analysis import attention_windows
-from isomorph.report import Picture, Seen, build_viewer, gather_maps
+from isomorph.report import PageImage
+from isomorph.report.attention_viewer import ViewerModel, build_viewer
+from isomorph.report.layer_maps import capture_layer_maps
 
 
 def block(kind):
@@ -103,7 +105,7 @@ def test_the_page_holds_the_maps_of_windows():
         "swin_tiny_patch4_window7_224", img_size=(40, 48), window_size=4, embed_dim=8, depths=(2, 2), num_heads=(2, 4)
     ).eval()
     x = torch.randn(2, 3, 40, 48)
-    found, problems = gather_maps(model, x)
+    found, problems = capture_layer_maps(model, x)
     assert not problems
     assert list(found) == [f"layers.{i}.blocks.{j}.attn" for i in range(2) for j in range(2)]
     layer, windows = found["layers.0.blocks.1.attn"], attention_windows(model, x)["layers.0.blocks.1.attn"]
@@ -113,7 +115,7 @@ def test_the_page_holds_the_maps_of_windows():
     assert drawn.shape == (2, 120)
     assert (drawn[:, keys[keys >= 0]] - exact[:, keys >= 0]).abs().max() <= layer.rounding * 1.001
     assert drawn.count_nonzero(1).max() <= (keys >= 0).sum()
-    viewer = build_viewer([Seen("swin", found)], [Picture(n, torch.rand(3, 40, 48)) for n in "ab"])
+    viewer = build_viewer([ViewerModel("swin", found)], [PageImage(n, torch.rand(3, 40, 48)) for n in "ab"])
     kept = [layer["of"][0]["windows"] for layer in viewer.data["layers"]]
     assert viewer.data["windows"][kept[1]] == windows.members.tolist()
     assert len(viewer.data["windows"]) == len(set(kept)) <= 4

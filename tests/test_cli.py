@@ -363,13 +363,13 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
 
     from rich.console import Console
 
-    from isomorph.report import show_words
+    from isomorph.report import print_text_table
 
     if width:
         made = partial(Console, width=width, force_terminal=True, color_system=None, no_color=True)
-        monkeypatch.setattr("isomorph.report.terminal.Console", made)
+        monkeypatch.setattr("isomorph.report.terminal_tables.Console", made)
     words = "from a table with [brackets] that is long enough"
-    show_words([["recipe", "source", "expected"], ["a_long_name", words, ""], ["b", "x", "80.0 top-1"]])
+    print_text_table([["recipe", "source", "expected"], ["a_long_name", words, ""], ["b", "x", "80.0 top-1"]])
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert len(said) == lines
     assert said[1].startswith("a_long_name  from a table")

@@ -11,20 +11,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import isomorph as iso
 import references
 from isomorph.cli import main
-from isomorph.evaluation import (
-    PeakMeter,
-    at_size,
-    cost_table,
-    count_branches,
-    count_macs,
-    count_pass,
-    fixed_cost,
-    peak_bytes,
-    saved_bytes,
-    speeds,
-)
-from isomorph.evaluation.sweep import pyramid_cost
-from isomorph.report import batch_cost_table, cost_problems, pass_cost_table
+from isomorph.evaluation.cost import count_branches, count_macs, count_pass
+from isomorph.evaluation.cost_tables import cost_table, fixed_cost, pyramid_cost
+from isomorph.evaluation.input_sizes import at_size
+from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
+from isomorph.evaluation.saved_memory import saved_bytes
+from isomorph.evaluation.speed import speeds
+from isomorph.report.cost_tables import batch_cost_table, cost_problems, pass_cost_table
 
 
 def small_vit(**kwargs):

@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 import timm
 import torch
+from isomorph.cli.comparing import dials_kept
+from isomorph.cli.reports import images_for
+from isomorph.evaluation.sizes import evaluation_config
 from matplotlib.colors import to_hex
 from PIL import Image
 
@@ -22,47 +25,44 @@ from isomorph.analysis.evolution import random_draws
 from isomorph.analysis.token_grid import Places
 from isomorph.checkpoints.model import remember_data
 from isomorph.cli import main
-from isomorph.cli.comparing import dials_kept
-from isomorph.cli.reports import images_for
-from isomorph.data import Source, eval_loader, evaluation_transform, open_source
-from isomorph.evaluation import count_macs, evaluation_config
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader, evaluation_transform
+from isomorph.data.sources import Source
+from isomorph.evaluation.cost import count_macs
 from isomorph.report import (
+    AnalyzeOptions,
     Bars,
     Dots,
-    Extras,
     Line,
     Matrix,
+    PageImage,
+    PageModel,
     Panel,
-    Picture,
     Section,
-    Seen,
-    Subject,
-    build_viewer,
-    compare_runs,
-    dissect,
-    gather_maps,
-    lead_of,
-    open_pictures,
-    read_runs,
+    analyze_sections,
+    compare_sections,
+    open_images,
+    read_run_logs,
     save_figures,
-    told_apart,
     write_page,
 )
-from isomorph.report.charts import Paths, as_json, numbers
-from isomorph.report.cka_charts import alignments
+from isomorph.report.analyze_page import lead_text
+from isomorph.report.attention_viewer import ViewerModel, build_viewer
+from isomorph.report.charts import Paths, chart_json, chart_table
+from isomorph.report.cka_charts import pairwise_cka
 from isomorph.report.compare_page import (
-    POINTS,
-    along_epochs,
+    MAX_CURVE_POINTS,
+    centre_paths,
     curve,
-    flat,
-    paths_of,
+    flatten_recipe,
+    head_range_line,
 )
-from isomorph.report.figures import PALETTE, Look, draw, maps_figure, pyplot
-from isomorph.report.html import render
-from isomorph.report.maps import LayerMaps, inner_keys, pack_all, rounded
-from isomorph.report.page_models import framed, percent, predictions
+from isomorph.report.figures import PALETTE, QueryMaps, draw_chart, maps_figure, pyplot
+from isomorph.report.html import render_page
+from isomorph.report.layer_maps import LayerMaps, capture_layer_maps, drop_padded_keys, pack_layer_maps, round_rows
+from isomorph.report.page_models import format_percent, framing_text, prediction_texts, unique_names
 from isomorph.report.robustness_charts import robustness_charts, robustness_table
-from isomorph.report.save_figures import looked
+from isomorph.report.save_figures import centre_query_maps
 from isomorph.suites.robustness.results import (
     SAME_SIGHT,
     Journal,
@@ -110,7 +110,7 @@ def unpacked(text, heads, queries, keys):
 class TestMaps:
     def test_the_page_holds_the_maps_to_half_a_level(self):
         model, x = small_vit(), torch.randn(2, 3, 32, 48)
-        found, problems = gather_maps(model, x)
+        found, problems = capture_layer_maps(model, x)
         assert problems == {}
         for name, maps in iso.attention_maps(model, x).items():
             for image in range(2):
@@ -121,7 +121,7 @@ class TestMaps:
 
     def test_negative_attention_keeps_its_sign(self):
         maps = torch.tensor([[-1.0, 0.0, 3.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
-        levels, ranges = rounded(maps)
+        levels, ranges = round_rows(maps)
         assert ranges.tolist() == [[-1.0, 3.0], [0.0, 0.0], [0.0, 0.5]]
         back = ranges[:, :1] + levels * (ranges[:, 1:] - ranges[:, :1]) / 255
         assert torch.allclose(back, maps, atol=4 / 510)
@@ -129,7 +129,7 @@ class TestMaps:
     def test_padding_is_cut_off_the_keys(self):
         where = Places((2, 3), (4, 5), padding=(1, 1), prefix=1)
         keys = torch.arange(1 + 4 * 5.0).expand(1, 1, 7, -1)
-        assert inner_keys(keys, where)[0, 0, 0].tolist() == [0, 7, 8, 9, 12, 13, 14]
+        assert drop_padded_keys(keys, where)[0, 0, 0].tolist() == [0, 7, 8, 9, 12, 13, 14]
 
     @pytest.mark.parametrize("step", [(1, 1), (2, 1), (2, 2), (3, 2), (9, 9)])
     def test_thinning_keeps_the_middle_of_blocks(self, step):
@@ -139,13 +139,13 @@ class TestMaps:
         assert maps.kept(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
 
     def test_a_budget_thins_queries_and_says_so(self):
-        found, _ = gather_maps(small_vit(), torch.randn(1, 3, 32, 48))
-        layers, pictures = list(found.values()), [Picture("a", torch.rand(3, 32, 48))]
-        step, packed = pack_all(layers, 1, budget=4000)
+        found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
+        layers, pictures = list(found.values()), [PageImage("a", torch.rand(3, 32, 48))]
+        step, packed = pack_layer_maps(layers, 1, budget=4000)
         assert step[0] > 1
         assert sum(map(len, packed.values())) <= 4000
-        assert "only" not in build_viewer([Seen("m", found)], pictures).note
-        assert "To keep the page small" in build_viewer([Seen("m", found)], pictures, 4000).note
+        assert "only" not in build_viewer([ViewerModel("m", found)], pictures).note
+        assert "To keep the page small" in build_viewer([ViewerModel("m", found)], pictures, 4000).note
 
     def test_two_small_vits_stay_under_8_megabytes_at_worst(self, tmp_path):
         """Maps of noise compress least: 12 layers of 6 heads on 14 x 14 patches and a class token, twice."""
@@ -154,12 +154,14 @@ class TestMaps:
         ranges = draw.random((1, 6, 197, 2), dtype=np.float32)
         where = Places((14, 14), (14, 14), prefix=1)
         maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges) for i in range(12)}
-        viewer = build_viewer([Seen("a", maps), Seen("b", maps)], [Picture("x", torch.rand(3, 224, 224))])
+        viewer = build_viewer(
+            [ViewerModel("a", maps), ViewerModel("b", maps)], [PageImage("x", torch.rand(3, 224, 224))]
+        )
         assert write_page(tmp_path / "page.html", "t", "l", [Section("s", viewer=viewer)]) < 8_000_000
 
     def test_seen_from_a_place_is_that_row_of_the_map(self):
         model, x = small_vit(), torch.randn(1, 3, 32, 48)
-        found, _ = gather_maps(model, x, "blocks.1.*")
+        found, _ = capture_layer_maps(model, x, "blocks.1.*")
         assert list(found) == ["blocks.1.attn"]
         row = iso.attention_maps(model, x)["blocks.1.attn"][0, :, 1 + 2 * 6 + 4, 1:].unflatten(-1, (4, 6))
         seen = found["blocks.1.attn"].seen_from(0, 2.5 / 4, 4.5 / 6)
@@ -167,10 +169,10 @@ class TestMaps:
 
     def test_layers_that_are_not_there(self):
         with pytest.raises(iso.UserError, match=r"matches no attention layer; nearest names: blocks"):
-            gather_maps(small_vit(), torch.randn(1, 3, 32, 48), ["blocks.9.attn"])
+            capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48), ["blocks.9.attn"])
 
     def test_unknown_windows_are_said_not_drawn(self):
-        found, problems = gather_maps(small_cr_swin(), torch.randn(1, 3, 64, 64), "stages.1.*")
+        found, problems = capture_layer_maps(small_cr_swin(), torch.randn(1, 3, 64, 64), "stages.1.*")
         assert not found
         assert problems == {"stages.1.blocks.0.attn": "it attends in 4 windows of each image"}
 
@@ -199,11 +201,11 @@ CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "
 @pytest.mark.parametrize("name", MODELS)
 def test_every_kind_of_model_has_its_page(name, tmp_path):
     model = MODELS[name]().eval()
-    pictures = [Picture("a", torch.rand(3, 32, 48)), Picture("b", torch.rand(3, 32, 48))]
-    sections = dissect([subject := Subject(name, model, CONFIG | {"input_size": (3, 32, 48)})], pictures)
+    pictures = [PageImage("a", torch.rand(3, 32, 48)), PageImage("b", torch.rand(3, 32, 48))]
+    sections = analyze_sections([subject := PageModel(name, model, CONFIG | {"input_size": (3, 32, 48)})], pictures)
     titles = [section.title for section in sections]
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
-    assert lead_of([subject], sections).startswith("What it says" if name == "cnn" else "What each head looks at")
+    assert lead_text([subject], sections).startswith("What it says" if name == "cnn" else "What each head looks at")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn", "convit"))
     once = ["Cost of a pass"] if name == "refined" else []  # its kernels are composed once a pass, whatever the batch
     assert titles[titles.index("Cost") :] == ["Cost", *once, f"How {name} was made"]
@@ -216,9 +218,9 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
 
 @pytest.mark.parametrize("layers", [None, "stages.1.*"])
 def test_layers_that_are_not_drawn_have_their_numbers(layers):
-    model, picture = small_cr_swin(), Picture("a", torch.rand(3, 64, 64))
-    subject = Subject("swin", model, CONFIG | {"input_size": (3, 64, 64)})
-    sections = dissect([subject], [picture], layers)
+    model, picture = small_cr_swin(), PageImage("a", torch.rand(3, 64, 64))
+    subject = PageModel("swin", model, CONFIG | {"input_size": (3, 64, 64)})
+    sections = analyze_sections([subject], [picture], layers)
     assert sections[0].viewer is None
     assert sections[0].text.endswith("No attention layer of it can be drawn.")
     summary, lines = sections[0].fold
@@ -243,7 +245,7 @@ class TestWords:
     def test_how_a_picture_is_framed(self, mode):
         """The sizes that are said are those that timm's transform takes."""
         config = CONFIG | {"input_size": (3, 64, 64), "crop_mode": mode, "crop_pct": 0.8}
-        said = framed(config)
+        said = framing_text(config)
         start = {"center": "resized to cover", "squash": "stretched to", "border": "fitted into"}[mode]
         assert f"{start} 80 x 80 px" in said
         assert "then its middle 64 x 64 px cut out" in said
@@ -252,7 +254,7 @@ class TestWords:
         assert tuple(crop.size) == (64, 64)
 
     def test_nothing_is_cut_where_all_is_shown(self):
-        said = framed(CONFIG | {"input_size": (3, 64, 64), "crop_mode": "squash", "crop_pct": 1.0})
+        said = framing_text(CONFIG | {"input_size": (3, 64, 64), "crop_mode": "squash", "crop_pct": 1.0})
         assert (
             said
             == "Each picture is stretched to 64 x 64 px whatever its shape (bicubic): that is all a model sees of it."
@@ -270,25 +272,25 @@ class TestWords:
         logits = torch.tensor([0.9, 0.0987, 0.001, 0.0003]).log()[None]
         named = Fixed(logits, label_names=("cat", "dog", "cow", "ape"))
         x = torch.randn(2, 3, 4, 4)
-        assert predictions(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
-        assert percent(0.00049) == "<0.1%"
-        assert predictions(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
+        assert prediction_texts(named, x) == ["cat (90%), dog (10%), cow (0.1%)"] * 2
+        assert format_percent(0.00049) == "<0.1%"
+        assert prediction_texts(Fixed(logits, label_names=("cat", "dog")), x)[0].startswith("class 0 (90%)")
         wnids = Fixed(logits, label_names=("n01440764", "n01443537", "mine", "4"))
-        assert predictions(wnids, x)[0] == "tench (90%), goldfish (10%), mine (0.1%)"
+        assert prediction_texts(wnids, x)[0] == "tench (90%), goldfish (10%), mine (0.1%)"
         thousand = torch.zeros(1, 1000)
         thousand[0, 1] = 20
-        assert predictions(Fixed(thousand), x)[0].startswith("goldfish (100%)")
-        assert predictions(Fixed(torch.zeros(1, 1)), x) == ["", ""]
+        assert prediction_texts(Fixed(thousand), x)[0].startswith("goldfish (100%)")
+        assert prediction_texts(Fixed(torch.zeros(1, 1)), x) == ["", ""]
 
     def test_a_run_keeps_the_names_of_its_classes(self, tmp_path):
         model = timm.create_model("cifar_resnet20")
         assert model.pretrained_cfg["label_names"][3] == "cat"
         remember_data(model, {"label_names": [f"kind {i}" for i in range(10)]})
         iso.save(model, tmp_path / "a.safetensors")
-        found = predictions(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
+        found = prediction_texts(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
         assert found[0].startswith("kind ")
         remember_data(model, {"source": "digits"})  # a checkpoint without names
-        assert predictions(model, torch.randn(1, 3, 32, 32))[0].startswith("class ")
+        assert prediction_texts(model, torch.randn(1, 3, 32, 32))[0].startswith("class ")
 
 
 class TestPage:
@@ -296,13 +298,13 @@ class TestPage:
         nasty = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
         panel = Panel(nasty, nasty, nasty, {nasty: Line([1.0], [2.0])})
         section = Section(nasty, nasty, [[nasty], [nasty]], listing=nasty, charts=[panel])
-        page = render(nasty, nasty, [section, section, section], nasty)
+        page = render_page(nasty, nasty, [section, section, section], nasty)
         assert "<img" not in page
         assert page.count("<script") == page.count("</script>") == 2
         assert "alert(1)" in page
 
     def test_it_loads_nothing(self):
-        page = render("t", "l", [Section("s", charts=[Bars("b", "u", {"a": {"x": 1.0}})])])
+        page = render_page("t", "l", [Section("s", charts=[Bars("b", "u", {"a": {"x": 1.0}})])])
         assert "default-src 'none'" in page
         assert not re.search(r"(src|href)=\"?(https?:)?//", page)
         assert set(re.findall(r"https?://[^\"' ]+", page)) <= {"http://www.w3.org/2000/svg"}
@@ -314,9 +316,9 @@ class TestPage:
 
     def test_numbers_that_are_none_become_nothing(self):
         chart = Panel("t", "x", "y", {"a": Line([0.0, 1.0], [math.nan, 2.0])})
-        assert as_json(chart)["series"][0]["y"] == [None, 2.0]
-        assert numbers(chart) == [["x", "a"], ["0", "-"], ["1", "2"]]
-        assert numbers(Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}}))[1:] == [
+        assert chart_json(chart)["series"][0]["y"] == [None, 2.0]
+        assert chart_table(chart) == [["x", "a"], ["0", "-"], ["1", "2"]]
+        assert chart_table(Dots("t", "y", {"a": {"l": [1.0, 2.0]}, "b": {"m": [3.0]}}))[1:] == [
             ["l", "1, 2", "-"],
             ["m", "-", "3"],
         ]
@@ -326,7 +328,7 @@ class TestLikeness:
     def test_matrices_are_the_unbiased_cka_of_means_over_places(self):
         a, b, x = small_vit(), small_vit(embed_dim=12, depth=2), torch.randn(19, 3, 32, 48)
         loaders = {name: [(part, None) for part in (x * scale).split(8)] for name, scale in (("a", 1), ("b", 3))}
-        found = alignments({"a": a, "b": b}, loaders)
+        found = pairwise_cka({"a": a, "b": b}, loaders)
         assert list(found) == [("a", "b"), ("a", "a"), ("b", "b")]
 
         def gram(model, images):
@@ -345,14 +347,14 @@ class TestLikeness:
         a, b = Columns(0, 200), Columns(200, 400)
         x = torch.randn(256, 400)
         loader = [(part, None) for part in x.split(32)]
-        found = alignments({"a": a, "b": b}, {"a": loader, "b": loader})
+        found = pairwise_cka({"a": a, "b": b}, {"a": loader, "b": loader})
         assert abs(found["a", "b"].matrix.item()) < 0.05
         assert iso.analysis.linear_cka(x[:, :200], x[:, 200:]) > 0.35  # what the biased form says of them
         assert found["a", "a"].matrix.item() == pytest.approx(1)
 
     def test_features_with_channels_last_are_means_over_places_too(self):
         model, x = small_cr_swin(), torch.randn(6, 3, 64, 64)
-        found = alignments({"a": model}, {"a": [(x, None)]})["a", "a"].matrix
+        found = pairwise_cka({"a": model}, {"a": [(x, None)]})["a", "a"].matrix
         with torch.no_grad():
             first, last = (f.mean((2, 3)) for f in model.forward_intermediates(x, norm=False, output_fmt="NCHW")[1])
         both = [torch.stack([(f.double() @ f.double().T).fill_diagonal_(0)]) for f in (first, last)]
@@ -361,14 +363,16 @@ class TestLikeness:
 
     def test_too_few_images_are_said(self):
         with pytest.raises(iso.UserError, match="at least 4 images; the largest here has 3"):
-            alignments({"a": small_vit()}, {"a": [(torch.randn(3, 3, 32, 48), None)]})
+            pairwise_cka({"a": small_vit()}, {"a": [(torch.randn(3, 3, 32, 48), None)]})
 
     def test_a_model_is_like_itself(self):
         model = timm.create_model("cifar_resnet20").eval()
         config = CONFIG | {"input_size": (3, 32, 32)}
         loader = [(torch.randn(16, 3, 32, 32), None)]
-        subjects = [Subject(name, model, config) for name in ("a", "b")]
-        sections = dissect(subjects, [Picture("x", torch.rand(3, 32, 32))], extras=Extras({"a": loader, "b": loader}))
+        subjects = [PageModel(name, model, config) for name in ("a", "b")]
+        sections = analyze_sections(
+            subjects, [PageImage("x", torch.rand(3, 32, 32))], extras=AnalyzeOptions({"a": loader, "b": loader})
+        )
         between = next(section for section in sections if section.title == "Likeness of layers").charts[0]
         assert isinstance(between, Matrix)
         assert torch.tensor(between.values).diagonal().allclose(torch.ones(len(between.rows)), atol=1e-5)
@@ -474,10 +478,10 @@ def write_run(folder, lr=0.1, epochs=3, end=""):
 
 class TestRuns:
     def test_runs_side_by_side(self, tmp_path):
-        logs = read_runs(
+        logs = read_run_logs(
             [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')]
         )
-        last, curves, recipes = compare_runs(logs)
+        last, curves, recipes = compare_sections(logs)
         assert last.fold.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
         assert [row[:6] for row in last.table[1:]] == [
             ["a", "r", "net", "3 of 4", "30.00", "30.00"],
@@ -491,40 +495,40 @@ class TestRuns:
         run = write_run(tmp_path / "a")
         (run / "log.jsonl").unlink()
         (run / "recipe.json").write_text("{")
-        assert compare_runs(read_runs([run]))[0].fold.lines == [
+        assert compare_sections(read_run_logs([run]))[0].fold.lines == [
             "a: no log.jsonl.",
             "a: recipe.json cannot be read.",
         ]
 
     def test_a_curve_needs_two_points(self, tmp_path):
-        logs = read_runs([write_run(tmp_path / "a", epochs=1)])
-        assert "Top-1" not in [chart.title for section in compare_runs(logs) for chart in section.charts]
+        logs = read_run_logs([write_run(tmp_path / "a", epochs=1)])
+        assert "Top-1" not in [chart.title for section in compare_sections(logs) for chart in section.charts]
 
     def test_runs_of_one_name_go_by_their_paths(self, tmp_path):
         runs = [write_run(tmp_path / "x/run"), write_run(tmp_path / "y/run")]
-        assert [log.name for log in read_runs(runs)] == list(map(str, runs))
+        assert [log.name for log in read_run_logs(runs)] == list(map(str, runs))
         with pytest.raises(iso.UserError, match="named twice"):
-            read_runs([runs[0], runs[0]])
+            read_run_logs([runs[0], runs[0]])
 
     def test_long_curves_are_thinned_to_means(self):
-        rows = [{"step": i, "loss": float(i % 2)} for i in range(10 * POINTS)]
+        rows = [{"step": i, "loss": float(i % 2)} for i in range(10 * MAX_CURVE_POINTS)]
         line = curve([*rows, {"step": 3, "loss": math.nan}, {"step": None, "loss": 1}], "step", "loss")
-        assert len(line.x) == POINTS
+        assert len(line.x) == MAX_CURVE_POINTS
         assert set(line.y) == {0.5}
 
     def test_recipes_are_flattened(self):
-        assert flat({"a": {"b": [1, 2], "c": {}}, "d": None}) == {"a.b": "[1, 2]", "a.c": "{}", "d": "null"}
+        assert flatten_recipe({"a": {"b": [1, 2], "c": {}}, "d": None}) == {"a.b": "[1, 2]", "a.c": "{}", "d": "null"}
 
 
 def test_figures_are_pdf_and_svg(tmp_path):
-    found, _ = gather_maps(small_vit(), torch.randn(1, 3, 32, 48))
+    found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
     charts = [
         Panel("Loss: by step", "step", "loss", {"a": Line([0, 1], [1, 2], [0, 1], [2, 3]), "b": Line([0], [1])}),
         Dots("Gates", "sigma", {"a": {"x": [0.1, 0.2], "y": [0.3]}, "b": {"y": [0.5]}}, 1.0),
         Bars("Robust", "%", {"a": {"fog": 1.0}, "b": {"fog": 2.0, "snow": 3.0}}),
         Matrix("CKA", "a", "b", ["r"], ["c", "d"], [[0.5, math.nan]]),
     ]
-    viewer = build_viewer([Seen("m", found)], [Picture("x.png", torch.rand(3, 32, 48))])
+    viewer = build_viewer([ViewerModel("m", found)], [PageImage("x.png", torch.rand(3, 32, 48))])
     paths = save_figures(tmp_path, [Section("s", charts=charts, viewer=viewer)])
     names = ["loss-by-step", "gates", "robust", "cka", "attention-m-x-png"]
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("pdf", "svg")]
@@ -537,7 +541,7 @@ class TestPictures:
         Image.new("RGB", (60, 40), (255, 0, 0)).save(tmp_path / "a.png")
         model = timm.create_model("cifar_resnet20", in_chans=1)
         config = evaluation_config(model, (24, 32))
-        (picture,) = open_pictures([tmp_path / "a.png"], config)
+        (picture,) = open_images([tmp_path / "a.png"], config)
         assert config["input_size"] == (1, 24, 32)
         assert picture.pixels.shape == (1, 24, 32)
         assert picture.uri().startswith("data:image/png;base64,")
@@ -559,10 +563,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_models_are_told_apart():
-    assert told_apart(["vit_tiny", "runs/a/model.safetensors"]) == ["vit_tiny", "a"]
-    assert told_apart(["x/cnn.safetensors", "x/tcnn.safetensors"]) == ["cnn", "tcnn"]
-    assert told_apart(["x/cnn.safetensors", "y/cnn.safetensors"]) == ["x/cnn.safetensors", "y/cnn.safetensors"]
-    assert told_apart(["vit_tiny", "vit_tiny"]) == ["vit_tiny (1)", "vit_tiny (2)"]
+    assert unique_names(["vit_tiny", "runs/a/model.safetensors"]) == ["vit_tiny", "a"]
+    assert unique_names(["x/cnn.safetensors", "x/tcnn.safetensors"]) == ["cnn", "tcnn"]
+    assert unique_names(["x/cnn.safetensors", "y/cnn.safetensors"]) == ["x/cnn.safetensors", "y/cnn.safetensors"]
+    assert unique_names(["vit_tiny", "vit_tiny"]) == ["vit_tiny (1)", "vit_tiny (2)"]
 
 
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
@@ -572,7 +576,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
-    subjects = [Subject("a", small_vit(), a), Subject("b", small_vit(), b)]
+    subjects = [PageModel("a", small_vit(), a), PageModel("b", small_vit(), b)]
     loaders = images_for(subjects, "given", None, 36)
     seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
     plain = {
@@ -627,10 +631,10 @@ class TestCommands:
         iso.save(timm.create_model("cifar_resnet20"), folder / "plain/epoch-1.safetensors")
         (folder / "gated/epoch-2.safetensors").write_bytes(b"cut short")
         folders = [folder / "gated", folder / "plain", folder / "none"]
-        logs = read_runs(folders)
+        logs = read_run_logs(folders)
         found = dials_kept(folders, logs)
         assert list(found) == ["gated"]
-        sections = {section.title: section for section in compare_runs(logs, found)}
+        sections = {section.title: section for section in compare_sections(logs, found)}
         assert any("epoch-2.safetensors is not a readable" in line for line in sections["At the end"].fold.lines)
         gates, spans, ways = sections["Gates, spans and centres along training"].charts
         assert list(gates.lines) == list(spans.lines) == list(ways.series) == list(found["gated"].gates)
@@ -733,8 +737,8 @@ class TestCommands:
 
     def test_layers_are_drawn_from_the_epoch_they_are_there(self):
         nan = math.nan
-        assert paths_of(torch.tensor([[[nan, nan]], [[1.0, 2.0]], [[3.0, 4.0]]])) == [[(1, 2), (3, 4)]]
-        line = along_epochs(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[nan, nan], [1.0, 3.0], [0.0, 1.0]]))
+        assert centre_paths(torch.tensor([[[nan, nan]], [[1.0, 2.0]], [[3.0, 4.0]]])) == [[(1, 2), (3, 4)]]
+        line = head_range_line(torch.tensor([0.0, 2.0, 4.0]), torch.tensor([[nan, nan], [1.0, 3.0], [0.0, 1.0]]))
         assert line == ([2, 4], [2, 0.5], [1, 0], [3, 1])
 
     def test_a_head_that_loses_its_centre_is_said_and_hides_no_other(self, folder):
@@ -748,11 +752,13 @@ class TestCommands:
             with torch.no_grad():
                 attn.position[0, 2] = 0.001
         assert iso.analysis.spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
-        logs = read_runs([folder / "run"])
+        logs = read_run_logs([folder / "run"])
         found = dials_kept([folder / "run"], logs)
-        section = compare_runs(logs, found)[-1]
+        section = compare_sections(logs, found)[-1]
         late = Trajectory(found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:]))
-        assert [chart.title for chart in compare_runs(logs, {"run": late})[-1].charts] == ["Centres at the end: run"]
+        assert [chart.title for chart in compare_sections(logs, {"run": late})[-1].charts] == [
+            "Centres at the end: run"
+        ]
         assert section.text.endswith(
             "run: 1 heads have lost their centre by the end (locality not positive): they have no span."
         )
@@ -761,11 +767,11 @@ class TestCommands:
         assert [path[0] for path in ways.series["blocks.0.attn"]] == [pytest.approx(c) for c in before]
         assert min(spans.lines["blocks.0.attn"].low) > 0
         gone = Paths("t", {"l": [[], [(0.0, 1.0)]]})
-        assert numbers(gone)[1:] == [["l, head 1", "-", "-"], ["l, head 2", "0, 1", "0, 1"]]
-        assert as_json(gone)["reach"] == 1
+        assert chart_table(gone)[1:] == [["l, head 1", "-", "-"], ["l, head 2", "0, 1", "0, 1"]]
+        assert chart_json(gone)["reach"] == 1
         save_figures(folder / "figures", [section, Section("x", charts=[gone])])
-        subject = Subject("net", model, CONFIG | {"input_size": (3, 32, 32)})
-        texts = {s.title: s.text for s in dissect([subject], [Picture("a", torch.rand(3, 32, 32))])}
+        subject = PageModel("net", model, CONFIG | {"input_size": (3, 32, 32)})
+        texts = {s.title: s.text for s in analyze_sections([subject], [PageImage("a", torch.rand(3, 32, 32))])}
         assert texts["Gates and spans"].endswith("1 heads of net have lost their centre: they have no span.")
 
     def test_what_a_run_is_now_may_be_damaged(self, folder, monkeypatch):
@@ -774,7 +780,7 @@ class TestCommands:
         iso.save(timm.create_model("t_cifar_resnet20"), folder / "run/epoch-1.safetensors")
         newest = SimpleNamespace(values={"progress": {"closed": 3}})
         monkeypatch.setattr("isomorph.training.history.newest", lambda _: newest)
-        logs = read_runs([folder / "run"])
+        logs = read_run_logs([folder / "run"])
         assert dials_kept([folder / "run"], logs)["run"].moments.tolist() == [1]
         assert "no folder of a run with a snapshot" in logs[0].problems[-1]
 
@@ -848,14 +854,14 @@ class TestFigures:
         """T-CNN: 20 x 16 keys, 10 x 8 queries, and the row that is drawn is that of query (5, 4)."""
         tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.0.conv?").eval()
         x = torch.randn(1, 3, 40, 32)
-        layer = gather_maps(tcnn, x, "layer3.0.conv1")[0]["layer3.0.conv1"]
+        layer = capture_layer_maps(tcnn, x, "layer3.0.conv1")[0]["layer3.0.conv1"]
         assert (layer.where.queries, layer.keys) == ((10, 8), (20, 16))
         row = iso.attention_maps(tcnn, x)["layer3.0.conv1"][0, :, 5 * 8 + 4].unflatten(-1, (22, 18))[:, 1:-1, 1:-1]
         assert abs(layer.seen_from(0, 0.5, 0.5) - row.numpy()).max() <= layer.rounding * 1.001
         assert framed_in(layer, (40, 32)) == pytest.approx((20, 16, 4, 4))
 
     def test_maps_name_the_model_and_the_heads(self):
-        look = Look(np.ones((2, 4, 4)), (2, 2), (4, 4))
+        look = QueryMaps(np.ones((2, 4, 4)), (2, 2), (4, 4))
         figure = maps_figure(np.zeros((8, 8, 3)), {"deep": look._replace(maps=np.ones((3, 4, 4))), "x": look}, "net")
         titles = [[cell.get_title() for cell in figure.axes[i : i + 4]] for i in (0, 4)]
         assert titles == [["", "head 1", "head 2", "head 3"], [""] * 4]
@@ -869,7 +875,7 @@ class TestFigures:
         first = PALETTE[models.index("net")] if known else PALETTE[0]
         second = PALETTE[models.index("cnn")] if known else PALETTE[1]
         for chart in (Dots("t", "y", both), bars, Panel("t", "x", "y", alone)):
-            figure = draw(chart, models)
+            figure = draw_chart(chart, models)
             handles, names = figure.axes[0].get_legend_handles_labels()
             found = [to_hex(h[0].get_facecolor() if len(getattr(h, "patches", "")) else h.get_color()) for h in handles]
             assert dict(zip(names, found, strict=True)) == {n: {"net": first, "cnn": second}[n] for n in names}
@@ -878,8 +884,10 @@ class TestFigures:
 
     def test_saved_figures_have_the_colours_of_the_page(self, tmp_path):
         """On the page the gates of the second model have the second colour."""
-        found, _ = gather_maps(small_vit(), torch.randn(1, 3, 32, 48))
-        viewer = build_viewer([Seen("cnn", {}), Seen("net", found)], [Picture("x", torch.rand(3, 32, 48))])
+        found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
+        viewer = build_viewer(
+            [ViewerModel("cnn", {}), ViewerModel("net", found)], [PageImage("x", torch.rand(3, 32, 48))]
+        )
         gates = Section("s", charts=[Dots("Gates", "g", {"net": {"x": [0.5], "y": [0.6]}}, 1.0)])
         save_figures(tmp_path, [Section("v", viewer=viewer), gates])
         text = (tmp_path / "gates.svg").read_text()
@@ -887,7 +895,7 @@ class TestFigures:
         assert PALETTE[0] not in text
 
     def test_dots_on_the_top_of_the_axis_are_whole(self):
-        figure = draw(Dots("Gates", "g", {"net": {"x": [1.0, 1.0], "y": [1.0]}}, 1.0))
+        figure = draw_chart(Dots("Gates", "g", {"net": {"x": [1.0, 1.0], "y": [1.0]}}, 1.0))
         axes = figure.axes[0]
         assert axes.get_ylim()[1] == 1
         assert not any(drawn.get_clip_on() for drawn in (*axes.lines, *axes.collections))
@@ -895,7 +903,7 @@ class TestFigures:
 
     def test_cells_of_small_matrices_have_their_numbers(self):
         def drawn(columns, values):
-            figure = draw(Matrix("t", "r", "c", ["a"], columns, [values], -20.0, 20.0))
+            figure = draw_chart(Matrix("t", "r", "c", ["a"], columns, [values], -20.0, 20.0))
             axes = figure.axes[0]
             pyplot().close(figure)
             return [text.get_text() for text in axes.texts], {t.get_rotation() for t in axes.get_xticklabels()}
@@ -909,7 +917,7 @@ class TestFigures:
 
 def framed_in(layer, size):
     """Where the frame lies on a picture: top, left, height and width, in pixels."""
-    rows = {layer.name: looked(layer, 0)}
+    rows = {layer.name: centre_query_maps(layer, 0)}
     figure = maps_figure(np.zeros((*size, 3)), rows)
     axes = figure.axes[0]
     (frame,) = axes.patches

@@ -16,22 +16,21 @@ from isomorph.report import (
     Dots,
     Line,
     Matrix,
+    PageImage,
+    PageModel,
     Panel,
-    Picture,
     Section,
-    Seen,
-    Subject,
-    build_viewer,
-    compare_runs,
-    dissect,
-    gather_maps,
-    read_runs,
+    analyze_sections,
+    compare_sections,
+    read_run_logs,
     write_page,
 )
+from isomorph.report.attention_viewer import ViewerModel, build_viewer
 from isomorph.report.charts import Paths, Scatter
-from isomorph.report.html import Fold, colour_table
-from isomorph.report.page_models import predictions
-from isomorph.report.pictures import normalised
+from isomorph.report.html import Details, colour_table
+from isomorph.report.layer_maps import capture_layer_maps
+from isomorph.report.page_images import normalise_images
+from isomorph.report.page_models import prediction_texts
 from test_report import small_vit, write_run
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -68,11 +67,11 @@ def page(tmp_path_factory):
     for block in vit.blocks:
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.4)  # attention that is far from uniform
     models = [vit, iso.recast(vit, iso.AttentionToGPSA(init="paper", grid_size=None), "blocks.[01].attn")]
-    pictures = [Picture(f"picture {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)]
-    sections = dissect([Subject(n, m, CONFIG) for n, m in zip(NAMES, models, strict=True)], pictures)
+    pictures = [PageImage(f"picture {i}", torch.rand(3, *CONFIG["input_size"][1:])) for i in range(2)]
+    sections = analyze_sections([PageModel(n, m, CONFIG) for n, m in zip(NAMES, models, strict=True)], pictures)
     path = tmp_path_factory.mktemp("page") / "page.html"
     write_page(path, " and ".join(NAMES), "A lead.", sections, "A footer.")
-    batch = normalised(pictures, CONFIG)
+    batch = normalise_images(pictures, CONFIG)
     return path, [iso.attention_maps(model, batch) for model in models]
 
 
@@ -271,15 +270,15 @@ def test_strides_padding_and_stages_of_a_t_cnn(tab, tmp_path):
     cnn = timm.create_model("cifar_resnet20").eval()
     tcnn = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer3.0.conv?")
     config = CONFIG | {"input_size": (3, 40, 32)}
-    pictures = [Picture("x", torch.rand(3, 40, 32))]
-    sections = dissect([Subject("T-CNN", tcnn, config), Subject("CNN", cnn, config)], pictures)
+    pictures = [PageImage("x", torch.rand(3, 40, 32))]
+    sections = analyze_sections([PageModel("T-CNN", tcnn, config), PageModel("CNN", cnn, config)], pictures)
     write_page(tmp_path / "page.html", "T-CNN", "", sections)
     tab.open(tmp_path / "page.html")
     assert "CNN has no attention here" in tab.run("document.body.textContent")
     tab.run("document.querySelector('[type=range]').value = 0")
     tab.run("document.querySelector('[type=range]').dispatchEvent(new Event('input'))")
     tab.settle()
-    maps = iso.attention_maps(tcnn, normalised(pictures, config))["layer3.0.conv1"]
+    maps = iso.attention_maps(tcnn, normalise_images(pictures, config))["layer3.0.conv1"]
     assert maps.shape == (1, 9, 10 * 8, (20 + 2) * (16 + 2))
     row = maps[0, 4, 3 * 8 + 6]
     places = row.unflatten(0, (22, 18))[1:-1, 1:-1]
@@ -298,14 +297,14 @@ def test_without_maps_the_page_shows_pictures_and_answers(tab, tmp_path):
     import timm
 
     cnn = timm.create_model("cifar_resnet20").eval()
-    pictures = [Picture(name, torch.rand(3, 40, 32)) for name in ("x.png", "y.png")]
-    sections = dissect([Subject("CNN", cnn, CONFIG | {"input_size": (3, 40, 32)})], pictures)
+    pictures = [PageImage(name, torch.rand(3, 40, 32)) for name in ("x.png", "y.png")]
+    sections = analyze_sections([PageModel("CNN", cnn, CONFIG | {"input_size": (3, 40, 32)})], pictures)
     write_page(tmp_path / "page.html", "CNN", "", sections)
     tab.open(tmp_path / "page.html")
     tab.picture(tmp_path / "cnn-light.png")
     assert tab.run("[...document.images].every(image => image.naturalHeight === 40 && image.naturalWidth === 32)")
     said = tab.run("[...document.querySelectorAll('figcaption')].map(e => e.textContent)")
-    answers = predictions(cnn, normalised(pictures, CONFIG))
+    answers = prediction_texts(cnn, normalise_images(pictures, CONFIG))
     assert said == [f"{p.name}{answer}" for p, answer in zip(pictures, answers, strict=True)]
 
 
@@ -316,11 +315,11 @@ def test_windows_lie_where_they_are_in_the_image(tab, tmp_path):
     arguments = dict(img_size=(40, 48), window_size=4, embed_dim=8, depths=(2,), num_heads=(2,), num_classes=2)
     model = timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
     config = CONFIG | {"input_size": (3, 40, 48)}
-    picture = Picture("x", torch.rand(3, 40, 48))
-    write_page(tmp_path / "page.html", "Swin", "", dissect([Subject("Swin", model, config)], [picture]))
+    picture = PageImage("x", torch.rand(3, 40, 48))
+    write_page(tmp_path / "page.html", "Swin", "", analyze_sections([PageModel("Swin", model, config)], [picture]))
     tab.open(tmp_path / "page.html")
     name = "layers.0.blocks.1.attn"
-    batch, place = normalised([picture], config), 8 * 12 + 5
+    batch, place = normalise_images([picture], config), 8 * 12 + 5
     windows = attention_windows(model, batch)[name]
     maps, keys = windows.on_grid(iso.attention_maps(model, batch)[name])[0, 1, place], windows.keys_of(place)
     tab.click(".pick", *at((8, 5), (10, 12)))
@@ -333,7 +332,7 @@ def test_windows_lie_where_they_are_in_the_image(tab, tmp_path):
 
 
 def test_layers_that_are_not_drawn_are_folded_away(tab, tmp_path):
-    section = Section("Attention", "None.", fold=Fold("2 layers", ["a, b: windows.", "c: unknown."]))
+    section = Section("Attention", "None.", fold=Details("2 layers", ["a, b: windows.", "c: unknown."]))
     write_page(tmp_path / "page.html", "Swin", "", [section])
     tab.open(tmp_path / "page.html")
     assert not tab.run("document.querySelector('details').open")
@@ -341,9 +340,9 @@ def test_layers_that_are_not_drawn_are_folded_away(tab, tmp_path):
 
 
 def test_thinned_maps_show_a_query_that_is_kept(tab, tmp_path):
-    model, pictures = small_vit(), [Picture("x", torch.rand(3, 32, 48))]
-    batch = normalised(pictures, CONFIG)
-    viewer = build_viewer([Seen("ViT", gather_maps(model, batch)[0])], pictures, budget=4000)
+    model, pictures = small_vit(), [PageImage("x", torch.rand(3, 32, 48))]
+    batch = normalise_images(pictures, CONFIG)
+    viewer = build_viewer([ViewerModel("ViT", capture_layer_maps(model, batch)[0])], pictures, budget=4000)
     assert viewer.data["step"] != (1, 1)
     write_page(tmp_path / "page.html", "ViT", "", [Section("Attention", viewer.note, viewer=viewer)])
     tab.open(tmp_path / "page.html")
@@ -352,14 +351,14 @@ def test_thinned_maps_show_a_query_that_is_kept(tab, tmp_path):
     said = readout(tab)
     query = tuple(int(n) - 1 for n in re.match(r"From row (\d), column (\d)", said).groups())
     row = iso.attention_maps(model, batch)["blocks.1.attn"][0, 0]
-    assert token(query) in next(iter(gather_maps(model, batch)[0].values())).kept(viewer.data["step"])
+    assert token(query) in next(iter(capture_layer_maps(model, batch)[0].values())).kept(viewer.data["step"])
     assert abs(float(re.search(r"with ([\d.e-]+)", said)[1]) - row[token(query), token((2, 2))]) <= level(
         row, token(query)
     )
 
 
 def test_charts_read_out_their_numbers(tab, tmp_path):
-    logs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b", 0.2)])
+    logs = read_run_logs([write_run(tmp_path / "a"), write_run(tmp_path / "b", 0.2)])
     charts = [
         Bars("Robustness", "%", {"a": {"fog": 41.5, "snow": 12.0}, "b": {"fog": 40.0}}),
         Dots("Gates", "sigma", {"a": {"l.0.x": [0.25, 0.5], "l.1.x": [0.75]}}, 1.0),
@@ -369,7 +368,7 @@ def test_charts_read_out_their_numbers(tab, tmp_path):
             "Cost", "GMACs", "%", {"d": {"small": (1.0, 80.0), "large": (4.2, 81.5)}, "e": {"other": (1.05, 80.1)}}
         ),
     ]
-    write_page(tmp_path / "page.html", "Runs", "", [*compare_runs(logs), Section("More", charts=charts)])
+    write_page(tmp_path / "page.html", "Runs", "", [*compare_sections(logs), Section("More", charts=charts)])
     tab.open(tmp_path / "page.html")
     tab.picture(tmp_path / "compare-light.png")
     titles = tab.run("[...document.querySelectorAll('.charts h3')].map(e => e.textContent)")
@@ -449,9 +448,9 @@ def test_the_hint_is_below_the_first_chart_only(tab, tmp_path):
 
 
 def test_all_layers_leave_a_model_without_maps_out(tab, tmp_path):
-    pictures = [Picture("x", torch.rand(3, 32, 48))]
-    found, _ = gather_maps(small_vit(), normalised(pictures, CONFIG))
-    viewer = build_viewer([Seen("CNN", {}), Seen("ViT", found)], pictures)
+    pictures = [PageImage("x", torch.rand(3, 32, 48))]
+    found, _ = capture_layer_maps(small_vit(), normalise_images(pictures, CONFIG))
+    viewer = build_viewer([ViewerModel("CNN", {}), ViewerModel("ViT", found)], pictures)
     write_page(tmp_path / "page.html", "Both", "", [Section("Attention", viewer=viewer)])
     tab.open(tmp_path / "page.html")
     headings = "[...document.querySelectorAll('.heads h3')].map(e => e.textContent)"

@@ -13,10 +13,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from isomorph.analysis import gates, spans
-from isomorph.data import Noisy, Source, eval_loader, open_source
-from isomorph.evaluation import count_macs, count_parameters, evaluate
+from isomorph.data.corruptions.corrupt import Noisy
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import Source
+from isomorph.evaluation.accuracy import evaluate
+from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.recipes import load_recipe
-from isomorph.report import Dots, Line, Panel, Picture, Section, Seen, build_viewer, gather_maps, write_page
+from isomorph.report.attention_viewer import PageImage, ViewerModel, build_viewer
+from isomorph.report.charts import Dots, Line, Panel
+from isomorph.report.html import Section, write_page
+from isomorph.report.layer_maps import capture_layer_maps
 from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
 from isomorph.training.build import data_config
 from isomorph.training.recipe.recipe import Recipe
@@ -132,8 +139,10 @@ def _attention_section(models: dict[str, nn.Module], test: Source, config: dict[
     """Maps of the models on the first digits, under the pointer."""
     batch = torch.stack([eval_loader(test, config).dataset[i][0] for i in range(4)])
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
-    pictures = [Picture(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
-    seen = [Seen(name, gather_maps(model, batch)[0], numbers(gates(model))) for name, model in models.items()]
+    pictures = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
+    seen = [
+        ViewerModel(name, capture_layer_maps(model, batch)[0], numbers(gates(model))) for name, model in models.items()
+    ]
     viewer = build_viewer(seen, pictures)
     text = "Point at a patch of the digit: every head shows what it looks at from there."
     return Section("Attention maps", f"{text} {viewer.note if viewer else ''}", viewer=viewer)

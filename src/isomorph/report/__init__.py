@@ -1,46 +1,35 @@
-"""Figures and the self-contained page."""
+"""HTML pages and figures that compare models and training runs."""
 
-from isomorph.report.analyze_page import Extras, dissect, lead_of
-from isomorph.report.attention_viewer import Picture, Seen, build_viewer
-from isomorph.report.charts import Bars, Chart, Dots, Line, Matrix, Panel
-from isomorph.report.compare_page import compare_runs, read_runs
-from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections
+from isomorph.report.attention_viewer import PageImage
+from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
+from isomorph.report.compare_page import compare_sections, read_run_logs
 from isomorph.report.html import Section, write_page
-from isomorph.report.maps import gather_maps
-from isomorph.report.page_models import Subject, recipe_beside, told_apart
-from isomorph.report.pictures import open_pictures
+from isomorph.report.page_images import open_images
+from isomorph.report.page_models import PageModel
 from isomorph.report.save_figures import save_figures
-from isomorph.report.terminal import curve_rows, metric_rows, show, show_words
 
 __all__ = [
+    "AnalyzeOptions",
     "Bars",
-    "Chart",
     "Dots",
-    "Extras",
     "Line",
     "Matrix",
+    "PageImage",
+    "PageModel",
     "Panel",
-    "Picture",
+    "Paths",
+    "Scatter",
     "Section",
-    "Seen",
-    "Subject",
-    "batch_cost_table",
-    "build_viewer",
-    "compare_runs",
-    "cost_problems",
-    "curve_rows",
-    "dissect",
-    "fixed_cost_table",
-    "gather_maps",
-    "lead_of",
-    "metric_rows",
-    "open_pictures",
-    "pass_cost_table",
-    "read_runs",
-    "recipe_beside",
+    "analyze_sections",
+    "compare_sections",
+    "open_images",
+    "read_run_logs",
     "save_figures",
-    "show",
-    "show_words",
-    "told_apart",
     "write_page",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

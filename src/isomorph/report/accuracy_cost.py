@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from isomorph.errors import UserError
-from isomorph.report.charts import Chart, Scatter, Table, is_number, number
+from isomorph.report.charts import Chart, Scatter, Table, format_number, is_number
 from isomorph.report.page_models import short_name
 
 
-class Point(NamedTuple):
+class AccuracyPoint(NamedTuple):
     """A model that has been measured: its name, the test set, top-1 in percent, MACs of an image, parameters."""
 
     name: str
@@ -20,7 +20,7 @@ class Point(NamedTuple):
     parameters: int
 
 
-def read_points(files: Sequence[Path]) -> list[Point]:
+def read_points(files: Sequence[Path]) -> list[AccuracyPoint]:
     """The models of some results of `isomorph evaluate --json`; those of one name are told apart by their files.
 
     Raises: UserError for a file that is not one, or was measured without its cost.
@@ -33,7 +33,7 @@ def read_points(files: Sequence[Path]) -> list[Point]:
     ]
 
 
-def _read_point(path: Path) -> Point:
+def _read_point(path: Path) -> AccuracyPoint:
     """One of them."""
     try:
         found = json.loads(path.read_text())
@@ -47,24 +47,24 @@ def _read_point(path: Path) -> Point:
     if missing:
         raise UserError(f"{path} has no {' and no '.join(missing)}; evaluate {found['model']} without --no-cost")
     name = short_name(found["model"]) + " (random weights)" * (found.get("weights") == "random")
-    return Point(name, str(found.get("data", "test set")), found["top1"], found["macs"], found["parameters"])
+    return AccuracyPoint(name, str(found.get("data", "test set")), found["top1"], found["macs"], found["parameters"])
 
 
-def points_table(points: Sequence[Point]) -> Table:
+def points_table(points: Sequence[AccuracyPoint]) -> Table:
     """Head and a row for each model, the cheapest first."""
     rows = [
-        [p.name, p.data, f"{p.top1:.2f}", number(p.macs / 1e9), number(p.parameters / 1e6)]
+        [p.name, p.data, f"{p.top1:.2f}", format_number(p.macs / 1e9), format_number(p.parameters / 1e6)]
         for p in sorted(points, key=lambda point: point.macs)
     ]
     return [["", "test set", "top-1 (%)", "GMACs an image", "parameters (M)"], *rows]
 
 
-def points_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+def points_json(points: Sequence[AccuracyPoint]) -> list[dict[str, Any]]:
     """The same for machines."""
     return [point._asdict() for point in points]
 
 
-def scatters(points: Sequence[Point]) -> list[Chart]:
+def accuracy_charts(points: Sequence[AccuracyPoint]) -> list[Chart]:
     """Top-1 against MACs and against parameters, a colour for each test set; nothing of fewer than two models."""
     if len(points) < 2:
         return []

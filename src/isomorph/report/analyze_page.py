@@ -9,26 +9,26 @@ from torch import Tensor
 from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality, spans
 from isomorph.analysis.evolution import DRAWN, DRAWS
 from isomorph.errors import UserError
-from isomorph.evaluation import cost_table, fixed_cost
-from isomorph.report.attention_viewer import Picture, Seen, build_viewer
+from isomorph.evaluation.cost_tables import cost_table, fixed_cost
+from isomorph.report.attention_viewer import PageImage, ViewerModel, build_viewer
 from isomorph.report.charts import Chart, Dots
 from isomorph.report.cka_charts import (
     Evolution,
-    alignments,
+    cka_chart,
     evolution_chart,
-    similarity_chart,
+    pairwise_cka,
 )
-from isomorph.report.cost import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
-from isomorph.report.html import Fold, Section, Shot
-from isomorph.report.maps import BUDGET, gather_maps
+from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+from isomorph.report.html import Details, ImageCard, Section
+from isomorph.report.layer_maps import MAX_MAP_CHARACTERS, capture_layer_maps
+from isomorph.report.page_images import normalise_images
 from isomorph.report.page_models import (
-    Subject,
-    framed,
-    predictions,
-    story,
+    PageModel,
+    framing_text,
+    model_history,
+    prediction_texts,
 )
-from isomorph.report.pictures import normalised
-from isomorph.report.robustness_charts import Measured, robustness_charts, robustness_table
+from isomorph.report.robustness_charts import RobustnessData, robustness_charts, robustness_table
 from isomorph.surgery.recast import Where
 
 
@@ -50,7 +50,7 @@ def dots(title: str, label: str, found: Mapping[str, Mapping[str, Tensor]], limi
     return [Dots(title, label, series, limit)] if series else []
 
 
-def _dial_charts(subjects: Sequence[Subject]) -> list[Chart]:
+def _dial_charts(subjects: Sequence[PageModel]) -> list[Chart]:
     """Gates and spans of the models that have gated attention."""
     opened = {s.name: optional(gates, s.model) for s in subjects}
     wide = {s.name: optional(spans, s.model) for s in subjects}
@@ -60,7 +60,7 @@ def _dial_charts(subjects: Sequence[Subject]) -> list[Chart]:
     ]
 
 
-def centreless(subjects: Sequence[Subject]) -> str:
+def centreless(subjects: Sequence[PageModel]) -> str:
     """A sentence on the heads without a centre, which have no span; nothing where all have one."""
     lost = {s.name: sum(int(v.isnan().sum()) for v in optional(spans, s.model).values()) for s in subjects}
     said = (
@@ -69,7 +69,7 @@ def centreless(subjects: Sequence[Subject]) -> str:
     return " ".join(said)
 
 
-def _reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
+def _reach_charts(subjects: Sequence[PageModel], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
     """Nonlocality, entropy and largest logit of the layers that are looked at, drawn or not."""
     where = "*" if layers is None else layers
     far, entropy, logits = (
@@ -84,7 +84,7 @@ def _reach_charts(subjects: Sequence[Subject], batches: Mapping[str, Tensor], la
     ]
 
 
-def _untimed(subject: Subject) -> dict[str, Any]:
+def _untimed(subject: PageModel) -> dict[str, Any]:
     """A row of `cost_table` without what takes time to measure."""
     _, height, width = subject.config["input_size"]
     cost = fixed_cost(subject.model, subject.config["input_size"])
@@ -98,7 +98,7 @@ PASS = (
 """What the table of `pass_cost_table` says."""
 
 
-def _cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
+def _cost_sections(subjects: Sequence[PageModel], timed: bool) -> list[Section]:
     """What each model costs at the size of the page's images; timed: speed and peak memory too, of both in turns."""
     models = {s.name: s.model for s in subjects}
     size = subjects[0].config["input_size"][-2:]
@@ -109,12 +109,12 @@ def _cost_sections(subjects: Sequence[Subject], timed: bool) -> list[Section]:
         sections.append(Section("Cost of a pass", PASS, passes))
     if timed:
         text = "On this machine, model after model in turns; memory at its peak on top of the model, without and with "
-        fold = Fold("What could not be measured", lost) if (lost := cost_problems(rows)) else None
+        fold = Details("What could not be measured", lost) if (lost := cost_problems(rows)) else None
         sections.append(Section("Speed and memory", f"{text}a backward pass.", batch_cost_table(rows), fold=fold))
     return sections
 
 
-def _unseen(missing: Mapping[str, Mapping[str, str]]) -> Fold | None:
+def _unseen(missing: Mapping[str, Mapping[str, str]]) -> Details | None:
     """Layers that are not drawn, those of one reason together; {model: {layer: reason}}."""
     reasons: dict[str, list[str]] = {}
     for model, layers in missing.items():
@@ -122,11 +122,15 @@ def _unseen(missing: Mapping[str, Mapping[str, str]]) -> Fold | None:
             reasons.setdefault(reason, []).append(f"{model}: {layer}" if len(missing) > 1 else layer)
     count = sum(map(len, reasons.values()))
     lines = [f"{', '.join(layers)}: {reason}." for reason, layers in reasons.items()]
-    return Fold(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
+    return Details(f"{count} attention layer{'s are' if count > 1 else ' is'} not drawn", lines) if count else None
 
 
 def _map_section(
-    seen: Sequence[Seen], pictures: Sequence[Picture], missing: Mapping[str, Mapping[str, str]], how: str, budget: int
+    seen: Sequence[ViewerModel],
+    pictures: Sequence[PageImage],
+    missing: Mapping[str, Mapping[str, str]],
+    how: str,
+    budget: int,
 ) -> Section:
     """The section that the page opens with: the viewer, or the pictures by themselves where no map can be drawn."""
     viewer, fold = build_viewer(seen, pictures, budget), _unseen(missing)
@@ -142,37 +146,39 @@ def _map_section(
         else "There is no attention to draw: recast the model (isomorph recast) to have some."
     )
     shots = [
-        Shot(p.uri(), p.name, [f"{m.name}: {m.said[b]}" if len(seen) > 1 else m.said[b] for m in seen if m.said[b]])
+        ImageCard(
+            p.uri(), p.name, [f"{m.name}: {m.said[b]}" if len(seen) > 1 else m.said[b] for m in seen if m.said[b]]
+        )
         for b, p in enumerate(pictures)
     ]
     return Section("What the model says", f"{how} {none}", shots=shots, fold=fold)
 
 
-def lead_of(subjects: Sequence[Subject], sections: Sequence[Section]) -> str:
+def lead_text(subjects: Sequence[PageModel], sections: Sequence[Section]) -> str:
     """The sentence under the title: what there is to see."""
     kind = "What each head looks at, layer by layer" if sections[0].viewer else "What it says, and what it costs"
     return kind + (": two models side by side." if len(subjects) > 1 else ".")
 
 
 @dataclass(frozen=True)
-class Extras:
+class AnalyzeOptions:
     """What a page shows beside the maps when it is given: batches of images for CKA by model and which they are, in
     words; F_k by model; robustness results."""
 
     batches: Mapping[str, Iterable[Any]] = field(default_factory=dict)
     drawn: str = ""
     evolution: Evolution = field(default_factory=dict)
-    results: Measured | None = None
+    results: RobustnessData | None = None
     timed: bool = False
-    budget: int = BUDGET
+    budget: int = MAX_MAP_CHARACTERS
     tell: Callable[[str], None] = lambda doing: None
     """Told what is being done."""
 
 
-def _likeness_charts(subjects: Sequence[Subject], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
+def _likeness_charts(subjects: Sequence[PageModel], batches: Mapping[str, Iterable[Any]]) -> list[Chart]:
     """CKA between the layers of the two models and within each. Raises: UserError when there are no features."""
-    found = alignments({s.name: s.model for s in subjects}, batches)
-    return [similarity_chart(names, matrix) for names, matrix in found.items()]
+    found = pairwise_cka({s.name: s.model for s in subjects}, batches)
+    return [cka_chart(names, matrix) for names, matrix in found.items()]
 
 
 EVOLUTION = (
@@ -181,21 +187,24 @@ EVOLUTION = (
 )
 
 
-def dissect(
-    subjects: Sequence[Subject], pictures: Sequence[Picture], layers: Where | None = None, extras: Extras | None = None
+def analyze_sections(
+    subjects: Sequence[PageModel],
+    pictures: Sequence[PageImage],
+    layers: Where | None = None,
+    extras: AnalyzeOptions | None = None,
 ) -> list[Section]:
     """All sections of the page of one or two models and some images."""
-    extras = extras or Extras()
-    seen: list[Seen] = []
+    extras = extras or AnalyzeOptions()
+    seen: list[ViewerModel] = []
     batches: dict[str, Tensor] = {}
     missing: dict[str, dict[str, str]] = {}
     for s in subjects:
         extras.tell(f"attention of {s.name}")
-        batches[s.name] = normalised(pictures, dict(s.config)).to(next(s.model.parameters()))
-        maps, missing[s.name] = gather_maps(s.model, batches[s.name], layers)
+        batches[s.name] = normalise_images(pictures, dict(s.config)).to(next(s.model.parameters()))
+        maps, missing[s.name] = capture_layer_maps(s.model, batches[s.name], layers)
         opened = {name: values.tolist() for name, values in optional(gates, s.model).items()}
-        seen.append(Seen(s.name, maps, opened, predictions(s.model, batches[s.name])))
-    sections = [_map_section(seen, pictures, missing, framed(subjects[0].config), extras.budget)]
+        seen.append(ViewerModel(s.name, maps, opened, prediction_texts(s.model, batches[s.name])))
+    sections = [_map_section(seen, pictures, missing, framing_text(subjects[0].config), extras.budget)]
     if charts := _dial_charts(subjects):
         text = f"A dot is a head; the line goes through the means of the layers. {centreless(subjects)}"
         sections.append(Section("Gates and spans", text.strip(), charts=charts))
@@ -219,9 +228,9 @@ def dissect(
         sections.append(Section("Feature evolution", EVOLUTION, charts=[evolution_chart(extras.evolution)]))
     if extras.results:
         cells, measured, problems = extras.results
-        fold = Fold("What could not be read", problems) if problems else None
+        fold = Details("What could not be read", problems) if problems else None
         table, charts = robustness_table(cells), robustness_charts(cells)
         sections.append(Section("Robustness", f"Shown: {measured}.", table, charts=charts, fold=fold))
     extras.tell("cost")
     sections += _cost_sections(subjects, extras.timed)
-    return [*sections, *(Section(f"How {s.name} was made", listing=story(s)) for s in subjects)]
+    return [*sections, *(Section(f"How {s.name} was made", listing=model_history(s)) for s in subjects)]

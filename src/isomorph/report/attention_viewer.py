@@ -12,8 +12,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from isomorph.report.charts import listed
-from isomorph.report.maps import BUDGET, LayerMaps, first_kept, pack_all
+from isomorph.report.charts import json_numbers
+from isomorph.report.layer_maps import MAX_MAP_CHARACTERS, LayerMaps, first_stored_query, pack_layer_maps
 
 ORDINAL = {2: "second", 3: "third"}
 SMALL = 96
@@ -21,7 +21,7 @@ SMALL = 96
 
 
 @dataclass(frozen=True)
-class Picture:
+class PageImage:
     """An image as the models see it, with its name. Shape: pixels (C, H, W) in 0..1, C 1 or 3"""
 
     name: str
@@ -38,7 +38,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Seen:
+class ViewerModel:
     """One model: its name, its maps by layer, its gates, and what it says to each image."""
 
     name: str
@@ -53,12 +53,12 @@ class Viewer:
 
     data: dict[str, Any] = field(repr=False)
     blobs: dict[str, str] = field(repr=False)
-    note: str = ""
-    seen: Sequence[Seen] = field(default=(), repr=False)
-    pictures: Sequence[Picture] = field(default=(), repr=False)
+    rounding_note: str = ""
+    seen: Sequence[ViewerModel] = field(default=(), repr=False)
+    pictures: Sequence[PageImage] = field(default=(), repr=False)
 
 
-def _paired(seen: Sequence[Seen]) -> list[tuple[str, list[LayerMaps | None]]]:
+def _paired(seen: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMaps | None]]]:
     """Layers of the models side by side: by name, or by depth where no name is shared."""
     names = [list(model.maps) for model in seen]
     if len(names) == 2 and all(names) and not set(names[0]) & set(names[1]):
@@ -73,7 +73,7 @@ def geometry(
 ) -> dict[str, Any]:
     """What the script has to know of a layer to find a value in its maps; windows by their place among the layouts."""
     queries = maps.where.queries
-    first = first_kept(queries, step)
+    first = first_stored_query(queries, step)
     kept = [len(range(start, size, each)) for start, size, each in zip(first, queries, step, strict=True)]
     return {
         "heads": maps.levels.shape[1],
@@ -85,7 +85,7 @@ def geometry(
         "padded": any(maps.where.padding) or bool(maps.windows and (maps.windows.members < 0).any()),
         "windows": maps.windows and layouts.index(maps.windows.members.tolist()),
         "signed": bool((maps.ranges < 0).any()),
-        "gates": listed(gates),
+        "gates": json_numbers(gates),
     }
 
 
@@ -95,14 +95,16 @@ def _layouts_of(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
     return [windows.members.tolist() for windows in found.values()]
 
 
-def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int = BUDGET) -> Viewer | None:
+def build_viewer(
+    seen: Sequence[ViewerModel], pictures: Sequence[PageImage], budget: int = MAX_MAP_CHARACTERS
+) -> Viewer | None:
     """The viewer of some models' maps of the same images; None where no model has any."""
     pairs = _paired(seen)
     flat = [maps for _, of in pairs for maps in of if maps is not None]
     if not flat:
         return None
     layouts = _layouts_of(flat)
-    step, packed = pack_all(flat, len(pictures), budget - len(json.dumps(layouts)))
+    step, packed = pack_layer_maps(flat, len(pictures), budget - len(json.dumps(layouts)))
     number = {id(maps): i for i, maps in enumerate(flat)}
     layers = []
     for name, of in pairs:
@@ -127,10 +129,12 @@ def build_viewer(seen: Sequence[Seen], pictures: Sequence[Picture], budget: int 
         "step": step,
         "windows": layouts,
     }
-    return Viewer(data, {f"{i}-{b}": text for (i, b), text in packed.items()}, note(flat, step), seen, pictures)
+    return Viewer(
+        data, {f"{i}-{b}": text for (i, b), text in packed.items()}, rounding_note(flat, step), seen, pictures
+    )
 
 
-def note(flat: Sequence[LayerMaps], step: tuple[int, int]) -> str:
+def rounding_note(flat: Sequence[LayerMaps], step: tuple[int, int]) -> str:
     """One or two sentences on what was rounded or left out."""
     worst = max(maps.rounding for maps in flat)
     text = f"Attention is stored in 256 levels of each row's range, rounded by {worst:.1g} at most on this page."

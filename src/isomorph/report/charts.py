@@ -111,125 +111,133 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def plain(value: float) -> float | None:
+def json_number(value: float) -> float | None:
     """The number to six digits, or None where it is none: JSON has no NaN."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
-def listed(values: Sequence[float] | None) -> list[float | None] | None:
+def json_numbers(values: Sequence[float] | None) -> list[float | None] | None:
     """Several of them."""
-    return None if values is None else [plain(value) for value in values]
+    return None if values is None else [json_number(value) for value in values]
 
 
 @singledispatch
-def as_json(chart: Any) -> dict[str, Any]:
+def chart_json(chart: Any) -> dict[str, Any]:
     """The chart as the page's script takes it."""
     raise TypeError(f"{type(chart).__name__} is no chart")
 
 
-@as_json.register
+@chart_json.register
 def panel_json(chart: Panel) -> dict[str, Any]:
-    series = [{"name": name, **{k: listed(v) for k, v in line._asdict().items()}} for name, line in chart.lines.items()]
+    series = [
+        {"name": name, **{k: json_numbers(v) for k, v in line._asdict().items()}} for name, line in chart.lines.items()
+    ]
     found = {"kind": "lines", "title": chart.title, "x": chart.x_label, "y": chart.y_label}
     return {**found, "ordered": chart.ordered, "series": series}
 
 
-@as_json.register
+@chart_json.register
 def dots_json(chart: Dots) -> dict[str, Any]:
     series = [
-        {"name": name, "values": [listed(values.get(layer)) for layer in chart.layers]}
+        {"name": name, "values": [json_numbers(values.get(layer)) for layer in chart.layers]}
         for name, values in chart.series.items()
     ]
     found = {"kind": "dots", "title": chart.title, "y": chart.y_label, "layers": chart.layers}
     return {**found, "limit": chart.limit, "series": series}
 
 
-@as_json.register
+@chart_json.register
 def bars_json(chart: Bars) -> dict[str, Any]:
     series = [
-        {"name": name, "values": [plain(values.get(group, math.nan)) for group in chart.groups]}
+        {"name": name, "values": [json_number(values.get(group, math.nan)) for group in chart.groups]}
         for name, values in chart.series.items()
     ]
     return {"kind": "bars", "title": chart.title, "y": chart.y_label, "groups": chart.groups, "series": series}
 
 
-@as_json.register
+@chart_json.register
 def matrix_json(chart: Matrix) -> dict[str, Any]:
     labels = {"x": chart.column_label, "y": chart.row_label, "rows": list(chart.rows), "columns": list(chart.columns)}
-    values = [listed(row) for row in chart.values]
+    values = [json_numbers(row) for row in chart.values]
     return {"kind": "matrix", "title": chart.title, **labels, "values": values, "low": chart.low, "high": chart.high}
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A number as tables show it."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
 
 
-@as_json.register
+@chart_json.register
 def paths_json(chart: Paths) -> dict[str, Any]:
     series = [
-        {"name": layer, "paths": [[listed(place) for place in path] for path in heads]}
+        {"name": layer, "paths": [[json_numbers(place) for place in path] for path in heads]}
         for layer, heads in chart.series.items()
     ]
     return {"kind": "paths", "title": chart.title, "ordered": True, "reach": chart.reach, "series": series}
 
 
-@as_json.register
+@chart_json.register
 def scatter_json(chart: Scatter) -> dict[str, Any]:
     series = [
-        {"name": name, "points": [{"name": point, "x": plain(x), "y": plain(y)} for point, (x, y) in points.items()]}
+        {
+            "name": name,
+            "points": [{"name": point, "x": json_number(x), "y": json_number(y)} for point, (x, y) in points.items()],
+        }
         for name, points in chart.series.items()
     ]
     return {"kind": "scatter", "title": chart.title, "x": chart.x_label, "y": chart.y_label, "series": series}
 
 
 @singledispatch
-def numbers(chart: Any) -> Table:
+def chart_table(chart: Any) -> Table:
     """The chart's numbers as a table, the first row its head; none where they are too many to be read."""
     raise TypeError(f"{type(chart).__name__} is no chart")
 
 
-@numbers.register
+@chart_table.register
 def panel_numbers(chart: Panel) -> Table:
     places = sorted({x for line in chart.lines.values() for x in line.x})
     if len(places) > NUMBERS:
         return []
     found = [dict(zip(line.x, line.y, strict=True)) for line in chart.lines.values()]
-    return [[chart.x_label, *chart.lines], *([number(x), *(number(y.get(x)) for y in found)] for x in places)]
+    return [
+        [chart.x_label, *chart.lines],
+        *([format_number(x), *(format_number(y.get(x)) for y in found)] for x in places),
+    ]
 
 
-@numbers.register
+@chart_table.register
 def dots_numbers(chart: Dots) -> Table:
     rows = []
     for layer in chart.layers:
-        cells = [", ".join(map(number, values.get(layer, ()))) or "-" for values in chart.series.values()]
+        cells = [", ".join(map(format_number, values.get(layer, ()))) or "-" for values in chart.series.values()]
         rows.append([layer, *cells])
     return [["layer", *chart.series], *rows]
 
 
-@numbers.register
+@chart_table.register
 def bars_numbers(chart: Bars) -> Table:
-    rows = [[group, *(number(values.get(group)) for values in chart.series.values())] for group in chart.groups]
+    rows = [[group, *(format_number(values.get(group)) for values in chart.series.values())] for group in chart.groups]
     return [["", *chart.series], *rows]
 
 
-@numbers.register
+@chart_table.register
 def matrix_numbers(chart: Matrix) -> Table:
     head = [f"{chart.row_label} \\ {chart.column_label}", *chart.columns]
-    return [head, *([name, *map(number, row)] for name, row in zip(chart.rows, chart.values, strict=True))]
+    return [head, *([name, *map(format_number, row)] for name, row in zip(chart.rows, chart.values, strict=True))]
 
 
-@numbers.register
+@chart_table.register
 def paths_numbers(chart: Paths) -> Table:
     rows = [
-        [f"{layer}, head {i + 1}", *(", ".join(map(number, path[end])) if path else "-" for end in (0, -1))]
+        [f"{layer}, head {i + 1}", *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1))]
         for layer, heads in chart.series.items()
         for i, path in enumerate(heads)
     ]
     return [["row, column", "first", "last"], *rows]
 
 
-@numbers.register
+@chart_table.register
 def scatter_numbers(chart: Scatter) -> Table:
-    rows = [[name, *map(number, point)] for points in chart.series.values() for name, point in points.items()]
+    rows = [[name, *map(format_number, point)] for points in chart.series.values() for name, point in points.items()]
     return [["", chart.x_label, chart.y_label], *rows]

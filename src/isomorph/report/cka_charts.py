@@ -15,11 +15,11 @@ from isomorph.analysis.cka import (
     pooled,
 )
 from isomorph.analysis.features import feature_layers
-from isomorph.report.charts import Line, Matrix, Panel, Table, number
+from isomorph.report.charts import Line, Matrix, Panel, Table, format_number
 
 
 @torch.no_grad()
-def alignments(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[Any]]) -> dict[tuple[str, str], CKA]:
+def pairwise_cka(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[Any]]) -> dict[tuple[str, str], CKA]:
     """Unbiased linear CKA of `iso.cka` with read=pooled, between two models and within each, in one pass.
 
     Each model has its own loader of the same images, made as it takes them. Gram matrices of one batch are all that is
@@ -42,7 +42,7 @@ def alignments(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[A
     }
 
 
-def similarity_chart(names: tuple[str, str], found: CKA) -> Matrix:
+def cka_chart(names: tuple[str, str], found: CKA) -> Matrix:
     """CKA of every layer of one model (down) with every layer of the other (across)."""
     a, b = names
     return Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, found.rows, found.columns, found.matrix.tolist())
@@ -61,4 +61,7 @@ def evolution_chart(found: Evolution) -> Panel:
 def evolution_table(found: Evolution) -> Table:
     """Head and a row for each layer: F_k of each model, a dash where it has no layer of that name."""
     layers = dict.fromkeys(layer for values in found.values() for layer in values)
-    return [["F_k", *found], *([layer, *(number(values.get(layer)) for values in found.values())] for layer in layers)]
+    return [
+        ["F_k", *found],
+        *([layer, *(format_number(values.get(layer)) for values in found.values())] for layer in layers),
+    ]

@@ -12,20 +12,20 @@ from torch import Tensor
 
 from isomorph.analysis import Trajectory
 from isomorph.errors import UserError
-from isomorph.report.accuracy_cost import Point, points_table, scatters
-from isomorph.report.along import Courses, along_epochs, course_panels
+from isomorph.report.accuracy_cost import AccuracyPoint, accuracy_charts, points_table
+from isomorph.report.attention_history import MeasureHistories, head_range_line, history_panels
 from isomorph.report.charts import Chart, Line, Panel, Paths, Table, is_number
-from isomorph.report.html import Fold, Section
-from isomorph.report.terminal import UNITS
+from isomorph.report.html import Details, Section
+from isomorph.report.terminal_tables import METRIC_FORMATS
 
-POINTS = 600
+MAX_CURVE_POINTS = 600
 """Points of a curve that are drawn; of longer logs, means over as many equal parts."""
 
 Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Log:
+class RunLog:
     """What a run left: recipe, rows of its logs, and a line for each thing that is missing or cut short."""
 
     name: str
@@ -55,7 +55,7 @@ def read_rows(path: Path) -> tuple[Rows, str]:
     return rows, f"{lost} of {len(lines)} lines of {path.name} cannot be read" if lost else ""
 
 
-def _read_run(folder: Path) -> Log:
+def _read_run(folder: Path) -> RunLog:
     """Reads a run's folder, however far the run came. Raises: UserError when it is no folder of a run."""
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder of a run")
@@ -73,10 +73,12 @@ def _read_run(folder: Path) -> Log:
     recipe = recipe if isinstance(recipe, dict) else {}
     if not (epochs or steps or recipe):
         raise UserError(f"{folder} is no folder of a run: it has no log.jsonl, steps.jsonl or recipe.json to read")
-    return Log(folder.name or str(folder), recipe, epochs, steps, monitor, [problem for problem in problems if problem])
+    return RunLog(
+        folder.name or str(folder), recipe, epochs, steps, monitor, [problem for problem in problems if problem]
+    )
 
 
-def read_runs(folders: Sequence[Path]) -> list[Log]:
+def read_run_logs(folders: Sequence[Path]) -> list[RunLog]:
     """Reads several; names that are alike become whole paths. Raises: UserError as `_read_run` does."""
     logs = [_read_run(folder.resolve() if folder.name in ("", "..") else folder) for folder in folders]
     names = [log.name for log in logs]
@@ -84,7 +86,7 @@ def read_runs(folders: Sequence[Path]) -> list[Log]:
     if len(set(whole)) < len(whole):
         raise UserError("a run is named twice; give each once")
     return [
-        Log(name, *(getattr(log, key) for key in ("recipe", "epochs", "steps", "monitor", "problems")))
+        RunLog(name, *(getattr(log, key) for key in ("recipe", "epochs", "steps", "monitor", "problems")))
         for name, log in zip(whole, logs, strict=True)
     ]
 
@@ -92,14 +94,14 @@ def read_runs(folders: Sequence[Path]) -> list[Log]:
 def curve(rows: Rows, x: str, y: str) -> Line | None:
     """The values of `y` along `x` where both are finite numbers, thinned to means; None without any."""
     points = sorted((float(row[x]), float(row[y])) for row in rows if is_number(row.get(x)) and is_number(row.get(y)))
-    if len(points) > POINTS:
-        cuts = [round(i * len(points) / POINTS) for i in range(POINTS + 1)]
+    if len(points) > MAX_CURVE_POINTS:
+        cuts = [round(i * len(points) / MAX_CURVE_POINTS) for i in range(MAX_CURVE_POINTS + 1)]
         parts = [points[a:b] for a, b in pairwise(cuts)]
         points = [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]
     return Line(*map(list, zip(*points, strict=True))) if points else None
 
 
-def peaks(log: Log, key: str, pick: Any) -> Rows:
+def peaks(log: RunLog, key: str, pick: Any) -> Rows:
     """What the attention monitor saw, one number a step: `pick` (max, mean) over layers."""
     rows = []
     for row in log.monitor:
@@ -121,7 +123,7 @@ CURVES = (
 """Title, log, what is along the axis, what is up it, unit."""
 
 
-def _run_charts(logs: Sequence[Log]) -> list[Chart]:
+def _run_charts(logs: Sequence[RunLog]) -> list[Chart]:
     """The curves that the logs hold, one line a run."""
     wanted = [
         (title, x, unit, {log.name: curve(getattr(log, rows), x, y) for log in logs})
@@ -154,14 +156,16 @@ def _group_of(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def best_top1(log: Log) -> float | None:
+def best_top1(log: RunLog) -> float | None:
     """The highest top-1 of a run; None where none was measured."""
     return max((row["top1"] for row in log.epochs if is_number(row.get("top1"))), default=None)
 
 
-def _final_table(logs: Sequence[Log]) -> Table:
+def _final_table(logs: Sequence[RunLog]) -> Table:
     """Recipe and model, epochs done, best top-1, and what the last evaluated epoch measured."""
-    keys = [k for k in UNITS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)]
+    keys = [
+        k for k in METRIC_FORMATS if k != "images" and any(is_number(row.get(k)) for log in logs for row in log.epochs)
+    ]
     rows = []
     for log in logs:
         last = {k: row[k] for row in log.epochs for k in keys if is_number(row.get(k))}
@@ -171,23 +175,28 @@ def _final_table(logs: Sequence[Log]) -> Table:
         model = _group_of(log.recipe, "model")
         rule = _group_of(model, "recast").get("rule")
         made = [str(log.recipe.get("name", "-")), str(model.get("name", "-")) + f", {rule}" * bool(rule)]
-        cells = [UNITS[k][1](last[k]) if k in last else "-" for k in keys]
+        cells = [METRIC_FORMATS[k][1](last[k]) if k in last else "-" for k in keys]
         rows.append([log.name, *made, done, "-" if top is None else f"{top:.2f}", *cells, f"{seconds:,.0f}"])
-    return [["", "recipe", "model", "epochs", "best top-1 (%)", *(UNITS[k][0] for k in keys), "seconds"], *rows]
+    return [
+        ["", "recipe", "model", "epochs", "best top-1 (%)", *(METRIC_FORMATS[k][0] for k in keys), "seconds"],
+        *rows,
+    ]
 
 
-def flat(values: Any, name: str = "") -> dict[str, str]:
+def flatten_recipe(values: Any, name: str = "") -> dict[str, str]:
     """The fields of a recipe by dotted name, as text."""
     if isinstance(values, Mapping) and values:
         return {
-            k: v for key, value in values.items() for k, v in flat(value, f"{name}.{key}" if name else str(key)).items()
+            k: v
+            for key, value in values.items()
+            for k, v in flatten_recipe(value, f"{name}.{key}" if name else str(key)).items()
         }
     return {name: json.dumps(values)}
 
 
-def _recipe_table(logs: Sequence[Log]) -> Table:
+def _recipe_table(logs: Sequence[RunLog]) -> Table:
     """The fields in which the recipes differ, a row a field; only its head where none do. Not there is null."""
-    recipes = [flat(log.recipe) if log.recipe else {} for log in logs]
+    recipes = [flatten_recipe(log.recipe) if log.recipe else {} for log in logs]
     names = list(dict.fromkeys(name for recipe in recipes for name in recipe))
     rows = [
         [name, *(recipe.get(name, "-") for recipe in recipes)]
@@ -206,14 +215,14 @@ def _dial_panels(dials: Mapping[str, Trajectory]) -> list[Chart]:
     for run, found in dials.items():
         along = len(found.moments) > 1
         for title, unit, values in (("Gates", "sigma(gate)", found.gates), ("Spans", "1 / locality", found.spans)):
-            lines = {layer: along_epochs(found.moments, heads) for layer, heads in values.items()}
+            lines = {layer: head_range_line(found.moments, heads) for layer, heads in values.items()}
             charts += [Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True)] * along
         title = f"Centres {'along training' if along else 'at the end'}: {run}"
-        charts.append(Paths(title, {name: paths_of(centres) for name, centres in found.centres.items()}))
+        charts.append(Paths(title, {name: centre_paths(centres) for name, centres in found.centres.items()}))
     return charts
 
 
-def paths_of(centres: Tensor) -> list[list[tuple[float, float]]]:
+def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
     """Where each head went, at the epochs at which it was there and had a centre. Shape: (T, heads, 2)"""
     heads = (head[head.isfinite().all(1)].tolist() for head in centres.transpose(0, 1))
     return [[(row, column) for row, column in path] for path in heads]
@@ -225,29 +234,29 @@ def centreless(found: Trajectory) -> str:
     return f"{lost} heads have lost their centre by the end (locality not positive): they have no span." if lost else ""
 
 
-def _course_sections(courses: Courses, drawn: str) -> list[Section]:
+def _course_sections(courses: MeasureHistories, drawn: str) -> list[Section]:
     """Charts of what was followed along training, on which images."""
     text = f"At the epochs that keep_every in the recipe kept, on {drawn}. A line is a layer, the mean over its heads; "
-    charts = course_panels(courses)
+    charts = history_panels(courses)
     return [Section("Attention along training", f"{text}the range is theirs.", charts=charts)] if charts else []
 
 
-def _point_sections(points: Sequence[Point]) -> list[Section]:
+def _point_sections(points: Sequence[AccuracyPoint]) -> list[Section]:
     """Accuracy against cost, where there are models to compare."""
     text = (
         "Best top-1 of a run, or what isomorph evaluate measured; MACs of one image (1 MAC = 2 FLOPs), attention "
         "included. Only models of the same test set can be compared."
     )
-    charts = scatters(points)
+    charts = accuracy_charts(points)
     return [Section("Accuracy and cost", text, points_table(points), charts=charts)] if charts else []
 
 
-def compare_runs(
-    logs: Sequence[Log],
+def compare_sections(
+    logs: Sequence[RunLog],
     dials: Mapping[str, Trajectory] | None = None,
-    courses: Courses | None = None,
+    courses: MeasureHistories | None = None,
     drawn: str = "",
-    points: Sequence[Point] = (),
+    points: Sequence[AccuracyPoint] = (),
 ) -> list[Section]:
     """All sections of the page of some runs; `dials` are those of the runs that kept models with gated layers.
 
@@ -256,10 +265,12 @@ def compare_runs(
     """
     dials = dials or {}
     problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
-    fold = Fold("What is missing or could not be read", problems) if problems else None
+    fold = Details("What is missing or could not be read", problems) if problems else None
     longest = max((len(log.steps) for log in logs), default=0)
     thinned = (
-        f"Of logs with more than {POINTS} lines, means over {POINTS} equal parts are drawn." if longest > POINTS else ""
+        f"Of logs with more than {POINTS} lines, means over {POINTS} equal parts are drawn."
+        if longest > MAX_CURVE_POINTS
+        else ""
     )
     sections = [Section("At the end", "", _final_table(logs), fold=fold)] if logs else []
     sections += _point_sections(points)

@@ -93,19 +93,19 @@ def _plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
 
 
 @singledispatch
-def draw(chart: Any, models: Sequence[str] = ()) -> Any:
+def draw_chart(chart: Any, models: Sequence[str] = ()) -> Any:
     """A chart of the page as a matplotlib figure; call it within `style`. `models` of the page, for their colours."""
     raise TypeError(f"{type(chart).__name__} is no chart")
 
 
-@draw.register
+@draw_chart.register
 def draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.2, 2.7))
     _plot_panel(axes, chart, models)
     return figure
 
 
-@draw.register
+@draw_chart.register
 def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
     layers = chart.layers
     figure, axes = pyplot().subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
@@ -131,7 +131,7 @@ def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
     return figure
 
 
-@draw.register
+@draw_chart.register
 def draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
     groups, number = chart.groups, len(chart.series)
     figure, axes = pyplot().subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
@@ -166,7 +166,7 @@ def write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
             axes.text(column, row, f"{value:.{digits}f}", ha="center", va="center", fontsize=6.5, color=colour)
 
 
-@draw.register
+@draw_chart.register
 def draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
     numbered = len(chart.columns) <= NUMBERED
     wide = 0.42 if numbered else 0.26  # inches of a cell; a letter takes 0.08
@@ -188,7 +188,7 @@ def draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
     return figure
 
 
-@draw.register
+@draw_chart.register
 def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(3.6, 3.6))
@@ -210,7 +210,7 @@ def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
     return figure
 
 
-@draw.register
+@draw_chart.register
 def draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.6, 3.2))
     for (name, points), colour in zip(chart.series.items(), _tints(chart.series, models), strict=True):
@@ -235,7 +235,7 @@ def _plain_cell(cell: Any) -> None:
         spine.set_visible(False)
 
 
-class Look(NamedTuple):
+class QueryMaps(NamedTuple):
     """What the heads of a layer see from one of its queries, and which one on its grid. Shape: maps (heads, h, w)"""
 
     maps: np.ndarray
@@ -243,14 +243,14 @@ class Look(NamedTuple):
     grid: tuple[int, int]
 
 
-def frame(cell: Any, look: Look, height: int, width: int) -> None:
+def frame(cell: Any, look: QueryMaps, height: int, width: int) -> None:
     """Draws the query's patch on a picture of `height` x `width` pixels."""
     (row, column), (rows, columns) = look.query, look.grid
     corner, size = (column * width / columns, row * height / rows), (width / columns, height / rows)
     cell.add_patch(pyplot().Rectangle(corner, *size, fill=False, ec="#ff3b30", lw=1.2, clip_on=False))
 
 
-def maps_figure(image: np.ndarray, rows: Mapping[str, Look], title: str = "") -> Any:
+def maps_figure(image: np.ndarray, rows: Mapping[str, QueryMaps], title: str = "") -> Any:
     """Attention maps of every head (columns) for some layers (rows), beside the image and the patch looked from.
 
     Each map on a scale of its own; call it within `style`.

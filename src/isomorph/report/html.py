@@ -15,20 +15,20 @@ from markupsafe import Markup
 
 from isomorph.errors import UserError
 from isomorph.report.attention_viewer import Viewer
-from isomorph.report.charts import Chart, as_json, numbers
+from isomorph.report.charts import Chart, chart_json, chart_table
 
 COLOURS = {"heat": "magma", "split": "RdBu_r", "depth": "viridis"}
 """Colour maps of the page: attention, values around 0, shares and depth."""
 
 
-class Fold(NamedTuple):
+class Details(NamedTuple):
     """Lines that are there when they are asked for."""
 
     summary: str
     lines: Sequence[str]
 
 
-class Shot(NamedTuple):
+class ImageCard(NamedTuple):
     """A picture (a data: address), its name, and lines under it."""
 
     uri: str
@@ -46,12 +46,12 @@ class Section:
     listing: str = ""
     charts: Sequence[Chart] = ()
     viewer: Viewer | None = None
-    shots: Sequence[Shot] = ()
-    fold: Fold | None = None
+    shots: Sequence[ImageCard] = ()
+    fold: Details | None = None
 
 
 @cache
-def part(name: str) -> str:
+def read_asset(name: str) -> str:
     """A file of the page that lies beside this one."""
     return files("isomorph.report").joinpath("assets", name).read_text(encoding="utf-8")
 
@@ -63,7 +63,7 @@ def colour_table(name: str) -> str:
     return (colormaps[name](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8).tobytes().hex()
 
 
-def render(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
+def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
     """The page as text.
 
     All that is given is escaped; the only script that the browser runs is the page's own, by its hash, and it can reach
@@ -75,16 +75,17 @@ def render(title: str, lead: str, sections: Sequence[Section], footer: str = "")
     shown = []
     for section in sections:
         drawn = [
-            {"number": len(charts) + i, "title": c.title, "numbers": numbers(c)} for i, c in enumerate(section.charts)
+            {"number": len(charts) + i, "title": c.title, "numbers": chart_table(c)}
+            for i, c in enumerate(section.charts)
         ]
-        charts += [as_json(chart) for chart in section.charts]
+        charts += [chart_json(chart) for chart in section.charts]
         viewer = None
         if section.viewer:
             viewer = {"number": len(viewers)}
             blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
             viewers.append(section.viewer.data)
         shown.append({**vars(section), "charts": drawn, "viewer": viewer})
-    script = "".join(part(name) for name in ("charts.js", "maps.js", "paint.js", "viewer.js", "start.js"))
+    script = "".join(read_asset(name) for name in ("charts.js", "maps.js", "canvas.js", "viewer.js", "start.js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     colours = {use: colour_table(name) for use, name in COLOURS.items()}
     environment = Environment(loader=PackageLoader("isomorph.report", "."), autoescape=True, undefined=StrictUndefined)
@@ -95,7 +96,7 @@ def render(title: str, lead: str, sections: Sequence[Section], footer: str = "")
         footer=footer,
         data={"charts": charts, "viewers": viewers, "colours": colours},
         blobs=blobs,
-        style=Markup(part("page.css")),
+        style=Markup(read_asset("page.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
@@ -103,7 +104,7 @@ def render(title: str, lead: str, sections: Sequence[Section], footer: str = "")
 
 def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
     """Renders the page and writes it; returns its size in bytes. Raises: UserError when it cannot be written."""
-    page = render(title, lead, sections, footer).encode("utf-8", "replace")
+    page = render_page(title, lead, sections, footer).encode("utf-8", "replace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(page)

@@ -19,7 +19,7 @@ GUESSES = 3
 
 
 @dataclass(frozen=True)
-class Subject:
+class PageModel:
     """A model to take apart: its name on the page, how its images are made, and the recipe that trained it, if any."""
 
     name: str
@@ -36,7 +36,7 @@ def short_name(name: str) -> str:
     return path.name or name
 
 
-def told_apart(names: Sequence[str]) -> list[str]:
+def unique_names(names: Sequence[str]) -> list[str]:
     """Short names of models, the whole ones where the short ones are alike, numbered where these are too."""
     short = [short_name(name) for name in names]
     if len(set(short)) == len(short):
@@ -44,7 +44,7 @@ def told_apart(names: Sequence[str]) -> list[str]:
     return list(names) if len(set(names)) == len(names) else [f"{name} ({i + 1})" for i, name in enumerate(short)]
 
 
-def recipe_beside(path: Path) -> dict[str, Any] | None:
+def find_recipe(path: Path) -> dict[str, Any] | None:
     """The recipe of the run whose folder or checkpoint this is, where there is one that can be read."""
     folder = path if path.is_dir() else path.parent
     try:
@@ -54,7 +54,7 @@ def recipe_beside(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def framed(config: Mapping[str, Any]) -> str:
+def framing_text(config: Mapping[str, Any]) -> str:
     """How a picture becomes what the model sees, in words, from its data config."""
     height, width = config["input_size"][-2:]
     rows, columns = (math.floor(side / config["crop_pct"]) for side in (height, width))
@@ -89,13 +89,13 @@ def _first_name(description: str) -> str:
     return description.split(",")[0]
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """A probability in per cent, small ones with one decimal."""
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 @torch.no_grad()
-def predictions(model: nn.Module, batch: Tensor) -> list[str]:
+def prediction_texts(model: nn.Module, batch: Tensor) -> list[str]:
     """The likeliest classes of each image and their probabilities, in words; nothing of a model without classes."""
     with eval_mode(model):
         logits = model(batch)
@@ -109,7 +109,7 @@ def predictions(model: nn.Module, batch: Tensor) -> list[str]:
     ]
 
 
-def story(subject: Subject) -> str:
+def model_history(subject: PageModel) -> str:
     """What is recorded of how the model was made: its base, the edits in order, the recipe."""
     base = getattr(subject.model, "isomorph_base", None) or {
         "name": (getattr(subject.model, "pretrained_cfg", None) or {}).get("architecture", type(subject.model).__name__)

@@ -4,42 +4,42 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from isomorph.data import EXTRA, IMAGENET_C
+from isomorph.data.corruptions.corrupt import EXTRA, IMAGENET_C
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 
-Cells = Mapping[tuple[str, int], float]
+AccuracyCells = Mapping[tuple[str, int], float]
 """Top-1 (%) by corruption and severity; of the clean images as (clean, 0)."""
-Measured = tuple[Mapping[str, Cells], str, Sequence[str]]
+RobustnessData = tuple[Mapping[str, AccuracyCells], str, Sequence[str]]
 """Cells by model, in words what was measured, and what could not be read."""
 
 
-def part(cells: Cells, corruptions: Sequence[str]) -> Cells:
+def part(cells: AccuracyCells, corruptions: Sequence[str]) -> AccuracyCells:
     """The cells of some corruptions, in their order, by severity."""
     known = [cell for cell in cells if cell[0] in corruptions]
     return {cell: cells[cell] for cell in sorted(known, key=lambda cell: (corruptions.index(cell[0]), cell[1]))}
 
 
-def by_corruption(cells: Cells) -> dict[str, float]:
+def by_corruption(cells: AccuracyCells) -> dict[str, float]:
     """Mean top-1 over severities."""
     names = dict.fromkeys(name for name, _ in cells)
     return {name: fmean(top1 for cell, top1 in cells.items() if cell[0] == name) for name in names}
 
 
-def by_severity(cells: Cells) -> dict[str, float]:
+def by_severity(cells: AccuracyCells) -> dict[str, float]:
     """Mean top-1 over corruptions."""
     levels = sorted({severity for _, severity in cells})
     return {f"severity {s}": fmean(top1 for cell, top1 in cells.items() if cell[1] == s) for s in levels}
 
 
-def grid(title: str, values: Cells, low: float, high: float) -> Matrix:
+def grid(title: str, values: AccuracyCells, low: float, high: float) -> Matrix:
     """Corruptions down, severities across."""
     rows, columns = list(dict.fromkeys(c for c, _ in values)), sorted({s for _, s in values})
     numbers = [[values.get((row, column), math.nan) for column in columns] for row in rows]
     return Matrix(title, "corruption", "severity", rows, [str(c) for c in columns], numbers, low, high)
 
 
-def robustness_charts(results: Mapping[str, Cells]) -> list[Chart]:
+def robustness_charts(results: Mapping[str, AccuracyCells]) -> list[Chart]:
     """Charts of the suite's 15 corruptions, then of the extra ones by themselves; neither has the clean images.
 
     What one of two models has more than the other is on one scale in both.
@@ -52,7 +52,7 @@ def robustness_charts(results: Mapping[str, Cells]) -> list[Chart]:
     return [chart for head, kept in parts.items() if kept for chart in _charts_of(head, kept, most)]
 
 
-def gains(results: Mapping[str, Cells]) -> Cells:
+def gains(results: Mapping[str, AccuracyCells]) -> AccuracyCells:
     """What the second of two models has more than the first, cell by cell; nothing for another number of models."""
     if len(results) != 2:
         return {}
@@ -60,7 +60,7 @@ def gains(results: Mapping[str, Cells]) -> Cells:
     return {cell: second[cell] - first[cell] for cell in first if cell in second}
 
 
-def _charts_of(head: str, results: Mapping[str, Cells], most: float) -> list[Chart]:
+def _charts_of(head: str, results: Mapping[str, AccuracyCells], most: float) -> list[Chart]:
     """Bars by corruption and by severity; two models' difference by cell, up to `most`, or the one model's cells."""
     charts: list[Chart] = [
         Bars(
@@ -80,7 +80,7 @@ def _hundredths(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def robustness_table(results: Mapping[str, Cells]) -> Table:
+def robustness_table(results: Mapping[str, AccuracyCells]) -> Table:
     """Clean top-1 of each model, and its means over the suite's and the extra cells that all of them have."""
     rows = [
         ["", "clean top-1 (%)"],

@@ -9,9 +9,9 @@ import numpy as np
 
 from isomorph.errors import UserError
 from isomorph.report.attention_viewer import Viewer
-from isomorph.report.figures import Look, draw, maps_figure, pyplot, style
+from isomorph.report.figures import QueryMaps, draw_chart, maps_figure, pyplot, style
 from isomorph.report.html import Section
-from isomorph.report.maps import LayerMaps
+from isomorph.report.layer_maps import LayerMaps
 
 ROWS = 12
 """Layers of a figure of attention maps; of deeper models, so many evenly spread ones."""
@@ -23,9 +23,9 @@ def _file_stem(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
 
 
-def looked(layer: LayerMaps, image: int) -> Look:
+def centre_query_maps(layer: LayerMaps, image: int) -> QueryMaps:
     """What a layer sees from the patch in the middle of an image: of its own grid of queries."""
-    return Look(layer.seen_from(image, *MIDDLE), layer.place_of(*MIDDLE), layer.where.queries)
+    return QueryMaps(layer.seen_from(image, *MIDDLE), layer.place_of(*MIDDLE), layer.where.queries)
 
 
 def _map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
@@ -35,7 +35,7 @@ def _map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
         for model in viewer.seen:
             layers = list(model.maps.values())
             chosen = np.unique(np.linspace(0, len(layers) - 1, min(ROWS, len(layers))).round().astype(int))
-            rows = {layers[i].name: looked(layers[i], b) for i in chosen}
+            rows = {layers[i].name: centre_query_maps(layers[i], b) for i in chosen}
             if rows:
                 figure = maps_figure(image.transpose(1, 2, 0), rows, model.name)
                 yield f"attention {model.name} {picture.name}", figure
@@ -52,7 +52,7 @@ def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
     models = next(([model.name for model in s.viewer.seen] for s in sections if s.viewer), [])
     with style("black"):
         for section in sections:
-            titled = ((chart.title, draw(chart, models)) for chart in section.charts)
+            titled = ((chart.title, draw_chart(chart, models)) for chart in section.charts)
             for title, figure in [*titled, *(_map_figures(section.viewer) if section.viewer else ())]:
                 found = [folder / f"{_file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
                 try:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from isomorph.analysis import attention_entropy, nonlocality
-from isomorph.report.charts import Line, Panel, Table, number
+from isomorph.report.charts import Line, Panel, Table, format_number
 
 
-class Measure(NamedTuple):
+class AttentionMeasure(NamedTuple):
     """A number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
 
     title: str
@@ -19,24 +19,24 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
-    "nonlocality": Measure("Nonlocality", "steps of the grid", nonlocality),
-    "entropy": Measure("Attention entropy", "nats", attention_entropy),
+    "nonlocality": AttentionMeasure("Nonlocality", "steps of the grid", nonlocality),
+    "entropy": AttentionMeasure("Attention entropy", "nats", attention_entropy),
 }
 """What `isomorph compare --along` knows."""
 
 
-class Course(NamedTuple):
+class MeasureHistory(NamedTuple):
     """A measure along a run. Shape: moments (T,), values {layer: (T, heads)}"""
 
     moments: Tensor
     values: dict[str, Tensor]
 
 
-Courses = Mapping[str, Mapping[str, Course]]
+MeasureHistories = Mapping[str, Mapping[str, MeasureHistory]]
 """{measure: {run: Course}}"""
 
 
-def along_epochs(moments: Tensor, heads: Tensor) -> Line:
+def head_range_line(moments: Tensor, heads: Tensor) -> Line:
     """Mean and range of a layer's heads at the epochs at which any has a value. Shape: (T,), (T, heads)"""
     known = heads.isfinite()
     there = known.any(1)
@@ -46,14 +46,14 @@ def along_epochs(moments: Tensor, heads: Tensor) -> Line:
     return Line(*(part.tolist() for part in (moments[there], mean, low.amin(1), high.amax(1))))
 
 
-def course_panels(courses: Courses) -> list[Panel]:
+def history_panels(courses: MeasureHistories) -> list[Panel]:
     """A chart for each measure and run, a line for each layer: the mean over its heads, and their range."""
     return [
         Panel(
             f"{MEASURES[key].title} along training: {run}",
             "epoch",
             MEASURES[key].unit,
-            {layer: along_epochs(course.moments, heads) for layer, heads in course.values.items()},
+            {layer: head_range_line(course.moments, heads) for layer, heads in course.values.items()},
             ordered=True,
         )
         for key, runs in courses.items()
@@ -61,22 +61,22 @@ def course_panels(courses: Courses) -> list[Panel]:
     ]
 
 
-def course_tables(courses: Courses) -> list[Table]:
+def history_tables(courses: MeasureHistories) -> list[Table]:
     """A table for each measure and run: layers down, epochs across, means over heads."""
     tables = []
     for key, runs in courses.items():
         for run, course in runs.items():
             head = [f"{run}: {MEASURES[key].title.lower()} ({MEASURES[key].unit})"]
             epochs = [f"epoch {epoch:g}" for epoch in course.moments.tolist()]
-            rows = [[layer, *map(number, heads.nanmean(1).tolist())] for layer, heads in course.values.items()]
+            rows = [[layer, *map(format_number, heads.nanmean(1).tolist())] for layer, heads in course.values.items()]
             tables.append([[*head, *epochs], *rows])
     return tables
 
 
-def courses_json(courses: Courses) -> dict[str, Any]:
+def histories_json(courses: MeasureHistories) -> dict[str, Any]:
     """The same for machines: {measure: {run: {epochs, layers: {layer: [[a value for each head] for each epoch]}}}}."""
 
-    def plain(course: Course) -> dict[str, Any]:
+    def plain(course: MeasureHistory) -> dict[str, Any]:
         layers = {
             layer: [[value if value == value else None for value in row] for row in heads.tolist()]
             for layer, heads in course.values.items()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isomorph.data.loaders import evaluation_transform
 from isomorph.errors import UserError
-from isomorph.report.attention_viewer import Picture
+from isomorph.report.attention_viewer import PageImage
 
 
 def _read_image(path: Path, channels: int) -> Image.Image:
@@ -24,16 +24,16 @@ def _read_image(path: Path, channels: int) -> Image.Image:
         raise UserError(f"{path} cannot be read as an image ({' '.join(str(error).split())[:120]})") from None
 
 
-def normalised(pictures: Sequence[Picture], config: dict[str, Any]) -> Tensor:
+def normalise_images(pictures: Sequence[PageImage], config: dict[str, Any]) -> Tensor:
     """The pictures as the batch that a model of that config takes. Shape: -> (B, C, H, W)"""
     batch = torch.stack([picture.pixels for picture in pictures])
     mean, std = (torch.tensor(config[key]).view(1, -1, 1, 1) for key in ("mean", "std"))
     return (batch - mean) / std
 
 
-def open_pictures(paths: Sequence[Path], config: dict[str, Any]) -> list[Picture]:
+def open_images(paths: Sequence[Path], config: dict[str, Any]) -> list[PageImage]:
     """Resizes and crops image files as the config says. Raises: UserError naming a file that cannot be read."""
     channels = config["input_size"][0]
     plain = {**config, "mean": (0.0,) * channels, "std": (1.0,) * channels}
     transform = evaluation_transform(plain)
-    return [Picture(path.name, transform(_read_image(path, channels))) for path in paths]
+    return [PageImage(path.name, transform(_read_image(path, channels))) for path in paths]

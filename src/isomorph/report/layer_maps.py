@@ -17,11 +17,11 @@ from isomorph.errors import UserError
 from isomorph.surgery.recast import Where
 
 LEVELS = 255
-BUDGET = 7_300_000
+MAX_MAP_CHARACTERS = 7_300_000
 """Characters that all maps of a page may take."""
 
 
-def first_kept(grid: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
+def first_stored_query(grid: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
     """The first row and column of queries that is kept: the middle of the first block."""
     return min(step[0] // 2, grid[0] - 1), min(step[1] // 2, grid[1] - 1)
 
@@ -75,7 +75,7 @@ class LayerMaps:
     def kept(self, step: tuple[int, int]) -> list[int]:
         """Queries that are kept: the prefix tokens, and the middle of every block of step[0] x step[1] places."""
         (rows, columns), prefix = self.where.queries, self.where.prefix
-        first = first_kept(self.where.queries, step)
+        first = first_stored_query(self.where.queries, step)
         grid = np.arange(rows * columns).reshape(rows, columns)[first[0] :: step[0], first[1] :: step[1]]
         return [*range(prefix), *(prefix + grid.ravel()).tolist()]
 
@@ -86,7 +86,7 @@ class LayerMaps:
         return base64.b64encode(zlib.compress(ranges.astype("<f4").tobytes() + levels.tobytes(), 9)).decode()
 
 
-def rounded(maps: Tensor) -> tuple[Tensor, Tensor]:
+def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
     """Levels of the values between the smallest (or 0) and the largest of each row, and these.
 
     Shape: (..., keys) -> uint8 (..., keys), (..., 2)
@@ -97,14 +97,14 @@ def rounded(maps: Tensor) -> tuple[Tensor, Tensor]:
     return levels, torch.stack([low, high], -1)
 
 
-def inner_keys(maps: Tensor, where: Places) -> Tensor:
+def drop_padded_keys(maps: Tensor, where: Places) -> Tensor:
     """The maps without padded keys. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
     (height, width), (ph, pw) = where.keys, where.padding
     grid = maps[..., where.prefix :].unflatten(-1, where.keys)[..., ph : height - ph, pw : width - pw]
     return torch.cat([maps[..., : where.prefix], grid.flatten(-2)], dim=-1)
 
 
-def gather_maps(
+def capture_layer_maps(
     model: nn.Module, batch: Tensor, layers: Where | None = None
 ) -> tuple[dict[str, LayerMaps], dict[str, str]]:
     """The maps of the attention layers for a batch of images, by layer name; and why others are not drawn.
@@ -124,11 +124,11 @@ def gather_maps(
                 raise UserError(f"it attends in {len(maps) // len(batch)} windows of each image")
             else:
                 where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
-                maps, windows = inner_keys(maps, where), None
+                maps, windows = drop_padded_keys(maps, where), None
         except UserError as error:
             problems[frame.name] = str(error)
             return None
-        levels, ranges = rounded(maps)
+        levels, ranges = round_rows(maps)
         return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows)
 
     try:
@@ -139,8 +139,8 @@ def gather_maps(
         return {}, problems
 
 
-def pack_all(
-    layers: Sequence[LayerMaps], images: int, budget: int = BUDGET
+def pack_layer_maps(
+    layers: Sequence[LayerMaps], images: int, budget: int = MAX_MAP_CHARACTERS
 ) -> tuple[tuple[int, int], dict[tuple[int, int], str]]:
     """Packs all maps within a budget of characters: every query, or every second row, then column, and so on.
 

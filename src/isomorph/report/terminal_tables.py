@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-UNITS: dict[str, tuple[str, Callable[[float], str]]] = {
+METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "top1": ("top-1 (%)", "{:.2f}".format),
     "top5": ("top-5 (%)", "{:.2f}".format),
     "nll": ("NLL (nats)", "{:.4f}".format),
@@ -33,37 +33,41 @@ KEYS: dict[str, tuple[str, Callable[[Any], str]]] = {
 """Label and format of what tells the points of a table apart."""
 
 
-def metric_rows(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
+def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     """Head and a row for each metric that has a label."""
-    rows = [[UNITS[key][0], UNITS[key][1](value)] for key, value in metrics.items() if key in UNITS]
+    rows = [
+        [METRIC_FORMATS[key][0], METRIC_FORMATS[key][1](value)]
+        for key, value in metrics.items()
+        if key in METRIC_FORMATS
+    ]
     return [["", title], *rows]
 
 
-def curve_rows(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
+def sweep_table(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
     """Head and a row for each point of a sweep along `key`; the best top-1 is marked."""
     labels = [name for name in ("top1", "top5", "nll", "ece") if name in points[0]]
     best = max(points, key=lambda point: point["top1"])
     rows = [
-        [f"{point[key]:g}" + " *" * (point is best), *(UNITS[name][1](point[name]) for name in labels)]
+        [f"{point[key]:g}" + " *" * (point is best), *(METRIC_FORMATS[name][1](point[name]) for name in labels)]
         for point in points
     ]
-    return [[f"{title}: {key}", *(UNITS[name][0] for name in labels)], *rows]
+    return [[f"{title}: {key}", *(METRIC_FORMATS[name][0] for name in labels)], *rows]
 
 
-def grid_rows(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Head and a row for each point: where it stands (suite, size, ratio), then its metrics, a dash for none."""
     found = list(dict.fromkeys(key for point in points for key in point))
-    keys, metrics = [key for key in found if key in KEYS], [key for key in found if key in UNITS]
-    head = [*(KEYS[key][0] for key in keys), *(UNITS[key][0] for key in metrics)]
+    keys, metrics = [key for key in found if key in KEYS], [key for key in found if key in METRIC_FORMATS]
+    head = [*(KEYS[key][0] for key in keys), *(METRIC_FORMATS[key][0] for key in metrics)]
     rows = [
         [KEYS[key][1](point[key]) for key in keys]
-        + [UNITS[key][1](point[key]) if key in point else "-" for key in metrics]
+        + [METRIC_FORMATS[key][1](point[key]) if key in point else "-" for key in metrics]
         for point in points
     ]
     return [head, *rows]
 
 
-def show_words(rows: Sequence[Sequence[str]]) -> None:
+def print_text_table(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table of words, all to the left, a line a row: in columns where these fit or nobody looks.
 
     On a terminal too narrow for that, what follows a row's name is one text beside it.
@@ -83,7 +87,7 @@ def show_words(rows: Sequence[Sequence[str]]) -> None:
     console.print(table)
 
 
-def show(rows: Sequence[Sequence[str]]) -> None:
+def print_table(rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(rows[0]):
