@@ -14,9 +14,10 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.model import read_header, remember_data
-from isomorph.data import eval_loader, open_source
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
-from isomorph.models.masked import MaskedAutoencoder, images_of, patches_of, sine_cosine, split
+from isomorph.models.masked import MaskedAutoencoder, patchify, sincos_pos_embed, split_patches, unpatchify
 from isomorph.surgery import edits
 from isomorph.training.build import build_model
 from isomorph.training.objectives.masked import (
@@ -115,7 +116,7 @@ def slow_loss(model, images, noise):
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_loss_and_gradients_are_the_papers(kind):
     model = autoencoder(kind, normalise=kind != "registers").double().eval()
-    model.decoder_pos_embed = sine_cosine(model.encoder.patch_embed.grid_size, model.width).double()
+    model.decoder_pos_embed = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width).double()
     images = images_for(model).double()
     noise = model.draw(images)
     losses, gradients = [], []
@@ -139,23 +140,23 @@ def test_every_trained_parameter_gets_a_gradient_in_training(kind):
 
 
 def test_positions_tell_column_and_row():
-    table = sine_cosine((3, 5), 16)
+    table = sincos_pos_embed((3, 5), 16)
     wanted = torch.stack([slow_positions(r, c, 16) for r in range(3) for c in range(5)]).float()
     torch.testing.assert_close(table, wanted)
     with pytest.raises(UserError, match="multiple of 4"):
-        sine_cosine((2, 2), 6)
+        sincos_pos_embed((2, 2), 6)
 
 
 def test_patches_and_back():
     images = torch.arange(2 * 3 * 8 * 12.0).view(2, 3, 8, 12)
-    patches = patches_of(images, (4, 6))
+    patches = patchify(images, (4, 6))
     assert patches.shape == (2, 4, 72)
     assert patches[1, 1, 3 * (2 * 6 + 5) + 1] == images[1, 1, 2, 6 + 5]
-    assert torch.equal(images_of(patches, (4, 6), (2, 2)), images)
+    assert torch.equal(unpatchify(patches, (4, 6), (2, 2)), images)
 
 
 def test_the_mask_is_uniform_and_of_one_size():
-    seen = split(torch.rand(4000, 10), 0.75)
+    seen = split_patches(torch.rand(4000, 10), 0.75)
     assert seen.visible.shape == (4000, 2)
     assert (seen.mask.sum(1) == 8).all()
     assert (seen.mask.mean(0) - 0.8).abs().max() < 0.03  # 4 deviations
@@ -163,14 +164,16 @@ def test_the_mask_is_uniform_and_of_one_size():
     assert torch.equal(shown, 1 - seen.mask)
     both = (shown.T @ shown / 4000).fill_diagonal_(1 / 45)
     assert (both - 1 / 45).abs().max() < 0.012, "pairs too are equally likely: 2 / (10 * 9)"
-    assert torch.equal(split(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]]))
-    assert split(torch.rand(1, 100), 0.9).visible.shape == (1, 10), "no rounding error"
+    assert torch.equal(
+        split_patches(torch.tensor([[0.3, 0.1, 0.2, 0.9]]), 0.5).mask, torch.tensor([[1.0, 0.0, 0.0, 1.0]])
+    )
+    assert split_patches(torch.rand(1, 100), 0.9).visible.shape == (1, 10), "no rounding error"
 
 
 @pytest.mark.parametrize(("ratio", "patches"), [(0.0, 16), (0.99, 16), (1.0, 4), (-0.5, 4)])
 def test_a_mask_that_shows_or_hides_nothing(ratio, patches):
     with pytest.raises(UserError, match="mask ratio"):
-        split(torch.rand(1, patches), ratio)
+        split_patches(torch.rand(1, patches), ratio)
 
 
 @pytest.mark.parametrize("kind", ["timm", "rectangular pyramids"])
@@ -178,11 +181,11 @@ def test_the_encoder_sees_nothing_of_hidden_patches(kind):
     model = autoencoder(kind).train()
     images = images_for(model)
     noise = model.draw(images)
-    seen = model.split(images, noise)
+    seen = model.split_patches(images, noise)
     size, grid = model.patch_size, model.encoder.patch_embed.grid_size
-    patches = patches_of(images, size)
+    patches = patchify(images, size)
     for part, same in ((seen.mask, True), (1 - seen.mask, False)):
-        other = images_of(patches + part[:, :, None] * torch.randn_like(patches), size, grid)
+        other = unpatchify(patches + part[:, :, None] * torch.randn_like(patches), size, grid)
         found = [copy.deepcopy(model).encode(x, seen) for x in (images, other)]
         assert torch.equal(*found) == same
 
@@ -382,7 +385,7 @@ def test_pre_training_starts_a_fine_tuning_run(kind, tmp_path):
 def published(model):
     """The tensors as MAE publishes them: class token, a table with a row of zeros for it, no head."""
     state = {n.removeprefix("encoder."): t.clone() for n, t in model.state_dict().items() if "head" not in n}
-    table = torch.cat([torch.zeros(1, model.width), sine_cosine(model.encoder.patch_embed.grid_size, model.width)])
+    table = torch.cat([torch.zeros(1, model.width), sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)])
     return state | {"decoder_pos_embed": table[None]}
 
 
@@ -533,7 +536,7 @@ def test_alignment_is_the_papers():
     wanted = torch.where(off < 2, off**2 / 4, off - 1).mean()
     torch.testing.assert_close(found["loss"], wanted, rtol=1e-4, atol=1e-5)
     assert found["output"].shape == (2, 16, 32)
-    assert torch.equal(student.split(pixels, noise).mask, teacher.split(pixels, noise).mask)
+    assert torch.equal(student.split_patches(pixels, noise).mask, teacher.split(pixels, noise).mask)
 
 
 def test_pairs_that_cannot_be():

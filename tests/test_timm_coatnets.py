@@ -5,7 +5,8 @@ import timm
 import torch
 
 import isomorph as iso
-from isomorph.evaluation import count_macs, evaluate
+from isomorph.evaluation.accuracy import evaluate
+from isomorph.evaluation.cost import count_macs
 
 RW, RMLP, PAPER, MAX = "coatnet_nano_rw_224", "coatnet_rmlp_nano_rw_224", "coatnet_0_224", "maxvit_rmlp_pico_rw_256"
 SMALL = dict(depths=(1, 1, 1, 1), embed_dim=(32, 32, 64, 64), stem_width=16, num_classes=5)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
-from isomorph.evaluation import count_macs
+from isomorph.evaluation.cost import count_macs
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.models.vanillanet import checkpoint_filter_fn
 from isomorph.training.build import build_model

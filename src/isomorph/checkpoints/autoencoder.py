@@ -23,8 +23,8 @@ from isomorph.checkpoints.model import (
 )
 from isomorph.errors import UserError
 from isomorph.models import create
-from isomorph.models.masked import MaskedAutoencoder, sine_cosine
-from isomorph.models.vit_cfg import unwrapped
+from isomorph.models.masked import MaskedAutoencoder, sincos_pos_embed
+from isomorph.models.vit_cfg import unwrap_state_dict
 
 BESIDE = ("decoder_", "mask_token")
 """First words of the tensors that are not the encoder's."""
@@ -72,7 +72,7 @@ def load_autoencoder(
     """
     path = Path(path)
     header = read_header(path) if path.suffix == ".safetensors" else {}
-    state = unwrapped(read_tensors(path))
+    state = unwrap_state_dict(read_tensors(path))
     _refuse_encoder_alone(state, path)
     if "autoencoder" in header:
         if encoder_name:
@@ -131,7 +131,7 @@ def _refuse_other_positions(model: MaskedAutoencoder, positions: Tensor | None, 
     """Raises: UserError when a file's fixed positions are not sine-cosine: its decoder would see another grid."""
     if positions is None:
         return
-    table = sine_cosine(model.encoder.patch_embed.grid_size, model.width)
+    table = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)
     wanted = (1, model.encoder.num_prefix_tokens + len(table), model.width)
     if tuple(positions.shape) != wanted:
         raise UserError(

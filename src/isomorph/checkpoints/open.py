@@ -22,7 +22,7 @@ from isomorph.checkpoints.snapshot import (
     read_snapshot,
 )
 from isomorph.errors import UserError
-from isomorph.models import create, refuse_unknown
+from isomorph.models import create, require_registered
 
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
@@ -34,7 +34,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
         if weights:
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
         return open_trained(Path(name))
-    refuse_unknown(name)
+    require_registered(name)
     public = _public_weights(name)
     if pretrained and weights is None and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")

@@ -17,7 +17,7 @@ def names() -> list[str]:
     return sorted(name for module in MODULES for name in module.default_cfgs)
 
 
-def refuse_unknown(name: str) -> None:
+def require_registered(name: str) -> None:
     """Raises: UserError naming the closest models when timm's registry (isomorph's are in it) has no such model."""
     if not timm.is_model(name.split(".")[0]):
         close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
@@ -27,7 +27,7 @@ def refuse_unknown(name: str) -> None:
 
 def create(name: str, **arguments: Any) -> nn.Module:
     """timm.create_model with its many kinds of failure as one line."""
-    refuse_unknown(name)
+    require_registered(name)
     try:
         return timm.create_model(name, **arguments)
     except UserError:
@@ -41,4 +41,4 @@ def create(name: str, **arguments: Any) -> nn.Module:
         raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}{hint}") from error
 
 
-__all__ = ["create", "names", "refuse_unknown"]
+__all__ = ["create", "names", "require_registered"]

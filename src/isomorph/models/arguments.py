@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-DECIDED = {
+RESERVED_ARGUMENTS = {
     "name": "give model.name",
     "model_name": "give model.name",
     "pretrained": "give model.pretrained",
@@ -18,17 +18,17 @@ DECIDED = {
 }
 """Arguments that are not for a recipe, and what to do instead."""
 
-LARGEST = 2**24
+MAX_NUMBER = 2**24
 """No size, depth or width of a network is above it."""
-DEEPEST = 8
+MAX_NESTING = 8
 """Levels of lists and groups within an argument."""
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
+def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
     """Raises: ValueError for an argument that is not for a recipe, or a value that a network cannot have."""
     for name, value in arguments.items():
-        if name in DECIDED:
-            raise ValueError(f"{name} is not for a recipe; {DECIDED[name]}")
+        if name in RESERVED_ARGUMENTS:
+            raise ValueError(f"{name} is not for a recipe; {RESERVED_ARGUMENTS[name]}")
         if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
             raise ValueError(f"{name} {value!r} must be a whole number")
         _check_value(name, value)
@@ -37,12 +37,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 def _check_value(name: str, value: Any, depth: int = 1) -> None:
     """Raises: ValueError when this is not a number of a sane size, text, true, false, null, or lists and groups of
     these."""
-    if depth > DEEPEST:
-        raise ValueError(f"{name} is nested more than {DEEPEST} deep")
+    if depth > MAX_NESTING:
+        raise ValueError(f"{name} is nested more than {MAX_NESTING} deep")
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             _check_value(name, each, depth + 1)
-    elif isinstance(value, int | float) and not abs(value) <= LARGEST:
-        raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {LARGEST:,}")
+    elif isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+        raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {MAX_NUMBER:,}")
     elif not isinstance(value, int | float | str | None):
         raise ValueError(f"{name} must be a number, text, true, false, null, or a list or group of these")

@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size, require_images
+from isomorph.models.vit_cfg import check_heads, check_image_size, parse_sizes, require_images
 
 torch.fx.wrap("require_images")  # they read sizes, so a tracer calls them; timm's list does not reach subclasses' files
 torch.fx.wrap("resample_abs_pos_embed")
@@ -28,7 +28,7 @@ class BlockwiseViT(VisionTransformer):
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        refuse_heads(kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768))
+        check_heads(kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768))
         if kwargs.get("patch_drop_rate"):
             raise UserError("patch_drop_rate leaves a grid with holes, which a state from block to block cannot have")
         super().__init__(**{**kwargs, "dynamic_img_size": True})
@@ -147,7 +147,9 @@ class BlockwiseViT(VisionTransformer):
         if isinstance(patch_size, int):
             patch_size = (patch_size, patch_size)
         embed = self.patch_embed
-        refuse_size(*as_sizes(img_size or embed.img_size, patch_size or embed.patch_size), padded=embed.dynamic_img_pad)
+        check_image_size(
+            *parse_sizes(img_size or embed.img_size, patch_size or embed.patch_size), padded=embed.dynamic_img_pad
+        )
         super().set_input_size(img_size, patch_size)
         self.update_grid()
 

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from isomorph.models.staged import StagedNet
 
-BLOCKS = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
+BLOCKS_PER_STAGE = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
 """Blocks in each stage."""
 
-CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """CIFAR-10's, in the order of its labels."""
 
-PUBLIC_FILES = {"cifar_resnet20": "resnet20-12fca82f.th", "cifar_resnet44": "resnet44-014dd654.th"}
-PUBLIC_FILES |= {"cifar_resnet32": "resnet32-d509ac18.th", "cifar_resnet56": "resnet56-4bfd9763.th"}
-PUBLIC_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
+WEIGHT_FILES = {"cifar_resnet20": "resnet20-12fca82f.th", "cifar_resnet44": "resnet44-014dd654.th"}
+WEIGHT_FILES |= {"cifar_resnet32": "resnet32-d509ac18.th", "cifar_resnet56": "resnet56-4bfd9763.th"}
+WEIGHT_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/pretrained_models"
 
 
 class CifarBlock(nn.Module):
@@ -82,9 +82,9 @@ class CifarResNet(StagedNet):
         self.bn1 = nn.BatchNorm2d(16)
         self.act1 = nn.ReLU(inplace=True)
         rates = calculate_drop_path_rates(drop_path_rate, [blocks] * 3, stagewise=True)
-        self.layer1 = stage(16, 16, 1, rates[0])
-        self.layer2 = stage(16, 32, 2, rates[1])
-        self.layer3 = stage(32, 64, 2, rates[2])
+        self.layer1 = _build_stage(16, 16, 1, rates[0])
+        self.layer2 = _build_stage(16, 32, 2, rates[1])
+        self.layer3 = _build_stage(32, 64, 2, rates[2])
         self.feature_info = [dict(num_chs=16, reduction=1, module="act1")]
         self.feature_info += [dict(num_chs=16 << i, reduction=1 << i, module=f"layer{i + 1}") for i in range(3)]
         self.global_pool, self.linear = create_classifier(64, num_classes, pool_type=global_pool)
@@ -140,7 +140,7 @@ class CifarResNet(StagedNet):
         return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")
 
 
-def stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
+def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
     """Blocks of one width; the first one changes the shape."""
     first = CifarBlock(in_channels, out_channels, stride, rates[0])
     return nn.Sequential(first, *(CifarBlock(out_channels, out_channels, drop_path=rate) for rate in rates[1:]))
@@ -157,7 +157,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
     """Where the public weights of an architecture are and what they expect (ImageNet's mean and std, not CIFAR's)."""
     return {
-        "url": f"{PUBLIC_FOLDER}/{PUBLIC_FILES[name]}",
+        "url": f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}",
         "num_classes": 10,
         "input_size": (3, 32, 32),
         "pool_size": (8, 8),
@@ -167,14 +167,14 @@ def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
         "std": (0.229, 0.224, 0.225),
         "first_conv": "conv1",
         "classifier": "linear",
-        "label_names": CLASSES,
+        "label_names": CIFAR10_CLASSES,
         "fixed_input_size": False,
         "license": "bsd-2-clause",
         **kwargs,
     }
 
 
-default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in BLOCKS})
+default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for name in BLOCKS_PER_STAGE})
 
 
 def _local_weights(base: str) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def create_cifar_resnet(
         pretrained_cfg_overlay={**_local_weights(base), **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
         pretrained_filter_fn=kwargs.pop("filter_fn", checkpoint_filter_fn),
         feature_cfg=dict(out_indices=(0, 1, 2, 3)),
-        blocks=BLOCKS[base],
+        blocks=BLOCKS_PER_STAGE[base],
         **kwargs,
     )
 

@@ -12,45 +12,45 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
-from isomorph.layers.chunked import transformed
+from isomorph.layers.chunked import is_functorch_tensor
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
 from isomorph.layers.weight_decay import undecayed
-from isomorph.models.coatnet_blocks import PatchStem, PlaceblindBlock, PostTransformerBlock, TransformerBlock
+from isomorph.models.coatnet_blocks import PatchStem, PlainTransformerBlock, PostTransformerBlock, TransformerBlock
 from isomorph.models.coatnet_layout import (
-    Group,
-    count_levels,
-    image_size,
+    BlockGroup,
+    check_choices,
+    check_positive_integers,
+    check_rates,
+    count_resolutions,
+    parse_image_size,
     parse_layout,
-    refuse_numbers,
-    refuse_rates,
-    refuse_unknown,
 )
 from isomorph.models.staged import StagedNet
-from isomorph.models.vit_cfg import require_images, unwrapped, vit_cfg
+from isomorph.models.vit_cfg import require_images, unwrap_state_dict, vit_cfg
 
 torch.fx.wrap("require_images")  # it reads sizes, so a tracer calls it
-torch.fx.wrap("channels_last")
+torch.fx.wrap("to_channels_last")
 
-NORMS: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
+BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "batch": (BatchNormStem, MBConv),
     "layer": (LayerNormStem, LayerNormMBConv),
 }
 """Stem and convolutional block in each norm (Table 8)."""
-RELATIVE: dict[str, type[TransformerBlock]] = {
+BLOCKS_BY_ATTENTION: dict[str, type[TransformerBlock]] = {
     "pre": TransformerBlock,
     "post": PostTransformerBlock,
-    "none": PlaceblindBlock,
+    "none": PlainTransformerBlock,
 }
 """Transformer block with each kind of relative attention (eq. 3, Table 6)."""
 
 
-def channels_last(x: Tensor) -> Tensor:
+def to_channels_last(x: Tensor) -> Tensor:
     """The images laid out with channels last, where tensors have a layout: in vmap they have none."""
-    return x if transformed(x) else x.contiguous(memory_format=torch.channels_last)
+    return x if is_functorch_tensor(x) else x.contiguous(memory_format=torch.channels_last)
 
 
-def start(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     """Convolutions at EfficientNet's scale (normal, by fan out), linear layers at Xavier's; the paper does not say."""
     if isinstance(module, nn.Conv2d):
         fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
@@ -95,18 +95,18 @@ class CoAtNet(StagedNet):
         drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
-        refuse_unknown(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool)
-        refuse_numbers(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
-        refuse_numbers(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
-        refuse_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
+        check_choices(norm=norm, relative=relative, stride_on=stride_on, global_pool=global_pool)
+        check_positive_integers(head_dim=head_dim, stem_stride=stem_stride, patch_size=patch_size)
+        check_positive_integers(**(dict(head_hidden_size=head_hidden_size) if head_hidden_size else {}))
+        check_rates(drop_rate=drop_rate, drop_path_rate=drop_path_rate)
         (first, *rest), *others = parse_layout(layout, depths, widths)
-        self.img_size, self.in_chans, self.num_classes = image_size(img_size), in_chans, num_classes
-        stem, convolution = NORMS[norm]
+        self.img_size, self.in_chans, self.num_classes = parse_image_size(img_size), in_chans, num_classes
+        stem, convolution = BLOCKS_BY_NORM[norm]
         patches = first.kind == "P"
         self.stem_stride = patch_size if patches else stem_stride
         self.stem: nn.Module = (PatchStem if patches else stem)(in_chans, first.width, self.stem_stride)
         make: dict[str, Callable[..., nn.Module]] = dict(
-            C=partial(convolution, stride_on=stride_on), T=partial(RELATIVE[relative], head_dim=head_dim)
+            C=partial(convolution, stride_on=stride_on), T=partial(BLOCKS_BY_ATTENTION[relative], head_dim=head_dim)
         )
         self.build_stages([rest, *others], first.width, make, drop_path_rate)
         self.num_features = self.embed_dim = widths[-1]
@@ -114,10 +114,10 @@ class CoAtNet(StagedNet):
             self.num_features, num_classes, head_hidden_size, global_pool, drop_rate, norm_layer=LayerNorm2d
         )
         self.head_hidden_size = self.head.num_features
-        self.apply(start)
+        self.apply(_init_weights)
 
     def build_stages(
-        self, stages: list[list[Group]], dim: int, make: dict[str, Callable[..., nn.Module]], drop_path: float
+        self, stages: list[list[BlockGroup]], dim: int, make: dict[str, Callable[..., nn.Module]], drop_path: float
     ) -> None:
         """The blocks of every resolution, and what timm's feature extraction wants to know of them."""
         rates = iter(calculate_drop_path_rates(drop_path, sum(group.depth for groups in stages for group in groups)))
@@ -143,7 +143,7 @@ class CoAtNet(StagedNet):
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
         """Resizes the tables of relative attention for good; other sizes are resized at each call."""
-        self.img_size = image_size(img_size)
+        self.img_size = parse_image_size(img_size)
         for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
             for module in stage.modules():
                 if isinstance(module, RelativeAttention):
@@ -154,7 +154,7 @@ class CoAtNet(StagedNet):
 
         Raises: UserError for what is no batch of images.
         """
-        return self.run_stage(self.stages[0], self.stem(channels_last(require_images(x))))
+        return self.run_stage(self.stages[0], self.stem(to_channels_last(require_images(x))))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
         """One for each resolution."""
@@ -202,7 +202,7 @@ class CoAtNet(StagedNet):
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[str, Tensor]:
     """A CoAtNet's checkpoint, its tables resized to the model's image size (CoAtNet A.1)."""
-    state = unwrapped(state_dict)
+    state = unwrap_state_dict(state_dict)
     for name, module in model.named_modules():
         table = state.get(f"{name}.relative_bias")
         if isinstance(module, RelativeAttention) and table is not None:
@@ -231,7 +231,7 @@ default_cfgs = generate_default_cfgs(
 def _create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
     """Builds a variant through timm, with features of every resolution."""
     arguments = VARIANTS[variant] | kwargs
-    levels = tuple(range(count_levels(arguments.get("layout", "C-C-T-T"))))
+    levels = tuple(range(count_resolutions(arguments.get("layout", "C-C-T-T"))))
     features = dict(out_indices=arguments.pop("out_indices", levels), feature_cls="getter", flatten_sequential=True)
     return build_model_with_cfg(
         CoAtNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, feature_cfg=features, **arguments

@@ -13,7 +13,7 @@ from isomorph.layers.mbconv import pool, shortcut
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
-def refuse_heads(width: int, head_dim: int) -> None:
+def _check_head_dim(width: int, head_dim: int) -> None:
     if width % head_dim:
         raise UserError(f"head_dim {head_dim} does not divide the width {width}")
 
@@ -59,7 +59,7 @@ class TransformerBlock(nn.Module):
 
     def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
         """Queries, keys and values are as wide as what comes out. Raises: UserError for heads that do not divide it."""
-        refuse_heads(dim_out, head_dim)
+        _check_head_dim(dim_out, head_dim)
         form = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
         return self.relative(dim, dim_out // head_dim, grid_size, **form)
 
@@ -81,11 +81,11 @@ class PostTransformerBlock(TransformerBlock):
     relative = PostRelativeAttention
 
 
-class PlaceblindBlock(TransformerBlock):
+class PlainTransformerBlock(TransformerBlock):
     """The block with plain attention, which does not know where things are (Table 6, without relative attention)."""
 
     def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
-        refuse_heads(dim_out, head_dim)
+        _check_head_dim(dim_out, head_dim)
         return Attention(dim, dim_out // head_dim, attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
 
     def mix(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ STEM_DEPTHS = {"S": 2, "P": 1}
 """Convolutions of each stem."""
 
 
-class Group(NamedTuple):
+class BlockGroup(NamedTuple):
     """Blocks of one kind and width, in a row; the first halves the map, or not."""
 
     kind: str
@@ -25,7 +25,7 @@ class Group(NamedTuple):
     width: int
 
 
-def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[Group]]:
+def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> list[list[BlockGroup]]:
     """Stages of groups, the stem at the head of the first. Raises: UserError for a layout that cannot be built."""
     if not isinstance(layout, str) or not all(isinstance(given, Sequence) for given in (depths, widths)):
         raise UserError(f"layout {layout!r} must be text, depths {depths!r} and widths {widths!r} lists of numbers")
@@ -43,10 +43,10 @@ def parse_layout(layout: str, depths: Sequence[int], widths: Sequence[int]) -> l
     if depths[0] != STEM_DEPTHS[letters[0]]:
         raise UserError(f"depths {list(depths)}: the stem {letters[0]} has {STEM_DEPTHS[letters[0]]}, not {depths[0]}")
     sizes = iter(zip(depths, widths, strict=True))
-    return [[Group(kind, i == 0, *next(sizes)) for i, kind in enumerate(stage)] for stage in stages]
+    return [[BlockGroup(kind, i == 0, *next(sizes)) for i, kind in enumerate(stage)] for stage in stages]
 
 
-def count_levels(layout: str) -> int:
+def count_resolutions(layout: str) -> int:
     """Resolutions of a layout: features that it gives. What is no layout is refused where it is parsed."""
     if not isinstance(layout, str):
         return 1
@@ -61,28 +61,28 @@ CHOICES = {
 }
 
 
-def refuse_unknown(**choices: Any) -> None:
+def check_choices(**choices: Any) -> None:
     """Raises: UserError for a choice that there is not."""
     for name, value in choices.items():
         if value not in CHOICES[name]:
             raise UserError(f"{name} {value!r} is unknown; choose {' or '.join(map(repr, CHOICES[name]))}")
 
 
-def refuse_numbers(**numbers: Any) -> None:
+def check_positive_integers(**numbers: Any) -> None:
     """Raises: UserError for one that is no whole number above 0."""
     for name, number in numbers.items():
         if type(number) is not int or number < 1:
             raise UserError(f"{name} {number!r} must be a whole number above 0")
 
 
-def refuse_rates(**rates: float) -> None:
+def check_rates(**rates: float) -> None:
     """Raises: UserError for one that is not from 0 to below 1."""
     for name, rate in rates.items():
         if not 0 <= rate < 1:
             raise UserError(f"{name} {rate} must be from 0 to below 1")
 
 
-def image_size(img_size: Any) -> tuple[int, int]:
+def parse_image_size(img_size: Any) -> tuple[int, int]:
     """As (height, width). Raises: UserError when it is no size."""
     size = to_2tuple(img_size)
     if len(size) != 2 or not all(type(n) is int and n > 0 for n in size):

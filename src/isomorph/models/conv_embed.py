@@ -8,7 +8,7 @@ from timm.layers import PatchEmbed, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.headed_attention import placement
+from isomorph.layers.headed_attention import factory_kwargs
 
 
 class ConvPatchEmbed(PatchEmbed):
@@ -35,7 +35,7 @@ class ConvPatchEmbed(PatchEmbed):
         if any(size % 2 for size in patch):
             raise UserError(f"patch_size {patch_size} must be even: the first convolution halves the image")
         super().__init__(img_size, patch, in_chans, embed_dim, **kwargs)
-        kind = placement(kwargs)
+        kind = factory_kwargs(kwargs)
         first, second, third = widths
         self.conv1 = nn.Conv2d(in_chans, first, 7, stride=2, padding=3, bias=False, **kind)
         self.bn1 = nn.BatchNorm2d(first, **kind)

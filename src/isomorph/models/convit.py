@@ -16,8 +16,8 @@ from torch import Tensor
 from isomorph.layers import GPSA, PSA
 from isomorph.layers.weight_decay import undecayed
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.convit_arguments import refuse_arguments, refuse_attention
-from isomorph.models.convit_checkpoints import checkpoint_filter_fn, is_public
+from isomorph.models.convit_arguments import check_arguments, check_local_attention
+from isomorph.models.convit_checkpoints import checkpoint_filter_fn, has_public_layout
 from isomorph.models.convit_checkpoints import public_state_dict as public_state_dict
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, vit_cfg
@@ -90,8 +90,8 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         local_attention: str = "gpsa",
         **kwargs: Any,
     ) -> None:
-        refuse_attention(local_attention, gate, tuple(LOCAL_ATTENTION))
-        refuse_arguments(local_up_to_layer, locality_strength, gate, kwargs)
+        check_local_attention(local_attention, gate, tuple(LOCAL_ATTENTION))
+        check_arguments(local_up_to_layer, locality_strength, gate, kwargs)
         local: dict[str, Any] = dict(locality_strength=locality_strength, gate=gate, local_init=local_init)
         local["local_attention"] = local_attention
 
@@ -104,7 +104,7 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         self.update_grid()
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        return is_public(state)
+        return has_public_layout(state)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
@@ -150,17 +150,17 @@ VARIANTS = {"convit_ti": (4, 48), "convit_s": (9, 48), "convit_b": (16, 48)}
 VARIANTS |= {"convit_ti_plus": (4, 64), "convit_s_plus": (9, 64), "convit_b_plus": (16, 64)}
 """Heads and width of a head (ConViT Table 1)."""
 
-HUB = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
+TIMM_NAMES = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
 """Where timm keeps the authors' weights; the larger heads have none."""
 
 
 def _convit_cfg(name: str) -> dict[str, Any]:
     """The pretrained entry of a variant."""
-    weights = {"hf_hub_id": f"timm/{HUB[name]}.fb_in1k", "license": "apache-2.0"} if name in HUB else {}
+    weights = {"hf_hub_id": f"timm/{TIMM_NAMES[name]}.fb_in1k", "license": "apache-2.0"} if name in TIMM_NAMES else {}
     return vit_cfg(**weights)
 
 
-default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in HUB else n: _convit_cfg(n) for n in VARIANTS})
+default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in TIMM_NAMES else n: _convit_cfg(n) for n in VARIANTS})
 
 
 def _create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:

@@ -6,9 +6,9 @@ from typing import Any
 from timm.layers import Attention
 
 from isomorph.errors import UserError
-from isomorph.models.vit_cfg import as_sizes, refuse_heads, refuse_size
+from isomorph.models.vit_cfg import check_heads, check_image_size, parse_sizes
 
-OWN_ARGUMENTS = {
+REPLACED_ARGUMENTS = {
     "pos_embed": "use_pos_embed says whether there is one",
     "no_embed_class": "its position embedding is on patches only",
     "dynamic_img_size": "it takes every size at every call",
@@ -21,7 +21,7 @@ FIXED_ARGUMENTS |= {"scale_attn_norm": False, "proj_bias": True, "attn_layer": A
 """Arguments of VisionTransformer that would need a map, a full grid or another attention than GPSA has."""
 
 
-def refuse_attention(local_attention: str, gate: float, known: tuple[str, ...]) -> None:
+def check_local_attention(local_attention: str, gate: float, known: tuple[str, ...]) -> None:
     """Raises: UserError for an attention that there is not, or a gate for one that has none."""
     if local_attention not in known:
         raise UserError(f"local_attention {local_attention!r} is unknown; use {' or '.join(known)}")
@@ -29,17 +29,17 @@ def refuse_attention(local_attention: str, gate: float, known: tuple[str, ...]) 
         raise UserError(f"gate {gate} is of local_attention gpsa; psa has one softmax and no gates: leave gate out")
 
 
-def refuse_arguments(local_up_to_layer: int, locality_strength: float, gate: float, kwargs: dict[str, Any]) -> None:
+def check_arguments(local_up_to_layer: int, locality_strength: float, gate: float, kwargs: dict[str, Any]) -> None:
     """Raises: UserError for arguments that make no ConViT, before anything is built."""
-    size, patch = as_sizes(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
+    size, patch = parse_sizes(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
     if kwargs.get("dynamic_img_pad") and min(patch) > 0:
         size = (size[0] - size[0] % patch[0], size[1] - size[1] % patch[1])
-    refuse_size(size, patch, padded=False)
+    check_image_size(size, patch, padded=False)
     depth, heads, dim = kwargs.get("depth", 12), kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768)
-    for name, instead in OWN_ARGUMENTS.items():
+    for name, instead in REPLACED_ARGUMENTS.items():
         if name in kwargs:
             raise UserError(f"{name} is no argument of a ConViT; {instead}")
-    refuse_heads(heads, dim)
+    check_heads(heads, dim)
     if not isinstance(local_up_to_layer, int) or not 0 <= local_up_to_layer <= depth:
         raise UserError(f"local_up_to_layer {local_up_to_layer} is not between 0 and the {depth} blocks there are")
     if local_up_to_layer and round(heads**0.5) ** 2 != heads:

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import PSA
-from isomorph.models.vit_cfg import unwrapped
+from isomorph.models.vit_cfg import unwrap_state_dict
 
-PUBLIC_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
+PUBLIC_PARAMETER_NAMES = {"gate": "gating_param", "position": "pos_proj.weight"}
 """Our names of GPSA parameters, and the public ones; `pos_proj.bias`, constant along the softmax, has no effect."""
 
 
-def is_public(state: dict[str, Any]) -> bool:
+def has_public_layout(state: dict[str, Any]) -> bool:
     """Whether a checkpoint has the layout of the authors and of timm's convit_*."""
     return any(name.endswith(".attn.pos_proj.weight") for name in state)
 
@@ -27,21 +27,21 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: Any) -> dict[str, An
 
     Raises: UserError when the checkpoint is of another family, or its grid cannot be known.
     """
-    state_dict = unwrapped(state_dict)
+    state_dict = unwrap_state_dict(state_dict)
     if "patch_embed.proj.weight" not in state_dict:
         raise UserError("the checkpoint is not of a ConViT: it has no patch_embed.proj.weight")
     state = {}
     for name, tensor in state_dict.items():
         stem, _, last = name.partition(".attn.")
-        ours = next((own for own, public in PUBLIC_NAMES.items() if public == last), last)
+        ours = next((own for own, public in PUBLIC_PARAMETER_NAMES.items() if public == last), last)
         if last != "pos_proj.bias":
             state[f"{stem}.attn.{ours}" if last else name] = tensor
-    _refuse_foreign(state, model)
+    _require_same_gpsa_blocks(state, model)
     given = state.pop("pos_embed", None)
     state = vision_transformer.checkpoint_filter_fn(state, model)  # a patch of another size is resized
     if given is not None and model.pos_embed is not None:
         grid_size = model.patch_embed.grid_size
-        state["pos_embed"] = _resize_positions(given, model.pos_embed, grid_size, is_public(state_dict))
+        state["pos_embed"] = _resize_positions(given, model.pos_embed, grid_size, has_public_layout(state_dict))
     return state
 
 
@@ -59,7 +59,7 @@ def _resize_positions(given: Tensor, own: Tensor, grid_size: tuple[int, int], sq
     return resample_abs_pos_embed(given, list(grid_size), [side, side], num_prefix_tokens=0)
 
 
-def _refuse_foreign(state: dict[str, Any], model: nn.Module) -> None:
+def _require_same_gpsa_blocks(state: dict[str, Any], model: nn.Module) -> None:
     """Raises: UserError when the checkpoint has its GPSA in other blocks than the model."""
     theirs, ours = ([n for n in names if n.endswith(".attn.gate")] for names in (state, model.state_dict()))
     if set(theirs) != set(ours):
@@ -81,7 +81,7 @@ def public_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         stem, _, last = name.partition(".attn.")
-        state[f"{stem}.attn.{PUBLIC_NAMES.get(last, last)}" if last else name] = tensor
+        state[f"{stem}.attn.{PUBLIC_PARAMETER_NAMES.get(last, last)}" if last else name] = tensor
         if last == "position":
             state[f"{stem}.attn.pos_proj.bias"] = tensor.new_zeros(len(tensor))
     return state

@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
 
 
-def classifier_of(dense_head: bool) -> str | tuple[str, str]:
+def classifier_names(dense_head: bool) -> str | tuple[str, str]:
     """The classifiers that a `pretrained_cfg` names: those that there are."""
     return ("head", "aux_head") if dense_head else "head"
 
@@ -30,7 +30,7 @@ class Box(NamedTuple):
         return inside
 
 
-def swap(box: Box, patches: Tensor) -> Tensor:
+def swap_patches(box: Box, patches: Tensor) -> Tensor:
     """Inside the box, every image has the patches of its partner, the batch in reverse. Shape: (B, H, W, C)"""
     inside = box.mask((patches.shape[1], patches.shape[2]), patches.device)
     return torch.where(inside[..., None], patches.flip(0), patches)
@@ -68,7 +68,7 @@ class DenseHeadViT(BlockwiseViT):
         """
         # torch.fx calls it with stand-ins for all arguments, which are neither True nor a Box
         handed_on: list[Any] | None = [] if hand_out is True else None
-        features = self.forward_features(x, partial(swap, box) if isinstance(box, Box) else None, handed_on)
+        features = self.forward_features(x, partial(swap_patches, box) if isinstance(box, Box) else None, handed_on)
         found = self.token_logits(features) if tokens is True else self.forward_head(features)
         return found if handed_on is None else (found, handed_on)
 

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.vit_cfg import refuse_heads, refuse_size
+from isomorph.models.vit_cfg import check_heads, check_image_size
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
-UNREACHED = ("head", "head_dist", "attn_pool")
+UNUSED_HEADS = ("head", "head_dist", "attn_pool")
 """What of a ViT comes after its tokens: masked pre-training does not reach it."""
 
 
-class Split(NamedTuple):
+class MaskSplit(NamedTuple):
     """Which patches an encoder sees: the same number of every image.
 
     Shape: visible (B, V) their indices; restore (B, N) where each patch stands when the visible come first, then the
@@ -31,7 +31,7 @@ class Split(NamedTuple):
     mask: Tensor
 
 
-def split(noise: Tensor, ratio: float) -> Split:
+def split_patches(noise: Tensor, ratio: float) -> MaskSplit:
     """Shows the patches of the least noise, N (1 - ratio) of them rounded down. Shape: noise (B, N)
 
     Source: MAE section 3: a uniform draw without replacement, as one shuffle
@@ -39,7 +39,7 @@ def split(noise: Tensor, ratio: float) -> Split:
     shuffled = noise.argsort(dim=1)  # (B, N)
     restore = shuffled.argsort(dim=1)  # (B, N)
     count = _visible_count(noise.shape[1], ratio)
-    return Split(shuffled[:, :count], restore, (restore >= count).to(noise.dtype))
+    return MaskSplit(shuffled[:, :count], restore, (restore >= count).to(noise.dtype))
 
 
 def _visible_count(patches: int, ratio: float) -> int:
@@ -53,12 +53,12 @@ def _visible_count(patches: int, ratio: float) -> int:
     return count
 
 
-def take(tokens: Tensor, places: Tensor) -> Tensor:
+def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
     """The tokens at those places. Shape: tokens (B, N, C), places (B, K) -> (B, K, C)"""
     return tokens.gather(1, places[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
 
 
-def patches_of(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
+def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     """Images cut into patches, row by row; a patch's pixels row by row too, the channels of a pixel together.
 
     Shape: (B, C, H ph, W pw) -> (B, H W, ph pw C)
@@ -67,13 +67,13 @@ def patches_of(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
     return cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # (B, H W, ph pw C)
 
 
-def images_of(patches: Tensor, patch_size: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
-    """The images that `patches_of` cut. Shape: (B, H W, ph pw C) -> (B, C, H ph, W pw)"""
+def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
+    """The images that `patchify` cut. Shape: (B, H W, ph pw C) -> (B, C, H ph, W pw)"""
     cut = patches.unflatten(2, (*patch_size, -1)).unflatten(1, grid_size)  # (B, H, W, ph, pw, C)
     return cut.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, C, H ph, W pw)
 
 
-def normalised(patches: Tensor) -> Tensor:
+def normalise_patches(patches: Tensor) -> Tensor:
     """Every patch less its mean, over its deviation. Source: MAE section 3; variance unbiased, eps 1e-6 as published"""
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
@@ -85,7 +85,7 @@ def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Te
     return (each * mask).sum() / mask.sum()
 
 
-def sine_cosine(grid_size: tuple[int, int], width: int) -> Tensor:
+def sincos_pos_embed(grid_size: tuple[int, int], width: int) -> Tensor:
     """Fixed positions: half of the channels tell the column, half the row, each as sines, then cosines.
 
     sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
@@ -109,12 +109,12 @@ def _fix_positions(encoder: VisionTransformer) -> None:
 
     Source: as published with MAE; fine-tuning trains them again, in a model of its own
     """
-    table = sine_cosine(encoder.patch_embed.grid_size, encoder.embed_dim)
+    table = sincos_pos_embed(encoder.patch_embed.grid_size, encoder.embed_dim)
     encoder.pos_embed.zero_()[0, -len(table) :] = table.to(encoder.pos_embed)
     encoder.pos_embed.requires_grad_(False)
 
 
-def _refuse_encoder(encoder: nn.Module) -> None:
+def _check_encoder(encoder: nn.Module) -> None:
     """Raises: UserError when a network cannot read a part of an image's patches, each of them alone."""
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
@@ -160,13 +160,13 @@ class MaskedAutoencoder(nn.Module):
         normalise: bool = True,
     ) -> None:
         super().__init__()
-        _refuse_encoder(encoder)
-        refuse_heads(heads, width)
+        _check_encoder(encoder)
+        check_heads(heads, width)
         _visible_count(encoder.patch_embed.num_patches, mask)
         self.encoder, self.ratio, self.normalise, self.heads = encoder, mask, normalise, heads
         self.grad_checkpointing = False
         _fix_positions(encoder)
-        for name in UNREACHED:
+        for name in UNUSED_HEADS:
             if isinstance(module := getattr(encoder, name, None), nn.Module):
                 module.requires_grad_(False)
         self.mask_token = nn.Parameter(torch.zeros(1, 1, width))
@@ -174,7 +174,7 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_blocks = nn.ModuleList(Block(width, heads, qkv_bias=True) for _ in range(depth))
         self.decoder_norm = nn.LayerNorm(width, eps=1e-6)
         self.decoder_pred = nn.Linear(width, math.prod(self.patch_size) * encoder.in_chans)
-        table = sine_cosine(encoder.patch_embed.grid_size, width)
+        table = sincos_pos_embed(encoder.patch_embed.grid_size, width)
         self.register_buffer("decoder_pos_embed", table, persistent=False)
         self.init_decoder()
         like = next(encoder.parameters())
@@ -204,7 +204,7 @@ class MaskedAutoencoder(nn.Module):
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
         """The grid of patches of images of that height and width. Raises: UserError when it cannot read them."""
         stem = self.encoder.patch_embed
-        refuse_size(size, self.patch_size, padded=False)
+        check_image_size(size, self.patch_size, padded=False)
         if stem.strict_img_size and size != tuple(stem.img_size):
             own, given = ("x".join(map(str, s)) for s in (stem.img_size, size))
             raise UserError(f"this encoder reads images of {own}, not {given}; create it with dynamic_img_size=True")
@@ -214,25 +214,25 @@ class MaskedAutoencoder(nn.Module):
         """Noise from torch's global generator. Shape: (B, C, h, w) -> (B, N)"""
         return torch.rand(len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))), device=images.device)
 
-    def split(self, images: Tensor, noise: Tensor | None) -> Split:
+    def split_patches(self, images: Tensor, noise: Tensor | None) -> MaskSplit:
         """Which patches are seen."""
         wanted = (len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))))
         noise = self.draw(images) if noise is None else noise
         if tuple(noise.shape) != wanted:
             raise UserError(f"noise of shape {tuple(noise.shape)} for images and their patches {wanted}")
-        return split(noise, self.ratio)
+        return split_patches(noise, self.ratio)
 
-    def encode(self, images: Tensor, seen: Split) -> Tensor:
+    def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
         """What the encoder makes of the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
         prefix, patches = tokens[:, : vit.num_prefix_tokens], tokens[:, vit.num_prefix_tokens :]
-        tokens = torch.cat([prefix, take(patches, seen.visible)], dim=1)  # (B, prefix + V, channels)
+        tokens = torch.cat([prefix, gather_tokens(patches, seen.visible)], dim=1)  # (B, prefix + V, channels)
         tokens = vit.norm_pre(tokens)
         tokens = checkpoint_seq(vit.blocks, tokens) if vit.grad_checkpointing else vit.blocks(tokens)
         return vit.fc_norm(vit.norm(tokens))  # one of the two is the identity
 
-    def decode(self, latent: Tensor, seen: Split, grid_size: tuple[int, int], blocks: int) -> Tensor:
+    def decode(self, latent: Tensor, seen: MaskSplit, grid_size: tuple[int, int], blocks: int) -> Tensor:
         """All patches in place, hidden ones as mask tokens, through the first blocks; without norm or prefix tokens.
 
         Shape: (B, prefix + V, channels) -> (B, N, width)
@@ -240,7 +240,7 @@ class MaskedAutoencoder(nn.Module):
         x, prefix = self.decoder_embed(latent), self.encoder.num_prefix_tokens
         (B, N), V = seen.restore.shape, seen.visible.shape[1]
         hidden = self.mask_token.to(x.dtype).expand(B, N - V, -1)  # (B, N - V, width)
-        patches = take(torch.cat([x[:, prefix:], hidden], dim=1), seen.restore)  # (B, N, width)
+        patches = gather_tokens(torch.cat([x[:, prefix:], hidden], dim=1), seen.restore)  # (B, N, width)
         x = torch.cat([x[:, :prefix], patches + self.positions(grid_size).to(x.dtype)], dim=1)  # (B, prefix + N, width)
         for block in self.decoder_blocks[:blocks]:
             x = checkpoint(block, x) if self.grad_checkpointing else block(x)
@@ -250,7 +250,7 @@ class MaskedAutoencoder(nn.Module):
         """The decoder's positions on that grid. Shape: -> (H W, width)"""
         if grid_size == tuple(self.encoder.patch_embed.grid_size):
             return self.decoder_pos_embed
-        return sine_cosine(grid_size, self.width).to(self.decoder_pos_embed)
+        return sincos_pos_embed(grid_size, self.width).to(self.decoder_pos_embed)
 
     def decoder_features(self, images: Tensor, noise: Tensor | None = None, block: int | None = None) -> Tensor:
         """Tokens of all patches, visible and hidden, as they leave that decoder block (1 is the first; None: the last).
@@ -264,20 +264,20 @@ class MaskedAutoencoder(nn.Module):
         last = len(self.decoder_blocks)
         if block is not None and not 1 <= block <= last:
             raise UserError(f"the decoder has blocks 1 to {last}, not {block}")
-        seen = self.split(images, noise)
+        seen = self.split_patches(images, noise)
         grid_size = self.grid_of(tuple(images.shape[-2:]))
         return self.decode(self.encode(images, seen), seen, grid_size, block or last)
 
     def forward(self, images: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        seen = self.split(images, noise)
+        seen = self.split_patches(images, noise)
         grid_size = self.grid_of(tuple(images.shape[-2:]))
         features = self.decode(self.encode(images, seen), seen, grid_size, len(self.decoder_blocks))
         return self.decoder_pred(self.decoder_norm(features)), seen.mask
 
     def target(self, images: Tensor) -> Tensor:
         """What the prediction should be. Shape: (B, C, h, w) -> (B, N, ph pw C)"""
-        patches = patches_of(images, self.patch_size)
-        return normalised(patches) if self.normalise else patches
+        patches = patchify(images, self.patch_size)
+        return normalise_patches(patches) if self.normalise else patches
 
     def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
         """Mean squared error on the hidden patches."""

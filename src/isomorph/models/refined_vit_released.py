@@ -13,18 +13,28 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.headed_attention import placement
+from isomorph.layers.headed_attention import factory_kwargs
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
 from isomorph.models.conv_embed import ConvPatchEmbed
-from isomorph.models.dense_head import DenseHeadViT, classifier_of
+from isomorph.models.dense_head import DenseHeadViT, classifier_names
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
-from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
+from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
 
-HALVED = 0.5
+BRANCH_SCALE = 0.5
 """What a residual branch reads of the tokens, and what its output is divided by."""
 
 
-PAPER_ONLY = ("qk_norm", "scale_attn_norm", "init_values", "kernel", "reduce", "span", "share", "recompute", "init")
+UNSUPPORTED_ARGUMENTS = (
+    "qk_norm",
+    "scale_attn_norm",
+    "init_values",
+    "kernel",
+    "reduce",
+    "span",
+    "share",
+    "recompute",
+    "init",
+)
 """Arguments of `refined_vit_*` that the released function has no place for."""
 
 
@@ -33,7 +43,7 @@ class ScaledMlp(Mlp):
 
     def __init__(self, in_features: int, **kwargs: Any) -> None:
         super().__init__(in_features, **kwargs)
-        self.scale_channel = nn.Parameter(torch.full((in_features,), 1e-5, **placement(kwargs)))
+        self.scale_channel = nn.Parameter(torch.full((in_features,), 1e-5, **factory_kwargs(kwargs)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale_channel * super().forward(x)
@@ -53,9 +63,9 @@ class ReleasedBlock(Block):
         self.attn = attention
 
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, maps = self.attn(self.norm1(x * HALVED), maps)
-        x = x + self.drop_path1(y) / HALVED
-        return x + self.drop_path2(self.mlp(self.norm2(x * HALVED))) / HALVED, maps
+        y, maps = self.attn(self.norm1(x * BRANCH_SCALE), maps)
+        x = x + self.drop_path1(y) / BRANCH_SCALE
+        return x + self.drop_path2(self.mlp(self.norm2(x * BRANCH_SCALE))) / BRANCH_SCALE, maps
 
 
 class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
@@ -72,7 +82,7 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
     hands_maps_on = True
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
-        for name in PAPER_ONLY:
+        for name in UNSUPPORTED_ARGUMENTS:
             if kwargs.get(name):
                 raise UserError(f"the released Refined-ViT has no {name}; the paper's (refined_vit_*) has")
         if not isinstance(ratio, int) or ratio < 1:
@@ -103,7 +113,7 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
     """The authors' checkpoints, wrapped or not, and our own, their position embedding resized to the model's grid."""
-    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrapped(state_dict), model)
+    state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
     return state if model.dense_head else {name: t for name, t in state.items() if not name.startswith("aux_head.")}
 
 
@@ -114,18 +124,18 @@ VARIANTS: dict[str, tuple[dict[str, int], float]] = {
 }
 """Shape, and the share of the image that is evaluated (above 1: receptive-field calibration)."""
 
-SHARED = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=classifier_of(True))
+SHARED_CFG = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=classifier_names(True))
 
 
 default_cfgs = generate_default_cfgs(
-    {name: vit_cfg(crop_pct=crop, **SHARED) for name, (_, crop) in VARIANTS.items()}
+    {name: vit_cfg(crop_pct=crop, **SHARED_CFG) for name, (_, crop) in VARIANTS.items()}
 )  # the authors' weights are files to be given: no hub has them
 
 
 def _create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRefinedViT:
     """Builds a variant through timm."""
     arguments: dict[str, Any] = VARIANTS[variant][0] | kwargs
-    heads = classifier_of(arguments.get("dense_head", True))
+    heads = classifier_names(arguments.get("dense_head", True))
     return build_vit(ReleasedRefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, classifier=heads)
 
 

@@ -21,21 +21,21 @@ from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_re
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.surgery import ConvToGPSA, Edit, Unstride, replay, targets
 
-RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
-RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
-D = dict(stem_width=32, stem_type="deep", avg_down=True)
+RESNET_RS = dict(stem_width=32, stem_type="deep", replace_stem_pool=True, avg_down=True)
+RESNET_RS["block_args"] = dict(attn_layer=partial(get_attn("se"), rd_ratio=0.25))
+RESNET_D = dict(stem_width=32, stem_type="deep", avg_down=True)
 
 VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "t_resnetrs50": ("resnetrs50", dict(layers=(3, 4, 6, 3), **RS), 224),
-    "t_resnetrs101": ("resnetrs101", dict(layers=(3, 4, 23, 3), **RS), 224),
-    "t_resnetrs152": ("resnetrs152", dict(layers=(3, 8, 36, 3), **RS), 320),
-    "t_resnetrs200": ("resnetrs200", dict(layers=(3, 24, 36, 3), **RS), 320),
-    "t_resnetrs270": ("resnetrs270", dict(layers=(4, 29, 53, 4), **RS), 320),
-    "t_resnetrs350": ("resnetrs350", dict(layers=(4, 36, 72, 4), **RS), 320),
-    "t_resnet50d": ("resnet50d", dict(layers=(3, 4, 6, 3), **D), 320),
-    "t_resnet101d": ("resnet101d", dict(layers=(3, 4, 23, 3), **D), 384),
-    "t_resnet152d": ("resnet152d", dict(layers=(3, 8, 36, 3), **D), 384),
-    "t_resnet200d": ("resnet200d", dict(layers=(3, 24, 36, 3), **D), 384),
+    "t_resnetrs50": ("resnetrs50", dict(layers=(3, 4, 6, 3), **RESNET_RS), 224),
+    "t_resnetrs101": ("resnetrs101", dict(layers=(3, 4, 23, 3), **RESNET_RS), 224),
+    "t_resnetrs152": ("resnetrs152", dict(layers=(3, 8, 36, 3), **RESNET_RS), 320),
+    "t_resnetrs200": ("resnetrs200", dict(layers=(3, 24, 36, 3), **RESNET_RS), 320),
+    "t_resnetrs270": ("resnetrs270", dict(layers=(4, 29, 53, 4), **RESNET_RS), 320),
+    "t_resnetrs350": ("resnetrs350", dict(layers=(4, 36, 72, 4), **RESNET_RS), 320),
+    "t_resnet50d": ("resnet50d", dict(layers=(3, 4, 6, 3), **RESNET_D), 320),
+    "t_resnet101d": ("resnet101d", dict(layers=(3, 4, 23, 3), **RESNET_D), 384),
+    "t_resnet152d": ("resnet152d", dict(layers=(3, 8, 36, 3), **RESNET_D), 384),
+    "t_resnet200d": ("resnet200d", dict(layers=(3, 24, 36, 3), **RESNET_D), 384),
 }
 """Name: timm backbone, its arguments, fine-tuning resolution (T-CNN Table 1 and Table 5)."""
 
@@ -47,7 +47,7 @@ class TransformedMixin(ForeignCheckpoints):
         """A CNN's: it has the filters of every attention layer, and nothing else of any."""
         layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
         filters = bool(layers) and all(f"{name}.weight" in state for name in layers)
-        return filters and not any(name in state for name in _attention_of(self))
+        return filters and not any(name in state for name in _attention_tensors(self))
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
@@ -90,7 +90,7 @@ class TCifarResNet(TransformedMixin, CifarResNet):
         self.recast_convs("layer3.*.conv?", ConvToGPSA(init, locality, gate))  # type: ignore[arg-type]
 
 
-def _attention_of(model: nn.Module) -> dict[str, Tensor]:
+def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of its attention layers that a convolution has not."""
     return {
         f"{name}.{key}": tensor
@@ -105,7 +105,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
     if isinstance(model, CifarResNet):
         state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)
-    return {**_attention_of(model), **state_dict}
+    return {**_attention_tensors(model), **state_dict}
 
 
 def _backbone_cfg(base: str, resolution: int) -> dict[str, Any]:

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_init import carry
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
-from isomorph.models.vit_cfg import build_vit, unwrapped, vit_cfg
+from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
-WHERE = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
+PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Where the paper puts pyramids: everywhere in a block but the output projection."""
 
 
-PRETRAINING = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
+PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 """First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
 
 
@@ -35,7 +35,7 @@ def _at_least_one(x: Tensor) -> Tensor:
     return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
 
 
-torch.fx.wrap("at_least_one")  # it reads sizes, so a tracer calls it
+torch.fx.wrap("_at_least_one")  # it reads sizes, so a tracer calls it
 
 
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
@@ -56,7 +56,7 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         self,
         layout: str = "P-W2S",
         rectify: str | Mapping[str, str] = "paper",
-        where: str | Sequence[str] = WHERE,
+        where: str | Sequence[str] = PYRAMID_LAYERS,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
@@ -70,8 +70,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
-        plain = any(f"{name}.weight" in state for name, _ in _pyramids_of(self))
-        return plain or any(name.startswith(PRETRAINING) for name in state)
+        plain = any(f"{name}.weight" in state for name, _ in _named_pyramids(self))
+        return plain or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
@@ -84,7 +84,7 @@ class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
     """
 
 
-def _pyramids_of(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
+def _named_pyramids(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
     """Names and layers of all that is a pyramid where a plain ViT has a linear layer."""
     kinds = JointPyramid | PyramidLinear | PyramidConv2d
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
@@ -98,15 +98,17 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
     The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
-    state_dict = {n: tensor for n, tensor in unwrapped(state_dict).items() if not n.startswith(PRETRAINING)}
+    state_dict = {
+        n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
+    }
     state_dict = _with_distillation_token(state_dict, model)
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
-    for name, module in _pyramids_of(model):
+    for name, module in _named_pyramids(model):
         if f"{name}.weight" in state_dict:
             weight = state_dict.pop(f"{name}.weight")
             bias = state_dict.pop(f"{name}.bias", weight.new_zeros(len(weight)))
-            state_dict |= {f"{name}.{key}": tensor for key, tensor in carried(module, weight, bias).items()}
+            state_dict |= {f"{name}.{key}": tensor for key, tensor in _pyramid_state(module, weight, bias).items()}
     return state_dict
 
 
@@ -122,7 +124,9 @@ def _with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> d
     return {**state_dict, "pos_embed": positions, "dist_token": model.state_dict()["dist_token"]}
 
 
-def carried(module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+def _pyramid_state(
+    module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor
+) -> dict[str, Tensor]:
     """The state of pyramids, and of linear layers among them, that compute a plain layer."""
     twin = copy.deepcopy(module).cpu()
     parts: list[Any] = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers.annealed import AnnealedPair, SeriesActivation
 from isomorph.models.staged import StagedNet
-from isomorph.models.vit_cfg import unwrapped
+from isomorph.models.vit_cfg import unwrap_state_dict
 
 PATCH = 4
 """Kernel and stride of the first convolution."""
@@ -62,7 +62,7 @@ class VanillaNet(StagedNet):
         self.feature_info, self.reduction = [dict(num_chs=dims[0], reduction=PATCH, module="stem")], PATCH
         self.stages = nn.ModuleList()
         for i, (before, after, stride) in enumerate(zip(dims[:-1], dims[1:], strides, strict=True)):
-            self.stages.append(stage(before, after, stride, act_num, slope))
+            self.stages.append(_build_stage(before, after, stride, act_num, slope))
             self.reduction *= stride
             self.feature_info.append(dict(num_chs=after, reduction=self.reduction, module=f"stages.{i}"))
         self.global_pool = SelectAdaptivePool2d(pool_type=global_pool, flatten=bool(global_pool))
@@ -128,7 +128,7 @@ class VanillaNet(StagedNet):
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 
-def stage(before: int, after: int, stride: int, act_num: int, slope: float) -> nn.Sequential:
+def _build_stage(before: int, after: int, stride: int, act_num: int, slope: float) -> nn.Sequential:
     """One layer, max-pooling, activation."""
     pair = AnnealedPair(nn.Conv2d(before, before, 1), nn.Conv2d(before, after, 1), slope=slope)
     pool = nn.Identity() if stride == 1 else nn.MaxPool2d(stride)
@@ -143,30 +143,30 @@ def _initialise(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-PUBLIC: tuple[tuple[str, str], ...] = (
+PUBLIC_NAMES: tuple[tuple[str, str], ...] = (
     ("stem1.0", "stem.pair.first"),
     ("stem1.1", "stem.pair.norm1"),
     ("stem2.0", "stem.pair.second"),
 )
-PUBLIC += (("stem2.1", "stem.pair.norm2"), ("stem2.2.bn", "stem.act.norm"), ("stem2.2", "stem.act.conv"))
-PUBLIC += (("cls1.2", "head.first"), ("cls1.3", "head.norm1"), ("cls2.0", "head.second"))
-IN_STAGE: tuple[tuple[str, str], ...] = (
+PUBLIC_NAMES += (("stem2.1", "stem.pair.norm2"), ("stem2.2.bn", "stem.act.norm"), ("stem2.2", "stem.act.conv"))
+PUBLIC_NAMES += (("cls1.2", "head.first"), ("cls1.3", "head.norm1"), ("cls2.0", "head.second"))
+PUBLIC_STAGE_NAMES: tuple[tuple[str, str], ...] = (
     ("conv1.0", "pair.first"),
     ("conv1.1", "pair.norm1"),
     ("conv2.0", "pair.second"),
 )
-IN_STAGE += (("conv2.1", "pair.norm2"), ("act.bn", "act.norm"), ("act", "act.conv"))
+PUBLIC_STAGE_NAMES += (("conv2.1", "pair.norm2"), ("act.bn", "act.norm"), ("act", "act.conv"))
 """Names of the public checkpoints and ours, the first match counts."""
 
 
-def renamed(name: str) -> str:
+def _isomorph_name(name: str) -> str:
     """Our name of a tensor of a public checkpoint."""
-    for public, own in PUBLIC:
+    for public, own in PUBLIC_NAMES:
         if name.startswith(f"{public}."):
             return own + name.removeprefix(public)
     before, _, rest = name.partition(".")
     number, _, inner = rest.partition(".")
-    for public, own in IN_STAGE if before == "stages" else ():
+    for public, own in PUBLIC_STAGE_NAMES if before == "stages" else ():
         if inner.startswith(f"{public}."):
             return f"stages.{number}.{own}{inner.removeprefix(public)}"
     return name
@@ -177,11 +177,11 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
     The anneal of public checkpoints is over: their slopes are 1.
     """
-    state = unwrapped(state_dict)
+    state = unwrap_state_dict(state_dict)
     if "stem1.0.weight" not in state:
         return state
     own = model.state_dict()
-    state = {renamed(name): tensor for name, tensor in state.items()}
+    state = {_isomorph_name(name): tensor for name, tensor in state.items()}
     state = {n: t.flatten(1) if n.startswith("head.") and t.ndim == 4 else t for n, t in state.items()}
     return {**{n: t.new_ones(t.shape) for n, t in own.items() if n.endswith(".slope")}, **state}
 

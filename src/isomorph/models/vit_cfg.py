@@ -28,13 +28,13 @@ def vit_cfg(**more: Any) -> dict[str, Any]:
     }
 
 
-def refuse_heads(num_heads: int, embed_dim: int) -> None:
+def check_heads(num_heads: int, embed_dim: int) -> None:
     """Raises: UserError for heads that do not divide the channels."""
     if num_heads < 1 or embed_dim % num_heads:
         raise UserError(f"num_heads {num_heads} does not divide embed_dim {embed_dim}")
 
 
-def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+def unwrap_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a checkpoint, out of a trainer's wrapping and DataParallel's prefix."""
     tensors = state_dict.get("state_dict", state_dict.get("model", state_dict))
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
@@ -53,7 +53,7 @@ def build_vit(
     return build_model_with_cfg(kind, variant, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=features, **kept)
 
 
-def as_sizes(img_size: Any, patch_size: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def parse_sizes(img_size: Any, patch_size: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Both as (height, width). Raises: UserError when one is nothing of the kind."""
     sizes = to_2tuple(img_size), to_2tuple(patch_size)
     if any(len(size) != 2 or not all(isinstance(n, int) for n in size) for size in sizes):
@@ -70,11 +70,11 @@ def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool
     if x.ndim != 4 or x.shape[2] < 1 or x.shape[3] < 1:
         raise UserError(f"images come as (B, in_chans, height, width), not with shape {tuple(x.shape)}")
     if patch:
-        refuse_size((x.shape[2], x.shape[3]), patch, padded)
+        check_image_size((x.shape[2], x.shape[3]), patch, padded)
     return x
 
 
-def refuse_size(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
+def check_image_size(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
     """Raises: UserError when an image is smaller than a patch, or no multiple of it and not to be padded."""
     (height, width), (ph, pw) = size, patch
     if min(ph, pw) < 1 or height < 1 or width < 1:

@@ -2,18 +2,30 @@
 
 import difflib
 import math
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data.formats.registry import SOURCES
-from isomorph.data.streams.source import STREAMS
-from isomorph.models import refuse_unknown
-from isomorph.models.arguments import check_arguments
-from isomorph.surgery import Anneal, Rule, build_rule
+from isomorph.data.streams.stream import STREAMS
+from isomorph.models import require_registered
+from isomorph.models.arguments import check_model_kwargs
+from isomorph.surgery import Anneal, Rule
+from isomorph.surgery.rules.registry import RULES, build_rule, rule_options
 
 Positive = Annotated[float, Field(gt=0)]
 PartRate = Annotated[float, Field(gt=0, validate_default=True)]
@@ -34,6 +46,11 @@ class Part(BaseModel):
         extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
     )
 
+    @classmethod
+    def documented_fields(cls) -> dict[str, FieldInfo]:
+        """Return the fields by name, as `--help` lists them."""
+        return cls.model_fields
+
 
 def _as_list(value: Any) -> Any:
     """Return a single glob as a list, and a list unchanged."""
@@ -46,35 +63,23 @@ Globs = Annotated[list[str], BeforeValidator(_as_list)]
 class RecastPart(Part):
     """Modules to replace by gated attention, refined attention or pyramids before training."""
 
+    model_config = ConfigDict(extra="allow")
+
     where: Globs
     """Glob or list of globs over module names, e.g. layer4.*.conv2; for pyramids also parts of a joint qkv, e.g.
     blocks.*.attn.v."""
-    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA"
-    """ConvToGPSA and AttentionToGPSA give gated positional self-attention, AttentionToRefined refined attention,
-    LinearToPyramid pyramids (of linear layers or convolutions)."""
-    init: Literal["exact", "same-function", "paper"] | None = None
-    """Initialisation: exact (GPSA) or same-function (the others) keeps the function; paper is the published one."""
-    locality: Positive | None = None
-    """Initial locality strength of GPSA layers; by default the init's."""
-    gate: float | None = None
-    """Initial gating parameter of GPSA layers (lambda, before the sigmoid); by default the init's."""
-    layout: str | None = None
-    """Layout of a pyramid, e.g. P-W2S, R-D2W1S or naive-W8."""
-    rectify: str | dict[str, str] | None = None
-    """Rectification of pyramids: paper (batchnorm on queries and keys, else rescale), batchnorm, rescale or none; or
-    one per layer, by the last part of its name, e.g. {q: none, v: rescale}."""
-    rescale_by: Positive | None = None
-    """N in a pyramid's division by sqrt(N); by default the number of branches."""
-    ratio: int | None = None
-    """Attention maps per head in refined attention; 1 gives talking heads, 0 no expansion."""
-    kernel: int | None = None
-    """Odd size of the convolution over the attention maps of refined attention; 1 for none."""
-    reduce: bool | None = None
-    """Reduce the maps of refined attention to one per head again."""
-    span: Literal["map", "spatial", "row+column"] | None = None
-    """Dimensions that the convolution of refined attention runs over."""
-    recompute: bool | None = None
-    """Recompute the maps of refined attention in the backward pass, to save memory."""
+    rule: str = "ConvToGPSA"
+    """Name of a rule, e.g. ConvToGPSA, AttentionToGPSA, AttentionToRefined or LinearToPyramid; its fields follow."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_rule_fields(cls, values: Any) -> Any:
+        """Check the types of the fields that belong to rules; one that is None is one that is not given."""
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if name not in cls.model_fields and value is not None}
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        return own | _rule_fields(tuple(RULES)).model_validate(given).model_dump(exclude_none=True)
 
     @model_validator(mode="after")
     def check_fields(self) -> "RecastPart":
@@ -84,9 +89,22 @@ class RecastPart(Part):
     def build_rule(self) -> Rule:
         """Return the rule that these fields describe.
 
-        Raises: UserError for a field that the rule does not have.
+        Raises: UserError for an unknown rule, or a field that the rule does not have.
         """
-        return build_rule(self.rule, **self.model_dump(exclude={"where", "rule"}))
+        return build_rule(self.rule, **(self.model_extra or {}))
+
+    @classmethod
+    def documented_fields(cls) -> dict[str, FieldInfo]:
+        return cls.model_fields | _rule_fields(tuple(RULES)).model_fields
+
+
+@cache
+def _rule_fields(_: tuple[str, ...]) -> type[Part]:
+    """Return a group of all fields of the rules, for the rules registered so far."""
+    fields: dict[str, Any] = {
+        name: (option.type, Field(default=None, description=option.help)) for name, option in rule_options().items()
+    }
+    return create_model("RuleFields", __base__=Part, **fields)
 
 
 class ModelPart(Part):
@@ -117,13 +135,13 @@ class ModelPart(Part):
     @field_validator("name")
     @classmethod
     def check_name(cls, name: str) -> str:
-        refuse_unknown(name)
+        require_registered(name)
         return name
 
     @field_validator("kwargs")
     @classmethod
     def check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        check_arguments(kwargs)
+        check_model_kwargs(kwargs)
         return kwargs
 
     @model_validator(mode="after")
