@@ -26,7 +26,7 @@ from isomorph.analysis.token_grid import Places
 from isomorph.checkpoints.model import remember_data
 from isomorph.cli import main
 from isomorph.data.formats.registry import open_source
-from isomorph.data.loaders import eval_loader, evaluation_transform
+from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
 from isomorph.evaluation.cost import count_macs
 from isomorph.report import (
@@ -249,7 +249,7 @@ class TestWords:
         start = {"center": "resized to cover", "squash": "stretched to", "border": "fitted into"}[mode]
         assert f"{start} 80 x 80 px" in said
         assert "then its middle 64 x 64 px cut out" in said
-        resize, crop = evaluation_transform(config).transforms[:2]
+        resize, crop = eval_transform(config).transforms[:2]
         assert set(np.atleast_1d(resize.size)) == {80}
         assert tuple(crop.size) == (64, 64)
 

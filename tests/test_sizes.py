@@ -9,8 +9,8 @@ import isomorph as iso
 from isomorph.checkpoints.model import remember_data
 from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
-from isomorph.cli.reports import open_subject
-from isomorph.evaluation import at_size, evaluation_config, training_config
+from isomorph.cli.analyze import open_subject
+from isomorph.evaluation.input_sizes import at_size, evaluation_config, training_config
 from isomorph.suites.test_data import evaluation_data
 
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)

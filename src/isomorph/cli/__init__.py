@@ -9,24 +9,24 @@ from cyclopts import CycloptsError
 from torch import OutOfMemoryError
 from torch.distributed import DistError
 
-from isomorph.cli import bench, comparing, evaluating, listing, reports, robustness, runs, surgery  # noqa: F401 (each adds commands)
+from isomorph.cli import analyze, bench, compare, evaluate, listing, robustness, surgery, train  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
 from isomorph.import_path import SafeChildren
 from isomorph.training import Stopped
 
 
-def one_line(error: Exception) -> str:
+def _strip_traceback(error: Exception) -> str:
     """The message without the traceback that a worker process wraps around it."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     wrapped = any(line.startswith("Original Traceback") for line in lines)
     return lines[-1].partition("UserError: ")[2] if wrapped else "\n".join(lines)
 
 
-def said_of(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """One line for any error."""
     if isinstance(error, UserError | CycloptsError):
-        return one_line(error)
+        return _strip_traceback(error)
     if isinstance(error, DistError) or "Connection closed by peer" in str(error):
         return "another process of this run has ended; the line that it left says why"
     if isinstance(error, OSError) and error.filename and error.strerror:
@@ -36,7 +36,7 @@ def said_of(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def complain(text: str) -> None:
+def _print_error(text: str) -> None:
     """Prints a line where there is still a terminal to read it; the exit code says the rest."""
     with suppress(OSError):
         print(f"isomorph: {text}", file=sys.stderr)
@@ -51,13 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with SafeChildren():
             app(arguments)
     except Stopped as stopped:
-        complain(str(stopped))
+        _print_error(str(stopped))
         sys.exit(128 + stopped.number)
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        complain(said_of(error))
+        _print_error(error_message(error))
         sys.exit(2)
     except KeyboardInterrupt:
-        complain("interrupted; a run resumes from its last checkpoint")
+        _print_error("interrupted; a run resumes from its last checkpoint")
         sys.exit(130)

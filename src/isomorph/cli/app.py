@@ -35,7 +35,7 @@ app = App(
 )
 
 
-def _whole(kind: type, tokens: Sequence[Token]) -> int:
+def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
     """A whole number as it was typed: cyclopts would round a fraction."""
     try:
         return int(tokens[0].value)
@@ -43,7 +43,7 @@ def _whole(kind: type, tokens: Sequence[Token]) -> int:
         raise ValueError(f"{tokens[0].value} is not a whole number") from None
 
 
-Whole = Annotated[int, Parameter(converter=_whole)]
+WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print plain JSON for machines.")]
 Model = Annotated[str, Parameter(help="A timm model, a checkpoint written by isomorph, or the folder of a run.")]
 Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
@@ -71,7 +71,7 @@ LIMITS: dict[str, float] = {
 """The largest number that an option takes, by its name, in every command."""
 
 
-def bounded(command: Command) -> Command:
+def check_limits(command: Command) -> Command:
     """A command that rejects numbers beyond LIMITS, and those that are not finite, before it does anything."""
 
     @functools.wraps(command)
@@ -92,12 +92,12 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
 
 
-def called(model: str, pretrained: bool) -> str:
+def display_name(model: str, pretrained: bool) -> str:
     """What a model is called in results: that its weights are random is part of it."""
     return model if pretrained else f"{model} (random weights)"
 
 
-def bar(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
+def track_steps(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
     """Steps with a progress bar, on a terminal."""
     console, quiet = Console(stderr=True), not sys.stderr.isatty()
     return track(steps, title, total, console=console, transient=True, disable=quiet)
@@ -114,7 +114,7 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def steps_bar(title: str) -> Iterator[Callable[[float, int, str], None]]:
+def progress_bar(title: str) -> Iterator[Callable[[float, int, str], None]]:
     """A progress bar, on a terminal, that is told steps done, steps in all, and what is being done."""
     console, quiet = Console(stderr=True), not sys.stderr.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

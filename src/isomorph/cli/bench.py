@@ -7,22 +7,24 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from isomorph.checkpoints.open import open_model
-from isomorph.cli.app import Device, Json, Weights, Whole, app, bounded, steps_bar
+from isomorph.cli.app import Device, Json, Weights, WholeNumber, app, check_limits, progress_bar
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.evaluation import cost_table, evaluation_config
-from isomorph.report import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table, show
+from isomorph.evaluation.cost_tables import cost_table
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+from isomorph.report.terminal_tables import print_table
 
 
 @app.command
-@bounded
+@check_limits
 def bench(
     model: str,
     /,
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
-    batch_size: Annotated[list[Whole], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: tuple[tuple[Whole, Whole], ...] = (),
+    batch_size: Annotated[list[WholeNumber], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
+    size: tuple[tuple[WholeNumber, WholeNumber], ...] = (),
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,
@@ -53,14 +55,14 @@ def bench(
     sizes = size or [evaluation_config(nets[model])["input_size"][-2:]]
     for net in nets.values():
         net.to(open_runtime(device).device)
-    with steps_bar("measuring") as tell:
+    with progress_bar("measuring") as tell:
         rows = list(cost_table(nets, sizes, batch_size, seconds, peak, tell))
     if json_:
         print(json.dumps(rows))
     else:
         for table in filter(None, (fixed_cost_table(rows), pass_cost_table(rows))):
-            show(table)
+            print_table(table)
             print()
-        show(batch_cost_table(rows))
+        print_table(batch_cost_table(rows))
     for problem in cost_problems(rows):
         print(f"isomorph: {problem}", file=sys.stderr)

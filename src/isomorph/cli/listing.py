@@ -13,9 +13,9 @@ import isomorph as iso
 from isomorph import doctor as machine
 from isomorph.cli.app import Json, app
 from isomorph.errors import UserError
-from isomorph.evaluation import count_parameters
+from isomorph.evaluation.cost import count_parameters
 from isomorph.recipes import RECIPES, load_recipe, recipe_values
-from isomorph.report import show, show_words
+from isomorph.report.terminal_tables import print_table, print_text_table
 
 
 @app.command(name="models")
@@ -46,7 +46,7 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
     if json_:
         print(json.dumps(rows))
     else:
-        show(
+        print_table(
             [
                 ["model", "parameters", "input", "weights"],
                 *([r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows),
@@ -74,7 +74,7 @@ def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
         print(json.dumps(found, default=str))
     else:
         rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in found.items())
-        show_words([["recipe", "source", "expected"], *rows])
+        print_text_table([["recipe", "source", "expected"], *rows])
 
 
 @recipes.command(name="show")
@@ -92,6 +92,6 @@ def doctor(*, json_: Json = False) -> None:
     if json_:
         print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))
     else:
-        show([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
+        print_table([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
     if not all(ok for _, _, ok in lines):
         sys.exit(1)

@@ -6,10 +6,21 @@ from typing import Any
 
 import isomorph as iso
 from isomorph.checkpoints.open import open_model, refuse_weights
-from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bounded, called, steps_bar
+from isomorph.cli.app import (
+    Device,
+    Json,
+    Model,
+    Root,
+    Weights,
+    WholeNumber,
+    app,
+    check_limits,
+    display_name,
+    progress_bar,
+)
 from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.distributed import open_runtime
-from isomorph.report import show
+from isomorph.report.terminal_tables import print_table
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.run import wanted_cells
 from isomorph.suites.robustness.scores import headlines, robustness_rows
@@ -17,7 +28,7 @@ from isomorph.suites.test_data import images_to_test
 
 
 @app.command
-@bounded
+@check_limits
 def robustness(
     model: Model,
     /,
@@ -27,20 +38,20 @@ def robustness(
     root: Root = None,
     folder: Path | None = None,
     corruption: tuple[str, ...] = (),
-    severity: tuple[Whole, ...] = (),
+    severity: tuple[WholeNumber, ...] = (),
     extra: bool = False,
     out: Path | None = None,
     baseline: Path | None = None,
     cache: Path | None = None,
-    limit: Whole | None = None,
+    limit: WholeNumber | None = None,
     partial: bool = False,
-    seed: Whole = 0,
-    size: tuple[Whole, Whole] | None = None,
-    classes: Whole | None = None,
+    seed: WholeNumber = 0,
+    size: tuple[WholeNumber, WholeNumber] | None = None,
+    classes: WholeNumber | None = None,
     weights: Weights = None,
     pretrained: bool = True,
-    batch_size: Whole = 100,
-    workers: Whole = 0,
+    batch_size: WholeNumber = 100,
+    workers: WholeNumber = 0,
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
@@ -92,13 +103,18 @@ def robustness(
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
     options |= dict(
-        seed=seed, size=size, batch_size=batch_size, workers=workers, name=called(model, pretrained), partial=partial
+        seed=seed,
+        size=size,
+        batch_size=batch_size,
+        workers=workers,
+        name=display_name(model, pretrained),
+        partial=partial,
     )
     options |= {key: kept for key, kept in (("corruptions", corruption), ("severities", severity)) if kept}
-    with steps_bar("cells") as tell:
+    with progress_bar("cells") as tell:
         result = iso.robustness(net, source, suite, progress=tell, **options)
     if json_:
         print(json.dumps(result))
         return
-    show(robustness_rows(result))
+    print_table(robustness_rows(result))
     print("\n" + "\n".join(headlines(result)))

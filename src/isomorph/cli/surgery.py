@@ -1,23 +1,27 @@
 """The recast, verify and fuse commands."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.checkpoints.open import open_model, open_trained
-from isomorph.cli.app import Json, Model, Weights, Whole, app, bounded
-from isomorph.data import eval_loader, open_source
+from isomorph.cli.app import Json, Model, Weights, WholeNumber, app, check_limits
+from isomorph.cli.rule_options import with_rule_options
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
-from isomorph.evaluation import count_parameters, training_config
-from isomorph.evaluation.inputs import standard_normal
+from isomorph.evaluation.cost import count_parameters
+from isomorph.evaluation.input_sizes import training_config
+from isomorph.evaluation.random_inputs import standard_normal
 from isomorph.suites.test_data import default_data
-from isomorph.surgery import build_rule, compare_outputs, edits_since, fusible
+from isomorph.surgery import compare_outputs, edits_since, fusible
+from isomorph.surgery.recast import keeps_function
+from isomorph.surgery.rules.registry import build_rule
 
 
 def _option(text: str, **settings: Any) -> Parameter:
@@ -25,89 +29,21 @@ def _option(text: str, **settings: Any) -> Parameter:
     return Parameter(help=text, **settings)
 
 
-def _whole_number(_: type, tokens: Sequence[Token]) -> int:
-    """Parse a whole number. Raises: UserError for a fraction, which cyclopts would round."""
-    try:
-        return int(tokens[0].value)
-    except ValueError:
-        raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
-
-
-@Parameter(name="*")
-@dataclass(frozen=True)
-class RuleFields:
-    """The fields of all rules, as options. A field that the chosen rule does not have is an error."""
-
-    init: Annotated[
-        Literal["exact", "same-function", "paper"] | None,
-        _option(
-            "exact keeps the model's function (same-function for LinearToPyramid and AttentionToRefined); paper "
-            "initialises as in the paper, which changes the function: train the model afterwards."
-        ),
-    ] = None
-    locality: Annotated[
-        float | None, _option("Locality to start from, instead of the one of --init (ConvToGPSA, AttentionToGPSA).")
-    ] = None
-    gate: Annotated[
-        float | None, _option("Gate to start from, instead of the one of --init (ConvToGPSA, AttentionToGPSA).")
-    ] = None
-    layout: Annotated[
-        str | None, _option("Branches of the pyramid, for example P-W2S, R-D2W1S or naive-W8 (LinearToPyramid).")
-    ] = None
-    rectify: Annotated[
-        str | None,
-        _option(
-            "Rectification of the sum of branches: paper, batchnorm, rescale or none. One for each layer is written "
-            "with the last part of its name, for example q=none,v=rescale (LinearToPyramid)."
-        ),
-    ] = None
-    rescale_by: Annotated[
-        float | None,
-        _option("N in the division of the sum by sqrt(N); by default the number of branches (LinearToPyramid)."),
-    ] = None
-    ratio: Annotated[
-        int | None,
-        _option(
-            "Attention maps per head after expansion: 1 is talking heads, 0 is no expansion (AttentionToRefined).",
-            converter=_whole_number,
-        ),
-    ] = None
-    kernel: Annotated[
-        int | None,
-        _option(
-            "Size of the convolution over the attention maps, odd; 1 is none (AttentionToRefined).",
-            converter=_whole_number,
-        ),
-    ] = None
-    reduce: Annotated[
-        bool | None, _option("Reduce the expanded attention maps to one per head (AttentionToRefined).")
-    ] = None
-    span: Annotated[
-        Literal["map", "spatial", "row+column"] | None,
-        _option(
-            "What the convolution spans: the attention map, the image grid, or a row and a column (AttentionToRefined)."
-        ),
-    ] = None
-    recompute: Annotated[
-        bool | None,
-        _option("Recompute the attention maps in the backward pass, which saves memory (AttentionToRefined)."),
-    ] = None
-
-
 @app.command
-@bounded
+@check_limits
+@with_rule_options
 def recast(
     model: Model,
     /,
     *,
     where: list[str],
     out: Path,
-    rule: Literal["ConvToGPSA", "AttentionToGPSA", "LinearToPyramid", "AttentionToRefined"] = "ConvToGPSA",
-    fields: RuleFields = RuleFields(),
+    rule: str = "ConvToGPSA",
+    fields: Any = None,
     unstride: str | None = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[Whole, Whole] | None = None,
+    size: tuple[WholeNumber, WholeNumber] | None = None,
     json_: Json = False,
 ) -> None:
     """Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model.
@@ -119,10 +55,6 @@ def recast(
         LinearToPyramid also recasts q, k or v of a joint qkv layer: `blocks.[0-3].attn.v`.
     out
         File for the new checkpoint (.safetensors).
-    rule
-        ConvToGPSA recasts convolutions as gated attention, AttentionToGPSA a ViT's attention as gated attention,
-        AttentionToRefined a ViT's attention as refined attention, LinearToPyramid linear layers and convolutions as
-        pyramids.
     unstride
         Glob over stages that lose their stride before recasting; this changes the model's function.
     pretrained
@@ -140,7 +72,7 @@ def recast(
         base = iso.unstride(base, unstride)
     new = iso.recast(base, chosen, where)
     report = compare_outputs(base, new, [standard_normal(1, base, size)])
-    if not report.passed and fields.init != "paper" and (fields.locality, fields.gate) == (None, None):
+    if not report.passed and keeps_function(chosen):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
@@ -152,16 +84,16 @@ def recast(
 
 
 @app.command
-@bounded
+@check_limits
 def verify(
     original: str,
     other: str,
     /,
     *,
     weights: Weights = None,
-    size: list[tuple[Whole, Whole]] | None = None,
-    batch: Whole = 2,
-    seeds: list[Whole] | None = None,
+    size: list[tuple[WholeNumber, WholeNumber]] | None = None,
+    batch: WholeNumber = 2,
+    seeds: list[WholeNumber] | None = None,
     data: str | None = None,
     root: Path | None = None,
     atol: float | None = None,
@@ -203,16 +135,16 @@ def verify(
 
 
 @app.command
-@bounded
+@check_limits
 def fuse(
     checkpoint: Path,
     /,
     *,
     out: Path | None = None,
-    recalibrate: Whole = 0,
+    recalibrate: WholeNumber = 0,
     data: str | None = None,
     root: Path | None = None,
-    batch_size: Whole = 128,
+    batch_size: WholeNumber = 128,
     average: bool = True,
     json_: Json = False,
 ) -> None:

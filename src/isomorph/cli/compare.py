@@ -8,15 +8,16 @@ from typing import Annotated, Literal, NamedTuple
 from cyclopts import Parameter
 
 from isomorph.analysis import Trajectory
-from isomorph.cli.app import Device, Json, Whole, app, bounded, spinner
-from isomorph.cli.reports import footer, say
-from isomorph.data import Source, first_classes, open_source
+from isomorph.cli.analyze import footer, say
+from isomorph.cli.app import Device, Json, WholeNumber, app, check_limits, spinner
+from isomorph.data.formats.registry import open_source
+from isomorph.data.sources import Source, first_classes
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.report import compare_runs, read_runs, write_page
-from isomorph.report.accuracy_cost import Point, points_json, read_points
-from isomorph.report.along import MEASURES, Course, Courses, course_tables, courses_json
-from isomorph.report.compare_page import Log, best_top1
+from isomorph.report.accuracy_cost import AccuracyPoint, points_json, read_points
+from isomorph.report.attention_history import MEASURES, MeasureHistories, MeasureHistory, histories_json, history_tables
+from isomorph.report.compare_page import RunLog, best_top1, compare_sections, read_run_logs
+from isomorph.report.html import write_page
 from isomorph.suites.test_data import draw_images
 from isomorph.training import gating_history
 from isomorph.training.history import attention_history, run_cost
@@ -24,7 +25,7 @@ from isomorph.training.history import attention_history, run_cost
 Along = Literal["nonlocality", "entropy"]
 
 
-def dials_kept(folders: Iterable[Path], logs: Iterable[Log]) -> dict[str, Trajectory]:
+def gating_histories(folders: Iterable[Path], logs: Iterable[RunLog]) -> dict[str, Trajectory]:
     """Gates, centres and spans along each run that kept a model with gated layers; other runs are left out.
 
     Kept checkpoints that cannot be read are said among the log's problems.
@@ -36,14 +37,14 @@ def dials_kept(folders: Iterable[Path], logs: Iterable[Log]) -> dict[str, Trajec
     return found
 
 
-class Images(NamedTuple):
+class _TestImages(NamedTuple):
     """The test images of a measure along training: a source and its folder, by default each run's own."""
 
     data: str | None
     root: Path | None
     samples: int
 
-    def of(self, log: Log) -> Source:
+    def of(self, log: RunLog) -> Source:
         """Those of a run. Raises: UserError when its data is unknown or missing."""
         own = log.recipe.get("data") or {}
         name, root = self.data or own.get("source"), self.root or own.get("root")
@@ -55,19 +56,19 @@ class Images(NamedTuple):
         return draw_images(source, self.samples)
 
 
-def follow(
+def measure_along(
     folders: Sequence[Path],
-    logs: Sequence[Log],
+    logs: Sequence[RunLog],
     keys: Sequence[str],
-    images: Images,
+    images: _TestImages,
     device: str,
     tell: Callable[[str], None],
-) -> Courses:
+) -> MeasureHistories:
     """Measures along each run; what cannot be measured of a run is said among its log's problems.
 
     Raises: UserError when nothing can be measured of any run.
     """
-    found: dict[str, dict[str, Course]] = {key: {} for key in keys}
+    found: dict[str, dict[str, MeasureHistory]] = {key: {} for key in keys}
     measures = {key: MEASURES[key].of for key in keys}
     where = str(open_runtime(device).device)
     for folder, log in zip(folders, logs, strict=True):
@@ -78,7 +79,7 @@ def follow(
             log.problems.append(f"no {' and no '.join(keys)} along training: {error}")
             continue
         for key, layers in values.items():
-            found[key][log.name] = Course(moments, layers)
+            found[key][log.name] = MeasureHistory(moments, layers)
     if not logs:
         raise UserError("--along is for runs; give folders of some")
     if not any(found.values()):
@@ -86,7 +87,7 @@ def follow(
     return found
 
 
-def _points_of_runs(folders: Sequence[Path], logs: Sequence[Log]) -> list[Point]:
+def _run_points(folders: Sequence[Path], logs: Sequence[RunLog]) -> list[AccuracyPoint]:
     """Accuracy and cost of the models of runs; a run whose model cannot be read is said among its log's problems."""
     points = []
     for folder, log in zip(folders, logs, strict=True):
@@ -94,20 +95,20 @@ def _points_of_runs(folders: Sequence[Path], logs: Sequence[Log]) -> list[Point]
         if top1 is None:
             continue
         try:
-            points.append(Point(log.name, str(data.get("source", "test set")), top1, **run_cost(folder)))
+            points.append(AccuracyPoint(log.name, str(data.get("source", "test set")), top1, **run_cost(folder)))
         except UserError as error:
             log.problems.append(f"its cost was not counted: {error}")
     return points
 
 
-def _refuse_named_twice(names: Sequence[str]) -> None:
+def _check_names_differ(names: Sequence[str]) -> None:
     """Raises: UserError when two points of a chart would have one name."""
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]} is named twice; give it once, as a run or in --evaluated")
 
 
 @app.command(name="compare")
-@bounded
+@check_limits
 def compare_(
     runs: list[Path] | None = None,
     /,
@@ -115,7 +116,7 @@ def compare_(
     along: Annotated[list[Along] | None, Parameter(consume_multiple=True)] = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: Whole = 256,
+    samples: WholeNumber = 256,
     evaluated: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     out: Path = Path("isomorph-comparison.html"),
     figures: Path | None = None,
@@ -151,21 +152,21 @@ def compare_(
         raise UserError("--samples must be at least 1")
     if (data or root) and not along:
         raise UserError("--data and --root are for the images of --along; give --along nonlocality too")
-    logs = read_runs(folders)
+    logs = read_run_logs(folders)
     points = read_points(evaluated or [])
     if len(logs) + len(points) > 1:
-        points = [*_points_of_runs(folders, logs), *points]
-        _refuse_named_twice([point.name for point in points])
+        points = [*_run_points(folders, logs), *points]
+        _check_names_differ([point.name for point in points])
     with spinner("measuring") as tell:
-        courses = follow(folders, logs, along, Images(data, root, samples), device, tell) if along else {}
+        courses = measure_along(folders, logs, along, _TestImages(data, root, samples), device, tell) if along else {}
     drawn = f"{samples} test images of {data or 'the data of each run'}, drawn at random"
-    sections = compare_runs(logs, dials_kept(folders, logs), courses, drawn, points)
+    sections = compare_sections(logs, gating_histories(folders, logs), courses, drawn, points)
     if not sections:
         raise UserError(f"{points[0].name} has nothing beside it; give another model in --evaluated, or a run")
     names = [log.name for log in logs] or [point.name for point in points]
     title = names[0] if len(names) == 1 else f"{len(names)} {'runs' if logs else 'models'}"
     size = write_page(out, title, ", ".join(names), sections, footer())
-    measured = ({"along": courses_json(courses)} if courses else {}) | (
+    measured = ({"along": histories_json(courses)} if courses else {}) | (
         {"points": points_json(points)} if points else {}
     )
-    say(out, size, sections, figures, json_, measured, course_tables(courses))
+    say(out, size, sections, figures, json_, measured, history_tables(courses))

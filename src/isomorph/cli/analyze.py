@@ -14,26 +14,20 @@ import isomorph as iso
 from isomorph.analysis import feature_evolution
 from isomorph.analysis.evolution import random_draws
 from isomorph.checkpoints.open import is_trained, open_model
-from isomorph.cli.app import Device, Json, Model, Weights, Whole, app, bounded, called, spinner
-from isomorph.data import Source, eval_loader
+from isomorph.cli.app import Device, Json, Model, Weights, WholeNumber, app, check_limits, display_name, spinner
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.evaluation import at_size, evaluation_config
-from isomorph.report import (
-    Extras,
-    Section,
-    Subject,
-    dissect,
-    lead_of,
-    open_pictures,
-    recipe_beside,
-    save_figures,
-    show,
-    told_apart,
-    write_page,
-)
+from isomorph.evaluation.input_sizes import at_size, evaluation_config
+from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, lead_text
 from isomorph.report.charts import Table
 from isomorph.report.cka_charts import evolution_table
+from isomorph.report.html import Section, write_page
+from isomorph.report.page_images import open_images
+from isomorph.report.page_models import PageModel, find_recipe, unique_names
+from isomorph.report.save_figures import save_figures
+from isomorph.report.terminal_tables import print_table
 from isomorph.suites.robustness.results import read_results, weights_hash
 from isomorph.suites.test_data import (
     default_data,
@@ -42,25 +36,27 @@ from isomorph.suites.test_data import (
     images_to_test,
 )
 
-FRAME = ("crop_pct", "crop_mode", "interpolation")
+_CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")
 """What of a model's data config makes the picture, beside its size; the rest is how the picture is normalised."""
 
 
-def open_subject(name: str, title: str, weights: Path | None, pretrained: bool, device: str) -> Subject:
+def open_subject(name: str, title: str, weights: Path | None, pretrained: bool, device: str) -> PageModel:
     """A model by name, checkpoint or run folder, ready to be taken apart."""
     path = Path(name)
     model = open_model(name, weights, pretrained)
-    recipe = recipe_beside(path) if path.is_dir() or path.suffix == ".safetensors" else None
-    title = called(title, pretrained or is_trained(name) or weights is not None)
-    return Subject(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
+    recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
+    title = display_name(title, pretrained or is_trained(name) or weights is not None)
+    return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
-def resized(subject: Subject, size: tuple[int, int]) -> Subject:
+def _resize_subject(subject: PageModel, size: tuple[int, int]) -> PageModel:
     """The subject at an image size (height, width). Raises: UserError when its model takes no such images."""
     return replace(subject, model=at_size(subject.model, size), config=evaluation_config(subject.model, size))
 
 
-def images_for(subjects: list[Subject], data: str | None, root: Path | None, samples: int) -> dict[str, Iterable[Any]]:
+def loaders_for(
+    subjects: list[PageModel], data: str | None, root: Path | None, samples: int
+) -> dict[str, Iterable[Any]]:
     """A loader for each model of the same pictures: test images drawn at random, the same ones at every call.
 
     All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
@@ -69,20 +65,20 @@ def images_for(subjects: list[Subject], data: str | None, root: Path | None, sam
     return _loaders_for(subjects, draw_images(source, samples))
 
 
-def _loaders_for(subjects: list[Subject], source: Source) -> dict[str, Iterable[Any]]:
+def _loaders_for(subjects: list[PageModel], source: Source) -> dict[str, Iterable[Any]]:
     """A loader of the same images for each model, in batches of 32."""
-    frame = {key: subjects[0].config[key] for key in FRAME}
+    frame = {key: subjects[0].config[key] for key in _CROP_KEYS}
     return {s.name: eval_loader(source, {**s.config, **frame}, 32) for s in subjects}
 
 
-def _evolutions(subjects: list[Subject], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
+def _feature_evolutions(subjects: list[PageModel], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
     """F_k of every layer of each model, on the same random batches of test images."""
     source = images_to_test(subjects[0].model, data, root)
     loaders = _loaders_for(subjects, source.subset(random_draws(len(source)).tolist()))
     return {s.name: feature_evolution(s.model, images_for_model(loaders[s.name], s.model)) for s in subjects}
 
 
-def _refuse_other_channels(subjects: list[Subject]) -> None:
+def _check_same_channels(subjects: list[PageModel]) -> None:
     """Raises: UserError when models cannot be shown the same pictures."""
     counts = [subject.config["input_size"][0] for subject in subjects]
     if len(set(counts)) > 1:
@@ -112,14 +108,14 @@ def say(
         print(json.dumps({**written, **(measured or {})}))
     else:
         for table in tables:
-            show(table)
+            print_table(table)
             print()
         more = f"\nfigures: {len(drawn)} files in {figures}" if figures else ""
         print(f"page: {out}  ({size / 1e6:.2f} MB; open it in any browser){more}")
 
 
 @app.command
-@bounded
+@check_limits
 def analyze(
     model: Model,
     /,
@@ -130,12 +126,12 @@ def analyze(
     layers: list[str] | None = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: Whole = 256,
+    samples: WholeNumber = 256,
     evolution: Annotated[bool, Parameter(negative="")] = False,
     robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     weights: Weights = None,
     pretrained: bool = True,
-    size: tuple[Whole, Whole] | None = None,
+    size: tuple[WholeNumber, WholeNumber] | None = None,
     figures: Path | None = None,
     megabytes: float = 7.5,
     speed: bool = False,
@@ -181,20 +177,20 @@ def analyze(
     if evolution and not (data or root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     given = [model, *([against] if against else [])]
-    names = told_apart(given)
+    names = unique_names(given)
     wanted = zip(given, names, [weights, None], strict=False)
     subjects = [open_subject(name, title, own, pretrained, device) for name, title, own in wanted]
-    _refuse_other_channels(subjects)
+    _check_same_channels(subjects)
     results = read_results(robustness, {s.name: weights_hash(s.model) for s in subjects}) if robustness else None
     alike = size or subjects[0].config["input_size"][-2:]
-    subjects = [resized(s, alike) if s.config["input_size"][-2:] != alike else s for s in subjects]
-    pictures = open_pictures(image, dict(subjects[0].config))
-    batches = images_for(subjects, data, root, samples) if data or root else {}
+    subjects = [_resize_subject(s, alike) if s.config["input_size"][-2:] != alike else s for s in subjects]
+    pictures = open_images(image, dict(subjects[0].config))
+    batches = loaders_for(subjects, data, root, samples) if data or root else {}
     with spinner("taking apart") as tell:
         drawn = f"{samples} images of {data or default_data(subjects[0].model)}, drawn at random"
-        evolved = _evolutions(subjects, data, root) if evolution else {}
-        extras = Extras(batches, drawn, evolved, results, speed, int((megabytes - 0.4) * 1e6), tell)
-        sections = dissect(subjects, pictures, layers, extras)
-    written = write_page(out, " and ".join(s.name for s in subjects), lead_of(subjects, sections), sections, footer())
+        evolved = _feature_evolutions(subjects, data, root) if evolution else {}
+        extras = AnalyzeOptions(batches, drawn, evolved, results, speed, int((megabytes - 0.4) * 1e6), tell)
+        sections = analyze_sections(subjects, pictures, layers, extras)
+    written = write_page(out, " and ".join(s.name for s in subjects), lead_text(subjects, sections), sections, footer())
     tables = [evolution_table(evolved)] if evolved else []
     say(out, written, sections, figures, json_, {"evolution": evolved} if evolved else None, tables)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 import isomorph as iso
 from isomorph.cli.app import app
 from isomorph.recipes import as_assignments, load_recipe
-from isomorph.report import metric_rows, show
+from isomorph.report.terminal_tables import metric_table, print_table
 from isomorph.training.recipe.recipe import document_fields
 
 
@@ -24,7 +24,7 @@ def demo(*, out: Path = Path("isomorph-demo.html")) -> None:
     from isomorph.recipes.demo import run_demo
 
     found = run_demo(out)
-    show(found.table())
+    print_table(found.table())
     print(f"\n{str(found.report).splitlines()[0]}\npage: {out}  ({found.seconds:.0f} s)")
 
 
@@ -39,5 +39,5 @@ def train(
 ) -> None:
     result = iso.train(load_recipe(recipe, as_assignments(fields)))
     if result.leads:
-        show(metric_rows("final", result.metrics))
+        print_table(metric_table("final", result.metrics))
         print(f"the model: {result.folder / 'model.safetensors'}")

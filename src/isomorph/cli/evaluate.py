@@ -7,11 +7,21 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from isomorph.checkpoints.open import open_model, refuse_weights
-from isomorph.cli.app import Device, Json, Model, Root, Weights, Whole, app, bar, bounded, called
+from isomorph.cli.app import (
+    Device,
+    Json,
+    Model,
+    Root,
+    Weights,
+    WholeNumber,
+    app,
+    check_limits,
+    display_name,
+    track_steps,
+)
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.report import curve_rows, metric_rows, show
-from isomorph.report.terminal import grid_rows
+from isomorph.report.terminal_tables import grid_table, metric_table, print_table, sweep_table
 from isomorph.suites import sweep as evaluating
 from isomorph.suites import test_set as views
 from isomorph.suites.imagenet import suites as imagenet
@@ -19,7 +29,7 @@ from isomorph.suites.test_data import default_data, evaluation_data
 
 
 @app.command(name="evaluate")
-@bounded
+@check_limits
 def evaluate_(
     model: Model,
     /,
@@ -30,10 +40,10 @@ def evaluate_(
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
     pretrained: bool = True,
-    batch_size: Whole = 100,
-    workers: Whole = 0,
-    size: tuple[tuple[Whole, Whole], ...] = (),
-    classes: Whole | None = None,
+    batch_size: WholeNumber = 100,
+    workers: WholeNumber = 0,
+    size: tuple[tuple[WholeNumber, WholeNumber], ...] = (),
+    classes: WholeNumber | None = None,
     rfc: tuple[float, ...] = (),
     rfc_fill: Literal["zero", "black"] = "zero",
     per_class: Path | None = None,
@@ -76,7 +86,7 @@ def evaluate_(
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    _refuse_at_odds(bool(suite), classes is not None, partial)
+    _check_options(bool(suite), classes is not None, partial)
     refuse_weights(model, weights, pretrained)
     evaluating.refuse_no_csv(per_class)
     places = imagenet.find_suites(suite or [], root, data)
@@ -88,16 +98,16 @@ def evaluate_(
         sets = [views.whole(evaluation_data(net, data, root, size[0] if size else None, classes)[0])]
     net.to(open_runtime(device).device)
     sweep = evaluating.Sweep(size, rfc, rfc_fill)
-    rows, of_classes = evaluating.run_sweep(net, sets, sweep, batch_size, workers, bar)
+    rows, of_classes = evaluating.run_sweep(net, sets, sweep, batch_size, workers, track_steps)
     if per_class:
         evaluating.write_csv(per_class, of_classes)
     costs = evaluating.costs(net, size) if cost else []
     head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
     head |= {} if pretrained else {"weights": "random"}
-    say(head, bool(suite) or len(size) > 1, rows, costs, json_)
+    _print_results(head, bool(suite) or len(size) > 1, rows, costs, json_)
 
 
-def _refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
+def _check_options(suite: bool, classes: bool, partial: bool) -> None:
     """Raises: UserError for options that do not go together."""
     if suite and classes:
         raise UserError("--classes does not go with --suite, whose classes are fixed")
@@ -105,21 +115,23 @@ def _refuse_at_odds(suite: bool, classes: bool, partial: bool) -> None:
         raise UserError("--partial goes with --suite")
 
 
-def say(head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool) -> None:
+def _print_results(
+    head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool
+) -> None:
     """Prints what was found: a table of `many` suites or sizes, a curve, or one number under another."""
     found = costs[0] if len(costs) == 1 else {}
-    model = called(head["model"], pretrained="weights" not in head)
+    model = display_name(head["model"], pretrained="weights" not in head)
     if json_:
         several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | found
         print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | found)))
     elif many:
         print(model)
-        show(grid_rows(rows))
+        print_table(grid_table(rows))
         if costs:
-            show(grid_rows(costs) if len(costs) > 1 else metric_rows("cost", found))
+            print_table(grid_table(costs) if len(costs) > 1 else metric_table("cost", found))
     elif len(rows) == 1:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
-        show(metric_rows(model + rfc, rows[0] | found))
+        print_table(metric_table(model + rfc, rows[0] | found))
     else:
-        show(curve_rows(model, rows, "rfc"))
-        show(metric_rows(model, found))
+        print_table(sweep_table(model, rows, "rfc"))
+        print_table(metric_table(model, found))
