@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from interleave import show, write
-from isomorph.training.run.log import rows_of
+from isomorph.training.run.log import read_log
 
 KEYS = ("top1", "nll", "reconstruction", "alignment")
 
@@ -19,7 +19,7 @@ def main():
     rows, logs = [], []
     for run in runs:
         title, _, folder = run.partition("=")
-        log = rows_of(Path(folder) / "log.jsonl")
+        log = read_log(Path(folder) / "log.jsonl")
         logs += [{"run": title, **row} for row in log]
         measured = [row for row in log if any(key in row for key in KEYS)]
         row = {"run": title, "epochs": log[-1]["epoch"], "training loss": f"{log[-1]['loss']:.4f}"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import isomorph as iso
 from interleave import show, write
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 
 KWARGS = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, weight_init="jax", num_classes=10)
 
@@ -27,7 +27,7 @@ def monitored(rectify):
             epochs=2,
             out=folder,
         )
-        iso.train(check(recipe), show=False)
+        iso.train(validate(recipe), show=False)
         return [json.loads(line) for line in (Path(folder) / "monitor.jsonl").read_text().splitlines()]
 
 

@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader
 
 import isomorph as iso
 from interleave import interleaved, show, write
-from isomorph.checkpoints.snapshot import newest, read_snapshot
-from isomorph.data import train_transform
+from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
+from isomorph.data.loaders import train_transform
 from isomorph.training.build import data_config
 from isomorph.training.optim import parameter_groups
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import StopRequest
-from isomorph.training.run.log import Journal, rows_of
-from isomorph.training.run.monitor import Look
+from isomorph.training.run.log import Journal, read_log
+from isomorph.training.run.monitor import StepMonitor
 from isomorph.training.run.open import open_run
 from isomorph.training.run.step import train_step
 
@@ -59,19 +59,19 @@ CRASHED = dict(
 def recipe_of(model, size, batch, workers, **more):
     data = dict(source="cifar10", size=[size, size], batch_size=batch, workers=workers)
     values = dict(model=model, data=data, augment=dict(hflip=0.5), optim=OPTIM, epochs=1000, out="runs/overhead")
-    return check(values | more)
+    return validate(values | more)
 
 
 def loop(recipe):
     """One step of a run, with all that follows it, as often as it is called."""
     run = open_run(recipe)
-    look = Look(run, Journal(recipe, run.runtime, show=False), StopRequest())
+    monitor = StepMonitor(run, Journal(recipe, run.runtime, show=False), StopRequest())
     run.task.train()
 
     def step():
         waited, images = train_step(run)
         run.progress.step += 1
-        look.after(waited, images)
+        monitor.after_step(waited, images)
 
     return run, step
 
@@ -139,7 +139,7 @@ def crashes(options):
         time.sleep(draw.uniform(0.0, options.longest))
         process.kill()
         process.wait()
-        found = newest(killed) if killed.is_dir() else None
+        found = newest_snapshot(killed) if killed.is_dir() else None
         step = found.values["progress"]["step"] if found else 0
         partial = [path.name for path in killed.glob(".*")] if killed.is_dir() else []
         moments.append({"kill": len(moments) + 1, "after s": f"{time.time() - began:.2f}", "saved step": step})
@@ -147,11 +147,11 @@ def crashes(options):
         if (killed / "model.safetensors").is_file():
             break
     start(killed, options).wait()
-    a, b = (read_snapshot(newest(folder).path) for folder in (whole, killed))
+    a, b = (read_snapshot(newest_snapshot(folder).path) for folder in (whole, killed))
     same = a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (whole, killed))
     weights = all(torch.equal(ours[name], theirs[name]) for name in ours)
-    logs = [[(r["step"], r["loss"]) for r in rows_of(folder / "steps.jsonl")] for folder in (whole, killed)]
+    logs = [[(r["step"], r["loss"]) for r in read_log(folder / "steps.jsonl")] for folder in (whole, killed)]
     show(f"{len(moments)} kills of a run of {logs[0][-1][0]} steps", moments)
     last = {
         "kills": len(moments),

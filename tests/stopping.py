@@ -8,21 +8,21 @@ import pytest
 
 import isomorph as iso
 from isomorph.training import Stopped
-from isomorph.training.recipe.recipe import check
-from isomorph.training.run import monitor as look
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.monitor import StepMonitor
 
 
 def stopped_run(folder, step, values):
     """Trains to the step, gets SIGTERM, saves and stops."""
 
-    def kick(self, waited, images, after=look.Look.after):
+    def kick(self, waited, images, after_step=StepMonitor.after_step):
         if self.run.progress.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
             while not self.stop.number:
                 time.sleep(0.001)
-        after(self, waited, images)
+        after_step(self, waited, images)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(look.Look, "after", kick)
+        patch.setattr(StepMonitor, "after_step", kick)
         with pytest.raises(Stopped, match=f"stopped by SIGTERM after step {step}; saved in"):
-            iso.train(check({**values, "out": str(folder)}), show=False)
+            iso.train(validate({**values, "out": str(folder)}), show=False)

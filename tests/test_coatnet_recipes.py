@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 
 import isomorph as iso
-from isomorph.evaluation import count_macs, count_parameters
+from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 from isomorph.recipes import coatnet
 from isomorph.training.build import build_model, data_config
-from isomorph.training.objectives.supervised import criterion
+from isomorph.training.objectives.supervised import build_criterion
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import AugmentPart, OptimPart
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
 
@@ -110,7 +110,7 @@ def test_table_10(name):
 
 
 def test_figure_1_is_bare():
-    for name in coatnet.LAYOUTS:
+    for name in coatnet.FIGURE_1_LAYOUTS:
         for recipe in (iso.load_recipe(f"coatnet_layout_{name}"), iso.load_recipe(f"coatnet_layout_{name}_jft")):
             assert recipe.augment == AugmentPart(scale=(1.0, 1.0), hflip=0.0)
             assert recipe.drop_path == recipe.optim.weight_decay == 0.0
@@ -120,7 +120,7 @@ def test_figure_1_is_bare():
 @pytest.mark.parametrize(
     ("layouts", "small", "size", "near", "far"),
     [
-        (coatnet.LAYOUTS, {}, 224, 0.03, 0.2),
+        (coatnet.FIGURE_1_LAYOUTS, {}, 224, 0.03, 0.2),
         (coatnet.CIFAR_LAYOUTS, coatnet.SMALL | dict(num_classes=10), 32, 0.03, 0.12),
     ],
 )
@@ -139,7 +139,7 @@ class TestLoss:
     def test_sigmoids_sum_over_classes(self):
         torch.manual_seed(0)
         logits, labels = torch.randn(4, 7), torch.tensor([1, 0, 6, 3])
-        loss = criterion(AugmentPart(), "sigmoid")
+        loss = build_criterion(AugmentPart(), "sigmoid")
         hot = F.one_hot(labels, 7).float()
         wanted = -(hot * F.logsigmoid(logits) + (1 - hot) * F.logsigmoid(-logits)).sum(1).mean()
         torch.testing.assert_close(loss(logits, labels), wanted)
@@ -149,13 +149,13 @@ class TestLoss:
 
     @pytest.mark.parametrize("mixup", [0.0, 0.8])
     def test_trains(self, mixup, tmp_path):
-        recipe = check({**TINY, "loss": "sigmoid", "augment": dict(mixup=mixup, smoothing=1e-4), "out": str(tmp_path)})
+        recipe = validate({**TINY, "loss": "sigmoid", "augment": dict(mixup=mixup, smoothing=1e-4), "out": str(tmp_path)})
         found = iso.train(recipe, show=False).metrics
         assert 0 < found["loss"] < 20
 
     def test_token_labels_have_their_own(self):
         with pytest.raises(iso.UserError, match="leave loss at softmax"):
-            check({**TINY, "loss": "sigmoid", "token_labels": {}})
+            validate({**TINY, "loss": "sigmoid", "token_labels": {}})
 
 
 def test_the_linear_schedule_is_a_line():
@@ -172,7 +172,7 @@ def test_the_linear_schedule_is_a_line():
 
 @pytest.mark.parametrize(("crop", "mode"), [("whole", "squash"), ("center", "center"), (None, "center")])
 def test_what_of_a_test_image_is_seen(crop, mode):
-    recipe = check({**TINY, "data": TINY["data"] | (dict(test_crop=crop) if crop else {})})
+    recipe = validate({**TINY, "data": TINY["data"] | (dict(test_crop=crop) if crop else {})})
     config = data_config(recipe, timm.create_model("coatnet_0", **TINY["model"]["kwargs"]))
     assert config["crop_mode"] == mode
     assert config["crop_pct"] == (1.0 if crop == "whole" else 0.875)
@@ -196,12 +196,12 @@ def test_recipes_run_two_steps(name, tmp_path):
 
 def test_a_run_goes_on_to_a_larger_image(tmp_path):
     """Train small, then fine-tune at another size from its weights: tables are resized on the way."""
-    first = check({**TINY, "out": str(tmp_path / "a")})
+    first = validate({**TINY, "out": str(tmp_path / "a")})
     iso.train(first, show=False)
     kwargs = TINY["model"]["kwargs"] | dict(img_size=64)
     weights = str(tmp_path / "a/model.safetensors")
     model = dict(name="coatnet_0", kwargs=kwargs, weights=weights)
-    second = check({**TINY, "model": model, "data": TINY["data"] | dict(size=[64, 64]), "out": str(tmp_path / "b")})
+    second = validate({**TINY, "model": model, "data": TINY["data"] | dict(size=[64, 64]), "out": str(tmp_path / "b")})
     before = iso.load(weights)
     run = open_run(second)
     table = run.eval_model.stages[3][0].attn.relative_bias

@@ -10,11 +10,11 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.optimizer_state import split_optimizer
-from isomorph.checkpoints.snapshot import newest, read_snapshot
+from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.surgery import RULES
 from isomorph.training.recipe.fields import RecastPart
-from isomorph.training.recipe.recipe import check
-from isomorph.training.run.log import Journal, rows_of
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.loop import recast_when_due, train_epoch
 from isomorph.training.run.open import open_run
 
@@ -33,7 +33,7 @@ def recipe(out, epoch, model=None, **more):
         log_every=1,
         out=str(out),
     )
-    return check(values | more)
+    return validate(values | more)
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkey
     moving = dict(name=optim, lr=0.01, warmup_epochs=1)
     for name, epoch in (("never", 0), ("late", 1)):
         iso.train(recipe(tmp_path / name, epoch, optim=moving), show=False)
-    plain, late = (read_snapshot(newest(tmp_path / name).path) for name in ("never", "late"))
+    plain, late = (read_snapshot(newest_snapshot(tmp_path / name).path) for name in ("never", "late"))
     assert plain.keys() == late.keys()
     assert all(torch.equal(plain[name], late[name]) for name in plain)
-    losses = [[row["loss"] for row in rows_of(tmp_path / name / "steps.jsonl")] for name in ("never", "late")]
+    losses = [[row["loss"] for row in read_log(tmp_path / name / "steps.jsonl")] for name in ("never", "late")]
     assert losses[0] == losses[1]
 
 
@@ -103,17 +103,17 @@ def test_interrupted_around_the_recast(epoch, tmp_path):
 
     iso.train(recipe(tmp_path / "whole", 1), show=False)
 
-    def dying(run, *rest, close=loop.close_epoch):
+    def dying(run, *rest, close=loop.finish_epoch):
         close(run, *rest)
         if run.progress.closed == epoch:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "close_epoch", dying)
+        patch.setattr(loop, "finish_epoch", dying)
         with pytest.raises(KeyboardInterrupt):
             iso.train(recipe(tmp_path / "part", 1), show=False)
     iso.train(recipe(tmp_path / "part", 1), show=False)
-    a, b = (read_snapshot(newest(tmp_path / name).path) for name in ("whole", "part"))
+    a, b = (read_snapshot(newest_snapshot(tmp_path / name).path) for name in ("whole", "part"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert iso.edits(iso.load(tmp_path / "part/model.safetensors"))[0].names == (WHERE,)
@@ -160,7 +160,7 @@ def test_a_target_that_is_not_there_is_said_before_the_first_step(tmp_path):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_attention_is_monitored_from_the_epoch_it_is_there(epoch, tmp_path):
     iso.train(recipe(tmp_path, epoch, epochs=2, monitor_every=1), show=False)
-    rows = rows_of(tmp_path / "monitor.jsonl")
+    rows = read_log(tmp_path / "monitor.jsonl")
     assert [row["step"] for row in rows] == ([1, 2, 3, 4, 5, 6, 7, 8] if epoch == 0 else [5, 6, 7, 8])
     assert all(list(row["max_logit"]) == list(row["entropy"]) == [WHERE] for row in rows)
     assert all(row["entropy"][WHERE] > 0 for row in rows)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import isomorph as iso
-from isomorph.data import MapLabels
+from isomorph.data.label_maps import MapLabels
 from isomorph.models import create
 from isomorph.models.dense_head import Box
 from isomorph.training.objectives.map_similarity import PenalisedTask, neighbour_similarity
@@ -18,7 +18,7 @@ from isomorph.training.objectives.supervised import build_mixup
 from isomorph.training.objectives.token_labels import (
     MapLabelTask,
     MapOnlyTask,
-    MixedMaps,
+    MixedLabelMaps,
     TokenLabelTask,
 )
 from isomorph.training.recipe.fields import AugmentPart
@@ -174,7 +174,7 @@ class TestMixedLabels:
         model = drawn(create("refined_vit_s", **SMALL)).double().eval()
         x, target, own = torch.randn(4, 3, 32, 32).double(), self.target(), torch.tensor([0.7, 0.6, 0.6, 0.7])
         task = kind(model, TokenLabelPart(weight=0.7), 0.1, CPU)
-        found = task(x, MixedMaps(target, own))
+        found = task(x, MixedLabelMaps(target, own))
         logits, tokens = model(x, tokens=True, box=box)
         labels, dense = task.labels(target, (2, 2))
         image = patches = 0

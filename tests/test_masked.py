@@ -13,7 +13,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
-from isomorph.checkpoints.model import read_header, remember_data
+from isomorph.checkpoints.model import read_header, record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
@@ -21,10 +21,10 @@ from isomorph.models.masked import MaskedAutoencoder, patchify, sincos_pos_embed
 from isomorph.surgery import edits
 from isomorph.training.build import build_model
 from isomorph.training.objectives.masked import (
-    Aligned,
+    AlignedStudent,
     GenericDistillationTask,
     MaskedTask,
-    build_masked,
+    build_pretraining,
     evaluate_alignment,
     evaluate_reconstruction,
 )
@@ -267,7 +267,7 @@ def test_what_the_optimiser_is_told():
     undecayed = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
     assert {"mask_token", "encoder.cls_token"} <= undecayed
     assert "decoder_embed.weight" not in undecayed
-    aligned = Aligned(model, 8)
+    aligned = AlignedStudent(model, 8)
     outer = group_parameters(aligned, aligned.group_matcher(), reverse=True)
     assert all(outer[f"student.{name}"] == layer for name, layer in layers.items())
     assert outer["align.weight"] > max(layers.values())
@@ -339,7 +339,7 @@ def test_a_recast_encoder_comes_back(tmp_path):
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_a_recipe_builds_is_written_read_and_written_again(fused, tmp_path):
     encoder = build_model(ModelPart(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax"}), 5)
-    remember_data(encoder, {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 16, 16)})
+    record_data(encoder, {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "input_size": (3, 16, 16)})
     encoder = iso.fuse(encoder.eval()) if fused else encoder
     model = MaskedAutoencoder(encoder, 1, 16, 4).eval()
     save_autoencoder(model, tmp_path / "one.safetensors")
@@ -425,7 +425,7 @@ def test_an_encoder_alone_is_no_teacher(ours, tmp_path):
         torch.save({"model": {n: t for n, t in published(model).items() if "decoder" not in n}}, path)
     part = MaskPart(teacher=path, teacher_model=PLAIN)
     with pytest.raises(UserError, match=r"encoder and no decoder.*full pre-training checkpoint"):
-        build_masked(part, timm.create_model(PLAIN, **SMALL), CPU)
+        build_pretraining(part, timm.create_model(PLAIN, **SMALL), CPU)
 
 
 @pytest.mark.parametrize(("file", "words"), [("none.safetensors", "no checkpoint"), ("bad.pth", "cannot read")])
@@ -467,7 +467,7 @@ def train(task, batches, epochs, lr=3e-3):
 @pytest.mark.parametrize("kind", ["timm", "pyramids"])
 def test_painting_is_learnt_on_real_images(kind, cifar):
     name, sizes = ENCODERS[kind]
-    task = build_masked(MaskPart(depth=1, width=16, heads=4), timm.create_model(name, weight_init="jax", **sizes), CPU)
+    task = build_pretraining(MaskPart(depth=1, width=16, heads=4), timm.create_model(name, weight_init="jax", **sizes), CPU)
     assert isinstance(task, MaskedTask)
     task.setup_ema(decay=0.9)
     before = evaluate_reconstruction(task.get_trainable_module(), cifar)
@@ -536,7 +536,7 @@ def test_alignment_is_the_papers():
     wanted = torch.where(off < 2, off**2 / 4, off - 1).mean()
     torch.testing.assert_close(found["loss"], wanted, rtol=1e-4, atol=1e-5)
     assert found["output"].shape == (2, 16, 32)
-    assert torch.equal(student.split_patches(pixels, noise).mask, teacher.split(pixels, noise).mask)
+    assert torch.equal(student.split_patches(pixels, noise).mask, teacher.split_patches(pixels, noise).mask)
 
 
 def test_pairs_that_cannot_be():
@@ -557,7 +557,7 @@ def test_pairs_that_cannot_be():
 def test_a_task_from_its_fields(tmp_path):
     save_autoencoder(autoencoder(depth=4, width=32, heads=4), tmp_path / "teacher.safetensors")
     part = MaskPart(teacher=tmp_path / "teacher.safetensors", ratio=0.5)
-    task = build_masked(part, timm.create_model("tdrl_vit_ti", **SMALL), CPU)
+    task = build_pretraining(part, timm.create_model("tdrl_vit_ti", **SMALL), CPU)
     assert isinstance(task, GenericDistillationTask)
     student = task.trainable_module.student
     assert (len(student.decoder_blocks), student.width, student.ratio, task.teacher.ratio) == (4, 128, 0.5, 0.5)

@@ -18,7 +18,7 @@ from isomorph.recipes import RECIPES, refiner
 from isomorph.training.build import build_model, data_config
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.recipe.fields import OptimPart, magnitudes
-from isomorph.training.recipe.recipe import changes, identity, with_defaults
+from isomorph.training.recipe.recipe import add_defaults, changed_fields, identity_json
 
 
 class TestPolicies:
@@ -129,15 +129,15 @@ class TestSchedules:
 
     def test_a_run_begun_before_goes_on_as_it_was_begun(self):
         new = iso.load_recipe("coatnet_0")
-        kept = json.loads(identity(new))
+        kept = json.loads(identity_json(new))
         kept["augment"]["auto_augment"] = "rand-m15-n2"
         del kept["optim"]["schedule_from"]
-        assert changes(with_defaults(kept), json.loads(identity(new))) == [
+        assert changed_fields(add_defaults(kept), json.loads(identity_json(new))) == [
             "augment.auto_augment rand-m10-n2 there, rand-m15-n2-p1.0-mmax30 here",
             "optim.schedule_from start there, peak here",
         ]
         same = iso.load_recipe("coatnet_0", ["augment.auto_augment=rand-m10-n2", "optim.schedule_from=start"])
-        assert not changes(with_defaults(kept), json.loads(identity(same)))
+        assert not changed_fields(add_defaults(kept), json.loads(identity_json(same)))
 
 
 class TestBetas:
@@ -210,7 +210,9 @@ class TestCrops:
         assert iso.load_recipe(name).data.crop_pct <= 1
 
     def test_the_middle_or_the_whole(self):
-        with pytest.raises(iso.UserError, match="data: crop_pct sets the centre crop, and test_crop whole does not crop"):
+        with pytest.raises(
+            iso.UserError, match="data: crop_pct sets the centre crop, and test_crop whole does not crop"
+        ):
             iso.load_recipe("cifar_cnn", ["data.crop_pct=0.9", "data.test_crop=whole"])
         with pytest.raises(iso.UserError, match=r"data\.crop_pct"):
             iso.load_recipe("cifar_cnn", ["data.crop_pct=1.13"])
@@ -218,7 +220,7 @@ class TestCrops:
 
 def form_of(recipe):
     """Everything that decides what a Refined-ViT's run computes, arguments left at their defaults included."""
-    values = json.loads(identity(recipe))
+    values = json.loads(identity_json(recipe))
     defaults = {name: p.default for name, p in inspect.signature(RefinedViT).parameters.items() if name != "kwargs"}
     model = values["model"]
     model["kwargs"] = defaults | refined_vit.VARIANTS.get(model["name"], {}) | model["kwargs"]

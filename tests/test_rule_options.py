@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 
 HUGE = 99999999999999999999
 NUMBERS = [0, -1, 1e-300, 1e300, 10**400, math.inf, -math.inf, math.nan, True, "2", [], None]
@@ -87,5 +87,5 @@ def test_values_at_the_bounds_work(layer, x, rule):
 def test_recipes_say_so_too(rule, field, value, said):
     recast = {"where": "*", "rule": rule, field: value}
     with pytest.raises(iso.UserError, match=said) as caught:
-        check({"model": {"name": "cifar_resnet20", "recast": recast}})
+        validate({"model": {"name": "cifar_resnet20", "recast": recast}})
     assert "\n" not in str(caught.value)

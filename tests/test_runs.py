@@ -16,15 +16,15 @@ import torch
 import isomorph as iso
 from command_line import SERVER, answer, isomorph, refusal, settings
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import newest, read_snapshot, snapshots
+from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot, list_snapshots
 from isomorph.checkpoints.snapshot_values import digest_of
 from isomorph.distributed import Runtime
 from isomorph.training import Stopped
 from isomorph.training.history import saved_models
-from isomorph.training.recipe.recipe import check
-from isomorph.training.run.folder_lock import alone_in
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.folder_lock import lock_folder
 from isomorph.training.run.guards import stop_requests
-from isomorph.training.run.log import Terminal, rows_of
+from isomorph.training.run.log import ClosableStream, read_log
 from isomorph.training.run.open import open_run
 from stopping import stopped_run
 
@@ -43,14 +43,14 @@ NAME = "run"
 
 
 def tiny(out, **more):
-    return check({**TINY, "out": str(out), **more})
+    return validate({**TINY, "out": str(out), **more})
 
 
 def same_weights(a, b):
-    ours, theirs = (read_snapshot(newest(folder).path) for folder in (a, b))
+    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    rows = [[(row["epoch"], row["loss"]) for row in rows_of(folder / "log.jsonl")] for folder in (a, b)]
+    rows = [[(row["epoch"], row["loss"]) for row in read_log(folder / "log.jsonl")] for folder in (a, b)]
     assert rows[0] == rows[1]
 
 
@@ -110,8 +110,8 @@ class TestAlone:
             assert (trained[0], other[0]) == (0, 2), (trained, other)
             assert "another process trains in" in other[2]
             assert other[2].count("\n") == 1
-            assert len(rows_of(folders[n] / "environment.jsonl")) == 1
-            assert [row["epoch"] for row in rows_of(folders[n] / "log.jsonl")] == [1, 2, 3]
+            assert len(read_log(folders[n] / "environment.jsonl")) == 1
+            assert [row["epoch"] for row in read_log(folders[n] / "log.jsonl")] == [1, 2, 3]
 
     def test_a_start_that_fails_leaves_no_folder(self, tmp_path):
         with pytest.raises(iso.UserError, match="no folder"):
@@ -124,10 +124,10 @@ class TestAlone:
 
     def test_the_folder_is_locked_before_anything_is_decided(self, tmp_path):
         def held():
-            with pytest.raises(iso.UserError, match="another process trains"), alone_in(tmp_path / "x/run", CPU):
+            with pytest.raises(iso.UserError, match="another process trains"), lock_folder(tmp_path / "x/run", CPU):
                 pass
 
-        with alone_in(tmp_path / "x/run", CPU) as said:
+        with lock_folder(tmp_path / "x/run", CPU) as said:
             assert said == ""
             held()
             assert (tmp_path / "x/run").is_dir()
@@ -146,9 +146,9 @@ class TestAlone:
             lock(handle, how)
 
         monkeypatch.setattr("fcntl.flock", removed_first)
-        with alone_in(tmp_path / "run", CPU):
+        with lock_folder(tmp_path / "run", CPU):
             assert len(calls) == 2
-            with pytest.raises(iso.UserError, match="another process"), alone_in(tmp_path / "run", CPU):
+            with pytest.raises(iso.UserError, match="another process"), lock_folder(tmp_path / "run", CPU):
                 pass
 
     def test_a_file_system_without_locks_is_said(self, tmp_path, monkeypatch, capsys):
@@ -168,7 +168,7 @@ class TestAlone:
     def test_where_no_folder_can_be_made(self):
         with (
             pytest.raises(iso.UserError, match="cannot write /proc/none: No such file"),
-            alone_in(Path("/proc/none"), CPU),
+            lock_folder(Path("/proc/none"), CPU),
         ):
             pass
 
@@ -184,7 +184,7 @@ class TestAlone:
 
 
 def state_of(run):
-    return snapshots(run)[0] / "state.json"
+    return list_snapshots(run)[0] / "state.json"
 
 
 def edit(change):
@@ -214,7 +214,7 @@ def progress(**values):
 
 def foreign(name, content=b"x", folder=False):
     def apply(run):
-        path = run / name.format(newest=snapshots(run)[0].name)
+        path = run / name.format(newest=list_snapshots(run)[0].name)
         path.mkdir(parents=True) if folder else path.write_bytes(content)
 
     return apply
@@ -225,12 +225,12 @@ def nested(run):
 
 
 def copied(run):
-    shutil.copytree(snapshots(run)[0], run / "step-00000099")
+    shutil.copytree(list_snapshots(run)[0], run / "step-00000099")
 
 
 def emptied(run):
-    shutil.rmtree(snapshots(run)[0])
-    snapshots(run)[0].with_name("step-00000006").mkdir()
+    shutil.rmtree(list_snapshots(run)[0])
+    list_snapshots(run)[0].with_name("step-00000006").mkdir()
 
 
 def first_group(state):
@@ -290,15 +290,15 @@ class TestDamage:
 
     def test_every_byte_counts(self, run):
         """Any bit of state.json: the values are those that were written, or the snapshot is damaged."""
-        path, found = state_of(run), newest(run).values
+        path, found = state_of(run), newest_snapshot(run).values
         content = path.read_bytes()
         for place in range(0, len(content), max(1, len(content) // 150)):
             path.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
-            now = newest(run)
+            now = newest_snapshot(run)
             assert now.damaged or now.values == found
 
     def test_snapshots_of_before_the_digest_resume(self, run, whole):
-        for path in snapshots(run):
+        for path in list_snapshots(run):
             state = json.loads((path / "state.json").read_text())
             del state["digest"], state["model"]
             (path / "state.json").write_text(json.dumps(state))
@@ -309,13 +309,13 @@ class TestDamage:
     @pytest.mark.parametrize("name", ["log", "steps", "monitor", "environment"])
     def test_damaged_lines_of_logs_are_dropped_and_said(self, name, run, whole, capsys):
         path = run / f"{name}.jsonl"
-        rows = len(rows_of(path))
+        rows = len(read_log(path))
         lines = [b'{"step": "x"}', b'{"epoch": null}', b"[1]", b'{"top1\xff": 1}', b"[" * 100_000, b"3", b'{"cut']
         path.write_bytes(b"\n".join([lines[0], path.read_bytes(), *lines[1:]]))
-        assert len(rows_of(path)) == rows
+        assert len(read_log(path)) == rows
         iso.train(tiny(run))
         assert f"7 lines of {name}.jsonl cannot be read and were dropped" in " ".join(capsys.readouterr().out.split())
-        assert len(rows_of(path)) == len(path.read_text().splitlines())
+        assert len(read_log(path)) == len(path.read_text().splitlines())
         same_weights(run, whole)
 
     def test_a_log_that_is_a_folder_stops_before_a_step(self, run):
@@ -359,7 +359,7 @@ COMMANDS = {
 RUIN = {
     "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; name run/best.safetensors"),
     "nested": (nested, "not readable JSON"),
-    "all": (lambda run: [(p / "state.json").unlink() for p in snapshots(run)], "has no state.json; .*it has no state"),
+    "all": (lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)], "has no state.json; .*it has no state"),
     "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is no checkpoint .* and no folder of a run"),
 }
 
@@ -401,7 +401,7 @@ class TestFolders:
             return read(path)
 
         monkeypatch.setattr(snapshot, "read_values", dropped)
-        found = newest(run)
+        found = newest_snapshot(run)
         assert found.path.name == "step-00000004"
         assert not found.damaged
 
@@ -409,7 +409,7 @@ class TestFolders:
         """A snapshot says by itself how its model is rebuilt."""
         stopped_run(tmp_path / "run", 2, TINY)
         assert not (tmp_path / "run/best.safetensors").exists()
-        model, tensors = open_model(str(tmp_path / "run")), read_snapshot(newest(tmp_path / "run").path)
+        model, tensors = open_model(str(tmp_path / "run")), read_snapshot(newest_snapshot(tmp_path / "run").path)
         assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in model.state_dict().items())
 
 
@@ -427,9 +427,9 @@ MASKED = dict(
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked")
-    iso.train(check({**MASKED, "out": str(folder / "mae"), "ema": 0.5}), show=False)
+    iso.train(validate({**MASKED, "out": str(folder / "mae"), "ema": 0.5}), show=False)
     mask = dict(**MASKED["mask"], teacher=str(folder / "mae/autoencoder.safetensors"), block=1)
-    iso.train(check({**MASKED, "out": str(folder / "g2sd"), "mask": mask}), show=False)
+    iso.train(validate({**MASKED, "out": str(folder / "g2sd"), "mask": mask}), show=False)
     stopped_run(folder / "begun", 2, {**MASKED, "mask": mask})
     return folder
 
@@ -455,7 +455,7 @@ class TestPretraining:
             assert done.returncode == 0, done.stderr
         plain = {**SMALL, "layout": "plain"}
         tuned = dict(model=dict(name="tdrl_vit_ti", kwargs=plain, weights=str(runs / "mae-fused.safetensors")))
-        assert open_run(check({**MASKED, **tuned, "mask": None, "out": str(runs / "tuned")}))
+        assert open_run(validate({**MASKED, **tuned, "mask": None, "out": str(runs / "tuned")}))
 
 
 class TestSignals:
@@ -465,7 +465,7 @@ class TestSignals:
         with pytest.raises(AssertionError, match="stopped by SIGHUP after step 6"):  # the helper expects SIGTERM
             stopped_run(tmp_path / "run", 6, TINY)
         signal.signal(signal.SIGHUP, before)
-        assert newest(tmp_path / "run").values["step"] == 6
+        assert newest_snapshot(tmp_path / "run").values["step"] == 6
         iso.train(tiny(tmp_path / "run"), show=False)
         same_weights(whole, tmp_path / "run")
 
@@ -486,7 +486,7 @@ class TestSignals:
         arguments = ["train", str(tmp_path / "recipe.yaml"), f"out={tmp_path / 'run'}"]
         child = SERVER.Process(target=answer, args=(arguments, str(tmp_path), settings(TERM="xterm"), out, out))
         child.start()
-        while child.is_alive() and not rows_of(tmp_path / "run/steps.jsonl"):
+        while child.is_alive() and not read_log(tmp_path / "run/steps.jsonl"):
             time.sleep(0.005)
         os.close(slave)
         os.close(master)
@@ -498,7 +498,7 @@ class TestSignals:
         reader, writer = os.pipe()
         os.close(reader)
         with os.fdopen(writer, "w") as stream:
-            terminal = Terminal(stream)
+            terminal = ClosableStream(stream)
             for _ in range(3):
                 assert terminal.write("x" * 100_000) == 100_000
                 terminal.flush()

@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 
 import isomorph as iso
-from isomorph.checkpoints.snapshot import newest, read_snapshot
+from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
-from isomorph.training.parallel import blocks_of
-from isomorph.training.recipe.recipe import check
-from isomorph.training.run.log import rows_of
+from isomorph.training.parallel import find_blocks
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.log import read_log
 from isomorph.training.run.open import open_run
 
 KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
@@ -44,20 +44,20 @@ def launch(out, processes=2, **more):
 
 
 def alone(out, **more):
-    return iso.train(check({**VALUES, "name": out.name, "out": str(out), **more}), show=False)
+    return iso.train(validate({**VALUES, "name": out.name, "out": str(out), **more}), show=False)
 
 
 def losses(folder):
-    return torch.tensor([row["loss"] for row in rows_of(folder / "steps.jsonl")], dtype=torch.float64)
+    return torch.tensor([row["loss"] for row in read_log(folder / "steps.jsonl")], dtype=torch.float64)
 
 
 def close_runs(a, b, atol=1e-5):
     """Loss curves, measures, and every tensor of the last snapshots."""
     torch.testing.assert_close(losses(a), losses(b), rtol=0, atol=atol)
-    ours, theirs = (rows_of(folder / "log.jsonl")[-1] for folder in (a, b))
+    ours, theirs = (read_log(folder / "log.jsonl")[-1] for folder in (a, b))
     assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-4)
     assert ours["top1"] == pytest.approx(theirs["top1"], abs=0.5)
-    ours, theirs = (read_snapshot(newest(folder).path) for folder in (a, b))
+    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=5e-4, msg=name)
@@ -79,7 +79,7 @@ def test_two_processes_equal_one(parallel, one, tmp_path):
     assert "2 processes" in found.stdout
     assert found.stdout.count("epoch 1/2") == 1
     close_runs(one, tmp_path / "two")
-    shards = list(newest(tmp_path / "two").path.glob("*.safetensors"))
+    shards = list(newest_snapshot(tmp_path / "two").path.glob("*.safetensors"))
     assert len(shards) == (2 if parallel == "fsdp" else 1)
     x = torch.randn(2, 3, 16, 16)
     ours, theirs = (iso.load(folder / "model.safetensors")(x) for folder in (one, tmp_path / "two"))
@@ -98,8 +98,8 @@ def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(one, tmp_p
     found = subprocess.run(
         [*torchrun, str(script), values], env=environment, capture_output=True, text=True, timeout=300
     )
-    assert newest(first).values["progress"]["closed"] == 1, found.stderr
-    assert len(list(newest(first).path.glob("*.safetensors"))) == 2
+    assert newest_snapshot(first).values["progress"]["closed"] == 1, found.stderr
+    assert len(list(newest_snapshot(first).path.glob("*.safetensors"))) == 2
     alone(first, scale=dict(accumulate=2))
     close_runs(one, first)
     second = tmp_path / "back"
@@ -107,7 +107,7 @@ def test_a_sharded_run_goes_on_in_one_process_and_the_other_way_round(one, tmp_p
     subprocess.run(
         [sys.executable, str(script), values], env=environment, capture_output=True, timeout=300, check=False
     )
-    assert newest(second).values["progress"]["closed"] == 1
+    assert newest_snapshot(second).values["progress"]["closed"] == 1
     found = launch(second, scale=dict(parallel="fsdp"))
     assert found.returncode == 0, found.stderr
     assert "resuming after step 8" in found.stdout
@@ -118,14 +118,14 @@ STOPPING = """
 import json, os, sys
 import isomorph as iso
 import isomorph.training.run.loop as loop
-from isomorph.training.recipe import check
+from isomorph.training.recipe.recipe import validate
 
-def close_and_stop(run, *rest, close=loop.close_epoch):
+def close_and_stop(run, *rest, close=loop.finish_epoch):
     close(run, *rest)
     os._exit(0)
 
-loop.close_epoch = close_and_stop
-iso.train(check(json.loads(sys.argv[1])), show=False)
+loop.finish_epoch = close_and_stop
+iso.train(validate(json.loads(sys.argv[1])), show=False)
 """
 
 
@@ -136,7 +136,7 @@ def test_test_images_that_cannot_be_shared_out_evenly(tmp_path):
     alone(tmp_path / "one", **few, scale=dict(accumulate=2))
     found = launch(tmp_path / "two", **few, scale=dict(parallel="fsdp"))
     assert found.returncode == 0, found.stderr
-    ours, theirs = (rows_of(tmp_path / name / "log.jsonl")[-1] for name in ("one", "two"))
+    ours, theirs = (read_log(tmp_path / name / "log.jsonl")[-1] for name in ("one", "two"))
     assert ours["images"] == theirs["images"]
     assert ours["images"] % 2 == 1
     assert ours["nll"] == pytest.approx(theirs["nll"], abs=1e-5)
@@ -171,7 +171,7 @@ def test_sharding_needs_several_processes(tmp_path):
 )
 def test_every_block_is_sharded_by_itself(name, blocks):
     kwargs = KWARGS if name == "convit_ti" else {}
-    assert len(blocks_of(timm.create_model(name, **kwargs))) == blocks
+    assert len(find_blocks(timm.create_model(name, **kwargs))) == blocks
 
 
 @pytest.mark.slow
@@ -188,13 +188,13 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
     process = subprocess.Popen(
         [*command, "-m", "isomorph", "train", str(recipe)], env=environment, stderr=subprocess.PIPE
     )
-    while process.poll() is None and len(rows_of(out / "steps.jsonl")) < 11:
+    while process.poll() is None and len(read_log(out / "steps.jsonl")) < 11:
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=120)
-    step = newest(out).values["progress"]["step"]
+    step = newest_snapshot(out).values["progress"]["step"]
     assert step >= 11
-    assert len(rows_of(out / "steps.jsonl")) == step
+    assert len(read_log(out / "steps.jsonl")) == step
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
 )
 def test_shares_that_cannot_be(scale, values, message, tmp_path):
     with pytest.raises(iso.UserError, match=message):
-        open_run(check({**VALUES, "out": str(tmp_path / "run"), "scale": scale, **values}))
+        open_run(validate({**VALUES, "out": str(tmp_path / "run"), "scale": scale, **values}))
 
 
 def test_accumulated_parts_make_the_gradients_of_the_whole(tmp_path):

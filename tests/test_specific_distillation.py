@@ -11,7 +11,7 @@ from isomorph.models.masked import MaskedAutoencoder
 from isomorph.training.build import build_model
 from isomorph.training.objectives.supervised import open_teacher
 from isomorph.training.recipe.fields import ModelPart
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.open import open_run
 
 SMALL = dict(img_size=16, patch_size=8, embed_dim=24, depth=2, num_heads=3)
@@ -27,7 +27,7 @@ def run_recipe(folder, **more):
         epochs=1,
         out=str(folder),
     )
-    return check(recipe | more)
+    return validate(recipe | more)
 
 
 def mae_files(folder):

@@ -10,9 +10,9 @@ from torch import nn
 import isomorph as iso
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
 from isomorph.training.build import build_model
-from isomorph.training.optim import layer_scales, parameter_groups
+from isomorph.training.optim import learning_rate_scales, parameter_groups
 from isomorph.training.recipe.fields import ModelPart, OptimPart
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 FFN = ["blocks.*.mlp.fc?"]
@@ -118,9 +118,9 @@ def test_a_fused_model_of_another_shape_is_rebuilt_too(tmp_path):
 class TestLayerDecay:
     def test_scales_fall_from_the_head_and_count_frozen_layers(self):
         model = timm.create_model("tdrl_vit_ti", **SMALL)
-        scales = layer_scales(model, 0.5)
+        scales = learning_rate_scales(model, 0.5)
         model.blocks[1].requires_grad_(False)
-        assert scales == layer_scales(model, 0.5)
+        assert scales == learning_rate_scales(model, 0.5)
         assert scales["head.weight"] == 1
         block = {name: scale for name, scale in scales.items() if name.startswith("blocks.1.")}
         assert set(block.values()) == {0.5}
@@ -159,7 +159,7 @@ class TestLayerDecay:
 
     def test_a_model_without_layers_is_refused(self):
         with pytest.raises(iso.UserError, match="no group_matcher"):
-            layer_scales(nn.Sequential(nn.Linear(2, 2)), 0.5)
+            learning_rate_scales(nn.Sequential(nn.Linear(2, 2)), 0.5)
 
 
 def train_on_digits(out, steps_a_look, lr=1e-3, **kwargs):
@@ -172,7 +172,7 @@ def train_on_digits(out, steps_a_look, lr=1e-3, **kwargs):
         epochs=2,
         out=str(out),
     )
-    iso.train(check(recipe), show=False)
+    iso.train(validate(recipe), show=False)
     return [json.loads(line) for line in (out / "monitor.jsonl").read_text().splitlines()]
 
 
@@ -189,7 +189,7 @@ def test_the_monitor_watches_every_block(tmp_path):
 def test_a_model_without_attention_cannot_be_monitored(tmp_path):
     recipe = dict(model=dict(name="cifar_resnet20"), data=dict(source="digits"), monitor_every=5, out=str(tmp_path))
     with pytest.raises(iso.UserError, match="no attention layer whose map is known"):
-        iso.train(check(recipe), show=False)
+        iso.train(validate(recipe), show=False)
 
 
 @pytest.mark.slow

@@ -12,16 +12,10 @@ from torchvision.transforms import functional
 
 import isomorph as iso
 from containers import CLASSES, SAMPLES, as_class_tars, as_folder, as_shards, as_tar, as_tar_of_tars
-from isomorph.data import (
-    Deals,
-    MapLabels,
-    MappedSource,
-    Order,
-    open_source,
-    train_loader,
-)
-from isomorph.data.label_maps import traced
-from isomorph.data.loaders import train_transform
+from isomorph.data.formats.registry import open_source
+from isomorph.data.label_maps import LabelMapSource, MapLabels, apply_and_track_crop
+from isomorph.data.loaders import train_loader, train_transform
+from isomorph.data.sampler import BatchOrder, TrainSampler
 from isomorph.models import create
 from isomorph.models.dense_head import Box
 from isomorph.seeding import seed_generators
@@ -125,7 +119,7 @@ class TestGeometry:
         flips = set()
         for seed in range(20):
             seed_generators(seed)
-            image, box, flipped = traced(transform, picture)
+            image, box, flipped = apply_and_track_crop(transform, picture)
             flips.add(flipped)
             target = MapLabels(0, maps, box, flipped)
             batch = default_collate([target])
@@ -147,7 +141,7 @@ class TestGeometry:
             seed_generators(seed)
             plain, after = transform(Image.fromarray(pixels)), (random.random(), torch.rand(1), np.random.rand())
             seed_generators(seed)
-            image, box, flipped = traced(transform, Image.fromarray(pixels))
+            image, box, flipped = apply_and_track_crop(transform, Image.fromarray(pixels))
             assert after == (random.random(), torch.rand(1), np.random.rand())
             assert torch.equal(image, plain)
             assert ((box >= 0) & (box <= 1)).all()
@@ -159,7 +153,7 @@ class TestGeometry:
         for seed in range(5):
             seed_generators(seed)
             picture = functional.to_pil_image(pixels)
-            image, box, flipped = traced(transform, picture)
+            image, box, flipped = apply_and_track_crop(transform, picture)
             top, left, bottom, right = (box * torch.tensor([40, 60, 40, 60])).round().int().tolist()
             size, kind = (32, 32), functional.InterpolationMode.BICUBIC
             wanted = functional.resized_crop(picture, top, left, bottom - top, right - left, size, kind)
@@ -168,7 +162,7 @@ class TestGeometry:
 
     def test_a_transform_without_such_a_crop_is_refused(self):
         with pytest.raises(iso.UserError, match="cropped and resized once"):
-            traced(train_transform(CONFIG, crop_padding=2).transforms[0], Image.new("RGB", (8, 8)))
+            apply_and_track_crop(train_transform(CONFIG, crop_padding=2).transforms[0], Image.new("RGB", (8, 8)))
 
 
 class TestLoss:
@@ -213,8 +207,8 @@ class TestFiles:
         written(tmp_path)
         write_maps(tmp_path / "maps")
         source = open_source("imagefolder" if written is as_folder else "tar", "train", tmp_path)
-        mapped = MappedSource(source, tmp_path / "maps", 3)
-        assert isinstance(mapped.subset([7]), MappedSource)
+        mapped = LabelMapSource(source, tmp_path / "maps", 3)
+        assert isinstance(mapped.subset([7]), LabelMapSource)
         for index, label in enumerate(mapped.labels):
             assert torch.equal(mapped.map(index), drawn_map(10 * int(label) + index % 5))
         assert torch.equal(mapped.subset([7]).map(0), drawn_map(12))
@@ -226,15 +220,15 @@ class TestFiles:
             below = tmp_path / "maps" / CLASSES[label]
             (below / "deep").mkdir(exist_ok=True)
             (below / f"{i}.pt").rename(below / f"deep/{label}_{i}.pt")
-        mapped = MappedSource(open_source("webdataset", "train", tmp_path), tmp_path / "maps", 3)
+        mapped = LabelMapSource(open_source("webdataset", "train", tmp_path), tmp_path / "maps", 3)
         assert [mapped.map_name(i) for i in (0, 7)] == ["ant/deep/0_0.pt", "bee/deep/1_2.pt"]
         assert torch.equal(mapped.map(7), drawn_map(12))
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_batches_are_the_same_images_with_maps_beside_them(self, workers, data):
         source = open_source("imagefolder", "train", data)
-        mapped, transform = MappedSource(source, data / "maps", 3), train_transform(CONFIG, scale=(0.2, 1), hflip=0.5)
-        deals = Deals(Order(15, 5, 0), 1)
+        mapped, transform = LabelMapSource(source, data / "maps", 3), train_transform(CONFIG, scale=(0.2, 1), hflip=0.5)
+        deals = TrainSampler(BatchOrder(15, 5, 0), 1)
         plain, both = train_loader(source, transform, deals), train_loader(mapped, transform, deals, workers)
         for (images, labels, _), (seen, target, problems) in zip(plain, both, strict=True):
             assert torch.equal(images, seen)
@@ -247,7 +241,7 @@ class TestFiles:
 
     def problem(self, data):
         def read():
-            source = MappedSource(open_source("imagefolder", "train", data), data / "maps", 3)
+            source = LabelMapSource(open_source("imagefolder", "train", data), data / "maps", 3)
             source.transform = train_transform(CONFIG)
             return [source[i] for i in range(len(source))]
 
@@ -265,7 +259,7 @@ class TestFiles:
         (data / "maps/ant").rmdir()
         assert ": 7, the first of them" in self.problem(data)
         with pytest.raises(iso.UserError, match=r"no folder .*elsewhere; give token_labels.maps"):
-            MappedSource(open_source("imagefolder", "train", data), data / "elsewhere", 3)
+            LabelMapSource(open_source("imagefolder", "train", data), data / "elsewhere", 3)
 
     @pytest.mark.parametrize("place", ["ant/0.pt", "bee/3.pt"])
     @pytest.mark.parametrize(
@@ -292,7 +286,7 @@ class TestFiles:
 
     def test_images_without_names_are_refused(self, data):
         with pytest.raises(iso.UserError, match="needs images with file names"):
-            MappedSource(open_source("digits", "train"), data / "maps", 10)
+            LabelMapSource(open_source("digits", "train"), data / "maps", 10)
 
 
 class TestRuns:

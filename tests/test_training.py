@@ -14,9 +14,15 @@ import isomorph as iso
 from isomorph.checkpoints.model import describe_base, describe_edits
 from isomorph.recipes import RECIPES, convit
 from isomorph.training.build import build_model
-from isomorph.training.optim import build_optimizer, build_scheduler, group_lines, layer_scales, parameter_groups
+from isomorph.training.optim import (
+    build_optimizer,
+    build_scheduler,
+    group_table,
+    learning_rate_scales,
+    parameter_groups,
+)
 from isomorph.training.recipe.fields import OptimPart
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
 from stopping import stopped_run
@@ -31,7 +37,7 @@ TINY = dict(
 
 
 def tiny(out, **changes):
-    return check({**TINY, "out": str(out), **changes})
+    return validate({**TINY, "out": str(out), **changes})
 
 
 def tensors(path):
@@ -262,12 +268,12 @@ class TestOptim:
 
     def test_the_table_of_groups(self):
         model, _, _ = self.groups()
-        lines = group_lines(build_optimizer(model, OptimPart(lr=1e-3)), OptimPart(lr=1e-3))
+        lines = group_table(build_optimizer(model, OptimPart(lr=1e-3)), OptimPart(lr=1e-3))
         assert [line.split()[0] for line in lines] == ["group", "decayed", "undecayed", "gates", "positions"]
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert sum(int(line.split()[2].replace(",", "")) for line in lines[1:]) == trained
         assert lines[3].split()[3:] == ["1", "0"]
-        (gates,) = [line for line in group_lines(build_optimizer(model, OptimPart()), OptimPart()) if "gates" in line]
+        (gates,) = [line for line in group_table(build_optimizer(model, OptimPart()), OptimPart()) if "gates" in line]
         assert gates.split()[3:] == ["0.1", "0"]
 
     @pytest.mark.parametrize(
@@ -305,12 +311,12 @@ class TestOptim:
     def test_layer_decay_follows_the_layer_and_not_the_form(self):
         """A recast layer has the rate of the layer that it was, in every part; frozen layers count."""
         vit = timm.create_model("deit_tiny_patch16_224", depth=4, embed_dim=48, num_heads=3, img_size=32)
-        plain = layer_scales(vit, 0.5)
+        plain = learning_rate_scales(vit, 0.5)
         wide = iso.recast(vit, iso.LinearToPyramid("P-W2S"), where=["blocks.*.attn.qkv", "blocks.*.mlp.fc?"])
         gated = iso.recast(vit, iso.AttentionToGPSA(), where="blocks.[01].attn")
         for model in (wide, gated):
             model.blocks[0].requires_grad_(False)
-            for name, scale in layer_scales(model, 0.5).items():
+            for name, scale in learning_rate_scales(model, 0.5).items():
                 block = name.split(".")[1] if name.startswith("blocks.") else None
                 known = plain[f"blocks.{block}.norm1.weight"] if block else plain[name]
                 assert scale == known, name
@@ -463,7 +469,7 @@ class TestRun:
     @pytest.mark.parametrize("kind", ["hard", "soft"])
     def test_distillation(self, kind, tmp_path):
         """The loss is DeiT's, the teacher is frozen and normalised as it was trained, and a run resumes without it."""
-        from isomorph.checkpoints.snapshot import newest, read_layout
+        from isomorph.checkpoints.snapshot import newest_snapshot, read_layout
 
         teacher = timm.create_model("cifar_resnet20")
         teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.6, 0.7)}
@@ -490,7 +496,7 @@ class TestRun:
         torch.testing.assert_close(result["loss"], 0.7 * labels + 0.3 * second)
         assert student.training
         iso.train(recipe, show=False)
-        assert not any("teacher" in name for name in read_layout(newest(tmp_path / "run").path))
+        assert not any("teacher" in name for name in read_layout(newest_snapshot(tmp_path / "run").path))
         assert iso.train(recipe, show=False).metrics["top1"] >= 0
         fixed = dict(teacher=str(tmp_path / "vit.safetensors"))
         iso.save(timm.create_model("deit_tiny_patch16_224", num_classes=10), fixed["teacher"])
@@ -640,7 +646,7 @@ class TestCheckpoint:
         assert list(tmp_path.iterdir()) == [path]
 
     def test_what_was_loaded_is_said(self, tmp_path):
-        from isomorph.training.build import build_model, loaded_line
+        from isomorph.training.build import build_model, describe_loaded_weights
         from isomorph.training.recipe.fields import ModelPart
 
         given = timm.create_model("cifar_resnet20")
@@ -652,7 +658,7 @@ class TestCheckpoint:
         tensors = sum("num_batches" not in name for name in given.state_dict())
         said = f"weights: {tensors - 2} tensors from {path}; new: linear.weight, linear.bias"
         assert build_model(ModelPart(name="cifar_resnet20", weights=path), 3).isomorph_start == said
-        assert loaded_line(other, "x", list("abcdef")).endswith("; new: a, b, c, d and 2 more")
+        assert describe_loaded_weights(other, "x", list("abcdef")).endswith("; new: a, b, c, d and 2 more")
 
     def test_misfits_are_named(self, tmp_path):
         iso.save(timm.create_model("cifar_resnet32"), tmp_path / "32.safetensors")

@@ -14,17 +14,18 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import newest, read_snapshot, snapshots
+from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot, list_snapshots
 from isomorph.distributed import Runtime
 from isomorph.training import Diverged, Stopped
 from isomorph.training.recipe.recipe import (
-    changes,
-    check,
-    identity,
-    with_defaults,
+    add_defaults,
+    changed_fields,
+    identity_json,
+    validate,
 )
+from isomorph.training.run.folder_lock import lock_folder
 from isomorph.training.run.guards import LossGuard, stop_requests
-from isomorph.training.run.log import alone_in, rows_of
+from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train_epoch
 from isomorph.training.run.open import open_run
 from stopping import stopped_run
@@ -43,12 +44,12 @@ TINY = dict(
 
 CODE = (
     "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import check\n"
-    "iso.train(check(json.loads(sys.argv[1])), show=False)"
+    "iso.train(validate(json.loads(sys.argv[1])), show=False)"
 )
 
 
 def tiny(out, **more):
-    return check({**TINY, "out": str(out), **more})
+    return validate({**TINY, "out": str(out), **more})
 
 
 def start(out, code=CODE, **more):
@@ -62,11 +63,11 @@ def same_run(a, b):
     """Weights, the last snapshot (averages, optimiser) and the logs, but for times."""
     ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (a, b))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    ours, theirs = (read_snapshot(newest(folder).path) for folder in (a, b))
+    ours, theirs = (read_snapshot(newest_snapshot(folder).path) for folder in (a, b))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for name, keys in (("log.jsonl", ("epoch", "loss", "top1", "nll", "lr")), ("steps.jsonl", ("step", "lr"))):
-        rows = [[[row[key] for key in keys] for row in rows_of(folder / name)] for folder in (a, b)]
+        rows = [[[row[key] for key in keys] for row in read_log(folder / name)] for folder in (a, b)]
         assert rows[0] == rows[1]
     assert not [path for folder in (a, b) for path in folder.glob(".*")]
 
@@ -88,7 +89,7 @@ def whole(tmp_path_factory):
 def test_stopped_and_taken_up_equals_uninterrupted(step, workers, whole, tmp_path):
     """Bit by bit: from the middle of an epoch, with other workers, after its last step, before its evaluation."""
     stop_after(tmp_path, step, data={**TINY["data"], "workers": workers})
-    assert newest(tmp_path).values["progress"]["step"] == step
+    assert newest_snapshot(tmp_path).values["progress"]["step"] == step
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
 
@@ -97,10 +98,10 @@ def test_a_run_that_dies_before_an_evaluation(whole, tmp_path):
     import isomorph.training.run.loop as loop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "close_epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(loop, "finish_epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             iso.train(tiny(tmp_path, checkpoint_minutes=0), show=False)
-    assert newest(tmp_path).values["progress"]["step"] == 7
+    assert newest_snapshot(tmp_path).values["progress"]["step"] == 7
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
 
@@ -116,7 +117,7 @@ def test_a_signal_during_an_evaluation_stops_after_it(whole, tmp_path):
         patch.setattr(run.Run, "measure", measure)
         with pytest.raises(Stopped, match="after step 8; saved"):
             iso.train(tiny(tmp_path), show=False)
-    assert newest(tmp_path).values["progress"]["closed"] == 1
+    assert newest_snapshot(tmp_path).values["progress"]["closed"] == 1
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
 
@@ -140,7 +141,7 @@ def test_a_signal_may_come_twice():
 
 def test_a_folder_is_for_one_run_at_a_time(tmp_path):
     runtime = Runtime(torch.device("cpu"), False)
-    with alone_in(tmp_path, runtime):
+    with lock_folder(tmp_path, runtime):
         with pytest.raises(iso.UserError, match=f"another process trains in {tmp_path}"):
             iso.train(tiny(tmp_path, epochs=1), show=False)
         assert not list(tmp_path.iterdir())
@@ -176,21 +177,21 @@ def test_sigterm_saves_and_says_so(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while process.poll() is None and len(rows_of(tmp_path / "run/steps.jsonl")) < 11:
+    while process.poll() is None and len(read_log(tmp_path / "run/steps.jsonl")) < 11:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     said = process.communicate()[1]
     assert process.returncode == 128 + signal.SIGTERM
     assert "isomorph: stopped by SIGTERM after step" in said.splitlines()[-1]
-    step = newest(tmp_path / "run").values["progress"]["step"]
+    step = newest_snapshot(tmp_path / "run").values["progress"]["step"]
     assert step >= 11
-    assert len(rows_of(tmp_path / "run/steps.jsonl")) == step
+    assert len(read_log(tmp_path / "run/steps.jsonl")) == step
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "state", "gone"])
 def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, capsys):
     stop_after(tmp_path, 13)
-    last, _ = snapshots(tmp_path)
+    last, _ = list_snapshots(tmp_path)
     shard = next(last.glob("*.safetensors"))
     if damage == "truncated":
         shard.write_bytes(shard.read_bytes()[:-1000])
@@ -228,7 +229,7 @@ def test_a_full_disk_stops_with_the_older_snapshot_whole(whole, tmp_path):
     said = process.communicate()[1]
     assert process.returncode
     assert "UserError: cannot write" in said
-    assert newest(tmp_path).values["progress"]["step"] == 5
+    assert newest_snapshot(tmp_path).values["progress"]["step"] == 5
     assert not list(tmp_path.glob(".*"))
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
@@ -249,7 +250,7 @@ class TestDivergence:
         """What a run keeps is whole at every moment, also where the loss is not looked at."""
         with pytest.raises(Diverged, match="not finite at epoch 1"):
             iso.train(tiny(tmp_path, optim=dict(lr=1e30, gate_lr=0.1), checkpoint_minutes=0, log_every=50), show=False)
-        for path in snapshots(tmp_path):
+        for path in list_snapshots(tmp_path):
             assert all(tensor.isfinite().all() for tensor in read_snapshot(path).values() if tensor.is_floating_point())
         assert not (tmp_path / "best.safetensors").exists()
 
@@ -266,12 +267,12 @@ class TestDivergence:
 def test_a_run_of_before_a_field_existed_goes_on(tmp_path):
     """A recipe that was kept without it has its default; another value is another run."""
     recipe = tiny(tmp_path)
-    kept = json.loads(identity(recipe))
+    kept = json.loads(identity_json(recipe))
     del kept["loss"], kept["data"]["test_crop"]
-    assert not changes(with_defaults(kept), json.loads(identity(recipe)))
-    other = json.loads(identity(tiny(tmp_path, loss="sigmoid")))
-    assert changes(with_defaults(kept), other) == ["loss softmax there, sigmoid here"]
-    assert with_defaults({"gone": 1}) == {"gone": 1}
+    assert not changed_fields(add_defaults(kept), json.loads(identity_json(recipe)))
+    other = json.loads(identity_json(tiny(tmp_path, loss="sigmoid")))
+    assert changed_fields(add_defaults(kept), other) == ["loss softmax there, sigmoid here"]
+    assert add_defaults({"gone": 1}) == {"gone": 1}
 
 
 def test_what_does_not_change_the_computation_may_change(whole, tmp_path):
@@ -309,7 +310,7 @@ def test_a_finished_run_stays_and_its_damaged_model_is_written_anew(tmp_path):
 
 def test_a_foreign_state_is_said(tmp_path):
     iso.train(tiny(tmp_path, epochs=1), show=False)
-    path = newest(tmp_path).path / "state.json"
+    path = newest_snapshot(tmp_path).path / "state.json"
     state = json.loads(path.read_text())
     del state["recipe"]
     path.write_text(json.dumps(state))

@@ -15,7 +15,7 @@ from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivatio
 from isomorph.models.vanillanet import checkpoint_filter_fn
 from isomorph.training.build import build_model
 from isomorph.training.recipe.fields import ModelPart
-from isomorph.training.recipe.recipe import check
+from isomorph.training.recipe.recipe import validate
 
 SMALL = dict(dims=[8, 12, 16, 20], num_classes=5)
 
@@ -176,7 +176,7 @@ def train(folder, epochs=1, **more):
         epochs=epochs,
         out=str(folder),
     )
-    return iso.train(check(recipe | more), show=False)
+    return iso.train(validate(recipe | more), show=False)
 
 
 def test_a_recipe_anneals_and_the_averaged_weights_follow(tmp_path):

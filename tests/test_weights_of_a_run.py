@@ -7,8 +7,8 @@ import torch
 import isomorph as iso
 from isomorph.training.build import build_model
 from isomorph.training.recipe.fields import ModelPart
-from isomorph.training.recipe.recipe import check
-from isomorph.training.run.preflight import refuse_missing_files
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.preflight import check_files
 
 VIT = dict(name="vit_tiny_patch16_224", kwargs=dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3))
 CNN = dict(name="cifar_resnet20")
@@ -92,13 +92,13 @@ def test_a_run_trains_on_from_its_own_weights(tmp_path, capsys):
         epochs=1,
         out=str(tmp_path / "x"),
     )
-    first = iso.train(check(values), show=False)
+    first = iso.train(validate(values), show=False)
     path = tmp_path / "x/model.safetensors"
     values["model"] = values["model"] | dict(weights=str(path))
-    iso.train(check(values | dict(out=str(tmp_path / "y"))), show=True)
+    iso.train(validate(values | dict(out=str(tmp_path / "y"))), show=True)
     assert f"tensors from {path} (of the recast model)" in capsys.readouterr().out
     assert iso.edits(iso.load(tmp_path / "y/model.safetensors")) == iso.edits(first.model)
     with pytest.raises(
         iso.UserError, match=r"model.weights: .*x is a folder; give a checkpoint in it, like .*model.saf"
     ):
-        refuse_missing_files(check(values | dict(model=values["model"] | dict(weights=str(tmp_path / "x")))))
+        check_files(validate(values | dict(model=values["model"] | dict(weights=str(tmp_path / "x")))))

@@ -12,9 +12,9 @@ from isomorph.errors import UserError
 from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
 from isomorph.training.recipe.recipe import (
     Recipe,
-    check,
-    override,
-    read_file,
+    apply_overrides,
+    read_recipe,
+    validate,
 )
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def recipe_values(name: str) -> dict[str, Any]:
         return {"name": name, **RECIPES[name]}
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
-        return {"name": path.stem, **read_file(path)}
+        return {"name": path.stem, **read_recipe(path)}
     if path.is_file():
         raise UserError(f"{name} is no recipe; its file must end in .yaml, .yml or .toml")
     begun = [known for known in RECIPES if known.startswith(name)]
@@ -49,10 +49,10 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 
     Raises: UserError listing every problem at once.
     """
-    return check(override(recipe_values(name), overrides or []))
+    return validate(apply_overrides(recipe_values(name), overrides or []))
 
 
-def as_assignments(tokens: Sequence[str]) -> list[str]:
+def parse_overrides(tokens: Sequence[str]) -> list[str]:
     """`--field value`, `--field=value` and `field=value` as `field=value`."""
     assignments, rest = [], list(tokens)
     while rest:
@@ -68,4 +68,4 @@ def as_assignments(tokens: Sequence[str]) -> list[str]:
     return assignments
 
 
-__all__ = ["RECIPES", "as_assignments", "load_recipe", "recipe_values"]
+__all__ = ["RECIPES", "parse_overrides", "load_recipe", "recipe_values"]

@@ -9,28 +9,17 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.checkpoints.model import fill, read_tensors, remember_base
-from isomorph.data import (
-    Deals,
-    MappedSource,
-    Order,
-    Share,
-    Source,
-    Stream,
-    class_fraction,
-    eval_loader,
-    evaluation_transform,
-    first_classes,
-    open_source,
-    open_stream,
-    stream_loader,
-    stream_test_loader,
-    train_loader,
-    train_transform,
-)
+from isomorph.checkpoints.model import load_state, read_tensors, record_base
+from isomorph.data.formats.registry import open_source
+from isomorph.data.label_maps import LabelMapSource
+from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
+from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
+from isomorph.data.sources import Source, class_fraction, first_classes
+from isomorph.data.streams.loader import stream_loader, stream_test_loader
+from isomorph.data.streams.stream import Stream, open_stream
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation import refusal, training_config
+from isomorph.evaluation.input_sizes import refusal, training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
 from isomorph.training.recipe.fields import ModelPart
@@ -47,16 +36,16 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
     arguments = {"name": part.name, "num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
-    remember_base(model, arguments)
-    model = (_start_from if part.weights else prepare)(model, part, recast_now)
+    record_base(model, arguments)
+    model = (_start_from if part.weights else _recast_or_freeze)(model, part, recast_now)
     said = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
     model.isomorph_start = "; ".join(said)  # type: ignore[assignment]
     return model
 
 
-def prepare(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
+def _recast_or_freeze(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
     """The surgery of a recipe now, or only the freezing where the surgery comes later."""
-    return operate(model, part) if recast_now else freeze(model, part.freeze, later=True)
+    return apply_surgery(model, part) if recast_now else freeze(model, part.freeze, later=True)
 
 
 def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
@@ -70,7 +59,7 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
     assert path is not None
     state, form = read_tensors(path), " (of the model before its recast)" if part.recast else ""
     try:
-        new = fill(model, dict(state), path, fresh_head=True)
+        new = load_state(model, dict(state), path, fresh_head=True)
     except UserError as misfit:
         if not part.recast:
             raise
@@ -80,10 +69,10 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
                 f"model.weights {path} is recast already, and model.recast_epoch {part.recast_epoch} recasts a model "
                 "that is not; set model.recast_epoch to 0, or give weights of the model before its recast"
             ) from None
-        model.isomorph_start = loaded_line(model, path, new, " (of the recast model)")  # type: ignore[assignment]
+        model.isomorph_start = describe_loaded_weights(model, path, new, " (of the recast model)")  # type: ignore[assignment]
         return model
-    model.isomorph_start = loaded_line(model, path, new, form)  # type: ignore[assignment]
-    return prepare(model, part, recast_now)
+    model.isomorph_start = describe_loaded_weights(model, path, new, form)  # type: ignore[assignment]
+    return _recast_or_freeze(model, part, recast_now)
 
 
 def _fill_recast(
@@ -93,23 +82,23 @@ def _fill_recast(
 
     Raises: UserError, with what kept the base from taking the weights, when the recast model cannot take them either.
     """
-    model = operate(model, part)
+    model = apply_surgery(model, part)
     assert part.weights is not None
     try:
-        return model, fill(model, dict(state), part.weights, fresh_head=True)
+        return model, load_state(model, dict(state), part.weights, fresh_head=True)
     except UserError as error:
         reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
         raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
 
 
-def loaded_line(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
+def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
     """Which of a model's tensors came from a checkpoint, of which form of the model, and which are new, in words."""
     taken = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
     named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
     return f"weights: {taken} tensors from {path}{form}" + (f"; new: {named}" if new else "")
 
 
-def operate(model: nn.Module, part: ModelPart) -> nn.Module:
+def apply_surgery(model: nn.Module, part: ModelPart) -> nn.Module:
     """The surgery of a recipe: unstride, recast, freeze. Raises: UserError when it matches nothing."""
     if part.unstride:
         model = unstride(model, part.unstride)
@@ -150,7 +139,7 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     return training_config(model, recipe.data.size, crop)
 
 
-def refuse_blind(model: nn.Module, size: Sequence[int], who: str) -> None:
+def check_image_size(model: nn.Module, size: Sequence[int], who: str) -> None:
     """Raises: UserError when a model cannot take images of a size (channels, height, width)."""
     if reason := refusal(model, size):
         raise UserError(
@@ -172,11 +161,11 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
     if data.fraction < 1:
         source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
     if recipe.token_labels and recipe.token_labels.maps:
-        source = MappedSource(source, recipe.token_labels.maps, recipe.model.num_classes or len(source.classes))
+        source = LabelMapSource(source, recipe.token_labels.maps, recipe.model.num_classes or len(source.classes))
     return source, test
 
 
-def plan(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[Order, Share]:
+def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOrder, BatchParts]:
     """Order of the training images, and the share of every batch that is this process's.
 
     Raises: UserError when the batch cannot be shared out, or the data has no full batch.
@@ -193,12 +182,12 @@ def plan(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[Order, Share]:
         raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
     mine = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
     shards = train.shards if isinstance(train, Source) else None
-    return Order(len(train), batch, recipe.seed, recipe.augment.repeats, shards, data.shuffle_shards), Share(
+    return BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats, shards, data.shuffle_shards), BatchParts(
         mine, parts
     )
 
 
-def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: Deals) -> DataLoader[Any]:
+def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: TrainSampler) -> DataLoader[Any]:
     """Training images as they are dealt, augmented as the recipe says."""
     augment, data = recipe.augment, recipe.data
     transform = train_transform(
@@ -221,8 +210,8 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
     """This process's share of the test images. Raises: UserError when there are fewer than processes."""
     batch, workers = max(1, recipe.data.batch_size // runtime.world), recipe.data.workers
     if isinstance(test, Stream):
-        share = Share(range(runtime.rank, runtime.rank + 1), runtime.world)
-        return stream_test_loader(test, evaluation_transform(config), batch, workers, share)
+        share = BatchParts(range(runtime.rank, runtime.rank + 1), runtime.world)
+        return stream_test_loader(test, eval_transform(config), batch, workers, share)
     if len(test) < runtime.world:
         raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
     mine = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))

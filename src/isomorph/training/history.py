@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from isomorph.analysis import Trajectory, along, gating_along
 from isomorph.checkpoints.open import open_trained
-from isomorph.checkpoints.snapshot import newest
-from isomorph.data import Source, eval_loader
+from isomorph.checkpoints.snapshot import newest_snapshot
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation import count_macs, count_parameters, evaluation_config
-from isomorph.suites.test_data import images_for_model
+from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.suites.test_data import images_on_device
 
 
 def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
@@ -29,7 +31,7 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
         raise UserError(f"{folder} is no folder of a run")
     named = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
     epochs = sorted((int(match[1]), path) for path, match in named.items() if match)
-    found = newest(folder)
+    found = newest_snapshot(folder)
     now = found.values["progress"]["closed"] if found else None
     if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
         epochs.append((now, folder))
@@ -56,13 +58,13 @@ def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Traj
     return gating_along(saved_models(folder, damaged))
 
 
-Measure = Callable[[nn.Module, Any], dict[str, Tensor]]
+AttentionMeasure = Callable[[nn.Module, Any], dict[str, Tensor]]
 """A number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
 
 
 def attention_history(
     folder: str | Path,
-    measures: Mapping[str, Measure],
+    measures: Mapping[str, AttentionMeasure],
     source: Source,
     device: str = "cpu",
     damaged: list[str] | None = None,
@@ -77,7 +79,7 @@ def attention_history(
 
     def look(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         loader = eval_loader(source, evaluation_config(model.to(device)), 32)
-        found = {key: measure(model, images_for_model(loader, model)) for key, measure in measures.items()}
+        found = {key: measure(model, images_on_device(loader, model)) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
     moments, values = along(saved_models(folder, damaged), look)

@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, GPSA2d
 from isomorph.layers.pyramid import Pyramid
-from isomorph.layers.weight_decay import undecayed
+from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 
-KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
+GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Parameter groups, in order."""
 
 
-def _attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
+def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
     """Full names of the gates, and of the centres and localities, of every layer that attends by position."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d | PSA)}
     dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
@@ -29,7 +29,7 @@ def _attention_names(model: nn.Module) -> tuple[set[str], set[str]]:
     return gates, dials - gates
 
 
-def _branch_names(model: nn.Module) -> set[str]:
+def _normalised_names(model: nn.Module) -> set[str]:
     """Full names of the weights that a BatchNorm follows inside pyramids: only their direction matters."""
     named = {module: name for name, module in model.named_modules()}
     chains = [chain for module in model.modules() if isinstance(module, Pyramid) for chain in module.chains]
@@ -37,7 +37,7 @@ def _branch_names(model: nn.Module) -> set[str]:
     return {f"{named[layer]}.weight" for layer, after in pairs if isinstance(after, _BatchNorm)}
 
 
-def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
+def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Share of the learning rate of every parameter: decay ** (layers after its own), frozen ones counted too.
 
     Raises: UserError when the model does not tell its layers apart.
@@ -55,10 +55,10 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
 
     With a layer decay, each of these once for every layer.
     """
-    exempt = undecayed(model) | set(getattr(model, "no_weight_decay", set)())
-    gates, positions = _attention_names(model)
-    branches = _branch_names(model) if optim.branch_lr else set()
-    scales = layer_scales(model, optim.layer_decay)
+    exempt = parameters_without_decay(model) | set(getattr(model, "no_weight_decay", set)())
+    gates, positions = _gating_names(model)
+    branches = _normalised_names(model) if optim.branch_lr else set()
+    scales = learning_rate_scales(model, optim.layer_decay)
     members: dict[tuple[float, str], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -69,7 +69,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
     rates = {"gates": optim.gate_lr, "positions": optim.position_lr}
     rates["branches"] = optim.branch_lr or optim.lr
     decay = {"decayed": optim.weight_decay, "branches": optim.weight_decay}
-    order = sorted(members, key=lambda key: (-key[0], KINDS.index(key[1])))
+    order = sorted(members, key=lambda key: (-key[0], GROUP_KINDS.index(key[1])))
     return [
         dict(
             name=kind if scale == 1 else f"{kind} x{scale:.6g}",
@@ -81,7 +81,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
     ]
 
 
-def group_lines(optimizer: Optimizer, optim: OptimPart) -> list[str]:
+def group_table(optimizer: Optimizer, optim: OptimPart) -> list[str]:
     """The parameter groups as a table: tensors, parameters, peak learning rate and decay of each."""
     rows = [("group", "tensors", "parameters", "peak lr", "decay")]
     for group in optimizer.param_groups:

@@ -35,49 +35,49 @@ def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Mo
     return model
 
 
-def spread(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
+def distribute(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
     """Compiles the trained module, and shares it out over the processes of the run."""
     module = task.get_trainable_module()
     if scale.compile:
         module.compile()
     if scale.parallel == "fsdp":
-        shard(module)
+        _shard(module)
         if task.has_ema():
-            shard(task.get_trainable_module(ema=True).module)
+            _shard(task.get_trainable_module(ema=True).module)
     elif runtime.world > 1:
         task.prepare_distributed(device_ids=[runtime.device.index] if runtime.device.type == "cuda" else None)
 
 
-def shard(module: nn.Module) -> None:
+def _shard(module: nn.Module) -> None:
     """FSDP2: every block's parameters are sharded, and gathered while it computes."""
-    for block in blocks_of(module):
+    for block in find_blocks(module):
         fully_shard(block)
     fully_shard(module)
 
 
-def blocks_of(module: nn.Module) -> list[nn.Module]:
+def find_blocks(module: nn.Module) -> list[nn.Module]:
     """The repeated parts of a network: members of its outermost lists, or of the lists within these."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += members(child) if isinstance(child, nn.Sequential | nn.ModuleList) else blocks_of(child)
+        found += _flatten_list(child) if isinstance(child, nn.Sequential | nn.ModuleList) else find_blocks(child)
     return found
 
 
-def members(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
+def _flatten_list(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
     """What a list holds, lists in it (stages of blocks) taken apart; without what has no parameters."""
     found: list[nn.Module] = []
     for member in container:
         if isinstance(member, nn.Sequential | nn.ModuleList):
-            found += members(member)
+            found += _flatten_list(member)
         elif hasattr(member, "blocks"):
-            found += blocks_of(member)
+            found += find_blocks(member)
         elif any(True for _ in member.parameters()):
             found.append(member)
     return found
 
 
 @contextmanager
-def gradients_stay(task: TrainingTask) -> Iterator[None]:
+def no_gradient_sync(task: TrainingTask) -> Iterator[None]:
     """For all parts of a batch but the last: gradients are not exchanged between processes yet."""
     module = task.get_trainable_module()
     if isinstance(module, FSDPModule):
@@ -89,7 +89,7 @@ def gradients_stay(task: TrainingTask) -> Iterator[None]:
         yield
 
 
-def whole_state(module: nn.Module) -> dict[str, Tensor]:
+def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, gathered from their shards; every process calls it."""
     state = module.state_dict()
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}

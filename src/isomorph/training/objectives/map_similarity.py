@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.training.recipe.objective_fields import MapSimilarityPart
 
-SMALLEST = 1e-8
+MIN_LENGTH = 1e-8
 """Below this length heads count as if they had it, as in torch's cosine."""
 
 
@@ -27,7 +27,9 @@ def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Te
     Source: Refiner code
     """
     neighbours = list(islice(pairwise(maps), pairs))
-    squares = {id(each): square(each) for pair in neighbours for each in pair}  # a map handed on is measured once
+    squares = {
+        id(each): _squared_length(each) for pair in neighbours for each in pair
+    }  # a map handed on is measured once
     total = maps[0].new_zeros((), dtype=torch.promote_types(maps[0].dtype, torch.float32))
     for first, second in neighbours:
         if first is second:
@@ -38,10 +40,10 @@ def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Te
     return total / len(neighbours)
 
 
-def square(maps: Tensor) -> Tensor:
+def _squared_length(maps: Tensor) -> Tensor:
     """The squared length of the heads' vector at every query and key. Shape: (B, H, N, N) -> (B, N, N)"""
     dtype = torch.promote_types(maps.dtype, torch.float32)
-    return (maps * maps).sum(1, dtype=dtype).clamp_min(SMALLEST**2)
+    return (maps * maps).sum(1, dtype=dtype).clamp_min(MIN_LENGTH**2)
 
 
 class PenalisedTask(ClassificationTask):
@@ -58,7 +60,7 @@ class PenalisedTask(ClassificationTask):
         super().__init__(model, criterion=criterion, device=device, verbose=False)
         self.similarity = similarity
         if similarity:
-            _refuse_mapless(model)
+            _check_model(model)
 
     def ask(self, input: Tensor, **arguments: Any) -> tuple[Any, Tensor | float]:
         """What the network says of images, and the penalty on the maps that it says it with."""
@@ -73,7 +75,7 @@ class PenalisedTask(ClassificationTask):
         return {"loss": task + penalty, "output": logits, "task_loss": task}
 
 
-def _refuse_mapless(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     """Raises: UserError for a network whose blocks do not hand their maps on, or a single block."""
     if not getattr(model, "hands_maps_on", False):
         raise UserError(

@@ -17,7 +17,7 @@ from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.masked import MaskedAutoencoder, reconstruction_error
 from isomorph.training.recipe.mask_fields import MaskPart
 
-BETA = 2.0
+SMOOTH_L1_BETA = 2.0
 """Where smooth L1 turns from a square into a line: as published with G2SD; TDRL does not name its loss."""
 
 
@@ -55,7 +55,7 @@ class MaskedTask(PretrainingTask):
         return {"loss": reconstruction_error(prediction, autoencoder.target(input), mask), "output": prediction}
 
 
-class Aligned(nn.Module):
+class AlignedStudent(nn.Module):
     """A student and the one linear layer from the features of its decoder to those of the teacher's.
 
     What the student does with these features otherwise, norm and pixels, is not trained here and frozen.
@@ -106,8 +106,8 @@ class GenericDistillationTask(PretrainingTask):
     def __init__(
         self, student: MaskedAutoencoder, teacher: MaskedAutoencoder, device: torch.device, block: int = 4
     ) -> None:
-        _refuse_pair(student, teacher, block)
-        super().__init__(Aligned(student, teacher.width), device)
+        _check_pair(student, teacher, block)
+        super().__init__(AlignedStudent(student, teacher.width), device)
         self.teacher, self.block = teacher.requires_grad_(False).eval().to(device), block
         self.teacher.ratio = student.ratio
         scale, shift = _renormalisation(student, teacher)
@@ -128,15 +128,15 @@ class GenericDistillationTask(PretrainingTask):
     def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
         noise = unwrap_model(self.trainable_module).student.draw(input) if noise is None else noise
         output = self.trainable_module(input, noise)
-        return {"loss": _alignment_error(output, self.goal(input, noise)), "output": output}
+        return {"loss": _alignment_loss(output, self.goal(input, noise)), "output": output}
 
 
-def _alignment_error(output: Tensor, goal: Tensor) -> Tensor:
+def _alignment_loss(output: Tensor, goal: Tensor) -> Tensor:
     """Smooth L1: d^2 / 2 beta within beta, |d| - beta / 2 beyond, in the mean."""
-    return F.smooth_l1_loss(output.to(goal.dtype), goal, beta=BETA)
+    return F.smooth_l1_loss(output.to(goal.dtype), goal, beta=SMOOTH_L1_BETA)
 
 
-def _refuse_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
+def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
     """Raises: UserError when a teacher cannot teach this student."""
     blocks, size = len(teacher.decoder_blocks), tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
@@ -176,7 +176,7 @@ def _renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> 
     return std_s / std_t, (mean_s - mean_t) / std_t
 
 
-def build_masked(part: MaskPart, encoder: nn.Module, device: torch.device) -> PretrainingTask:
+def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) -> PretrainingTask:
     """The task that the fields describe, for a ViT that shall be pre-trained.
 
     Raises: UserError when the encoder cannot be, or the teacher cannot be read or teach it.
@@ -196,7 +196,7 @@ def _fixed_noise(places: Iterable[int], patches: int, seed: int) -> Tensor:
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
-def _count_real(images: Tensor, labels: Any = None, *_: Any) -> int:
+def _count_images(images: Tensor, labels: Any = None, *_: Any) -> int:
     """Images of a batch that count: all, but for those labelled -1."""
     return int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
 
@@ -214,7 +214,7 @@ def _masked_batches(
     for images, *labels in loader:
         height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
         noise = _fixed_noise(islice(places, len(images)), height * width, seed)
-        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), _count_real(images, *labels)
+        yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), _count_images(images, *labels)
     if images is None:
         raise UserError("there is nothing to evaluate: the loader gave no batch")
 
@@ -239,7 +239,7 @@ def evaluate_reconstruction(
 
 @torch.no_grad()
 def evaluate_alignment(
-    module: Aligned,
+    module: AlignedStudent,
     task: GenericDistillationTask,
     loader: Iterable[Any],
     seed: int = 0,
@@ -252,6 +252,6 @@ def evaluate_alignment(
     total, seen = 0.0, 0
     with eval_mode(module):
         for images, noise, real in _masked_batches(module.student, loader, seed, places or count(0)):
-            total += _alignment_error(module(images, noise), task.goal(images, noise)).item() * real
+            total += _alignment_loss(module(images, noise), task.goal(images, noise)).item() * real
             seen += real
     return {"alignment": total / seen, "images": seen}

@@ -10,22 +10,23 @@ from timm.task import TrainingTask
 from torch import nn
 
 from isomorph.distributed import Runtime
-from isomorph.evaluation import added, tally
+from isomorph.evaluation.accuracy import tally
+from isomorph.evaluation.prediction_counts import added
 from isomorph.models.masked import MaskedAutoencoder
 from isomorph.training.objectives.masked import (
-    Aligned,
+    AlignedStudent,
     GenericDistillationTask,
-    build_masked,
+    build_pretraining,
     evaluate_alignment,
     evaluate_reconstruction,
 )
 from isomorph.training.objectives.supervised import (
-    classification,
-    distillation,
+    build_classification,
+    build_distillation,
+    check_teacher,
     open_teacher,
-    refuse_teacher,
 )
-from isomorph.training.objectives.token_labels import token_labelling
+from isomorph.training.objectives.token_labels import build_token_labelling
 from isomorph.training.recipe.recipe import Recipe
 
 Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
@@ -52,32 +53,36 @@ class Objective:
 def build_objective(recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
     """Labels; labels and a teacher; labels of every patch; hidden patches, with and without a teacher."""
     if recipe.mask:
-        return masked(build_masked(recipe.mask, model, device))
+        return _pretraining_objective(build_pretraining(recipe.mask, model, device))
     return Objective(_build_task(recipe, model, device), _measure_classes, lambda found: found["top1"])
 
 
 def _build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
     """What a run with labels minimises."""
     if recipe.token_labels:
-        return token_labelling(model, recipe.token_labels, recipe.augment, device, recipe.map_similarity)
+        return build_token_labelling(model, recipe.token_labels, recipe.augment, device, recipe.map_similarity)
     if recipe.distill is None:
-        return classification(model, recipe.augment, recipe.loss, device, recipe.map_similarity)
+        return build_classification(model, recipe.augment, recipe.loss, device, recipe.map_similarity)
     teacher = open_teacher(recipe.distill)
-    refuse_teacher(teacher, model)
-    return distillation(model, teacher, recipe.distill, recipe.augment, recipe.loss, device)
+    check_teacher(teacher, model)
+    return build_distillation(model, teacher, recipe.distill, recipe.augment, recipe.loss, device)
 
 
-def masked(task: TrainingTask) -> Objective:
+def _pretraining_objective(task: TrainingTask) -> Objective:
     """Pre-training keeps the encoder, and the whole autoencoder beside it."""
 
     def whole(module: nn.Module) -> MaskedAutoencoder:
-        return module.student if isinstance(module, Aligned) else module  # type: ignore[return-value]
+        return module.student if isinstance(module, AlignedStudent) else module  # type: ignore[return-value]
 
     def painted(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return joined(evaluate_reconstruction(whole(module), runtime.evened(loader), places=dealt(runtime)), runtime)
+        return _mean_over_processes(
+            evaluate_reconstruction(whole(module), runtime.evened(loader), places=_local_positions(runtime)), runtime
+        )
 
     def described(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return joined(evaluate_alignment(module, task, runtime.evened(loader), places=dealt(runtime)), runtime)  # type: ignore[arg-type]
+        return _mean_over_processes(
+            evaluate_alignment(module, task, runtime.evened(loader), places=_local_positions(runtime)), runtime
+        )  # type: ignore[arg-type]
 
     guided = isinstance(task, GenericDistillationTask)
     name = "alignment" if guided else "reconstruction"
@@ -85,12 +90,12 @@ def masked(task: TrainingTask) -> Objective:
     return Objective(task, measure, lambda found: -found[name], lambda module: whole(module).encoder, whole)
 
 
-def dealt(runtime: Runtime) -> Iterator[int]:
+def _local_positions(runtime: Runtime) -> Iterator[int]:
     """Places in the data of this process's test images, which are dealt in turn."""
     return count(runtime.rank, runtime.world)
 
 
-def joined(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
+def _mean_over_processes(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
     """Means over the images of all processes."""
     parts = runtime.gathered(found)
     images = sum(part["images"] for part in parts)

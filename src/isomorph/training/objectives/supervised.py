@@ -9,23 +9,23 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from timm.task import ClassificationTask, LogitDistillationTask, TokenDistillationTask, TrainingTask
 from torch import Tensor, nn
 
-from isomorph.checkpoints.open import is_trained, open_model
+from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.errors import UserError
-from isomorph.training.build import refuse_blind
+from isomorph.training.build import check_image_size
 from isomorph.training.objectives.map_similarity import PenalisedTask
-from isomorph.training.objectives.token_labels import MapMixup
+from isomorph.training.objectives.token_labels import LabelMapMixup
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart
 
 
-def criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
+def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
     """Cross-entropy of softmax or sigmoids: smoothed for plain labels, soft where images are mixed."""
     if loss == "sigmoid":
         return BinaryCrossEntropy(augment.smoothing, sum_classes=True)
     return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
 
 
-def classification(
+def build_classification(
     model: nn.Module,
     augment: AugmentPart,
     loss: str,
@@ -36,7 +36,7 @@ def classification(
 
     Raises: UserError for a penalty and a network whose blocks do not hand their maps on.
     """
-    return PenalisedTask(model, criterion(augment, loss), device, similarity)
+    return PenalisedTask(model, build_criterion(augment, loss), device, similarity)
 
 
 class HardDistillationTask(LogitDistillationTask):
@@ -55,7 +55,7 @@ class HardDistillationTask(LogitDistillationTask):
         return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
 
 
-def distillation(
+def build_distillation(
     model: nn.Module, teacher: nn.Module, part: DistillPart, augment: AugmentPart, loss: str, device: torch.device
 ) -> TrainingTask:
     """Labels and a frozen teacher, in eval mode throughout, normalised as it is used to.
@@ -67,20 +67,20 @@ def distillation(
         raise UserError(f"the teacher {part.teacher} knows {known} classes, the model has {wanted}: no common labels")
     teacher = teacher.requires_grad_(False).to(device)
     shared: dict[str, Any] = dict(
-        criterion=criterion(augment, loss),
+        criterion=build_criterion(augment, loss),
         task_loss_weight=1 - part.share,
         temperature=part.temperature,
         device=device,
         verbose=False,
     )
     if part.token:
-        _refuse_tokenless(model)
+        _require_distillation_token(model)
         return TokenDistillationTask(model, teacher, distill_type=part.kind, distill_loss_weight=part.share, **shared)
     kind = HardDistillationTask if part.kind == "hard" else LogitDistillationTask
     return kind(model, teacher, **shared)
 
 
-def _refuse_tokenless(model: nn.Module) -> None:
+def _require_distillation_token(model: nn.Module) -> None:
     """Raises: UserError when the model has no distillation token."""
     if not hasattr(model, "set_distilled_training"):
         raise UserError(
@@ -91,15 +91,15 @@ def _refuse_tokenless(model: nn.Module) -> None:
 
 def open_teacher(part: DistillPart) -> nn.Module:
     """The teacher of a recipe. Raises: UserError when it cannot be opened."""
-    if part.kwargs and is_trained(part.teacher):
+    if part.kwargs and is_checkpoint_or_run(part.teacher):
         raise UserError(f"{part.teacher} has arguments of its own; distill.kwargs goes with a timm model's name")
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
 @torch.no_grad()
-def refuse_teacher(teacher: nn.Module, model: nn.Module) -> None:
+def check_teacher(teacher: nn.Module, model: nn.Module) -> None:
     """Raises: UserError when the teacher cannot see the images of the run, found out before it starts."""
-    refuse_blind(teacher.eval(), model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
+    check_image_size(teacher.eval(), model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
 
 
 def build_mixup(augment: AugmentPart, num_classes: int, maps: bool = False) -> Mixup | None:
@@ -107,5 +107,5 @@ def build_mixup(augment: AugmentPart, num_classes: int, maps: bool = False) -> M
     if not augment.mixes:
         return None
     if maps:
-        return MapMixup(augment.mixup, augment.cutmix)
+        return LabelMapMixup(augment.mixup, augment.cutmix)
     return Mixup(augment.mixup, augment.cutmix, label_smoothing=augment.smoothing, num_classes=num_classes)

@@ -10,7 +10,7 @@ from timm.loss import SoftTargetCrossEntropy
 from torch import Tensor, nn
 from torchvision.ops import roi_align
 
-from isomorph.data import MapLabels
+from isomorph.data.label_maps import MapLabels
 from isomorph.errors import UserError
 from isomorph.models.dense_head import Box
 from isomorph.training.objectives.map_similarity import PenalisedTask
@@ -18,14 +18,14 @@ from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLabelPart
 
 
-def smoothed(probabilities: Tensor, smoothing: float) -> Tensor:
+def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:
     """A share of the probability spread evenly over all classes. Shape: (..., num_classes), the same"""
     return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
 
 
 def _soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
     """Labels as probabilities; mixed ones are that already. Shape: (B,) or (B, num_classes) -> (B, num_classes)"""
-    return target if target.ndim == 2 else smoothed(F.one_hot(target, num_classes), smoothing)
+    return target if target.ndim == 2 else _smooth(F.one_hot(target, num_classes), smoothing)
 
 
 def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
@@ -39,7 +39,7 @@ def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
     return dense.scatter_(1, classes.long(), scores)
 
 
-def cut(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]) -> Tensor:
+def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]) -> Tensor:
     """Class probabilities of each cell of a grid laid over the crop: the softmax of scores read bilinearly (RoIAlign).
 
     Shape: dense (B, num_classes, h, w) -> (B, H W, num_classes)
@@ -64,7 +64,7 @@ def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
     return Box(top, bottom, left, right)
 
 
-class MixedMaps(NamedTuple):
+class MixedLabelMaps(NamedTuple):
     """Label maps of images that were mixed with their partners, the batch in reverse. Shape: own (B,), shares"""
 
     target: MapLabels
@@ -76,19 +76,19 @@ class MixedMaps(NamedTuple):
         return own * labels + (1 - own) * labels.flip(0)
 
 
-class MapMixup(Mixup):
+class LabelMapMixup(Mixup):
     """timm's mixup and cutmix for images whose labels are maps: says how much of each image is its own.
 
     Shape: x (B, C, H, W), target -> the same, mixed in place, MixedMaps
     """
 
-    def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedMaps]:
+    def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedLabelMaps]:
         self.num_classes, self.label_smoothing = (
             len(x),
             0.0,
         )  # every image is a class of its own: its label is its share
         mixed, shares = super().__call__(x, torch.arange(len(x), device=x.device))
-        return mixed, MixedMaps(target, shares.diagonal())
+        return mixed, MixedLabelMaps(target, shares.diagonal())
 
 
 class TokenLabelTask(PenalisedTask):
@@ -120,7 +120,7 @@ class TokenLabelTask(PenalisedTask):
 
     def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """The same, of images that may have been mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
-        if not isinstance(target, MixedMaps):
+        if not isinstance(target, MixedLabelMaps):
             return self.labels(target, grid_size)
         image, patches = self.labels(target.target, grid_size)
         return target.mix(image), target.mix(patches)
@@ -145,8 +145,8 @@ class MapLabelTask(TokenLabelTask):
     """
 
     def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        patches = cut(dense_scores(target.maps, self.num_classes), target, grid_size)
-        return _soft_labels(target.label, self.num_classes, self.smoothing), smoothed(patches, self.smoothing)
+        patches = crop_label_maps(dense_scores(target.maps, self.num_classes), target, grid_size)
+        return _soft_labels(target.label, self.num_classes, self.smoothing), _smooth(patches, self.smoothing)
 
 
 class MapOnlyTask(MapLabelTask):
@@ -157,11 +157,11 @@ class MapOnlyTask(MapLabelTask):
 
     def labels(self, target: MapLabels, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         dense = dense_scores(target.maps, self.num_classes)
-        image, patches = cut(dense, target, (1, 1))[:, 0], cut(dense, target, grid_size)
-        return smoothed(image, self.smoothing), smoothed(patches, self.smoothing)
+        image, patches = crop_label_maps(dense, target, (1, 1))[:, 0], crop_label_maps(dense, target, grid_size)
+        return _smooth(image, self.smoothing), _smooth(patches, self.smoothing)
 
 
-def token_labelling(
+def build_token_labelling(
     model: nn.Module,
     part: TokenLabelPart,
     augment: AugmentPart,

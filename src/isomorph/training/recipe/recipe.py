@@ -138,7 +138,7 @@ class Recipe(Part):
         return self.out or Path("runs") / self.name
 
 
-FREE: dict[str, Any] = {
+CHANGEABLE: dict[str, Any] = {
     "out": True,
     "device": True,
     "source": True,
@@ -154,20 +154,20 @@ FREE: dict[str, Any] = {
 """Fields that may change between a run and its resumption."""
 
 
-def identity(recipe: Recipe) -> str:
+def identity_json(recipe: Recipe) -> str:
     """The recipe without what may change between a run and its resumption."""
-    return recipe.model_dump_json(exclude=FREE)
+    return recipe.model_dump_json(exclude=CHANGEABLE)
 
 
-def with_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
+def add_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
     try:
-        return json.loads(identity(Recipe.model_validate(_as_it_ran(recipe))))
+        return json.loads(identity_json(Recipe.model_validate(_convert_old_fields(recipe))))
     except ValidationError:
         return recipe
 
 
-def _as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
+def _convert_old_fields(recipe: dict[str, Any]) -> dict[str, Any]:
     """A kept recipe in the words of today: schedules began at the first step, and magnitudes above 10 were 10."""
     optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
     if optim.get("warmup_epochs"):
@@ -178,29 +178,29 @@ def _as_it_ran(recipe: dict[str, Any]) -> dict[str, Any]:
     return {**recipe, "optim": optim, "augment": augment}
 
 
-def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
     """The fields that differ, each with its value there and here."""
     found = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += changes(a, b, f"{prefix}{name}.")
+            found += changed_fields(a, b, f"{prefix}{name}.")
         elif a != b:
             found.append(f"{prefix}{name} {a} there, {b} here")
     return found
 
 
-def check(values: dict[str, Any]) -> Recipe:
+def validate(values: dict[str, Any]) -> Recipe:
     """A Recipe from plain values. Raises: UserError listing every problem on one line."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        problems = [describe(problem) for problem in error.errors()]
+        problems = [_describe_problem(problem) for problem in error.errors()]
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         raise UserError(f"the recipe has {count}: {'; '.join(problems)}") from None
 
 
-def describe(problem: Any) -> str:
+def _describe_problem(problem: Any) -> str:
     """One problem in words: the field, what was given, what is allowed, the closest name."""
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
     field = ".".join([*groups, last])
@@ -229,10 +229,10 @@ def _fields_of(groups: list[str]) -> dict[str, Any]:
     for group in groups:
         kinds = typing.get_args(part.model_fields[group].annotation) or (part.model_fields[group].annotation,)
         part = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), Part)
-    return part.model_fields
+    return part.documented_fields()
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_recipe(path: Path) -> dict[str, Any]:
     """The values of a YAML or TOML recipe. Raises: UserError when it is missing, unreadable or no mapping."""
     try:
         text = read_text(path)
@@ -246,7 +246,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
+def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
     """Values with dotted assignments `group.field=value` (value as YAML) laid over them. Raises: UserError."""
     result = yaml.safe_load(yaml.safe_dump(values))
     for assignment in assignments:
@@ -261,11 +261,11 @@ def override(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
             )
             if not isinstance(group, dict):
                 raise UserError(f"override {assignment!r}: {name} is not a group of fields")
-        group[last] = parse(text)
+        group[last] = _parse_value(text)
     return result
 
 
-def parse(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """A value as YAML reads it, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
     try:
         value = load_yaml(text)
@@ -284,7 +284,7 @@ def parse(text: str) -> Any:
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
     """One line per field: its flag, what it is, its default; groups of fields after the others, under their names."""
     lines, groups = [], []
-    for name, field in part.model_fields.items():
+    for name, field in part.documented_fields().items():
         kinds = [field.annotation, *typing.get_args(field.annotation)]
         group = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), None)
         if group:

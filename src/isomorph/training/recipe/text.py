@@ -8,20 +8,20 @@ import yaml
 
 from isomorph.errors import UserError
 
-LONGEST = 100_000
+MAX_CHARACTERS = 100_000
 """Characters of a recipe."""
-DEEPEST = 32
+MAX_DEPTH = 32
 """Levels of groups and lists."""
-MOST = 10_000
+MAX_VALUES = 10_000
 """Values, those that YAML aliases stand for counted each time."""
 
 
 def read_text(path: Path) -> str:
     """The text of a file. Raises: UserError when it is too long for a recipe; OSError, ValueError when unreadable."""
     with path.open(encoding="utf-8") as file:
-        text = file.read(LONGEST + 1)
-    if len(text) > LONGEST:
-        raise UserError(f"a recipe has at most {LONGEST:,} characters; this has more")
+        text = file.read(MAX_CHARACTERS + 1)
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"a recipe has at most {MAX_CHARACTERS:,} characters; this has more")
     return text
 
 
@@ -30,13 +30,13 @@ def load_yaml(text: str) -> Any:
 
     Raises: UserError for too many values or levels; YAMLError, ValueError for text that is not YAML.
     """
-    if len(text) > LONGEST:
-        raise UserError(f"a recipe has at most {LONGEST:,} characters; this has more")
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"a recipe has at most {MAX_CHARACTERS:,} characters; this has more")
     try:
         _check_expansion(yaml.compose(text, Loader=yaml.SafeLoader))
         return yaml.safe_load(text)
     except RecursionError:
-        raise UserError(f"a recipe has at most {DEEPEST} levels of groups and lists; this has more") from None
+        raise UserError(f"a recipe has at most {MAX_DEPTH} levels of groups and lists; this has more") from None
 
 
 def load_toml(text: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def load_toml(text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except RecursionError:
-        raise UserError(f"a recipe has at most {DEEPEST} levels of groups and lists; this has more") from None
+        raise UserError(f"a recipe has at most {MAX_DEPTH} levels of groups and lists; this has more") from None
 
 
 def _check_expansion(root: yaml.Node | None) -> None:
@@ -53,10 +53,10 @@ def _check_expansion(root: yaml.Node | None) -> None:
     while waiting:
         node, depth = waiting.pop()
         count += 1
-        if count > MOST:
-            raise UserError(f"a recipe has at most {MOST:,} values, aliases written out; this has more")
-        if depth > DEEPEST:
-            raise UserError(f"a recipe has at most {DEEPEST} levels of groups and lists; this has more")
+        if count > MAX_VALUES:
+            raise UserError(f"a recipe has at most {MAX_VALUES:,} values, aliases written out; this has more")
+        if depth > MAX_DEPTH:
+            raise UserError(f"a recipe has at most {MAX_DEPTH} levels of groups and lists; this has more")
         if isinstance(node, yaml.MappingNode):
             waiting += [(part, depth + 1) for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):

@@ -14,7 +14,7 @@ ATTEMPTS = 100
 
 
 @contextmanager
-def alone_in(folder: Path, runtime: Runtime) -> Iterator[str]:
+def lock_folder(folder: Path, runtime: Runtime) -> Iterator[str]:
     """Keeps other runs out of a folder; one that it had to make, and that has stayed empty, is removed at the end.
 
     The leading process makes the folder and locks it (flock), for all processes of its run. The lock ends with the
@@ -25,7 +25,7 @@ def alone_in(folder: Path, runtime: Runtime) -> Iterator[str]:
     handle, made, said, problem = -1, list[Path](), "", ""
     if runtime.leads:
         try:
-            handle, made, said = _claim(folder)
+            handle, made, said = _create_and_lock(folder)
         except UserError as error:
             problem = str(error)
     try:
@@ -40,7 +40,7 @@ def alone_in(folder: Path, runtime: Runtime) -> Iterator[str]:
             os.close(handle)
 
 
-def _claim(folder: Path) -> tuple[int, list[Path], str]:
+def _create_and_lock(folder: Path) -> tuple[int, list[Path], str]:
     """Makes and locks a folder: the handle that holds the lock, the folders made for it, and what is to be said.
 
     Raises: UserError when another process holds it, or it cannot be made.
@@ -49,7 +49,7 @@ def _claim(folder: Path) -> tuple[int, list[Path], str]:
     reason = "it is removed as often as it is made"
     for _ in range(ATTEMPTS):
         try:
-            made += _make_folders(folder)
+            made += _create_folders(folder)
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError as error:
             reason = error.strerror or reason
@@ -65,13 +65,13 @@ def _claim(folder: Path) -> tuple[int, list[Path], str]:
             raise UserError(f"another process trains in {folder}; wait for it, or give `out` another folder") from None
         except OSError:
             return handle, made, f"the file system of {folder} has no locks: start no second run in it"
-        if _still_there(folder, handle):
+        if _is_same_folder(folder, handle):
             return handle, made, ""
         os.close(handle)
     raise UserError(f"cannot write {folder}: {reason}; give `out` another folder")
 
 
-def _make_folders(folder: Path) -> list[Path]:
+def _create_folders(folder: Path) -> list[Path]:
     """Makes a folder and those above it; returns those that were not there, the outermost first."""
     made = []
     for path in reversed([path for path in (folder, *folder.parents) if not path.is_dir()]):
@@ -84,7 +84,7 @@ def _make_folders(folder: Path) -> list[Path]:
     return made
 
 
-def _still_there(folder: Path, handle: int) -> bool:
+def _is_same_folder(folder: Path, handle: int) -> bool:
     """Whether a name still leads to the folder that was opened: a start that failed may have removed it."""
     try:
         return os.path.samestat(os.stat(folder), os.fstat(handle))

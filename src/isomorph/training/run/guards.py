@@ -12,11 +12,11 @@ from isomorph.errors import UserError
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """SIGHUP: the terminal or the connection has been closed."""
 
-FIRST = 10
+LOSS_WINDOW = 10
 """Steps that say what a loss is like at the start, and how many each later look takes together."""
 
 
-INFINITE = "the loss is not finite"
+NOT_FINITE = "the loss is not finite"
 
 
 class Diverged(UserError):
@@ -41,7 +41,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 
 @contextmanager
-def _handling(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
+def _handle_signals(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
     """Handles these signals so; SIGHUP stays ignored where it is (nohup). Nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
         yield
@@ -69,18 +69,18 @@ def stop_requests() -> Iterator[StopRequest]:
         if number == signal.SIGINT:  # schedulers send SIGTERM twice: to the processes, and through torchrun
             signal.signal(signal.SIGINT, interrupt)
 
-    with _handling(SIGNALS, note):
+    with _handle_signals(SIGNALS, note):
         yield request
 
 
 @contextmanager
-def signals_raise() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Raises Stopped on SIGTERM and SIGHUP, which end a start that has written nothing yet; Ctrl-C raises already."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing was written", number)
 
-    with _handling((signal.SIGTERM, signal.SIGHUP), stop):
+    with _handle_signals((signal.SIGTERM, signal.SIGHUP), stop):
         yield
 
 
@@ -96,7 +96,7 @@ class LossGuard:
     def problem(self, loss: float) -> str:
         """What is wrong with the mean loss of the latest steps, or nothing."""
         if not math.isfinite(loss):
-            return INFINITE
+            return NOT_FINITE
         if self.first is None:
             self.first = max(loss, 1.0)
         if self.factor is not None and loss > self.factor * self.first:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.checkpoints.optimizer_state import (
-    GROUP,
-    fill_optimizer,
-    owner,
+    GROUP_PREFIX,
+    load_optimizer,
+    owner_name,
     split_optimizer,
 )
 from isomorph.distributed import seed_everything
 from isomorph.surgery import notes
-from isomorph.training.build import operate
+from isomorph.training.build import apply_surgery
 from isomorph.training.run.open import assemble
 from isomorph.training.run.state import Run
 
@@ -28,29 +28,29 @@ def recast_run(run: Run) -> tuple[Run, str]:
     """The run with its model recast, optimiser and averages carried over; and what is said about it."""
     recipe, before = run.recipe, run.trained
     tensors, values = split_optimizer(before, run.optimizer)
-    model, averaged = _recast_alike(before, run), None if run.averaged is None else _recast_alike(run.averaged, run)
-    kept = unchanged(before, model)
+    model, averaged = _recast_copy(before, run), None if run.averaged is None else _recast_copy(run.averaged, run)
+    kept = unchanged_parameters(before, model)
     objective, optimizer, scheduler, header = assemble(recipe, model, run.runtime, run.order.steps)
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
     if averaged is not None:
         run.averaged.load_state_dict(averaged.state_dict())  # type: ignore[union-attr]
-    owned = {name: tensor for name, tensor in tensors.items() if owner(name) in kept or owner(name).startswith(GROUP)}
+    owned = {name: tensor for name, tensor in tensors.items() if owner_name(name) in kept or owner_name(name).startswith(GROUP_PREFIX)}
     values["state"] = {name: value for name, value in values["state"].items() if name in kept}
-    fill_optimizer(run.trained, optimizer, owned, values)
+    load_optimizer(run.trained, optimizer, owned, values)
     run.progress.recast = True
     new = sum(1 for name, _ in run.trained.named_parameters() if name not in kept)
     said = f"recast after epoch {run.progress.closed}: {len(kept)} parameter tensors go on, {new} are new"
     return run, "; ".join((said, *notes(run.trained)))
 
 
-def _recast_alike(model: nn.Module, run: Run) -> nn.Module:
+def _recast_copy(model: nn.Module, run: Run) -> nn.Module:
     """The model after the recipe's surgery; every call draws the same for what is new."""
     seed_everything("recast", run.recipe.seed)
     training = model.training
-    return operate(copy.deepcopy(model), run.recipe.model).train(training)
+    return apply_surgery(copy.deepcopy(model), run.recipe.model).train(training)
 
 
-def unchanged(before: nn.Module, after: nn.Module) -> set[str]:
+def unchanged_parameters(before: nn.Module, after: nn.Module) -> set[str]:
     """Names of the parameters that surgery has left as they were."""
     old: dict[str, Tensor] = dict(before.named_parameters())
     return {

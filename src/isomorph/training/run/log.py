@@ -21,14 +21,11 @@ from isomorph.checkpoints.model import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.folder_lock import alone_in
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 
-__all__ = ["Journal", "alone_in", "environment", "rows_of"]
 
-
-def environment(runtime: Runtime) -> dict[str, Any]:
+def describe_environment(runtime: Runtime) -> dict[str, Any]:
     """Where, when and with what a run was started."""
     place = torch.cuda.get_device_name(runtime.device) if runtime.device.type == "cuda" else platform.processor()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "timm": timm.__version__}
@@ -53,7 +50,7 @@ class Journal:
 
     def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
         self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
-        self.console = Console(file=Terminal(sys.stdout), quiet=not (show and runtime.leads))  # type: ignore[arg-type]
+        self.console = Console(file=ClosableStream(sys.stdout), quiet=not (show and runtime.leads))  # type: ignore[arg-type]
         self.board: Any = None
 
     def open(self, epoch: int, step: int) -> None:
@@ -64,13 +61,13 @@ class Journal:
         if not self.runtime.leads:
             return
         for name in LOGS:
-            if lost := trim(self.folder / name, epoch, step):
+            if lost := _truncate_log(self.folder / name, epoch, step):
                 lines = "1 line" if lost == 1 else f"{lost} lines"
                 self.say(f"{self.recipe.name}: {lines} of {name} cannot be read and were dropped from it")
         self.board = _open_board(self.folder, step) if self.recipe.tensorboard else None
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
-        self.write("environment.jsonl", environment(self.runtime))
+        self.write("environment.jsonl", describe_environment(self.runtime))
 
     def write(self, name: str, row: dict[str, Any]) -> None:
         """Appends one line of JSON. Raises: UserError when the disk is full."""
@@ -125,12 +122,12 @@ def _open_board(folder: Path, step: int) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def read_log(path: Path) -> list[dict[str, Any]]:
     """The rows of a log, without lines that a crash cut short or that are damaged."""
-    return read_rows(path)[0]
+    return _read_rows(path)[0]
 
 
-def read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
+def _read_rows(path: Path) -> tuple[list[dict[str, Any]], int]:
     """The rows of a log, and how many of its lines are not rows: cut short, not UTF-8, not JSON, of other types."""
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     lines = [line for line in lines if line.strip()]
@@ -147,7 +144,7 @@ def _is_row(row: Any) -> bool:
     return isinstance(row, dict) and all(type(row.get(key, 0)) is int for key in ("step", "epoch"))
 
 
-def trim(path: Path, epoch: int, step: int) -> int:
+def _truncate_log(path: Path, epoch: int, step: int) -> int:
     """Drops the rows of epochs after `epoch`, or, where they say a step, of steps after `step`; and damaged lines.
 
     Returns the number of the latter.
@@ -159,7 +156,7 @@ def trim(path: Path, epoch: int, step: int) -> int:
     try:
         if not path.is_file():
             raise OSError("it is not a file")
-        rows, lost = read_rows(path)
+        rows, lost = _read_rows(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; move it away") from None
     kept = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", 0) <= epoch)]
@@ -167,7 +164,7 @@ def trim(path: Path, epoch: int, step: int) -> int:
     return lost
 
 
-class Terminal:
+class ClosableStream:
     """A stream that may go away (a closed terminal, a pipe without a reader): what is written after that is dropped."""
 
     def __init__(self, stream: Any) -> None:

@@ -8,34 +8,34 @@ from typing import Any
 
 from torch import nn
 
-from isomorph.checkpoints.snapshot import set_aside
+from isomorph.checkpoints.snapshot import rename_damaged
 from isomorph.distributed import open_runtime
-from isomorph.training.optim import group_lines
+from isomorph.training.optim import group_table
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.folder_lock import alone_in
+from isomorph.training.run.folder_lock import lock_folder
 from isomorph.training.run.guards import (
-    INFINITE,
+    NOT_FINITE,
     StopRequest,
-    signals_raise,
+    raise_on_signals,
     stop_requests,
 )
 from isomorph.training.run.late_recast import recast_run
 from isomorph.training.run.log import Journal
 from isomorph.training.run.monitor import (
-    Look,
-    diverged,
-    finite,
+    StepMonitor,
+    all_finite,
+    divergence_error,
+    raise_if_stopped,
     save_snapshot,
-    stop,
 )
 from isomorph.training.run.open import open_run
 from isomorph.training.run.state import Run
 from isomorph.training.run.step import train_step
 
-SHORT = 10.0
+MIN_SECONDS = 10.0
 """Seconds of an epoch that are too few to judge by."""
 
-LATE = 0.1
+MAX_WAITING = 0.1
 """Share of the time that may be spent waiting for images before the run says so."""
 
 
@@ -62,14 +62,14 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     runtime = open_runtime(recipe.device, recipe.amp == "bf16")
     journal = Journal(recipe, runtime, show)
     with ExitStack() as held:
-        with signals_raise():
-            if said := held.enter_context(alone_in(recipe.folder, runtime)):
+        with raise_on_signals():
+            if said := held.enter_context(lock_folder(recipe.folder, runtime)):
                 journal.say(f"{recipe.name}: {said}")
             run = open_run(recipe, runtime)  # writes nothing
-        return _run_to_its_end(run, journal)
+        return _complete(run, journal)
 
 
-def _run_to_its_end(run: Run, journal: Journal) -> Result:
+def _complete(run: Run, journal: Journal) -> Result:
     """What is left of a run, all of it or nothing. Raises: as `train`."""
     recipe = run.recipe
     if run.progress.closed == recipe.epochs and run.has_written(recipe.folder / "model.safetensors"):
@@ -77,24 +77,24 @@ def _run_to_its_end(run: Run, journal: Journal) -> Result:
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
     with stop_requests() as request, closing(journal):
         journal.open(run.progress.closed, run.progress.step)
-        _introduce(run, journal)
+        _print_start(run, journal)
         while run.progress.closed < recipe.epochs:
             run = recast_when_due(run, journal)
             name, steps = f"epoch {run.progress.closed + 1}/{recipe.epochs}", run.order.steps
             with journal.progress(name, run.progress.step % steps, steps) as advance:
                 loss = train_epoch(run, advance, journal, request)
-            close_epoch(run, loss, journal)
+            finish_epoch(run, loss, journal)
             if run.progress.closed < recipe.epochs:
-                stop(run, int(run.runtime.highest(request.number)[0]))
+                raise_if_stopped(run, int(run.runtime.highest(request.number)[0]))
         run.save_autoencoder()
         run.save(recipe.folder / "model.safetensors")  # last: it says that the run has ended
     return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
 
 
-def _introduce(run: Run, journal: Journal) -> None:
+def _print_start(run: Run, journal: Journal) -> None:
     """Says what is about to run, how every parameter will move, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
-    for said in set_aside(run.found) if run.found and runtime.leads else ():
+    for said in rename_damaged(run.found) if run.found and runtime.leads else ():
         journal.say(f"{recipe.name}: {said}; going back to the one before it")
     steps = run.order.steps
     begin = f"resuming after step {progress.step:,} of {recipe.epochs * steps:,}; " if progress.step else ""
@@ -107,7 +107,7 @@ def _introduce(run: Run, journal: Journal) -> None:
         journal.say(f"{recipe.name}: {run.start}")
     if run.order.batch < recipe.data.batch_size:
         journal.say(f"{recipe.name}: {run.order.images:,} images make batches of {run.order.batch} only")
-    for line in group_lines(run.optimizer, recipe.optim):
+    for line in group_table(run.optimizer, recipe.optim):
         journal.say(line)
 
 
@@ -117,7 +117,7 @@ def recast_when_due(run: Run, journal: Journal) -> Run:
         return run
     run, said = recast_run(run)
     journal.say(f"{run.recipe.name}: {said}")
-    for line in group_lines(run.optimizer, run.recipe.optim):
+    for line in group_table(run.optimizer, run.recipe.optim):
         journal.say(line)
     return run
 
@@ -128,37 +128,37 @@ def train_epoch(
     """What is left of an epoch; returns the mean loss of the whole of it. Raises: Diverged, Stopped, UserError."""
     steps, progress, start = run.order.steps, run.progress, time.perf_counter()
     journal = journal or Journal(run.recipe, run.runtime, show=False)
-    look = Look(run, journal, request or StopRequest())
+    monitor = StepMonitor(run, journal, request or StopRequest())
     run.task.train()
     while progress.step < (progress.closed + 1) * steps:
         begin = time.perf_counter()
         waited, images = train_step(run)
         progress.step += 1
         progress.seconds += time.perf_counter() - begin
-        look.after(waited, images)
+        monitor.after_step(waited, images)
         advance()
     seconds = time.perf_counter() - start
-    if seconds > SHORT:
-        _warn_of_waiting(run, journal, look.waited / seconds)
+    if seconds > MIN_SECONDS:
+        _warn_about_waiting(run, journal, monitor.waited / seconds)
     return run.runtime.mean(run.total) / steps
 
 
-def _warn_of_waiting(run: Run, journal: Journal, share: float) -> None:
+def _warn_about_waiting(run: Run, journal: Journal, share: float) -> None:
     """A line where the model waits for images, at the first epoch that this process sees."""
-    if share > LATE and not run.warned:
+    if share > MAX_WAITING and not run.warned:
         run.warned = True
         advice = f"raise data.workers (now {run.recipe.data.workers})"
         journal.say(f"{run.recipe.name}: {share:.0%} of the time went to waiting for images; {advice}")
 
 
-def close_epoch(run: Run, loss: float, journal: Journal) -> None:
+def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     """Evaluates, keeps the best, writes the log, takes a snapshot. Raises: Diverged, UserError."""
     recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
     epoch, start = progress.closed + 1, time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == recipe.epochs
     found = {"loss": loss, **(run.measure() if due else {})}
-    if not finite(found):
-        raise diverged(run, INFINITE, "the evaluation after it")
+    if not all_finite(found):
+        raise divergence_error(run, NOT_FINITE, "the evaluation after it")
     if due:
         progress.metrics = found
         if run.objective.score(found) > progress.best:
@@ -176,9 +176,9 @@ def close_epoch(run: Run, loss: float, journal: Journal) -> None:
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    said = "".join(f"{name} {found[name]:{form}}  " for name, form in SAID.items() if name in found)
+    said = "".join(f"{name} {found[name]:{form}}  " for name, form in PRINTED_METRICS.items() if name in found)
     journal.say(f"{recipe.name}: epoch {epoch}/{recipe.epochs}  loss {loss:.4f}  {said}{seconds:.1f} s")
 
 
-SAID = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
+PRINTED_METRICS = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 """Measures that are said after each epoch."""

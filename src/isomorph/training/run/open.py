@@ -11,33 +11,33 @@ from timm.utils import unwrap_model
 from torch import nn
 from torch.optim import Optimizer
 
-from isomorph.checkpoints.model import describe_model, remember_data
-from isomorph.checkpoints.snapshot import Found
-from isomorph.checkpoints.snapshot_values import Progress
-from isomorph.data import Order, Share
+from isomorph.checkpoints.model import describe_model, record_data
+from isomorph.checkpoints.snapshot import IntactSnapshot
+from isomorph.checkpoints.snapshot_values import RunProgress
+from isomorph.data.sampler import BatchOrder, BatchParts
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.training.build import (
     Data,
     build_model,
     build_test_loader,
+    check_image_size,
     data_config,
     open_sources,
-    plan,
-    refuse_blind,
+    plan_batches,
 )
 from isomorph.training.objectives.objective import Objective, build_objective
 from isomorph.training.optim import build_optimizer, build_scheduler
-from isomorph.training.parallel import prepare_model, spread
+from isomorph.training.parallel import distribute, prepare_model
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import LossGuard
 from isomorph.training.run.preflight import (
-    refuse_missing_files,
-    refuse_random_start,
-    refuse_unfit,
-    refuse_unwatchable,
+    check_attention,
+    check_classes_and_surgery,
+    check_files,
+    check_start,
 )
 from isomorph.training.run.restore import find_snapshot, restore
-from isomorph.training.run.state import SUMS, Run
+from isomorph.training.run.state import LOSS_DTYPES, Run
 
 
 class RunData(NamedTuple):
@@ -45,8 +45,8 @@ class RunData(NamedTuple):
 
     train: Data
     test: Data
-    order: Order
-    share: Share
+    order: BatchOrder
+    share: BatchParts
 
 
 def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
@@ -60,7 +60,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     data = _open_data(recipe, runtime)
     model, config = _initialise_model(recipe, data.train, recast)
     testing = build_test_loader(recipe, config, data.test, runtime)
-    refuse_unwatchable(recipe, model.to(runtime.device), config, recast)
+    check_attention(recipe, model.to(runtime.device), config, recast)
     objective, optimizer, scheduler, header = assemble(recipe, model, runtime, data.order.steps)
     run = Run(
         recipe=recipe,
@@ -74,29 +74,29 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
         config=config,
         test=testing,
         header=header,
-        progress=Progress(recast=recast),
+        progress=RunProgress(recast=recast),
         guard=LossGuard(recipe.divergence),
         start=getattr(model, "isomorph_start", ""),
-        total=torch.zeros((), device=runtime.device, dtype=SUMS.get(runtime.device.type, torch.float64)),
+        total=torch.zeros((), device=runtime.device, dtype=LOSS_DTYPES.get(runtime.device.type, torch.float64)),
     )
     if found:
         restore(run, found)
     return run
 
 
-def _check_start(recipe: Recipe, runtime: Runtime) -> Found | None:
+def _check_start(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
     """Return the snapshot to resume from, or None for a new run; raise UserError if the run cannot start."""
-    refuse_missing_files(recipe)
+    check_files(recipe)
     found = find_snapshot(recipe, runtime)
     if not found:
-        refuse_random_start(recipe)
+        check_start(recipe)
     return found
 
 
 def _open_data(recipe: Recipe, runtime: Runtime) -> RunData:
     """Open the training and test images and set the order of the training images."""
     train, test = open_sources(recipe)
-    return RunData(train, test, *plan(recipe, train, runtime))
+    return RunData(train, test, *plan_batches(recipe, train, runtime))
 
 
 def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -104,10 +104,10 @@ def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Mod
     classes = len(train.classes)
     seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
     model = build_model(recipe.model, classes, recipe.drop_path, recast)
-    refuse_unfit(recipe, model, classes, recast)
+    check_classes_and_surgery(recipe, model, classes, recast)
     config = data_config(recipe, model)
-    refuse_blind(model, config["input_size"], recipe.model.name)
-    remember_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes)})
+    check_image_size(model, config["input_size"], recipe.model.name)
+    record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes)})
     return model, config
 
 
@@ -119,6 +119,6 @@ def assemble(
     objective = build_objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
     if recipe.ema:
         objective.task.setup_ema(decay=recipe.ema)
-    spread(objective.task, recipe.scale, runtime)
+    distribute(objective.task, recipe.scale, runtime)
     optimizer = build_optimizer(unwrap_model(objective.task.get_trainable_module()), recipe.optim)
     return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header

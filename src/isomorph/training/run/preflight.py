@@ -9,11 +9,11 @@ from torch import nn
 from isomorph.analysis import logit_stats
 from isomorph.errors import UserError
 from isomorph.surgery import annealed_layers
-from isomorph.training.build import operate
+from isomorph.training.build import apply_surgery
 from isomorph.training.recipe.recipe import Recipe
 
 
-def refuse_missing_files(recipe: Recipe) -> None:
+def check_files(recipe: Recipe) -> None:
     """Raises: UserError naming the field whose file is not there, and the run that makes it where that is known."""
     given = {"model.weights": recipe.model.weights}
     given |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
@@ -28,7 +28,7 @@ def refuse_missing_files(recipe: Recipe) -> None:
             raise UserError(f"{field}: no checkpoint {path}{hint}")
 
 
-def refuse_random_start(recipe: Recipe) -> None:
+def check_start(recipe: Recipe) -> None:
     """Raises: UserError when a recipe that starts from trained weights is given none."""
     model = recipe.model
     if model.start == "weights" and not (model.weights or model.pretrained):
@@ -38,19 +38,19 @@ def refuse_random_start(recipe: Recipe) -> None:
         )
 
 
-def refuse_unfit(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
+def check_classes_and_surgery(recipe: Recipe, model: nn.Module, classes: int, recast: bool) -> None:
     """Raises: UserError when the model has too few classes, or cannot be recast later: said now, not in mid-run."""
     if not recast:
-        operate(copy.deepcopy(model), recipe.model)
+        apply_surgery(copy.deepcopy(model), recipe.model)
     if getattr(model, "num_classes", classes) < classes:
         raise UserError(f"the data has {classes} classes, model.num_classes is {model.num_classes}")
 
 
-def refuse_unwatchable(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
+def check_attention(recipe: Recipe, model: nn.Module, config: dict[str, Any], recast: bool) -> None:
     """Raises: UserError when there is nothing to anneal, or no attention to watch, now or after a late recast."""
     if recipe.anneal and recast:
         annealed_layers(model)
     if recipe.monitor_every:
         device = next(model.parameters()).device
-        watched = model if recast else operate(copy.deepcopy(model), recipe.model)
+        watched = model if recast else apply_surgery(copy.deepcopy(model), recipe.model)
         logit_stats(watched, torch.zeros(1, *config["input_size"], device=device))

@@ -3,49 +3,49 @@
 import json
 
 from isomorph.checkpoints.optimizer_state import (
-    OPTIMISER,
-    fill_optimizer,
-    room_for,
+    OPTIMIZER_PREFIX,
+    load_optimizer,
+    allocate_tensor,
 )
 from isomorph.checkpoints.snapshot import (
-    Damaged,
-    Found,
-    newest,
+    DamagedSnapshot,
+    IntactSnapshot,
+    newest_snapshot,
     read_layout,
     read_tensors_into,
 )
-from isomorph.checkpoints.snapshot_values import Progress
+from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.training.recipe.recipe import (
     Recipe,
-    changes,
-    identity,
-    with_defaults,
+    add_defaults,
+    changed_fields,
+    identity_json,
 )
-from isomorph.training.run.state import TOTAL, Run
+from isomorph.training.run.state import LOSS_SUM, Run
 
 
-def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
+def find_snapshot(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
     """The newest whole snapshot of the recipe's folder, the same for every process.
 
     Raises: UserError when the folder holds a run of another recipe, or nothing but damage.
     """
-    found: Found | None = None
+    found: IntactSnapshot | None = None
     problem = ""
     if runtime.leads:
         try:
             if recipe.folder.exists() and not recipe.folder.is_dir():
                 raise UserError(f"{recipe.folder} is a file; give `out` a folder")
-            found = newest(recipe.folder)
+            found = newest_snapshot(recipe.folder)
             if found:
-                _refuse_other(recipe, found)
+                _check_same_recipe(recipe, found)
             elif any((recipe.folder / name).is_file() for name in ("model.safetensors", "last.pt")):
                 raise UserError(
                     f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
                     "give `out` another folder"
                 )
-        except Damaged as error:
+        except DamagedSnapshot as error:
             problem = f"{error}; delete {recipe.folder} to start the run again"
         except UserError as error:
             problem = str(error)
@@ -55,18 +55,18 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> Found | None:
     return found
 
 
-def _refuse_other(recipe: Recipe, found: Found) -> None:
+def _check_same_recipe(recipe: Recipe, found: IntactSnapshot) -> None:
     """Raises: UserError when the snapshot is of another recipe."""
-    changed = changes(with_defaults(found.values["recipe"]), json.loads(identity(recipe)))
+    changed = changed_fields(add_defaults(found.values["recipe"]), json.loads(identity_json(recipe)))
     if changed:
         where = found.path.parent
         hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
         raise UserError(f"{where} holds another run ({'; '.join(changed)}); {hint}")
 
 
-def restore(run: Run, found: Found) -> None:
+def restore(run: Run, found: IntactSnapshot) -> None:
     """Takes a run up where the snapshot was taken. Raises: UserError when the snapshot does not fit."""
-    if differing := changes(found.values["data"], run.counts):
+    if differing := changed_fields(found.values["data"], run.counts):
         raise UserError(
             f"{found.path} is of a run on other data ({'; '.join(differing)} an epoch): give it the images that it was "
             "begun with, or `out` another folder"
@@ -81,17 +81,17 @@ def restore(run: Run, found: Found) -> None:
     layout = read_layout(found.path)
     parameters = {name: parameter.detach() for name, parameter in run.trained.named_parameters()}
     for name, (shape, dtype) in layout.items():
-        if name.startswith(OPTIMISER):
-            tensors[name] = room_for(name, shape, dtype, parameters)
+        if name.startswith(OPTIMIZER_PREFIX):
+            tensors[name] = allocate_tensor(name, shape, dtype, parameters)
     differing = sorted(tensors.keys() ^ layout.keys()) + [
         name for name in tensors.keys() & layout.keys() if tensors[name].shape != layout[name][0]
     ]
     if differing:
         raise UserError(f"{found.path} does not fit the model: {', '.join(differing[:3])}; give `out` another folder")
     read_tensors_into(found.path, tensors)
-    run.total.copy_(tensors[TOTAL])
-    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMISER)}
-    fill_optimizer(run.trained, run.optimizer, kept, found.values["optimizer"])
-    run.progress = Progress(**found.values["progress"])
+    run.total.copy_(tensors[LOSS_SUM])
+    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}
+    load_optimizer(run.trained, run.optimizer, kept, found.values["optimizer"])
+    run.progress = RunProgress(**found.values["progress"])
     run.guard.first = run.progress.first_loss
     run.found = found

@@ -18,24 +18,24 @@ from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.autoencoder import write_autoencoder
 from isomorph.checkpoints.model import (
-    is_whole,
+    is_complete,
     load,
     read_header,
     read_tensors,
     write_model,
 )
 from isomorph.checkpoints.optimizer_state import (
-    AVERAGED,
-    MODEL,
+    AVERAGED_PREFIX,
+    MODEL_PREFIX,
     model_tensors,
     split_optimizer,
 )
 from isomorph.checkpoints.snapshot import (
-    Found,
+    IntactSnapshot,
     write_snapshot,
 )
-from isomorph.checkpoints.snapshot_values import Progress
-from isomorph.data import Deals, Order, Share
+from isomorph.checkpoints.snapshot_values import RunProgress
+from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.distributed import Runtime
 from isomorph.training.build import (
     Data,
@@ -43,15 +43,15 @@ from isomorph.training.build import (
 )
 from isomorph.training.objectives.objective import Objective
 from isomorph.training.objectives.supervised import build_mixup
-from isomorph.training.parallel import whole_state
+from isomorph.training.parallel import gathered_state_dict
 from isomorph.training.recipe.recipe import (
     Recipe,
-    identity,
+    identity_json,
 )
 from isomorph.training.run.guards import LossGuard
 
-TOTAL = "progress.loss"
-SUMS = {"mps": torch.float32}
+LOSS_SUM = "progress.loss"
+LOSS_DTYPES = {"mps": torch.float32}
 """Where losses of an epoch cannot be summed in float64."""
 
 
@@ -64,17 +64,17 @@ class Run:
     objective: Objective
     optimizer: Optimizer
     scheduler: Scheduler
-    order: Order
-    share: Share
+    order: BatchOrder
+    share: BatchParts
     train: Data
     config: dict[str, Any]
     test: DataLoader[Any]
     header: dict[str, str]
-    progress: Progress
+    progress: RunProgress
     guard: LossGuard
     total: Tensor
     start: str = ""
-    found: Found | None = None
+    found: IntactSnapshot | None = None
     warned: bool = False
     batches: Iterator[Any] | None = None
 
@@ -136,7 +136,7 @@ class Run:
 
     def loader(self) -> DataLoader[Any]:
         """The training images that are left, from the next step on."""
-        deals = Deals(self.order, self.recipe.epochs, self.progress.step, self.share)
+        deals = TrainSampler(self.order, self.recipe.epochs, self.progress.step, self.share)
         return build_train_loader(self.recipe, self.config, self.train, deals)
 
     def next_part(self) -> Any:
@@ -149,9 +149,9 @@ class Run:
         """All that the rest of the run depends on: tensors by name, and plain values."""
         kept, values = split_optimizer(self.trained, self.optimizer)
         total = torch.full_like(self.total, self.runtime.mean(self.total))
-        tensors = model_tensors(self.trained, MODEL) | kept | {TOTAL: total}
+        tensors = model_tensors(self.trained, MODEL_PREFIX) | kept | {LOSS_SUM: total}
         if self.averaged is not None:
-            tensors |= model_tensors(self.averaged, AVERAGED)
+            tensors |= model_tensors(self.averaged, AVERAGED_PREFIX)
         return tensors, values
 
     def snapshot(self) -> Path:
@@ -161,7 +161,7 @@ class Run:
         self.progress.first_loss = self.guard.first
         state = {
             "optimizer": values,
-            "recipe": json.loads(identity(self.recipe)),
+            "recipe": json.loads(identity_json(self.recipe)),
             "progress": vars(self.progress),
             "lanes": self.lanes,
             "data": self.counts,
@@ -171,16 +171,16 @@ class Run:
 
     def save(self, path: Path) -> None:
         """Writes what is evaluated and kept as a checkpoint; every process calls it."""
-        tensors = whole_state(self.eval_model)
+        tensors = gathered_state_dict(self.eval_model)
         if self.runtime.leads:
             write_model(self.header, tensors, path)
 
     def has_written(self, path: Path) -> bool:
         """Whether `save` has left this checkpoint, and it is still what was written; every process calls it."""
-        tensors = whole_state(self.eval_model)
+        tensors = gathered_state_dict(self.eval_model)
         if not self.runtime.leads:
             return bool(self.runtime.highest(0)[0])
-        same = is_whole(path) and read_header(path) == self.header
+        same = is_complete(path) and read_header(path) == self.header
         found = read_tensors(path) if same else {}
         same = found.keys() == tensors.keys() and all(torch.equal(t.cpu(), found[name]) for name, t in tensors.items())
         return bool(self.runtime.highest(same)[0])
@@ -189,7 +189,7 @@ class Run:
         """Writes all of a masked autoencoder, where that is what was trained; every process calls it."""
         if self.objective.autoencoder:
             model = self.objective.autoencoder(self.averaged or self.trained)
-            tensors = whole_state(model)
+            tensors = gathered_state_dict(model)
             if self.runtime.leads:
                 write_autoencoder(model, self.header, tensors, self.recipe.folder / "autoencoder.safetensors")
 

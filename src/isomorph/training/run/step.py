@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from isomorph.data.loaders import Labels
 from isomorph.distributed import seed_everything
-from isomorph.training.parallel import gradients_stay
+from isomorph.training.parallel import no_gradient_sync
 from isomorph.training.run.state import Run
 
 
@@ -30,7 +30,7 @@ def train_step(run: Run) -> tuple[float, Tensor]:
         waited += time.perf_counter() - start
         run.note_unreadable(problems)
         seed_everything("step", recipe.seed, step, part)
-        with gradients_stay(run.task) if part != parts[-1] else nullcontext():
+        with no_gradient_sync(run.task) if part != parts[-1] else nullcontext():
             run.total += backward(run, images, labels)
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)

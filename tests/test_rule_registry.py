@@ -1,0 +1,183 @@
+"""A rule of another package: one class and one entry point, known in Python, in recipes and on the command line."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+from isomorph.surgery.rules.registry import RULES, rule_options
+from isomorph.training.recipe.recipe import document_fields, validate
+
+TOY = '''
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+
+class Doubled(nn.Module):
+    """x -> (2 weight) x / 2"""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = nn.Linear(linear.in_features, linear.out_features)
+        self.linear.weight.data = linear.weight.data * 2
+        self.linear.bias.data = linear.bias.data * 2
+
+    def forward(self, x):
+        return self.linear(x) / 2
+
+
+@dataclass(frozen=True)
+class LinearToDoubled:
+    """A linear layer becomes one with twice the weights and half the output."""
+
+    strength: int = 1
+    """How doubled the layer is."""
+
+    atol: ClassVar[float] = 1e-5
+    kind: ClassVar[type[nn.Module]] = nn.Linear
+
+    def accepts(self, module):
+        return type(module) is nn.Linear
+
+    def build(self, module):
+        return Doubled(module)
+'''
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A folder with an installed package `toy` that offers a rule, and the environment that finds it."""
+    (tmp_path / "toy.py").write_text(TOY)
+    info = tmp_path / "toy-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[isomorph.rules]\ntoy = toy:LinearToDoubled\n")
+    sources = str(Path(iso.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([sources, str(tmp_path)]), "COLUMNS": "100"}
+
+
+def run(environment, folder, *arguments):
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.mark.slow
+def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
+    work = tmp_path / "work"
+    work.mkdir()
+    done = run(
+        installed, work, "-m", "isomorph", "recast", "cifar_resnet20", "--no-pretrained", "--rule", "LinearToDoubled",
+        "--where", "fc", "--strength", "2", "--out", "doubled.safetensors", "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["recast"] == ["fc"]
+    assert "--strength" in run(installed, work, "-m", "isomorph", "recast", "--help").stdout
+    recipe = (
+        "model: {name: cifar_resnet20, recast: {rule: LinearToDoubled, where: fc, strength: 2}}\n"
+        "data: {source: digits, fraction: 0.1, batch_size: 8}\nepochs: 1\nout: run\noptim: {warmup_epochs: 0}\n"
+    )
+    (work / "toy.yaml").write_text(recipe)
+    done = run(installed, work, "-m", "isomorph", "train", "toy.yaml")
+    assert done.returncode == 0, done.stderr
+    script = (
+        "import isomorph as iso\n"
+        "for path in ('doubled.safetensors', 'run/model.safetensors'):\n"
+        "    model = iso.load(path)\n"
+        "    print(type(model.fc).__name__, iso.edits(model)[-1].rule.strength)\n"
+    )
+    assert run(installed, work, "-c", script).stdout.split() == ["Doubled", "2"] * 2
+
+
+def test_a_rule_that_cannot_be_loaded_is_named(installed, tmp_path):
+    (tmp_path / "toy.py").write_text("import nowhere")
+    said = run(installed, tmp_path, "-W", "default", "-c", "import isomorph").stderr
+    assert "cannot load the rule toy:LinearToDoubled of toy" in said
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module stays as it is."""
+
+    init: Literal["copy"] = "copy"
+    """How it stays."""
+    depth: int | None = None
+
+    atol: ClassVar[float] = 0.0
+
+    def accepts(self, module: nn.Module) -> bool:
+        return True
+
+    def build(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class TestRegistration:
+    @pytest.fixture(autouse=True)
+    def registered(self, monkeypatch):
+        monkeypatch.setitem(RULES, "Kept", Kept)
+
+    def test_fields_become_options(self):
+        options = rule_options()
+        assert options["depth"].rules == ("Kept",)
+        assert options["init"].type == Literal["exact", "paper", "same-function", "copy"] | None
+        assert "Kept: How it stays." in options["init"].help
+        assert "--model.recast.depth" in document_fields()
+
+    def test_recipes_take_it(self):
+        part = validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "depth": 3}}})
+        assert part.model.recast.build_rule() == Kept(depth=3)
+        with pytest.raises(iso.UserError, match=r"model.recast.dept is not a field \(did you mean depth\?\)"):
+            validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "dept": 3}}})
+        with pytest.raises(iso.UserError, match="model.recast.depth: input should be a valid integer"):
+            validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "depth": 3.5}}})
+        with pytest.raises(iso.UserError, match="Kept has no ratio"):
+            validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "ratio": 3}}})
+        with pytest.raises(iso.UserError, match="Kep is not a rule; did you mean Kept"):
+            validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kep", "where": "fc"}}})
+
+
+def test_what_is_not_a_rule_is_rejected():
+    @dataclass
+    class Mutable:
+        atol = 0.0
+
+    @dataclass(frozen=True)
+    class Empty:
+        pass
+
+    @dataclass(frozen=True)
+    class ConvToGPSA(Kept):
+        pass
+
+    for wrong, said in (
+        (Mutable, "frozen dataclass"),
+        (Empty, "give it atol, accepts, build"),
+        (ConvToGPSA, "already"),
+    ):
+        with pytest.raises(iso.UserError, match=said):
+            iso.surgery.register_rule(wrong)
+
+
+def test_every_field_of_every_rule_has_help():
+    for option in rule_options().values():
+        assert option.help.strip(": "), option
+        assert not option.help.endswith(": "), f"{option.name} has no help in one of {option.rules}"
+
+
+def test_options_set_the_fields_of_rules():
+    model = timm.create_model("cifar_resnet20")
+    rule = iso.surgery.build_rule("LinearToPyramid", layout="P-W2S", rectify={"fc": "none"})
+    wide = iso.recast(model, rule, "fc")
+    assert iso.verify(model, wide, torch.randn(1, 3, 32, 32)).passed
