@@ -18,13 +18,15 @@ import torch
 from interleave import show, write
 from isomorph.checkpoints.snapshot import (
     checksum,
-    newest,
+    newest_snapshot,
     read_snapshot,
     write_snapshot,
 )
-from isomorph.data import Deals, Order, Share, open_source, train_loader, train_transform
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import train_loader, train_transform
+from isomorph.data.sampler import TrainSampler, BatchOrder, BatchParts
 from isomorph.distributed import Runtime
-from isomorph.evaluation import count_parameters
+from isomorph.evaluation.cost import count_parameters
 
 IMAGENET = 1_281_167
 CONFIG = dict(input_size=(3, 224, 224), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
@@ -40,11 +42,11 @@ def timed(work):
 
 def the_split(gpus, batch, steps):
     """Every process computes the epoch's order by itself and takes its share: what that costs, and that it is exact."""
-    order = Order(IMAGENET, batch, seed=0)
+    order = BatchOrder(IMAGENET, batch, seed=0)
     seconds, (images, _) = timed(lambda: order.epoch(3))
     seen = torch.zeros(IMAGENET, dtype=torch.int)
     for rank in range(gpus):
-        loads = iter(Deals(order, 4, 3 * order.steps, Share(range(rank, rank + 1), gpus)))
+        loads = iter(TrainSampler(order, 4, 3 * order.steps, BatchParts(range(rank, rank + 1), gpus)))
         for _ in range(steps):
             seen[[image for image, _ in next(loads)]] += 1
     return {
@@ -61,8 +63,8 @@ def decoding(root_batch):
     """Images a second that one core reads, decodes and augments as DeiT does, and bytes of one."""
     source = open_source("webdataset", "test", Path(root_batch))
     size = sum(len(source.pictures[i]) for i in range(100)) / 100
-    order = Order(len(source), 50)
-    loader = iter(train_loader(source, train_transform(CONFIG, **DEIT), Deals(order, 2)))
+    order = BatchOrder(len(source), 50)
+    loader = iter(train_loader(source, train_transform(CONFIG, **DEIT), TrainSampler(order, 2)))
     next(loader)
     seconds, _ = timed(lambda: [next(loader) for _ in range(6)])
     return 300 / seconds, size
@@ -75,7 +77,7 @@ def checkpointing(parameters=50_000_000):
     with tempfile.TemporaryDirectory(dir=".") as folder:
         runtime = Runtime(torch.device("cpu"), False)
         writing, _ = timed(lambda: write_snapshot(Path(folder), 1, tensors, {}, runtime))
-        reading, _ = timed(lambda: read_snapshot(newest(Path(folder)).path))
+        reading, _ = timed(lambda: read_snapshot(newest_snapshot(Path(folder)).path))
         files = list(Path(folder).glob("*/*.safetensors"))
         hashing, _ = timed(lambda: [checksum(file) for file in files])
     return megabytes / writing, megabytes / reading, megabytes / hashing

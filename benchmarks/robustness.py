@@ -24,8 +24,7 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from interleave import show, write
-from isomorph.data import EXTRA, IMAGENET_C, corrupt, open_source
-from isomorph.data.corruptions.corrupt import SEVERITIES, seed_of
+from isomorph.data.corruptions.corrupt import EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, SEVERITIES, corrupt, seed_of
 from isomorph.data.corruptions.dataset import (
     IMAGENET_FRAME,
     Pictures,
@@ -33,9 +32,10 @@ from isomorph.data.corruptions.dataset import (
     frame_of,
     picture_loader,
 )
-from isomorph.suites.robustness.scores import headlines
+from isomorph.data.formats.registry import open_source
+from isomorph.suites.robustness.scores import summary_lines
 
-ALL = (*IMAGENET_C, *EXTRA)
+ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 
 
 def package(pixels, name, severity, seed):
@@ -156,7 +156,7 @@ def measured(name, options):
         cache=options.cache,
         name=name,
     )
-    print(f"\n{name}\n" + "\n".join(headlines(result)), flush=True)
+    print(f"\n{name}\n" + "\n".join(summary_lines(result)), flush=True)
     return result
 
 

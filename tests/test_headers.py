@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.header import parse_header
-from isomorph.checkpoints.model import remember_data
+from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
 from isomorph.models.masked import MaskedAutoencoder
 
@@ -156,7 +156,7 @@ def test_an_autoencoder_is_read_so_too(tmp_path):
 def test_what_is_saved_can_be_loaded(tmp_path):
     """A pretrained_cfg that no header may hold is said when it is saved."""
     model = timm.create_model("cifar_resnet20")
-    remember_data(model, {"interpolation": "by hand"})
+    record_data(model, {"interpolation": "by hand"})
     with pytest.raises(
         iso.UserError, match=r"data.interpolation is 'by hand' and .*; correct the model's pretrained_cfg"
     ):

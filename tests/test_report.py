@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from isomorph.cli.comparing import dials_kept
-from isomorph.cli.reports import images_for
 from isomorph.evaluation.sizes import evaluation_config
 from matplotlib.colors import to_hex
 from PIL import Image
@@ -23,8 +21,10 @@ from isomorph.analysis import Trajectory
 from isomorph.analysis.cka import hsic
 from isomorph.analysis.evolution import random_draws
 from isomorph.analysis.token_grid import Places
-from isomorph.checkpoints.model import remember_data
+from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
+from isomorph.cli.analyze import loaders_for
+from isomorph.cli.compare import gating_histories
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
@@ -64,13 +64,13 @@ from isomorph.report.page_models import format_percent, framing_text, prediction
 from isomorph.report.robustness_charts import robustness_charts, robustness_table
 from isomorph.report.save_figures import centre_query_maps
 from isomorph.suites.robustness.results import (
-    SAME_SIGHT,
-    Journal,
+    _IDENTITY_KEYS,
+    CellFile,
     read_results,
     weights_hash,
 )
-from isomorph.suites.robustness.scores import summary
-from isomorph.suites.test_data import draw_images
+from isomorph.suites.robustness.scores import robustness_summary
+from isomorph.suites.test_data import sample_images
 
 
 def small_vit(**changes):
@@ -114,7 +114,7 @@ class TestMaps:
         assert problems == {}
         for name, maps in iso.attention_maps(model, x).items():
             for image in range(2):
-                back = unpacked(found[name].packed(image), 3, 25, 25)
+                back = unpacked(found[name].pack(image), 3, 25, 25)
                 assert abs(back - maps[image].numpy()).max() <= found[name].rounding * 1.001
             assert found[name].rounding <= maps.max().item() / 510 * 1.001
             assert found[name].where.queries == (4, 6)
@@ -136,7 +136,7 @@ class TestMaps:
         maps = LayerMaps("a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)))
         rows = sorted({min(step[0] // 2, 4) + i * step[0] for i in range(5)} & set(range(5)))
         columns = sorted({min(step[1] // 2, 5) + i * step[1] for i in range(6)} & set(range(6)))
-        assert maps.kept(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
+        assert maps.stored_queries(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
 
     def test_a_budget_thins_queries_and_says_so(self):
         found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
@@ -159,12 +159,12 @@ class TestMaps:
         )
         assert write_page(tmp_path / "page.html", "t", "l", [Section("s", viewer=viewer)]) < 8_000_000
 
-    def test_seen_from_a_place_is_that_row_of_the_map(self):
+    def test_maps_from_a_point_are_rows_of_the_map(self):
         model, x = small_vit(), torch.randn(1, 3, 32, 48)
         found, _ = capture_layer_maps(model, x, "blocks.1.*")
         assert list(found) == ["blocks.1.attn"]
         row = iso.attention_maps(model, x)["blocks.1.attn"][0, :, 1 + 2 * 6 + 4, 1:].unflatten(-1, (4, 6))
-        seen = found["blocks.1.attn"].seen_from(0, 2.5 / 4, 4.5 / 6)
+        seen = found["blocks.1.attn"].maps_from(0, 2.5 / 4, 4.5 / 6)
         assert abs(seen - row.numpy()).max() <= found["blocks.1.attn"].rounding * 1.001
 
     def test_layers_that_are_not_there(self):
@@ -174,7 +174,7 @@ class TestMaps:
     def test_unknown_windows_are_said_not_drawn(self):
         found, problems = capture_layer_maps(small_cr_swin(), torch.randn(1, 3, 64, 64), "stages.1.*")
         assert not found
-        assert problems == {"stages.1.blocks.0.attn": "it attends in 4 windows of each image"}
+        assert problems == {"stages.1.blocks.0.attn": "it attends in 4 windows per image of unknown position"}
 
 
 MODELS = {
@@ -205,14 +205,14 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     sections = analyze_sections([subject := PageModel(name, model, CONFIG | {"input_size": (3, 32, 48)})], pictures)
     titles = [section.title for section in sections]
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
-    assert lead_text([subject], sections).startswith("What it says" if name == "cnn" else "What each head looks at")
+    assert lead_text([subject], sections).startswith("Predictions" if name == "cnn" else "Attention")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn", "convit"))
-    once = ["Cost of a pass"] if name == "refined" else []  # its kernels are composed once a pass, whatever the batch
-    assert titles[titles.index("Cost") :] == ["Cost", *once, f"How {name} was made"]
+    once = ["Cost per pass"] if name == "refined" else []  # its kernels are composed once a pass, whatever the batch
+    assert titles[titles.index("Cost") :] == ["Cost", *once, f"Model history: {name}"]
     if name != "cnn":
         maps = iso.attention_maps(model, torch.randn(1, 3, 32, 48))
         assert [layer["name"] for layer in sections[0].viewer.data["layers"]] == list(maps)
-        assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Entropy"}
+        assert {c.title.split(":")[0] for s in sections for c in s.charts} >= {"Nonlocality", "Attention entropy"}
     assert write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
@@ -222,16 +222,16 @@ def test_layers_that_are_not_drawn_have_their_numbers(layers):
     subject = PageModel("swin", model, CONFIG | {"input_size": (3, 64, 64)})
     sections = analyze_sections([subject], [picture], layers)
     assert sections[0].viewer is None
-    assert sections[0].text.endswith("No attention layer of it can be drawn.")
-    summary, lines = sections[0].fold
+    assert sections[0].text.endswith("None of its attention layers can be drawn.")
+    summary, lines = sections[0].details
     assert summary == ("1 attention layer is not drawn" if layers else "2 attention layers are not drawn")
-    assert lines[-1] == "stages.1.blocks.0.attn: it attends in 4 windows of each image."
-    assert [shot.name for shot in sections[0].shots] == ["a"]
+    assert lines[-1] == "stages.1.blocks.0.attn: it attends in 4 windows per image of unknown position."
+    assert [card.name for card in sections[0].images] == ["a"]
     batch = (picture.pixels[None] - 0.5) / 0.5
     where = layers or "*"
     logits = {name: found.max_logit for name, found in iso.analysis.logit_stats(model, batch, where).items()}
     expected = [iso.nonlocality(model, batch, where), iso.analysis.attention_entropy(model, batch, where), logits]
-    charts = next(section.charts for section in sections if section.title == "How far, how sharp")
+    charts = next(section.charts for section in sections if section.title == "Attention distance and entropy")
     assert len(charts) == 3
     for chart, found in zip(charts, expected, strict=True):
         names = [f"stages.{i}.blocks.0.attn" for i in ((1,) if layers else (0, 1))]
@@ -246,9 +246,9 @@ class TestWords:
         """The sizes that are said are those that timm's transform takes."""
         config = CONFIG | {"input_size": (3, 64, 64), "crop_mode": mode, "crop_pct": 0.8}
         said = framing_text(config)
-        start = {"center": "resized to cover", "squash": "stretched to", "border": "fitted into"}[mode]
+        start = {"center": "resized to cover", "squash": "stretched to", "border": "resized to fit"}[mode]
         assert f"{start} 80 x 80 px" in said
-        assert "then its middle 64 x 64 px cut out" in said
+        assert "then cropped to its central 64 x 64 px" in said
         resize, crop = eval_transform(config).transforms[:2]
         assert set(np.atleast_1d(resize.size)) == {80}
         assert tuple(crop.size) == (64, 64)
@@ -257,7 +257,7 @@ class TestWords:
         said = framing_text(CONFIG | {"input_size": (3, 64, 64), "crop_mode": "squash", "crop_pct": 1.0})
         assert (
             said
-            == "Each picture is stretched to 64 x 64 px whatever its shape (bicubic): that is all a model sees of it."
+            == "Each image is stretched to 64 x 64 px (bicubic)."
         )
 
     def test_classes_have_names(self):
@@ -285,11 +285,11 @@ class TestWords:
     def test_a_run_keeps_the_names_of_its_classes(self, tmp_path):
         model = timm.create_model("cifar_resnet20")
         assert model.pretrained_cfg["label_names"][3] == "cat"
-        remember_data(model, {"label_names": [f"kind {i}" for i in range(10)]})
+        record_data(model, {"label_names": [f"kind {i}" for i in range(10)]})
         iso.save(model, tmp_path / "a.safetensors")
         found = prediction_texts(iso.load(tmp_path / "a.safetensors"), torch.randn(1, 3, 32, 32))
         assert found[0].startswith("kind ")
-        remember_data(model, {"source": "digits"})  # a checkpoint without names
+        record_data(model, {"source": "digits"})  # a checkpoint without names
         assert prediction_texts(model, torch.randn(1, 3, 32, 32))[0].startswith("class ")
 
 
@@ -324,7 +324,7 @@ class TestPage:
         ]
 
 
-class TestLikeness:
+class TestLayerSimilarity:
     def test_matrices_are_the_unbiased_cka_of_means_over_places(self):
         a, b, x = small_vit(), small_vit(embed_dim=12, depth=2), torch.randn(19, 3, 32, 48)
         loaders = {name: [(part, None) for part in (x * scale).split(8)] for name, scale in (("a", 1), ("b", 3))}
@@ -371,16 +371,16 @@ class TestLikeness:
         loader = [(torch.randn(16, 3, 32, 32), None)]
         subjects = [PageModel(name, model, config) for name in ("a", "b")]
         sections = analyze_sections(
-            subjects, [PageImage("x", torch.rand(3, 32, 32))], extras=AnalyzeOptions({"a": loader, "b": loader})
+            subjects, [PageImage("x", torch.rand(3, 32, 32))], options=AnalyzeOptions({"a": loader, "b": loader})
         )
-        between = next(section for section in sections if section.title == "Likeness of layers").charts[0]
+        between = next(section for section in sections if section.title == "Layer similarity (CKA)").charts[0]
         assert isinstance(between, Matrix)
         assert torch.tensor(between.values).diagonal().allclose(torch.ones(len(between.rows)), atol=1e-5)
 
 
 def write_cells(path, gain=0.0, corruptions=("fog", "snow", "saturate"), model="net", **sight):
     """A file as `isomorph robustness --out` writes it, by what writes it."""
-    journal = Journal(path, {"model": model, "weights": model, **dict.fromkeys(SAME_SIGHT, 0), **sight})
+    journal = CellFile(path, {"model": model, "weights": model, **dict.fromkeys(_IDENTITY_KEYS, 0), **sight})
     journal.add("clean", 0, {"top1": 90.0 + gain, "images": 10})
     for name in corruptions:
         for severity in (1, 2):
@@ -415,7 +415,7 @@ class TestRobustness:
 
     def test_uneven_cells_are_averaged_as_the_suite_does(self):
         tops = {("fog", 1): 40.0, ("fog", 2): 20.0, ("snow", 1): 60.0, ("saturate", 1): 99.0, ("clean", 0): 95.0}
-        told = summary({key: {"top1": top1} for key, top1 in tops.items() if key[1]}, None, imagenet=False)
+        told = robustness_summary({key: {"top1": top1} for key, top1 in tops.items() if key[1]}, None, imagenet=False)
         assert told["mean_top1"] == 45
         assert robustness_table({"net": tops})[1] == ["net", "95.00", "3", "45.00", "1", "99.00"]
         only = robustness_charts({"net": {("saturate", 1): 99.0}})
@@ -482,7 +482,7 @@ class TestRuns:
             [write_run(tmp_path / "a"), write_run(tmp_path / "b", lr=0.2, epochs=2, end='{"epoch": 3, "lo')]
         )
         last, curves, recipes = compare_sections(logs)
-        assert last.fold.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
+        assert last.details.lines == ["b: 1 of 3 lines of log.jsonl cannot be read."]
         assert [row[:6] for row in last.table[1:]] == [
             ["a", "r", "net", "3 of 4", "30.00", "30.00"],
             ["b", "r", "net", "2 of 4", "20.00", "20.00"],
@@ -495,7 +495,7 @@ class TestRuns:
         run = write_run(tmp_path / "a")
         (run / "log.jsonl").unlink()
         (run / "recipe.json").write_text("{")
-        assert compare_sections(read_run_logs([run]))[0].fold.lines == [
+        assert compare_sections(read_run_logs([run]))[0].details.lines == [
             "a: no log.jsonl.",
             "a: recipe.json cannot be read.",
         ]
@@ -507,7 +507,7 @@ class TestRuns:
     def test_runs_of_one_name_go_by_their_paths(self, tmp_path):
         runs = [write_run(tmp_path / "x/run"), write_run(tmp_path / "y/run")]
         assert [log.name for log in read_run_logs(runs)] == list(map(str, runs))
-        with pytest.raises(iso.UserError, match="named twice"):
+        with pytest.raises(iso.UserError, match="given twice"):
             read_run_logs([runs[0], runs[0]])
 
     def test_long_curves_are_thinned_to_means(self):
@@ -544,7 +544,7 @@ class TestPictures:
         (picture,) = open_images([tmp_path / "a.png"], config)
         assert config["input_size"] == (1, 24, 32)
         assert picture.pixels.shape == (1, 24, 32)
-        assert picture.uri().startswith("data:image/png;base64,")
+        assert picture.data_uri().startswith("data:image/png;base64,")
 
 
 @pytest.fixture
@@ -572,12 +572,12 @@ def test_models_are_told_apart():
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
     pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
     source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
-    monkeypatch.setattr("isomorph.training.build.open_source", lambda *_: source)
+    monkeypatch.setattr("isomorph._recipe.build.open_source", lambda *_: source)
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
     subjects = [PageModel("a", small_vit(), a), PageModel("b", small_vit(), b)]
-    loaders = images_for(subjects, "given", None, 36)
+    loaders = loaders_for(subjects, "given", None, 36)
     seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
     plain = {
         s.name: seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects
@@ -585,7 +585,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     assert plain["a"].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
-    again = torch.cat([labels for _, labels in images_for(subjects, "given", None, 36)["a"]])
+    again = torch.cat([labels for _, labels in loaders_for(subjects, "given", None, 36)["a"]])
     assert again.tolist() == seen["a"][1].tolist()
 
 
@@ -611,7 +611,7 @@ class TestCommands:
             "tcnn and cnn",
             "ConvToGPSA(init=&#39;paper&#39;",
             "&#34;epochs&#34;: 7",
-            "Likeness of layers",
+            "Layer similarity (CKA)",
             "fog",
         ):
             assert text in page, text
@@ -632,10 +632,10 @@ class TestCommands:
         (folder / "gated/epoch-2.safetensors").write_bytes(b"cut short")
         folders = [folder / "gated", folder / "plain", folder / "none"]
         logs = read_run_logs(folders)
-        found = dials_kept(folders, logs)
+        found = gating_histories(folders, logs)
         assert list(found) == ["gated"]
         sections = {section.title: section for section in compare_sections(logs, found)}
-        assert any("epoch-2.safetensors is not a readable" in line for line in sections["At the end"].fold.lines)
+        assert any("epoch-2.safetensors is not a readable" in line for line in sections["Final results"].details.lines)
         gates, spans, ways = sections["Gates, spans and centres along training"].charts
         assert list(gates.lines) == list(spans.lines) == list(ways.series) == list(found["gated"].gates)
         centres = iso.load(folder / "gated/epoch-3.safetensors").layer3[0].conv1.centre
@@ -657,7 +657,7 @@ class TestCommands:
             (folder / name / "recipe.json").write_text(json.dumps({"name": name, "data": own}))
             for epoch, alpha in ((1, 2.0), (4, 0.1)):
                 model = timm.create_model("convit_ti", local_up_to_layer=layers, locality_strength=alpha, **shape)
-                remember_data(model, CONFIG | {"input_size": (3, 16, 16), "source": "digits"})
+                record_data(model, CONFIG | {"input_size": (3, 16, 16), "source": "digits"})
                 iso.save(model, folder / name / f"epoch-{epoch}.safetensors")
         iso.save(timm.create_model("cifar_resnet20"), write_run(folder / "cnn") / "epoch-1.safetensors")
         done("compare convit vit cnn --along nonlocality entropy --samples 40 --out page.html --json")
@@ -670,7 +670,7 @@ class TestCommands:
         assert course["epochs"] == [1, 4]
         assert list(course["layers"]) == ["blocks.0.attn", "blocks.1.attn"]
         model = iso.load(folder / "convit/epoch-4.safetensors")
-        source = draw_images(open_source("digits", "test"), 40)
+        source = sample_images(open_source("digits", "test"), 40)
         expected = iso.nonlocality(model, eval_loader(source, evaluation_config(model), 40))
         for layer, rows in course["layers"].items():
             assert rows[1] == pytest.approx(expected[layer].tolist(), rel=1e-4)
@@ -681,7 +681,7 @@ class TestCommands:
         done("compare vit --along nonlocality --data digits --samples 8 --out page.html --figures figures")
         assert (folder / "figures/nonlocality-along-training-vit.svg").is_file()
         said = capsys.readouterr().out
-        assert "vit: nonlocality (steps of the grid)" in said
+        assert "vit: nonlocality (grid steps)" in said
         assert "epoch 4" in said
         assert re.search(r"blocks\.1\.attn +\d\.\d+ +\d\.\d+", said)
 
@@ -712,7 +712,7 @@ class TestCommands:
     def test_analyze_tells_how_features_evolve(self, folder, capsys):
         """F_k of both models on ten draws of 32 test images, the same for both; a table, and JSON."""
         net = timm.create_model("vit_tiny_patch16_224", depth=3, embed_dim=12, num_heads=2, img_size=32, num_classes=10)
-        remember_data(net, CONFIG | {"input_size": (3, 32, 32), "source": "digits"})
+        record_data(net, CONFIG | {"input_size": (3, 32, 32), "source": "digits"})
         iso.save(net, "vit.safetensors")
         done(
             "analyze vit.safetensors --against vit.safetensors --image a.png --data digits --samples 8 --evolution "
@@ -753,7 +753,7 @@ class TestCommands:
                 attn.position[0, 2] = 0.001
         assert iso.analysis.spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
         logs = read_run_logs([folder / "run"])
-        found = dials_kept([folder / "run"], logs)
+        found = gating_histories([folder / "run"], logs)
         section = compare_sections(logs, found)[-1]
         late = Trajectory(found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:]))
         assert [chart.title for chart in compare_sections(logs, {"run": late})[-1].charts] == [
@@ -779,9 +779,9 @@ class TestCommands:
         write_run(folder / "run")
         iso.save(timm.create_model("t_cifar_resnet20"), folder / "run/epoch-1.safetensors")
         newest = SimpleNamespace(values={"progress": {"closed": 3}})
-        monkeypatch.setattr("isomorph.training.history.newest", lambda _: newest)
+        monkeypatch.setattr("isomorph._recipe.history.newest_snapshot", lambda _: newest)
         logs = read_run_logs([folder / "run"])
-        assert dials_kept([folder / "run"], logs)["run"].moments.tolist() == [1]
+        assert gating_histories([folder / "run"], logs)["run"].moments.tolist() == [1]
         assert "no folder of a run with a snapshot" in logs[0].problems[-1]
 
     def test_models_of_other_channels(self, folder, capsys):
@@ -795,7 +795,7 @@ class TestCommands:
         ("command", "expected"),
         {
             "analyze cnn.safetensors --image b.png": "b.png cannot be read as an image",
-            "analyze cnn.safetensors --image c.png": "no image c.png",
+            "analyze cnn.safetensors --image c.png": "image c.png does not exist",
             "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
             "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
@@ -812,11 +812,11 @@ class TestCommands:
             "compare c --along entropy": "c: no entropy along training: recipe.json does not say its data; give --data",
             "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",
             "compare --evaluated z.json": "z.json does not exist; write it with isomorph evaluate",
-            "compare --evaluated t.jsonl": "t.jsonl is not what isomorph evaluate --json prints",
-            "compare --evaluated recipe.json": "recipe.json is not what isomorph evaluate --json prints",
+            "compare --evaluated t.jsonl": "t.jsonl is not a result of isomorph evaluate --json",
+            "compare --evaluated recipe.json": "recipe.json is not a result of isomorph evaluate --json",
             "compare --evaluated e.json": "e.json has no macs and no parameters; evaluate m without --no-cost",
             "compare --evaluated f.json": "m has nothing beside it; give another model",
-            "compare nowhere": "nowhere is no folder of a run",
+            "compare nowhere": "nowhere is not the folder of a run",
             "compare .": "page.html|",
         }.items(),
     )
@@ -826,7 +826,7 @@ class TestCommands:
         Path("f.json").write_text('{"model": "m", "top1": 1.0, "macs": 1, "parameters": 1}')
         if command == "compare .":
             (folder / "recipe.json").unlink()
-            expected = "it has no log.jsonl, steps.jsonl or recipe.json"
+            expected = "it has no readable log.jsonl, steps.jsonl or recipe.json"
         with pytest.raises(SystemExit) as stop:
             main(command.split())
         assert stop.value.code == 2
@@ -843,7 +843,7 @@ class TestFigures:
         levels = np.eye(number, dtype=np.uint8)[None, None] * 255
         ranges = np.tile(np.float32([0, 1]), (1, 1, number, 1))
         layer = LayerMaps("a", Places(grid, grid), levels, ranges)
-        seen, (row, column, height, width) = layer.seen_from(0, 0.5, 0.5)[0], framed_in(layer, (40, 84))
+        seen, (row, column, height, width) = layer.maps_from(0, 0.5, 0.5)[0], framed_in(layer, (40, 84))
         assert (height, width) == pytest.approx((40 / grid[0], 84 / grid[1]))
         assert np.argwhere(seen).tolist() == [[round(row / height), round(column / width)]]
         assert (row % height, column % width) == pytest.approx((0, 0), abs=1e-9)
@@ -857,7 +857,7 @@ class TestFigures:
         layer = capture_layer_maps(tcnn, x, "layer3.0.conv1")[0]["layer3.0.conv1"]
         assert (layer.where.queries, layer.keys) == ((10, 8), (20, 16))
         row = iso.attention_maps(tcnn, x)["layer3.0.conv1"][0, :, 5 * 8 + 4].unflatten(-1, (22, 18))[:, 1:-1, 1:-1]
-        assert abs(layer.seen_from(0, 0.5, 0.5) - row.numpy()).max() <= layer.rounding * 1.001
+        assert abs(layer.maps_from(0, 0.5, 0.5) - row.numpy()).max() <= layer.rounding * 1.001
         assert framed_in(layer, (40, 32)) == pytest.approx((20, 16, 4, 4))
 
     def test_maps_name_the_model_and_the_heads(self):

@@ -13,16 +13,18 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 import isomorph as iso
-from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, eval_loader
+from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, Corrupted
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import Source
 from isomorph.suites.robustness import results as robustness_journal
 from isomorph.suites.robustness.published import ImageNetC
 from isomorph.suites.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
-    against,
-    headlines,
-    robustness_rows,
-    summary,
+    compare_to_baseline,
+    summary_lines,
+    robustness_table,
+    robustness_summary,
 )
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
@@ -102,7 +104,7 @@ def test_alexnet_is_a_hundred_by_definition():
         assert ALEXNET[name] == pytest.approx(100 * np.mean(errors), abs=1e-3)
     kept = torchvision.models.AlexNet_Weights.IMAGENET1K_V1.meta["_metrics"]["ImageNet-1K"]["acc@1"]
     assert pytest.approx(100 - kept) == ALEXNET_CLEAN
-    found = summary(cells_of(BY_SEVERITY), {"top1": kept}, imagenet=True)
+    found = robustness_summary(cells_of(BY_SEVERITY), {"top1": kept}, imagenet=True)
     assert found["mce"] == pytest.approx(100, abs=1e-3)
     assert found["relative_mce"] == pytest.approx(100, abs=1e-3)
     assert found["mean_error_unnormalised"] == pytest.approx(np.mean(list(ALEXNET.values())), abs=1e-3)
@@ -110,12 +112,12 @@ def test_alexnet_is_a_hundred_by_definition():
 
 def test_mce_is_a_mean_of_ratios():
     half = {name: [error / 2 for error in row] for name, row in BY_SEVERITY.items()}
-    found = summary(cells_of({**half, "fog": BY_SEVERITY["fog"]}), {"top1": 80.0}, imagenet=True)
+    found = robustness_summary(cells_of({**half, "fog": BY_SEVERITY["fog"]}), {"top1": 80.0}, imagenet=True)
     assert found["mce"] == pytest.approx((14 * 50 + 100) / 15, abs=1e-3)
     assert found["ce"]["fog"] == pytest.approx(100, abs=1e-3)
     relative = [(found["ce"][n] / 100 * ALEXNET[n] - 20) / (ALEXNET[n] - ALEXNET_CLEAN) for n in ALEXNET]
     assert found["relative_mce"] == pytest.approx(100 * np.mean(relative), abs=1e-3)
-    found = summary(cells_of({"brightness": [1 - 0.6802] * 5}), None, imagenet=False)
+    found = robustness_summary(cells_of({"brightness": [1 - 0.6802] * 5}), None, imagenet=False)
     assert 100 * found["mean_error_unnormalised"] / ALEXNET["brightness"] == pytest.approx(
         56.64, abs=0.01
     )  # ResNet-50's
@@ -123,23 +125,23 @@ def test_mce_is_a_mean_of_ratios():
 
 def test_mce_is_not_said_where_it_is_not_defined():
     whole = cells_of(BY_SEVERITY)
-    assert "mce" not in summary(whole, None, imagenet=False)
-    assert "relative_mce" not in summary(whole, None, imagenet=True)
+    assert "mce" not in robustness_summary(whole, None, imagenet=False)
+    assert "relative_mce" not in robustness_summary(whole, None, imagenet=True)
     del whole["fog", 3]
-    assert "mce" not in summary(whole, None, imagenet=True)
+    assert "mce" not in robustness_summary(whole, None, imagenet=True)
 
 
 def test_means_by_category_and_severity():
     rng = np.random.default_rng(0)
-    errors = {name: rng.random(5) for name in (*IMAGENET_C, *EXTRA)}
-    found = summary(cells_of(errors), None, imagenet=False)
-    for category, names in {**CATEGORIES, "extra": EXTRA}.items():
+    errors = {name: rng.random(5) for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)}
+    found = robustness_summary(cells_of(errors), None, imagenet=False)
+    for category, names in {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}.items():
         expected = 100 * (1 - np.mean([errors[name] for name in names]))
         assert found["by_category"][category] == pytest.approx(expected)
-    suite = 100 * (1 - np.array([errors[name] for name in IMAGENET_C]))
+    suite = 100 * (1 - np.array([errors[name] for name in IMAGENET_C_CORRUPTIONS]))
     assert list(found["by_severity"].values()) == pytest.approx(suite.mean(0).tolist())
     assert found["mean_top1"] == pytest.approx(suite.mean())
-    only = summary(cells_of({"spatter": [0.1] * 5}), None, imagenet=False)
+    only = robustness_summary(cells_of({"spatter": [0.1] * 5}), None, imagenet=False)
     assert only["by_severity"] == pytest.approx(dict.fromkeys(range(1, 6), 90))
     assert "mean_top1" not in only
 
@@ -147,16 +149,16 @@ def test_means_by_category_and_severity():
 def test_the_gain_over_a_baseline():
     base = cells_of(BY_SEVERITY)
     ours = cells_of({name: [0.8 * error for error in row] for name, row in BY_SEVERITY.items()})
-    found = against(ours, base, "base")
+    found = compare_to_baseline(ours, base, "base")
     assert found["error_ratio"] == pytest.approx(80)
     mean = np.mean(list(BY_SEVERITY.values()), 0)
     for severity, row in found["by_severity"].items():
         assert row["points"] == pytest.approx(20 * mean[severity - 1])
         assert row["relative"] == pytest.approx(20 * mean[severity - 1] / (1 - mean[severity - 1]))
     del ours["fog", 1]
-    assert against(ours, base, "base")["cells"] == 74
+    assert compare_to_baseline(ours, base, "base")["cells"] == 74
     with pytest.raises(iso.UserError, match="none of these cells"):
-        against({("fog", 1): base["fog", 1]}, {("snow", 1): base["snow", 1]}, "base")
+        compare_to_baseline({("fog", 1): base["fog", 1]}, {("snow", 1): base["snow", 1]}, "base")
 
 
 def test_cells_are_what_evaluate_says(net):
@@ -175,17 +177,17 @@ def test_cells_are_what_evaluate_says(net):
         for key in expected:
             assert cell[key] == pytest.approx(expected[key], rel=1e-4), key
     assert "mce" not in found
-    assert "unnormalised" in headlines(found)[-1]
+    assert "unnormalised" in summary_lines(found)[-1]
     assert found["constants"] == "ImageNet-C's constants at every size, not CIFAR-10-C's milder ones"
-    assert found["constants"] in headlines(found)[0]
-    assert [row[0] for row in robustness_rows(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
+    assert found["constants"] in summary_lines(found)[0]
+    assert [row[0] for row in robustness_table(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
 
 
 def test_a_part_of_the_suite_is_not_called_the_suite(net):
     found = iso.robustness(net, source_of(), corruptions=["fog", "speckle_noise"], severities=[1])
-    assert robustness_rows(found)[-1][0] == "1 of the suite's 15"
+    assert robustness_table(found)[-1][0] == "1 of the suite's 15"
     found = iso.robustness(net, source_of(), corruptions=["speckle_noise"], severities=[1])
-    assert [row[0] for row in robustness_rows(found)[1:]] == ["speckle_noise", "extra"]
+    assert [row[0] for row in robustness_table(found)[1:]] == ["speckle_noise", "extra"]
 
 
 def test_it_is_public():
@@ -265,8 +267,8 @@ def test_a_file_from_before_ece_is_read(net, tmp_path):
     both = dict(corruptions=["fog", "brightness"], severities=[1, 3])
     again = iso.robustness(net, source, **both, out=out, baseline=out)
     assert ["ece" in cell for cell in again["cells"]] == [False, True, True, True]
-    assert headlines(again)
-    assert robustness_rows(again)
+    assert summary_lines(again)
+    assert robustness_table(again)
 
 
 def test_a_label_beyond_the_classes_is_refused(net):
@@ -566,6 +568,6 @@ def test_gains_by_severity_are_rows():
     cells = [{"corruption": "fog", "severity": s, "top1": 50.0 - s} for s in (1, 2)]
     gain = {"by_severity": {1: {"points": 2.0, "relative": 4.0}, 2: {"points": -1.0, "relative": None}}, "points": 0.5}
     result = {"model": "net", "cells": cells, "against": gain, "by_corruption": {"fog": 48.5}, "by_category": {}}
-    rows = robustness_rows(result | {"by_severity": {1: 49.0, 2: 48.0}, "mean_top1": 48.5})
+    rows = robustness_table(result | {"by_severity": {1: 49.0, 2: 48.0}, "mean_top1": 48.5})
     assert rows[-2:] == [["gain, points", "+2.00", "-1.00", "", ""], ["gain, % of its", "+4.00", "", "", ""]]
     assert {len(row) for row in rows} == {5}

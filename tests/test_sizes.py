@@ -6,7 +6,7 @@ import torch
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from isomorph.checkpoints.model import remember_data
+from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
 from isomorph.cli.analyze import open_subject
@@ -107,7 +107,7 @@ def test_every_command_says_so(command, tmp_path, capsys):
 def test_a_trained_model_is_looked_at_as_it_was_trained(name, tmp_path):
     """evaluate and analyze read what images the checkpoint says, not what its base would have."""
     model = timm.create_model(name, num_classes=10)
-    remember_data(model, {"input_size": [3, 40, 48], "mean": [0.1, 0.2, 0.3], "source": "digits"})
+    record_data(model, {"input_size": [3, 40, 48], "mean": [0.1, 0.2, 0.3], "source": "digits"})
     iso.save(model, path := tmp_path / "model.safetensors")
     looked = open_subject(str(path), "it", None, True, "cpu").config
     assert looked["input_size"] == (3, 40, 48)

@@ -274,7 +274,7 @@ def test_real_images_as_shards_and_as_folders(samples):
     shards, folder = (open_suites([f"imagenet={place}"], partial=True)[0] for place in samples)
     by_name = [
         {
-            iso.data.picture_name(test.source.pictures, i).split("/")[-1]: int(label)
+            iso.data.image_name(test.source.pictures, i).split("/")[-1]: int(label)
             for i, label in enumerate(test.views[0].answers)
         }
         for test in (shards, folder)
@@ -447,10 +447,10 @@ class TestCommand:
             assert "--no-pretrained is for a timm model by its name" in capsys.readouterr().err
 
     def test_cost_at_every_size(self, monkeypatch):
-        from isomorph.suites.sweep import costs
+        from isomorph.suites.sweep import measure_costs
 
         monkeypatch.setattr("isomorph.evaluation.cost.throughput", lambda *_: 1.0)
-        small, large = costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])
+        small, large = measure_costs(timm.create_model("cifar_resnet20"), [(8, 8), (16, 16)])
         assert large["macs"] > 3.9 * small["macs"]
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from isomorph.checkpoints.header import parse_header
 from isomorph.checkpoints.model import (
-    build_within,
+    build_checked,
+    check_state_fits,
     describe_model,
     read_header,
     read_tensors,
     rebuild,
-    refuse_misfit,
-    remember_data,
+    record_data,
     write_model,
 )
 from isomorph.errors import UserError
@@ -26,7 +26,7 @@ from isomorph.models import create
 from isomorph.models.masked import MaskedAutoencoder, sincos_pos_embed
 from isomorph.models.vit_cfg import unwrap_state_dict
 
-BESIDE = ("decoder_", "mask_token")
+_DECODER_PREFIXES = ("decoder_", "mask_token")
 """First words of the tensors that are not the encoder's."""
 
 
@@ -73,23 +73,23 @@ def load_autoencoder(
     path = Path(path)
     header = read_header(path) if path.suffix == ".safetensors" else {}
     state = unwrap_state_dict(read_tensors(path))
-    _refuse_encoder_alone(state, path)
+    _check_has_decoder(state, path)
     if "autoencoder" in header:
         if encoder_name:
             raise UserError(f"{path} knows its encoder by itself; leave {encoder_name} out")
-        model = rebuilt(header, state, path)
+        model = _rebuild_autoencoder(header, state, path)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
         if "." not in encoder_name:  # else its pretrained_cfg is the one that was asked for
-            remember_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
+            record_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         depth, width = _decoder_sizes(state, path)
         model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
     else:
         raise UserError(f"{path} does not say what its encoder is; give its timm name, like vit_base_patch16_224")
-    return filled(model, state, path)
+    return _load_tensors(model, state, path)
 
 
-def _refuse_encoder_alone(state: dict[str, Any], path: Path) -> None:
+def _check_has_decoder(state: dict[str, Any], path: Path) -> None:
     """Raises: UserError when a checkpoint has no decoder."""
     if not any(name.startswith("decoder_blocks.") for name in state):
         raise UserError(
@@ -107,27 +107,29 @@ def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
     return 1 + max(int(match[1]) for match in found if match), len(weight)
 
 
-def rebuilt(header: dict[str, str], state: dict[str, Any], path: Path) -> MaskedAutoencoder:
+def _rebuild_autoencoder(header: dict[str, str], state: dict[str, Any], path: Path) -> MaskedAutoencoder:
     """The autoencoder that a header describes, its weights not yet loaded."""
     parts = parse_header(header, path)
-    model = build_within(state, path, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
-    remember_data(model.encoder, parts.data)
+    model = build_checked(state, path, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
+    record_data(model.encoder, parts.data)
     return model
 
 
-def filled(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
+def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
     """The model with every tensor of a file, strictly; in eval mode and the file's precision."""
     state = dict(state)
-    _refuse_other_positions(model, state.pop("decoder_pos_embed", None), path)
-    state = {name if name.startswith(BESIDE) else f"encoder.{name}": tensor for name, tensor in state.items()}
-    refuse_misfit(model, state, path)
+    _check_decoder_positions(model, state.pop("decoder_pos_embed", None), path)
+    state = {
+        name if name.startswith(_DECODER_PREFIXES) else f"encoder.{name}": tensor for name, tensor in state.items()
+    }
+    check_state_fits(model, state, path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     model = model.to(dtypes.pop()) if len(dtypes) == 1 else model
     model.load_state_dict(state)
     return model.eval()
 
 
-def _refuse_other_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
+def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
     """Raises: UserError when a file's fixed positions are not sine-cosine: its decoder would see another grid."""
     if positions is None:
         return

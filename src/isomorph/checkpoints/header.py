@@ -12,31 +12,31 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from isomorph.errors import UserError
-from isomorph.models.arguments import LARGEST
-from isomorph.surgery import RULES, Edit
+from isomorph.models.arguments import MAX_NUMBER
+from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
-DEEPEST = 1000
+_MAX_BLOCKS = 1000
 """Most blocks of a model."""
-LONGEST = 2**24
+_MAX_PART_LENGTH = 2**24
 """Characters of one part of a header."""
-COUNTS = ("depth", "layers", "blocks")
+_BLOCK_COUNT_WORDS = ("depth", "layers", "blocks")
 """Words in the names of arguments that count blocks."""
-WEIGHTS = "checkpoint_path"
+_WEIGHTS_ARGUMENT = "checkpoint_path"
 """The argument of timm.create_model that reads another file."""
-SHOWN = 60
+_MESSAGE_WIDTH = 60
 """Characters of a value in a message."""
 
-Side = Annotated[int, Field(ge=1, le=2**13)]
-Finite = Annotated[float, Field(ge=-1e6, le=1e6)]
-Positive = Annotated[float, Field(gt=0, le=1e6)]
+_Size = Annotated[int, Field(ge=1, le=2**13)]
+_FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
+_PositiveNumber = Annotated[float, Field(gt=0, le=1e6)]
 
 
-class _Part(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-class BasePart(_Part):
+class _BaseSchema(_StrictModel):
     """How timm creates the model that the edits start from: its name, and any further plain arguments."""
 
     model_config = ConfigDict(extra="allow")
@@ -44,20 +44,20 @@ class BasePart(_Part):
 
     name: Annotated[str, Field(min_length=1, max_length=200)]
     num_classes: Annotated[int, Field(ge=0, le=10**7)] | None = None
-    in_chans: Side | None = None
+    in_chans: _Size | None = None
 
     @model_validator(mode="after")
-    def check_arguments(self) -> "BasePart":
+    def check_arguments(self) -> "_BaseSchema":
         for name, value in self.__pydantic_extra__.items():
-            if name == WEIGHTS:
+            if name == _WEIGHTS_ARGUMENT:
                 raise ValueError(f"{name} is not allowed: the weights are in the checkpoint itself")
-            limit = DEEPEST if any(word in name for word in COUNTS) else LARGEST
-            if not (number := _largest(value)) <= limit:
+            limit = _MAX_BLOCKS if any(word in name for word in _BLOCK_COUNT_WORDS) else MAX_NUMBER
+            if not (number := _max_magnitude(value)) <= limit:
                 raise ValueError(f"{name} holds {number:.6g} and should not be above {limit:,}")
         return self
 
 
-class EditPart(_Part):
+class _EditSchema(_StrictModel):
     """One recast: the rule's name, its fields, and the names of the modules it rebuilt."""
 
     rule: str
@@ -65,12 +65,12 @@ class EditPart(_Part):
     names: list[str]
 
 
-class DataPart(_Part):
+class _DataSchema(_StrictModel):
     """What images the model expects; `source` names the data set, `label_names` its classes."""
 
-    input_size: tuple[Side, Side, Side] | None = None
-    mean: Annotated[tuple[Finite, ...], Field(min_length=1, max_length=2**14)] | None = None
-    std: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=2**14)] | None = None
+    input_size: tuple[_Size, _Size, _Size] | None = None
+    mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
+    std: Annotated[tuple[_PositiveNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
     interpolation: Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"] | None = None
     crop_pct: Annotated[float, Field(ge=0.05, le=10)] | None = None
     crop_mode: Literal["center", "squash", "border"] | None = None
@@ -78,25 +78,25 @@ class DataPart(_Part):
     label_names: list[str] | None = None
 
 
-class DecoderPart(_Part):
+class _DecoderSchema(_StrictModel):
     """The decoder of a masked autoencoder, and what it learns from."""
 
     model_config = ConfigDict(extra="forbid")
 
     depth: Annotated[int, Field(ge=0, le=100)]
-    width: Side
-    heads: Side
+    width: _Size
+    heads: _Size
     mask: Annotated[float, Field(gt=0, lt=1)]
     normalise: bool
 
 
-DATA_KEYS = tuple(DataPart.model_fields)
+DATA_KEYS = tuple(_DataSchema.model_fields)
 """What of a pretrained_cfg travels with the weights."""
-SCHEMA: dict[str, TypeAdapter[Any]] = {
-    "base": TypeAdapter(BasePart),
-    "edits": TypeAdapter(Annotated[list[EditPart], Field(strict=True)]),
-    "data": TypeAdapter(DataPart),
-    "autoencoder": TypeAdapter(DecoderPart),
+_SCHEMAS: dict[str, TypeAdapter[Any]] = {
+    "base": TypeAdapter(_BaseSchema),
+    "edits": TypeAdapter(Annotated[list[_EditSchema], Field(strict=True)]),
+    "data": TypeAdapter(_DataSchema),
+    "autoencoder": TypeAdapter(_DecoderSchema),
 }
 
 
@@ -115,37 +115,37 @@ def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the
     Raises: UserError for a part that is missing, or a field that has another type or size than it should.
     """
     try:
-        return _checked(header)
+        return _parse_parts(header)
     except UserError as error:
         raise UserError(f"cannot rebuild {whose}: in its header {error}; {todo}") from None
 
 
-def _checked(header: Mapping[str, str]) -> Header:
-    texts = {name: header.get(name) for name in SCHEMA if name in header or name != "autoencoder"}
-    found = {name: _parse(name, text) for name, text in texts.items()}
-    recorded = tuple(_edit(edit, f"edits.{number}") for number, edit in enumerate(found["edits"]))
+def _parse_parts(header: Mapping[str, str]) -> Header:
+    texts = {name: header.get(name) for name in _SCHEMAS if name in header or name != "autoencoder"}
+    found = {name: _parse_part(name, text) for name, text in texts.items()}
+    recorded = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found["edits"]))
     plain = {name: part.model_dump(exclude_unset=True) for name, part in found.items() if name != "edits"}
     base = {name: value for name, value in plain["base"].items() if name != "pretrained"}
     data = {name: value for name, value in plain["data"].items() if value is not None}
     return Header(base, recorded, data, plain.get("autoencoder", {}))
 
 
-def _parse(name: str, text: str | None) -> Any:
+def _parse_part(name: str, text: str | None) -> Any:
     if text is None:
         raise UserError(f"{name} is missing")
-    if len(text) > LONGEST:
-        raise UserError(f"{name} has {len(text):,} characters, at most {LONGEST:,} are read")
+    if len(text) > _MAX_PART_LENGTH:
+        raise UserError(f"{name} has {len(text):,} characters, at most {_MAX_PART_LENGTH:,} are read")
     try:
-        return SCHEMA[name].validate_json(text)
+        return _SCHEMAS[name].validate_json(text)
     except ValidationError as error:
-        raise UserError(_problems(error, name)) from None
+        raise UserError(_describe_problems(error, name)) from None
 
 
-def _edit(edit: EditPart, place: str) -> Edit:
+def _build_edit(edit: _EditSchema, place: str) -> Edit:
     """The edit with its rule. Raises: UserError for a rule that is unknown, or fields that it does not take."""
-    rule = RULES.get(edit.rule)
+    rule = EDIT_RULES.get(edit.rule)
     if rule is None:
-        raise UserError(f"{place}.rule is {_shown(edit.rule)} and should be one of {', '.join(RULES)}")
+        raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
     known = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
     for name in edit.fields:
         if name not in known:
@@ -153,11 +153,11 @@ def _edit(edit: EditPart, place: str) -> Edit:
     try:
         made = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
     except ValidationError as error:
-        raise UserError(_problems(error, f"{place}.fields")) from None
+        raise UserError(_describe_problems(error, f"{place}.fields")) from None
     return Edit(made, tuple(edit.names))
 
 
-def _problems(error: ValidationError, part: str) -> str:
+def _describe_problems(error: ValidationError, part: str) -> str:
     """The first problem of a part in words, and how many there are."""
     first, *others = error.errors()
     field = ".".join([part, *map(str, first["loc"])])
@@ -169,22 +169,22 @@ def _problems(error: ValidationError, part: str) -> str:
     elif first["type"] in ("missing", "extra_forbidden"):
         said = f"{field} is {'missing' if first['type'] == 'missing' else 'not a field'}"
     else:
-        said = f"{field} is {_shown(first['input'])} and {message.removeprefix('Input ').removeprefix('String ')}"
+        said = f"{field} is {_shorten(first['input'])} and {message.removeprefix('Input ').removeprefix('String ')}"
     return said + (f" (and {len(others)} more)" if others else "")
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     """A value for a message, in one line and cut short."""
     text = repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= _MESSAGE_WIDTH else text[: _MESSAGE_WIDTH - 3] + "..."
 
 
-def _largest(value: JsonValue) -> float:
+def _max_magnitude(value: JsonValue) -> float:
     """The largest number in a plain value, without its sign, or length of a list; NaN counts as infinite."""
     if isinstance(value, Mapping):
-        return max(map(_largest, value.values()), default=0)
+        return max(map(_max_magnitude, value.values()), default=0)
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return max(len(value), *map(_largest, value), 0)
+        return max(len(value), *map(_max_magnitude, value), 0)
     if not isinstance(value, int | float):
         return 0
     return float("inf") if value != value else abs(value)

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, parse_header
 from isomorph.errors import UserError
 from isomorph.models import create
-from isomorph.surgery import RULES, Edit, Fuse, edits, replay
+from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
 from isomorph.surgery.compiled import uncompiled
 from isomorph.surgery.joint_projections import joint_candidates
 
-SMALL = 2**20
+_ALWAYS_ALLOWED_NUMEL = 2**20
 """Numbers of a model that may always be built."""
 T = TypeVar("T", bound=nn.Module)
 
@@ -49,7 +49,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
     """Edits as plain values. Raises: UserError for a rule that isomorph could not find again."""
     for edit in made:
-        if RULES.get(type(edit.rule).__name__) is not type(edit.rule):
+        if EDIT_RULES.get(type(edit.rule).__name__) is not type(edit.rule):
             raise UserError(f"{type(edit.rule).__name__} is not a rule of isomorph: a checkpoint could not replay it")
     return [
         {"rule": type(edit.rule).__name__, "fields": dataclasses.asdict(edit.rule), "names": list(edit.names)}  # type: ignore[call-overload]
@@ -59,10 +59,10 @@ def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
 
 def _describe_arguments(model: nn.Module) -> dict[str, Any]:
     """The further arguments that timm noted when it created the model, as far as JSON can hold them."""
-    return {name: value for name, value in get_model_args(model).items() if is_plain(value)}
+    return {name: value for name, value in get_model_args(model).items() if _is_json_value(value)}
 
 
-def is_plain(value: Any) -> bool:
+def _is_json_value(value: Any) -> bool:
     """Whether JSON can hold a value."""
     try:
         json.dumps(value)
@@ -72,7 +72,7 @@ def is_plain(value: Any) -> bool:
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
-    """How timm creates the model that the edits start from: as `remember_base` noted, else name, classes, channels."""
+    """How timm creates the model that the edits start from: as `record_base` noted, else name, classes, channels."""
     noted = getattr(model, "isomorph_base", None)
     if noted:
         return noted
@@ -86,7 +86,7 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def remember_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
+def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
     """Notes on the model how timm creates its base, for `save`."""
     model.isomorph_base = {key: value for key, value in base.items() if key != "pretrained"}  # type: ignore[assignment]
     return model
@@ -98,7 +98,7 @@ def _describe_data(model: nn.Module) -> dict[str, Any]:
     return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
 
 
-def remember_data(model: nn.Module, data: dict[str, Any]) -> None:
+def record_data(model: nn.Module, data: dict[str, Any]) -> None:
     """Puts what images the model expects into its pretrained_cfg, where timm's resolve_data_config reads it."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
     for key in ("test_input_size", "test_crop_pct", "label_names"):  # of the weights that the base may come with
@@ -111,10 +111,10 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     model = create(base["name"], **{key: value for key, value in base.items() if key not in ("name", "pretrained")})
     for edit in recorded[len(edits(model)) :]:
         model = replay(model, edit)
-    return remember_base(model, base)
+    return record_base(model, base)
 
 
-def refuse_unlike(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
+def check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
     """Raises: UserError when base and edits do not rebuild this very model (seen on the meta device)."""
     with torch.device("meta"):
         twin = rebuild(base, made)
@@ -126,25 +126,25 @@ def refuse_unlike(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]
         )
 
 
-def _rebuilding_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
+def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, ...]]:
     """The shortest base and edits that rebuild the model: a fused one is the plain network again where that is so.
 
-    Raises: UserError as `refuse_unlike` does when none does.
+    Raises: UserError as `check_rebuilds` does when none does.
     """
     base, made = describe_base(model), edits(model)
-    left = unfused(made)
+    left = drop_fused_edits(made)
     plain = base if left == made else {**base, **getattr(model, "fused_arguments", {})}
     pairs = ((plain, left), (plain, made), (base, made))
     records = [(b, e) for b, e in pairs for b in (b, {**_describe_arguments(model), **b})]
     for record in records[:-1]:
         with suppress(UserError):
-            refuse_unlike(model, *record)
+            check_rebuilds(model, *record)
             return record
-    refuse_unlike(model, *records[-1])
+    check_rebuilds(model, *records[-1])
     return records[-1]
 
 
-def unfused(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
+def drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     """The edits without those of modules that have been fused since, and without the fusing."""
     gone = {name for edit in made if isinstance(edit.rule, Fuse) for name in edit.names}
     kept = (
@@ -174,8 +174,8 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
 def describe_model(model: nn.Module, base: dict[str, Any] | None = None) -> dict[str, str]:
     """The header of a checkpoint: all that rebuilds the model. Raises: UserError when nothing does."""
-    base, made = _rebuilding_record(model) if base is None else (base, edits(model))
-    refuse_unlike(model, base, made)
+    base, made = _find_rebuild_record(model) if base is None else (base, edits(model))
+    check_rebuilds(model, base, made)
     parts = {"base": base, "edits": describe_edits(made), "data": _describe_data(model)}
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
@@ -195,24 +195,24 @@ def load(path: str | Path) -> nn.Module:
     """
     path = Path(path)
     header, state = read_header(path), read_tensors(path)
-    model = rebuild_described(header, state, path)
+    model = rebuild_from_header(header, state, path)
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
     return model.eval()
 
 
-def rebuild_described(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
+def rebuild_from_header(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
     """The model that the header of a checkpoint describes, its tensors not yet loaded. Raises: UserError as `load`."""
     if header.get("format") != FORMAT:
         raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
     parts = parse_header(header, path)
-    model = build_within(state, path, lambda: rebuild(parts.base, parts.edits))
+    model = build_checked(state, path, lambda: rebuild(parts.base, parts.edits))
     model.isomorph_edits = parts.edits  # type: ignore[assignment]
-    remember_data(model, parts.data)
+    record_data(model, parts.data)
     return model
 
 
-def build_within(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]) -> T:
+def build_checked(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]) -> T:
     """The model that `build` makes, once it is known to be no larger than the tensors of its file.
 
     Raises: UserError when it is, before memory is taken, or when it cannot be built.
@@ -221,13 +221,13 @@ def build_within(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]
     try:
         with torch.device("meta"):
             wanted = sum(tensor.numel() for tensor in build().state_dict().values())
-        if wanted > max(2 * held, SMALL):
+        if wanted > max(2 * held, _ALWAYS_ALLOWED_NUMEL):
             raise UserError(f"cannot rebuild {path}: its header asks for {wanted:,} numbers, it holds {held:,}")
         return build()
     except UserError:
         raise
     except Exception as error:  # modules fail in many ways on arguments that are not theirs
-        raise UserError(f"cannot rebuild {path}: {type(error).__name__} {_first_words(error)}") from error
+        raise UserError(f"cannot rebuild {path}: {type(error).__name__} {short_reason(error)}") from error
 
 
 def read_header(path: Path) -> dict[str, str]:
@@ -241,7 +241,7 @@ def read_header(path: Path) -> dict[str, str]:
         raise UserError(f"{path} is not a readable safetensors file ({error}); it may be truncated") from None
 
 
-def is_whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether a safetensors file is there with all its bytes."""
     try:
         with safe_open(str(path), framework="pt"):
@@ -260,7 +260,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load and safetensors raise many kinds for a damaged file
         raise UserError(
-            f"cannot read checkpoint {path} ({_first_words(error)}); it may be truncated or foreign"
+            f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated or foreign"
         ) from None
     for key in ("state_dict", "model"):
         state = state.get(key, state) if isinstance(state, dict) else state
@@ -271,7 +271,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
     return state
 
 
-def _first_words(error: Exception) -> str:
+def short_reason(error: Exception) -> str:
     """The first line of an error, and its kind where the line alone says little."""
     line = next(iter(str(error).splitlines()), "")
     return line if " " in line else f"{type(error).__name__} {line}".strip()
@@ -287,10 +287,10 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
 
     Raises: UserError saying which tensors are missing, unexpected or of another shape; the model is then unchanged.
     """
-    return fill(model, read_tensors(Path(path)), path, fresh_head)
+    return load_state(model, read_tensors(Path(path)), path, fresh_head)
 
 
-def fill(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
+def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
     """Loads the tensors of the checkpoint at `path` into a model, as `load_weights` does. Raises: as it does."""
     path = Path(path)
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
@@ -299,15 +299,15 @@ def fill(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: 
     except UserError:
         raise
     except Exception as error:  # timm's filters fail in many ways on a checkpoint of another family
-        raise UserError(f"{path} does not fit {type(model).__name__}: {_first_words(error)}") from None
-    state = _with_fresh_head(model, state) if fresh_head else state
-    refuse_misfit(model, state, path)
+        raise UserError(f"{path} does not fit {type(model).__name__}: {short_reason(error)}") from None
+    state = _keep_own_head(model, state) if fresh_head else state
+    check_state_fits(model, state, path)
     kept = [name for name, own in model.state_dict().items() if state[name].data_ptr() == own.data_ptr()]
     model.load_state_dict(state)
     return [name for name in kept if not name.endswith(".num_batches_tracked")]
 
 
-def _with_fresh_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     """The state with the model's own classifier where it has none, or one of other classes."""
     named = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or ()
     own = model.state_dict()
@@ -317,7 +317,7 @@ def _with_fresh_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, **{name: own[name] for name in heads}}
 
 
-def refuse_misfit(model: nn.Module, state: dict[str, Any], path: Path) -> None:
+def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     """Raises: UserError when the state is not the model's, tensor for tensor."""
     own = model.state_dict()
     missing = [name for name in own if name not in state]

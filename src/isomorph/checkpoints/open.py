@@ -12,13 +12,13 @@ from isomorph.checkpoints.model import (
     load,
     load_weights,
     read_header,
-    rebuild_described,
+    rebuild_from_header,
 )
-from isomorph.checkpoints.optimizer_state import AVERAGED, MODEL
+from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.snapshot import (
-    Damaged,
-    Found,
-    newest,
+    DamagedSnapshot,
+    IntactSnapshot,
+    newest_snapshot,
     read_snapshot,
 )
 from isomorph.errors import UserError
@@ -30,12 +30,12 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
 
     `arguments` are further ones of timm.create_model, for a model by its name.
     """
-    if is_trained(name):
+    if is_checkpoint_or_run(name):
         if weights:
             raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
         return open_trained(Path(name))
     require_registered(name)
-    public = _public_weights(name)
+    public = _pretrained_cfg(name)
     if pretrained and weights is None and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
     with torch.random.fork_rng(devices=[]):
@@ -46,7 +46,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
     return model.eval()
 
 
-def _public_weights(name: str) -> Any:
+def _pretrained_cfg(name: str) -> Any:
     """What timm has of the weights of a registered model. Raises: UserError for a tag that it does not have."""
     try:
         return timm.get_pretrained_cfg(name)
@@ -56,13 +56,13 @@ def _public_weights(name: str) -> Any:
         raise UserError(f"{stem} has no weights tagged {tag!r}; it has {tags or 'none'}") from None
 
 
-def refuse_weights(name: str, weights: Path | None, pretrained: bool) -> None:
+def check_pretrained_option(name: str, weights: Path | None, pretrained: bool) -> None:
     """Raises: UserError when a model that is to have random weights is given some."""
-    if not pretrained and (weights or is_trained(name)):
+    if not pretrained and (weights or is_checkpoint_or_run(name)):
         raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
 
 
-def is_trained(name: str) -> bool:
+def is_checkpoint_or_run(name: str) -> bool:
     """Whether this names a checkpoint by isomorph or a run's folder, and no model of timm."""
     return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
 
@@ -76,17 +76,17 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     """
     if path.suffix == ".safetensors":
         return load(path)
-    found = _whole_snapshot(path) if path.is_dir() else None
+    found = _newest_intact_snapshot(path) if path.is_dir() else None
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")
     if found is None:
         raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
-    header = found.values["model"] or _header_of(path)
+    header = found.values["model"] or _read_run_header(path)
     tensors = read_snapshot(found.path)
-    prefix = AVERAGED if averaged and any(name.startswith(AVERAGED) for name in tensors) else MODEL
+    prefix = AVERAGED_PREFIX if averaged and any(name.startswith(AVERAGED_PREFIX) for name in tensors) else MODEL_PREFIX
     prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    model = rebuild_described(header, state, found.path)
+    model = rebuild_from_header(header, state, found.path)
     try:
         model.load_state_dict(state)
     except RuntimeError:
@@ -94,20 +94,20 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     return model.eval()
 
 
-def _whole_snapshot(folder: Path) -> Found | None:
+def _newest_intact_snapshot(folder: Path) -> IntactSnapshot | None:
     """The newest snapshot of a run. Raises: UserError when it is damaged: one before it is another model."""
     files = [path for name in ("model", "best") if (path := folder / f"{name}.safetensors").is_file()]
     advice = f"name {files[0]} instead, or start the run again" if files else "start the run again"
     try:
-        found = newest(folder)
-    except Damaged as error:
-        raise Damaged(f"{error}; {advice}") from None
+        found = newest_snapshot(folder)
+    except DamagedSnapshot as error:
+        raise DamagedSnapshot(f"{error}; {advice}") from None
     if found and found.damaged:
-        raise Damaged(f"{found.damaged[0][1]}; {advice}")
+        raise DamagedSnapshot(f"{found.damaged[0][1]}; {advice}")
     return found
 
 
-def _header_of(folder: Path) -> dict[str, str]:
+def _read_run_header(folder: Path) -> dict[str, str]:
     """What rebuilds the model of a run whose snapshots do not say it. Raises: UserError when nothing does yet."""
     if not (folder / "best.safetensors").is_file():
         raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it resume")

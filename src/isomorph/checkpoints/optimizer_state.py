@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-MODEL, AVERAGED, OPTIMISER, GROUP = "model.", "ema.", "optimizer.", "group:"
+MODEL_PREFIX, AVERAGED_PREFIX, OPTIMIZER_PREFIX, GROUP_PREFIX = "model.", "ema.", "optimizer.", "group:"
 
 
 def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -18,9 +18,9 @@ def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
     return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
 
 
-def owner(name: str) -> str:
+def owner_name(name: str) -> str:
     """The parameter, or `group:` and the group, that a tensor of the optimiser belongs to."""
-    return name.removeprefix(OPTIMISER).rpartition(".")[0]
+    return name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")[0]
 
 
 def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -31,13 +31,13 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
     for parameter, kept in optimizer.state.items():
         for key, value in kept.items():
             if isinstance(value, Tensor):
-                tensors[f"{OPTIMISER}{names[parameter]}.{key}"] = value
+                tensors[f"{OPTIMIZER_PREFIX}{names[parameter]}.{key}"] = value
             else:
                 values.setdefault(names[parameter], {})[key] = value
     groups = {group["name"]: _plain_options(group) for group in optimizer.param_groups}
     for group in optimizer.param_groups:
         held = {key: value for key, value in group.items() if isinstance(value, Tensor)}
-        tensors |= {f"{OPTIMISER}{GROUP}{group['name']}.{key}": value for key, value in held.items()}
+        tensors |= {f"{OPTIMIZER_PREFIX}{GROUP_PREFIX}{group['name']}.{key}": value for key, value in held.items()}
     return tensors, {"state": values, "groups": groups}
 
 
@@ -46,23 +46,23 @@ def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if isinstance(value, bool | int | float)}
 
 
-def fill_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Gives the optimiser what it kept of each parameter; parameters that nothing is known of start fresh."""
     state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
     for name, tensor in tensors.items():
-        state.setdefault(owner(name), {})[name.rpartition(".")[2]] = tensor
+        state.setdefault(owner_name(name), {})[name.rpartition(".")[2]] = tensor
     named = {parameter: name for name, parameter in model.named_parameters()}
     order = [named[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     whole = optimizer.state_dict()
     whole["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
     for group in whole["param_groups"]:
-        group |= values["groups"].get(group["name"], {}) | state.get(f"{GROUP}{group['name']}", {})
+        group |= values["groups"].get(group["name"], {}) | state.get(f"{GROUP_PREFIX}{group['name']}", {})
     optimizer.load_state_dict(whole)
 
 
-def room_for(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]) -> Tensor:
+def allocate_tensor(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]) -> Tensor:
     """An empty tensor for one that the optimiser kept: laid out as its parameter is, where it has its shape."""
-    parameter = parameters.get(owner(name))
+    parameter = parameters.get(owner_name(name))
     if parameter is not None and parameter.shape == shape:
         return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros(shape, dtype=dtype)

@@ -24,21 +24,21 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from isomorph.checkpoints.snapshot_values import checked_values, digest_of
+from isomorph.checkpoints.snapshot_values import digest_of, parse_values
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 
-STATE = "state.json"
-KEPT = 2
+STATE_FILE = "state.json"
+_SNAPSHOTS_TO_KEEP = 2
 """Newest snapshots that stay."""
 
 
-class Damaged(UserError):
+class DamagedSnapshot(UserError):
     """A snapshot that is not what was written."""
 
 
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
+def _no_process_group_warning() -> Iterator[None]:
     """Silences torch's warning that a checkpoint is written or read without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
@@ -50,7 +50,7 @@ def _folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _step_of(path: Path) -> int | None:
+def _parse_step(path: Path) -> int | None:
     """The step that a name says, or None where it is not a snapshot's."""
     digits = re.fullmatch(r"step-([0-9]{8,})", path.name)
     return int(digits[1]) if digits and _folder_name(int(digits[1])) == path.name else None
@@ -58,13 +58,13 @@ def _step_of(path: Path) -> int | None:
 
 def _named_snapshots(folder: Path) -> list[Path]:
     """All that is named like a snapshot, newest first; not all of it needs to be one."""
-    named = {path: step for path in folder.glob("step-*") if (step := _step_of(path)) is not None}
+    named = {path: step for path in folder.glob("step-*") if (step := _parse_step(path)) is not None}
     return sorted(named, key=lambda path: named[path], reverse=True)
 
 
-def snapshots(folder: Path) -> list[Path]:
+def list_snapshots(folder: Path) -> list[Path]:
     """Complete snapshots, newest first."""
-    return [path for path in _named_snapshots(folder) if (path / STATE).is_file()]
+    return [path for path in _named_snapshots(folder) if (path / STATE_FILE).is_file()]
 
 
 def write_snapshot(
@@ -90,28 +90,28 @@ def write_snapshot(
 
     def finish() -> None:
         if runtime.leads:
-            _write_state(partial / STATE, state)
+            _write_state(partial / STATE_FILE, state)
             _flush_folder(partial)
             shutil.rmtree(path, ignore_errors=True)
             os.replace(partial, path)
             _flush_folder(folder)
 
     try:
-        together(lambda: _make_empty(partial) if runtime.leads else None, runtime)
-        together(write_mine, runtime)
-        together(note_checksums, runtime)
+        _run_on_all_processes(lambda: _make_empty(partial) if runtime.leads else None, runtime)
+        _run_on_all_processes(write_mine, runtime)
+        _run_on_all_processes(note_checksums, runtime)
         state["files"] = {name: digest for files in runtime.gathered(state["files"]) for name, digest in files.items()}
-        together(finish, runtime)
+        _run_on_all_processes(finish, runtime)
     except OSError as error:
         if runtime.leads:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write {path}: {error}; the snapshots before it are whole") from None
     if runtime.leads:
-        _drop_older(folder)
+        _delete_older(folder)
     return path
 
 
-def together(step: Callable[[], None], runtime: Runtime) -> None:
+def _run_on_all_processes(step: Callable[[], None], runtime: Runtime) -> None:
     """Takes a step in every process. Raises: OSError in all, with the first one's reason, when one fails."""
     try:
         step()
@@ -120,7 +120,7 @@ def together(step: Callable[[], None], runtime: Runtime) -> None:
         Exception,
         CheckpointException,
     ) as error:  # whatever it is, the others must hear of it; the last is no Exception
-        problem = reason(error)
+        problem = error_reason(error)
     if said := next((said for said in runtime.gathered(problem) if said), ""):
         raise OSError(said)
 
@@ -139,9 +139,9 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _drop_older(folder: Path) -> None:
+def _delete_older(folder: Path) -> None:
     """Leaves the newest snapshots, and nothing that a crash left half written."""
-    for path in snapshots(folder)[KEPT:]:
+    for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
         with suppress(OSError):  # renamed first: one that is half deleted has no snapshot's name
             path.rename(folder / f".{path.name}.partial")
     for path in folder.glob(".step-*.partial"):
@@ -157,7 +157,7 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def reason(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """One line, also out of the exception that wraps those of all processes."""
     inner = next(iter(getattr(error, "failures", {}).values()), None)
     first = inner[0] if isinstance(inner, tuple) else error
@@ -166,13 +166,13 @@ def reason(error: BaseException) -> str:
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
     """Shards as they lie, each in its process's file; flushed to disk."""
-    kept = {name: _standing_alone(tensor) for name, tensor in tensors.items()}
-    with _one_process_is_meant():
+    kept = {name: _unshared(tensor) for name, tensor in tensors.items()}
+    with _no_process_group_warning():
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         dcp.save(kept, storage_writer=writer, no_dist=alone)
 
 
-def _standing_alone(tensor: Tensor) -> Tensor:
+def _unshared(tensor: Tensor) -> Tensor:
     """The tensor as safetensors takes it: contiguous, its memory shared with no other."""
     return (
         tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -189,27 +189,27 @@ def read_values(path: Path) -> dict[str, Any]:
 
     Raises: Damaged otherwise.
     """
-    if not (path / STATE).is_file():
-        raise Damaged(f"the snapshot {path} is damaged: it has no {STATE}")
+    if not (path / STATE_FILE).is_file():
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: it has no {STATE_FILE}")
     try:
-        values = checked_values((path / STATE).read_text(encoding="utf-8"))
+        values = parse_values((path / STATE_FILE).read_text(encoding="utf-8"))
         changed = [name for name, digest in values["files"].items() if checksum(path / name) != digest]
     except UserError as error:
-        raise Damaged(f"the snapshot {path} is damaged: {STATE} is {error}") from None
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: {STATE_FILE} is {error}") from None
     except (OSError, ValueError) as error:
-        raise Damaged(f"the snapshot {path} is damaged ({reason(error)})") from None
+        raise DamagedSnapshot(f"the snapshot {path} is damaged ({error_reason(error)})") from None
     if changed:
-        raise Damaged(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
-    if values["step"] != _step_of(path):
-        raise Damaged(f"the snapshot {path} is damaged: it is a copy of the one after step {values['step']}")
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: {', '.join(changed)} is not what was written")
+    if values["step"] != _parse_step(path):
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: it is a copy of the one after step {values['step']}")
     if foreign := _foreign_files(path, values["files"]):
-        raise Damaged(f"the snapshot {path} is damaged: {', '.join(foreign[:3])} is not part of it")
+        raise DamagedSnapshot(f"the snapshot {path} is damaged: {', '.join(foreign[:3])} is not part of it")
     return values
 
 
 def _foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
     """Names in a snapshot that are not part of it, but for hidden files that no reader takes for tensors."""
-    names = {entry.name for entry in path.iterdir()} - {STATE, *files}
+    names = {entry.name for entry in path.iterdir()} - {STATE_FILE, *files}
     return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
 
 
@@ -221,7 +221,7 @@ def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fills tensors, or each process's shards of them, from a snapshot."""
-    with _one_process_is_meant():
+    with _no_process_group_warning():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
@@ -233,7 +233,7 @@ def read_snapshot(path: Path) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Found:
+class IntactSnapshot:
     """A whole snapshot, what it holds besides tensors, and what is said of newer ones that are damaged."""
 
     path: Path
@@ -241,7 +241,7 @@ class Found:
     damaged: tuple[tuple[Path, str], ...] = ()
 
 
-def set_aside(found: Found) -> list[str]:
+def rename_damaged(found: IntactSnapshot) -> list[str]:
     """Renames the damaged snapshots, so that they do not count among the kept; returns what is said of them."""
     for path, _ in found.damaged:
         names = (path.with_name(f"damaged-{path.name}{again}") for again in ("", *(f"-{n}" for n in range(2, 100))))
@@ -250,7 +250,7 @@ def set_aside(found: Found) -> list[str]:
     return [said for _, said in found.damaged]
 
 
-def newest(folder: Path) -> Found | None:
+def newest_snapshot(folder: Path) -> IntactSnapshot | None:
     """The newest snapshot that is as it was written, or None where there is none at all.
 
     Raises: Damaged when there are some, and none is whole.
@@ -258,11 +258,11 @@ def newest(folder: Path) -> Found | None:
     damaged: list[tuple[Path, str]] = []
     for path in _named_snapshots(folder):
         try:
-            return Found(path, read_values(path), tuple(damaged))
-        except Damaged as error:
+            return IntactSnapshot(path, read_values(path), tuple(damaged))
+        except DamagedSnapshot as error:
             if not path.exists():  # the run that writes here has dropped it in between
-                return newest(folder)
+                return newest_snapshot(folder)
             damaged.append((path, str(error)))
     if damaged:
-        raise Damaged("; ".join(said for _, said in damaged))
+        raise DamagedSnapshot("; ".join(said for _, said in damaged))
     return None

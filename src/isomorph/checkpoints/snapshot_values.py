@@ -10,21 +10,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from isomorph.errors import UserError
 
-Natural = Annotated[int, Field(ge=0)]
-Number = bool | int | float
+_Count = Annotated[int, Field(ge=0)]
+_Number = bool | int | float
 
 
-class Values(BaseModel):
+class _StrictModel(BaseModel):
     """Values of the types that are written, and no others."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Progress(Values):
+class RunProgress(_StrictModel):
     """How far a run is: steps done, epochs closed (evaluated and logged), what is known of both."""
 
-    step: Natural = 0
-    closed: Natural = 0
+    step: _Count = 0
+    closed: _Count = 0
     recast: bool = True
     metrics: dict[str, int | float] = {}
     best: float = -math.inf
@@ -33,32 +33,32 @@ class Progress(Values):
     seconds: float = 0.0
 
 
-class OptimizerValues(Values):
+class OptimizerValues(_StrictModel):
     """What the optimiser holds that is not a tensor: by parameter and key, and by group and option."""
 
-    state: dict[str, dict[str, Number]]
-    groups: dict[str, dict[str, Number]]
+    state: dict[str, dict[str, _Number]]
+    groups: dict[str, dict[str, _Number]]
 
 
-class Counts(Values):
+class DataCounts(_StrictModel):
     """What a run counts its images by."""
 
-    images: Natural
-    steps: Natural
-    classes: Natural
+    images: _Count
+    steps: _Count
+    classes: _Count
 
 
-class SnapshotValues(Values):
+class SnapshotValues(_StrictModel):
     """The whole of state.json. `model` is the header that rebuilds the network; older snapshots have none of it, and no
     digest."""
 
-    step: Natural
+    step: _Count
     files: dict[str, str]
     optimizer: OptimizerValues
     recipe: dict[str, Any]
-    progress: Progress
-    lanes: Natural
-    data: Counts
+    progress: RunProgress
+    lanes: _Count
+    data: DataCounts
     model: dict[str, str] = {}
     digest: str | None = None
 
@@ -69,7 +69,7 @@ def digest_of(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def checked_values(text: str) -> dict[str, Any]:
+def parse_values(text: str) -> dict[str, Any]:
     """The values of a state.json that is as it was written.
 
     Raises: UserError saying what is not.

@@ -13,7 +13,7 @@ from cyclopts import Parameter
 import isomorph as iso
 from isomorph.analysis import feature_evolution
 from isomorph.analysis.evolution import random_draws
-from isomorph.checkpoints.open import is_trained, open_model
+from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.cli.app import Device, Json, Model, Weights, WholeNumber, app, check_limits, display_name, spinner
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
@@ -31,9 +31,9 @@ from isomorph.report.terminal_tables import print_table
 from isomorph.suites.robustness.results import read_results, weights_hash
 from isomorph.suites.test_data import (
     default_data,
-    draw_images,
-    images_for_model,
-    images_to_test,
+    images_on_device,
+    open_test_images,
+    sample_images,
 )
 
 _CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")
@@ -45,7 +45,7 @@ def open_subject(name: str, title: str, weights: Path | None, pretrained: bool, 
     path = Path(name)
     model = open_model(name, weights, pretrained)
     recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
-    title = display_name(title, pretrained or is_trained(name) or weights is not None)
+    title = display_name(title, pretrained or is_checkpoint_or_run(name) or weights is not None)
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
@@ -61,8 +61,8 @@ def loaders_for(
 
     All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
     """
-    source = images_to_test(subjects[0].model, data, root)
-    return _loaders_for(subjects, draw_images(source, samples))
+    source = open_test_images(subjects[0].model, data, root)
+    return _loaders_for(subjects, sample_images(source, samples))
 
 
 def _loaders_for(subjects: list[PageModel], source: Source) -> dict[str, Iterable[Any]]:
@@ -73,9 +73,9 @@ def _loaders_for(subjects: list[PageModel], source: Source) -> dict[str, Iterabl
 
 def _feature_evolutions(subjects: list[PageModel], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
     """F_k of every layer of each model, on the same random batches of test images."""
-    source = images_to_test(subjects[0].model, data, root)
+    source = open_test_images(subjects[0].model, data, root)
     loaders = _loaders_for(subjects, source.subset(random_draws(len(source)).tolist()))
-    return {s.name: feature_evolution(s.model, images_for_model(loaders[s.name], s.model)) for s in subjects}
+    return {s.name: feature_evolution(s.model, images_on_device(loaders[s.name], s.model)) for s in subjects}
 
 
 def _check_same_channels(subjects: list[PageModel]) -> None:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from cyclopts import Parameter
 
+from isomorph._recipe import gating_history
+from isomorph._recipe.history import attention_history, run_cost
 from isomorph.analysis import Trajectory
 from isomorph.cli.analyze import footer, say
 from isomorph.cli.app import Device, Json, WholeNumber, app, check_limits, spinner
@@ -18,9 +20,7 @@ from isomorph.report.accuracy_cost import AccuracyPoint, points_json, read_point
 from isomorph.report.attention_history import MEASURES, MeasureHistories, MeasureHistory, histories_json, history_tables
 from isomorph.report.compare_page import RunLog, best_top1, compare_sections, read_run_logs
 from isomorph.report.html import write_page
-from isomorph.suites.test_data import draw_images
-from isomorph.training import gating_history
-from isomorph.training.history import attention_history, run_cost
+from isomorph.suites.test_data import sample_images
 
 Along = Literal["nonlocality", "entropy"]
 
@@ -53,7 +53,7 @@ class _TestImages(NamedTuple):
         source = open_source(name, "test", root and Path(root))
         if not self.data and own.get("classes"):
             source = first_classes(source, own["classes"])
-        return draw_images(source, self.samples)
+        return sample_images(source, self.samples)
 
 
 def measure_along(

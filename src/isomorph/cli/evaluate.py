@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.checkpoints.open import open_model, refuse_weights
+from isomorph.checkpoints.open import check_pretrained_option, open_model
 from isomorph.cli.app import (
     Device,
     Json,
@@ -87,7 +87,7 @@ def evaluate_(
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     _check_options(bool(suite), classes is not None, partial)
-    refuse_weights(model, weights, pretrained)
+    check_pretrained_option(model, weights, pretrained)
     evaluating.refuse_no_csv(per_class)
     places = imagenet.find_suites(suite or [], root, data)
     net = open_model(model, weights, pretrained)

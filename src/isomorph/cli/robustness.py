@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.checkpoints.open import open_model, refuse_weights
+from isomorph.checkpoints.open import check_pretrained_option, open_model
 from isomorph.cli.app import (
     Device,
     Json,
@@ -23,8 +23,8 @@ from isomorph.distributed import open_runtime
 from isomorph.report.terminal_tables import print_table
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.run import wanted_cells
-from isomorph.suites.robustness.scores import headlines, robustness_rows
-from isomorph.suites.test_data import images_to_test
+from isomorph.suites.robustness.scores import robustness_table, summary_lines
+from isomorph.suites.test_data import open_test_images
 
 
 @app.command
@@ -95,11 +95,11 @@ def robustness(
     workers
         Processes that decode and corrupt.
     """
-    refuse_weights(model, weights, pretrained)
+    check_pretrained_option(model, weights, pretrained)
     if published := open_published(suite, folder and folder.expanduser()):
         published.refuse_missing(wanted_cells(corruption or None, severity or SEVERITIES, extra))
     net = open_model(model, weights, pretrained)
-    source = None if folder and data is None else images_to_test(net, data, root, classes)
+    source = None if folder and data is None else open_test_images(net, data, root, classes)
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
     options |= dict(
@@ -116,5 +116,5 @@ def robustness(
     if json_:
         print(json.dumps(result))
         return
-    print_table(robustness_rows(result))
-    print("\n" + "\n".join(headlines(result)))
+    print_table(robustness_table(result))
+    print("\n" + "\n".join(summary_lines(result)))

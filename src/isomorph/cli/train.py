@@ -6,10 +6,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import isomorph as iso
+from isomorph._recipe.recipe.recipe import document_fields
 from isomorph.cli.app import app
-from isomorph.recipes import as_assignments, load_recipe
+from isomorph.recipes import load_recipe, parse_overrides
 from isomorph.report.terminal_tables import metric_table, print_table
-from isomorph.training.recipe.recipe import document_fields
 
 
 @app.command
@@ -37,7 +37,7 @@ def train(
     /,
     *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="--FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
 ) -> None:
-    result = iso.train(load_recipe(recipe, as_assignments(fields)))
+    result = iso.train(load_recipe(recipe, parse_overrides(fields)))
     if result.leads:
         print_table(metric_table("final", result.metrics))
         print(f"the model: {result.folder / 'model.safetensors'}")

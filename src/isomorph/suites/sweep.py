@@ -9,16 +9,18 @@ from typing import Any, Literal
 
 from torch import nn
 
-from isomorph.data import eval_loader
+from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
-from isomorph.evaluation import Tally, at_size, evaluation_config, measure_cost
-from isomorph.suites.imagenet.suites import CLASSES, open_suites
+from isomorph.evaluation.cost import measure_cost
+from isomorph.evaluation.input_sizes import at_size, evaluation_config
+from isomorph.evaluation.prediction_counts import Tally
+from isomorph.suites.imagenet.suites import NUM_CLASSES, open_suites
 from isomorph.suites.test_set import (
-    Progress,
+    BatchProgress,
     TestSet,
-    judge,
+    check_num_classes,
     no_progress,
-    refuse_other_classes,
+    tally_predictions,
 )
 
 Size = tuple[int, int]
@@ -58,7 +60,7 @@ def evaluate_suites(
 
     Raises: UserError for a model that has not ImageNet-1k's 1000 classes, and as `open_suites`.
     """
-    refuse_other_classes(getattr(model, "num_classes", None), CLASSES)
+    check_num_classes(getattr(model, "num_classes", None), NUM_CLASSES)
     sets = open_suites([suites] if isinstance(suites, str) else suites, root, form, partial)
     return run_sweep(model, sets, sweep, batch_size, workers)[0]
 
@@ -69,7 +71,7 @@ def run_sweep(
     sweep: Sweep = Sweep(),
     batch_size: int = 100,
     workers: int = 0,
-    progress: Progress = no_progress,
+    progress: BatchProgress = no_progress,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows of metrics, and rows of single classes, for every test set, size and ratio."""
     loaders = [
@@ -81,8 +83,8 @@ def run_sweep(
     rows: list[dict[str, Any]] = []
     classes: list[dict[str, Any]] = []
     for size, ratio, test, loader in loaders:
-        title = " ".join(filter(None, ["evaluating", test.title, *said_of(size, ratio)]))
-        tallies = judge(fitted[size], progress(loader, title, len(loader)), test.views)
+        title = " ".join(filter(None, ["evaluating", test.title, *_point_titles(size, ratio)]))
+        tallies = tally_predictions(fitted[size], progress(loader, title, len(loader)), test.views)
         for view, tally in zip(test.views, tallies, strict=True):
             head = ({"suite": view.name} if view.name else {}) | sweep.place(size, ratio)
             rows.append(head | tally.metrics())
@@ -90,7 +92,7 @@ def run_sweep(
     return rows, classes
 
 
-def said_of(size: Size | None, ratio: float | None) -> list[str]:
+def _point_titles(size: Size | None, ratio: float | None) -> list[str]:
     """A point of the sweep in words."""
     return ["at {} x {}".format(*size) if size else "", f"at rfc {ratio:g}" if ratio else ""]
 
@@ -106,7 +108,7 @@ def _class_rows(tally: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any]]:
+def measure_costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any]]:
     """Parameters, MACs and images a second at every size, or at the model's own."""
     found = []
     for size in sizes or (None,):
@@ -116,7 +118,7 @@ def costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any]]:
     return found
 
 
-def refuse_no_csv(path: Path | None) -> None:
+def check_csv_path(path: Path | None) -> None:
     """Raises: UserError, before the work, when a table could not be written there."""
     if path and (path.suffix != ".csv" or path.is_dir()):
         raise UserError(f"cannot write {path}; give a file that ends in .csv")

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from isomorph.data import (
-    Source,
-    first_classes,
-    open_source,
-)
+from isomorph.data.formats.registry import open_source
+from isomorph.data.sources import Source, first_classes
 from isomorph.errors import UserError
-from isomorph.evaluation import evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config
 
 
 def default_data(model: nn.Module) -> str:
@@ -22,19 +19,19 @@ def default_data(model: nn.Module) -> str:
     return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
 
 
-def images_to_test(model: nn.Module, data: str | None, root: Path | None, classes: int | None = None) -> Source:
+def open_test_images(model: nn.Module, data: str | None, root: Path | None, classes: int | None = None) -> Source:
     """The test split of a source, by default the model's own; only its first classes where a number is given."""
     source = open_source(data or default_data(model), "test", root)
     return source if classes is None else first_classes(source, classes)
 
 
-def draw_images(source: Source, samples: int) -> Source:
+def sample_images(source: Source, samples: int) -> Source:
     """Images of a source drawn at random, the same ones at every call."""
     drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
     return source.subset(drawn.tolist())
 
 
-def images_for_model(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
+def images_on_device(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
     """The images of a loader, on the model's device."""
     device = next(model.parameters()).device
     return (images.to(device) for images, _ in loader)
@@ -51,7 +48,7 @@ def evaluation_data(
 
     Raises: UserError when the data is missing, the size has no pixel, or the classes are not those of the model.
     """
-    config, source = evaluation_config(model, size), images_to_test(model, data, root, classes)
+    config, source = evaluation_config(model, size), open_test_images(model, data, root, classes)
     known, found = getattr(model, "num_classes", len(source.classes)), len(source.classes)
     if known != found:
         raise UserError(

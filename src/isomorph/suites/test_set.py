@@ -9,13 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isomorph.data import Source
+from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation import SetTally, Tally, answer
+from isomorph.evaluation.accuracy import answer
+from isomorph.evaluation.prediction_counts import SetTally, Tally
 
 
 @dataclass(frozen=True)
-class View:
+class Scoring:
     """How a suite judges the images of a source.
 
     `answers` are labels, or several for each image, filled up with -1; `kept` are the model's classes that take part,
@@ -44,7 +45,7 @@ class TestSet:
 
     __test__ = False  # no class of tests, whatever pytest makes of its name
     source: Source
-    views: Sequence[View]
+    views: Sequence[Scoring]
 
     @property
     def title(self) -> str:
@@ -57,7 +58,7 @@ class TestSet:
         return source
 
 
-def judge(model: nn.Module, loader: Iterable[Any], views: Sequence[View]) -> list[Tally | SetTally]:
+def tally_predictions(model: nn.Module, loader: Iterable[Any], views: Sequence[Scoring]) -> list[Tally | SetTally]:
     """What every view counts, in one pass over batches of images and their places in the source.
 
     Raises: UserError when the loader gives no batch, or the model another number of classes than a view is for.
@@ -67,7 +68,7 @@ def judge(model: nn.Module, loader: Iterable[Any], views: Sequence[View]) -> lis
 
     def take(logits: Tensor, places: Tensor) -> None:
         for view, right, tally in zip(views, answers, tallies, strict=True):
-            refuse_other_classes(logits.shape[1], view.outputs)
+            check_num_classes(logits.shape[1], view.outputs)
             tally.add(view.reduced(logits), right[places])
 
     answer(model, loader, take)
@@ -76,10 +77,10 @@ def judge(model: nn.Module, loader: Iterable[Any], views: Sequence[View]) -> lis
 
 def whole(source: Source) -> TestSet:
     """All images of a source, judged by its own labels."""
-    return TestSet(source, [View("", source.labels, source.classes)])
+    return TestSet(source, [Scoring("", source.labels, source.classes)])
 
 
-def refuse_other_classes(known: int | None, expected: int | None) -> None:
+def check_num_classes(known: int | None, expected: int | None) -> None:
     """Raises: UserError for another number of classes than ImageNet-1k's; where one is not known, all is well."""
     if known is not None and expected is not None and known != expected:
         known_as = {1001: " (with a background class)"}.get(known, " (ImageNet-12k or -21k)" if known > 10_000 else "")
@@ -89,7 +90,7 @@ def refuse_other_classes(known: int | None, expected: int | None) -> None:
         )
 
 
-Progress = Callable[[Iterable[Any], str, int], Iterable[Any]]
+BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
 """Passes batches on and shows how many of so many are through, under a title."""
 
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from timm.data import ImageNetInfo
 
-from isomorph.data import Source
 from isomorph.data.imagenet_labels import imagenet_labels
+from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
-WNID = re.compile(r"n\d{8}")
-NUMBER = re.compile(r"\d+")
-WHAT = "classes must be called by wnid (n01440764) or by the number of their label, 0 to 999"
+_WNID = re.compile(r"n\d{8}")
+_NUMBER = re.compile(r"\d+")
+_NAMING_HINT = "classes must be called by wnid (n01440764) or by the number of their label, 0 to 999"
 
 
 def imagenet_classes(source: Source, suite: str, kept: np.ndarray | None, title: str) -> np.ndarray:
@@ -29,14 +29,14 @@ def imagenet_classes(source: Source, suite: str, kept: np.ndarray | None, title:
     labels = np.full(len(source.classes), -1)
     if not names:
         raise UserError(f"{title} has no images")
-    if all(NUMBER.fullmatch(name) for name in names.values()):
-        found = _by_number(names.values(), kept)
-    elif _in_english(source.classes):
+    if all(_NUMBER.fullmatch(name) for name in names.values()):
+        found = _labels_from_numbers(names.values(), kept)
+    elif _has_english_names(source.classes):
         found = list(names)
     else:
-        found = [by_wnid(name, title) for name in names.values()]
+        found = [_label_of_wnid(name, title) for name in names.values()]
     labels[list(names)] = found
-    _refuse_strangers(dict(zip(names.values(), found, strict=True)), suite, kept, title)
+    _check_classes(dict(zip(names.values(), found, strict=True)), suite, kept, title)
     return labels
 
 
@@ -51,7 +51,7 @@ def with_imagenet_labels(source: Source, title: str) -> Source:
     return named
 
 
-def _by_number(names: Iterable[str], kept: np.ndarray | None) -> list[int]:
+def _labels_from_numbers(names: Iterable[str], kept: np.ndarray | None) -> list[int]:
     """Labels from names like 7 or 0007; 0 to 199, complete, are places among the kept."""
     numbers = [int(name) for name in names]
     if kept is not None and sorted(numbers) == list(range(len(kept))):
@@ -59,19 +59,19 @@ def _by_number(names: Iterable[str], kept: np.ndarray | None) -> list[int]:
     return numbers
 
 
-def by_wnid(name: str, title: str) -> int:
+def _label_of_wnid(name: str, title: str) -> int:
     """The label of a wnid. Raises: UserError for another name, or a wnid that ImageNet-1k does not have."""
     label = imagenet_labels().number.get(name)
-    if label is None and WNID.fullmatch(name):
+    if label is None and _WNID.fullmatch(name):
         raise UserError(
             f"{title} has class {name}, which is none of ImageNet-1k's 1000; remove it or give its own suite"
         )
     if label is None:
-        raise UserError(f"{title} has class {name!r}; {WHAT}")
+        raise UserError(f"{title} has class {name!r}; {_NAMING_HINT}")
     return label
 
 
-def _in_english(classes: Sequence[str]) -> bool:
+def _has_english_names(classes: Sequence[str]) -> bool:
     """Whether these are ImageNet's 1000 names in label order ("tench, Tinca tinca", ...); a few may be spelt anew.
 
     Two classes are called crane, so that a name alone does not always tell: the whole list does.
@@ -84,12 +84,12 @@ def _in_english(classes: Sequence[str]) -> bool:
     )
 
 
-def _refuse_strangers(found: dict[str, int], suite: str, kept: np.ndarray | None, title: str) -> None:
+def _check_classes(found: dict[str, int], suite: str, kept: np.ndarray | None, title: str) -> None:
     """Raises: UserError naming a class that is not one of the suite's."""
     known = set(range(len(imagenet_labels().wnids)) if kept is None else kept.tolist())
     strangers = [name for name, label in found.items() if label not in known]
     if strangers:
-        hint = WHAT if kept is None else f"is this {suite}?"
+        hint = _NAMING_HINT if kept is None else f"is this {suite}?"
         raise UserError(
             f"{title} has {len(strangers)} classes that are not among the {len(known)} of {suite}, the first of them "
             f"{strangers[0]}; {hint}"

@@ -4,30 +4,30 @@ import re
 
 import numpy as np
 
-from isomorph.data import Source, picture_name
 from isomorph.data.imagenet_labels import imagenet_labels
+from isomorph.data.sources import Source, image_name
 from isomorph.errors import UserError
 
-NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
+_IMAGE_NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
 
 
-def real_answers(source: Source, title: str) -> np.ndarray:
+def real_labels(source: Source, title: str) -> np.ndarray:
     """ReaL's labels of every image, by the number in its name.
 
     Shape: -> (n, 9), filled up with -1; a row of -1 alone is an image that ReaL leaves out
     Source: Beyer et al. (2020)
     Raises: UserError when a name does not tell the image, or two images have one name.
     """
-    numbers = np.asarray([_number_of(picture_name(source.pictures, i), title) for i in range(len(source))], np.int64)
+    numbers = np.asarray([_image_index(image_name(source.pictures, i), title) for i in range(len(source))], np.int64)
     if len(np.unique(numbers)) < len(numbers):
         values, counts = np.unique(numbers, return_counts=True)
         raise UserError(f"{title} has image ILSVRC2012_val_{values[counts > 1][0] + 1:08d} twice; keep one")
     return imagenet_labels().real[numbers]
 
 
-def _number_of(name: str | None, title: str) -> int:
+def _image_index(name: str | None, title: str) -> int:
     """The place of an image among the 50,000, from 0. Raises: UserError when its name does not tell."""
-    found = NAME.search(name or "")
+    found = _IMAGE_NAME.search(name or "")
     number = int(found[1]) if found else 0
     if not 1 <= number <= len(imagenet_labels().real):
         called = f"has an image called {name}" if name else "gives its images no names"

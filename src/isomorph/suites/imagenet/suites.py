@@ -7,18 +7,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from isomorph.data import Source
 from isomorph.data.imagenet_labels import imagenet_labels
+from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.suites.imagenet.classes import imagenet_classes
 from isomorph.suites.imagenet.locate import (
     FLAT,
-    Place,
-    find,
-    open_place,
+    Location,
+    find_suite,
+    open_location,
 )
-from isomorph.suites.imagenet.real import real_answers
-from isomorph.suites.test_set import TestSet, View
+from isomorph.suites.imagenet.real import real_labels
+from isomorph.suites.test_set import Scoring, TestSet
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -39,27 +39,27 @@ class Suite:
         return imagenet_labels().kept.get(self.name)
 
 
-OF_IMAGENET = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
-OF_V2 = {
+_IMAGENET_FOLDERS = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
+_V2_FOLDERS = {
     "imagenet-v2-matched-frequency": ("imagenetv2-matched-frequency-format-val", "imagenetv2-matched-frequency"),
     "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
     "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
 }
 """The three test sets of ImageNet-V2 and the folders that their archives unpack to."""
-OF_SKETCH = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
+_SKETCH_FOLDERS = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("imagenet", OF_IMAGENET, 50_000),
-        Suite("real", OF_IMAGENET, 50_000, sets=True),
-        Suite("imagenet-v2", ("imagenet-v2", *OF_V2["imagenet-v2-matched-frequency"]), 10_000),
-        *(Suite(name, (name, *folders), 10_000) for name, folders in OF_V2.items()),
+        Suite("imagenet", _IMAGENET_FOLDERS, 50_000),
+        Suite("real", _IMAGENET_FOLDERS, 50_000, sets=True),
+        Suite("imagenet-v2", ("imagenet-v2", *_V2_FOLDERS["imagenet-v2-matched-frequency"]), 10_000),
+        *(Suite(name, (name, *folders), 10_000) for name, folders in _V2_FOLDERS.items()),
         Suite("imagenet-a", ("imagenet-a",), 7_500),
         Suite("imagenet-r", ("imagenet-r",), 30_000),
-        Suite("imagenet-sketch", OF_SKETCH, 50_889),
+        Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
     )
 }
-CLASSES = 1000
+NUM_CLASSES = 1000
 
 
 def open_suites(
@@ -72,30 +72,30 @@ def open_suites(
 
     Raises: UserError for an unknown suite, a missing folder, classes that are not the suite's, or missing images.
     """
-    return open_found(find_suites(wanted, root, form), partial)
+    return open_located(find_suites(wanted, root, form), partial)
 
 
 def find_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
-) -> dict[Place, list[Suite]]:
+) -> dict[Location, list[Suite]]:
     """Where the suites lie, nothing opened yet.
 
     Raises: UserError for unknown suites or missing folders, a line each.
     """
 
-    def located(pair: tuple[str, str]) -> tuple[Place, Suite]:
+    def located(pair: tuple[str, str]) -> tuple[Location, Suite]:
         name, folder = pair
         if name not in SUITES:
             raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
-        return find(name, folder, SUITES[name].folders, root, form), SUITES[name]
+        return find_suite(name, folder, SUITES[name].folders, root, form), SUITES[name]
 
-    places: dict[Place, list[Suite]] = {}
-    for place, suite in _of_all(located, named(wanted)):
+    places: dict[Location, list[Suite]] = {}
+    for place, suite in _map_collecting_errors(located, _parse_suites(wanted)):
         places.setdefault(place, []).append(suite)
     return places
 
 
-def _of_all(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
+def _map_collecting_errors(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
     """What the work gives of every item. Raises: UserError with what is wrong with all of them, a line each."""
     found, problems = [], []
     for item in items:
@@ -108,12 +108,12 @@ def _of_all(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
     return found
 
 
-def open_found(places: Mapping[Place, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+def open_located(places: Mapping[Location, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
     """Opens what `find_suites` found. Raises: UserError for classes that are not the suite's, or missing images."""
-    return _of_all(lambda found: _open_on(*found, partial), places.items())
+    return _map_collecting_errors(lambda found: _open_test_set(*found, partial), places.items())
 
 
-def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
+def _parse_suites(wanted: Sequence[str]) -> list[tuple[str, str]]:
     """Names and folders (or "") of the suites asked for; imagenet and real have one folder if only one says so.
 
     Raises: UserError for a repeated one.
@@ -126,33 +126,33 @@ def named(wanted: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, folder or (of_val if name in ("imagenet", "real") else "")) for name, folder in pairs]
 
 
-def _open_on(place: Place, suites: Sequence[Suite], partial: bool) -> TestSet:
+def _open_test_set(place: Location, suites: Sequence[Suite], partial: bool) -> TestSet:
     """The images of a place, with the view that each suite has of them."""
-    source = open_place(place)
-    return TestSet(source, _of_all(lambda suite: view(suite, source, place, partial), suites))
+    source = open_location(place)
+    return TestSet(source, _map_collecting_errors(lambda suite: _build_scoring(suite, source, place, partial), suites))
 
 
-def view(suite: Suite, source: Source, place: Place, partial: bool) -> View:
+def _build_scoring(suite: Suite, source: Source, place: Location, partial: bool) -> Scoring:
     """How a suite judges a source. Raises: UserError when the source is not the suite's images, or only a part."""
     labels = imagenet_labels()
     if suite.sets:
-        answers = real_answers(source, place.title)
-        _refuse_part(suite, len(source), suite.images, "images", place, partial)
-        return View(suite.name, answers, labels.wnids, outputs=CLASSES)
+        answers = real_labels(source, place.title)
+        _check_complete(suite, len(source), suite.images, "images", place, partial)
+        return Scoring(suite.name, answers, labels.wnids, outputs=NUM_CLASSES)
     if place.form == FLAT:
         raise UserError(
             f"{place.title} has its images in one folder, which only real can judge (by their names); "
             f"{suite.name} needs a folder a class"
         )
     found = imagenet_classes(source, suite.name, suite.kept, place.title)[source.labels]  # (n,)
-    kept = np.arange(CLASSES) if suite.kept is None else suite.kept
-    _refuse_part(suite, len(np.unique(found)), len(kept), "classes", place, partial)
-    _refuse_part(suite, len(source), suite.images, "images", place, partial)
+    kept = np.arange(NUM_CLASSES) if suite.kept is None else suite.kept
+    _check_complete(suite, len(np.unique(found)), len(kept), "classes", place, partial)
+    _check_complete(suite, len(source), suite.images, "images", place, partial)
     classes = [labels.wnids[label] for label in kept]
-    return View(suite.name, np.searchsorted(kept, found), classes, suite.kept, CLASSES)
+    return Scoring(suite.name, np.searchsorted(kept, found), classes, suite.kept, NUM_CLASSES)
 
 
-def _refuse_part(suite: Suite, found: int, expected: int, what: str, place: Place, partial: bool) -> None:
+def _check_complete(suite: Suite, found: int, expected: int, what: str, place: Location, partial: bool) -> None:
     """Raises: UserError when there are more than the suite has, or, where a part will not do, fewer."""
     if found > expected or (found < expected and not partial):
         part = "; to evaluate on a part all the same: --partial (partial=True)" if found < expected else ""

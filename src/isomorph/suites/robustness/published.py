@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 from PIL import Image
 
-from isomorph.data import CATEGORIES, Source
-from isomorph.data.corruptions.corrupt import SEVERITIES
+from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, SEVERITIES
 from isomorph.data.formats.imagefolder import imagefolder
-from isomorph.data.sources import first_line
+from isomorph.data.sources import Source, first_line
 from isomorph.errors import UserError
 from isomorph.suites.imagenet.classes import with_imagenet_labels
 
@@ -85,11 +84,11 @@ class CifarC:
         found = int(self.labels.max()) + 1
         if found != classes:
             raise UserError(f"the pictures in {self.root} are of {found} classes, the model knows {classes}")
-        pictures = ArrayPictures(self.root / f"{corruption}.npy", (severity - 1) * count, count)
+        pictures = _ArrayImages(self.root / f"{corruption}.npy", (severity - 1) * count, count)
         return Source(pictures, labels, map(str, range(classes)))
 
 
-class ArrayPictures(Sequence[Image.Image]):
+class _ArrayImages(Sequence[Image.Image]):
     """Images of an array in a file, read one by one when asked for. Shape of the array: (n, H, W, 3) uint8"""
 
     def __init__(self, path: Path, start: int, count: int) -> None:
@@ -119,7 +118,7 @@ def _open_array(path: Path) -> np.ndarray:
 
 
 Published = ImageNetC | CifarC
-SUITES: dict[str, type[Published]] = {kind.suite: kind for kind in (ImageNetC, CifarC)}
+PUBLISHED_SUITES: dict[str, type[Published]] = {kind.suite: kind for kind in (ImageNetC, CifarC)}
 
 
 def open_published(suite: str, folder: Path | None) -> Published | None:
@@ -127,13 +126,13 @@ def open_published(suite: str, folder: Path | None) -> Published | None:
 
     Raises: UserError for an unknown suite, a suite that is published only without its folder, or another's folder.
     """
-    if suite not in SUITES:
-        raise UserError(f"suite {suite!r} is unknown; choose one of {', '.join(SUITES)}")
+    if suite not in PUBLISHED_SUITES:
+        raise UserError(f"suite {suite!r} is unknown; choose one of {', '.join(PUBLISHED_SUITES)}")
     if folder is None and suite == CifarC.suite:
         raise UserError("cifar-c is published pictures only: give the folder of CIFAR-10-C or CIFAR-100-C")
     if folder and suite == ImageNetC.suite and (folder / "labels.npy").is_file():
         raise UserError(f"{folder} holds the arrays of CIFAR-C; choose the suite cifar-c")
-    return SUITES[suite](folder) if folder else None
+    return PUBLISHED_SUITES[suite](folder) if folder else None
 
 
 def _corruption_folder(root: Path, corruption: str, severities: Sequence[int]) -> Path:
@@ -150,7 +149,7 @@ def _corruption_folder(root: Path, corruption: str, severities: Sequence[int]) -
     below = [
         path.name
         for path in sorted((*root.glob("*"), *root.glob("*/*")))
-        if path.is_dir() and path.name not in CATEGORIES
+        if path.is_dir() and path.name not in CORRUPTION_CATEGORIES
     ]
     nearest = "".join(f"; nearest: {close}" for close in get_close_matches(corruption, below, n=1))
     raise UserError(f"{root} has no folder {corruption}{nearest}; unpack it, or choose others with --corruption")

@@ -12,14 +12,14 @@ from torch import nn
 
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.errors import UserError
-from isomorph.suites.robustness.scores import Cell, Cells, measured_line
+from isomorph.suites.robustness.scores import Cell, Cells, inputs_line
 
-KIND = "isomorph robustness"
-SAME_SIGHT = ("suite", "version", "source", "limit", "size", "seed", "pictures")
+_KIND = "isomorph robustness"
+_IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
 """What two models' results must share to be compared."""
-WORDS = {"version": "corruptions of version", "source": "data:"}
+_KEY_WORDS = {"version": "corruptions of version", "source": "data:"}
 """What these are called where they differ."""
-NOT_RESULTS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
+_PARSE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
 """Errors of reading a file that holds no results."""
 
 
@@ -33,7 +33,7 @@ def weights_hash(model: nn.Module) -> str:
     return known.hexdigest()[:16]
 
 
-class Journal:
+class CellFile:
     """Cells of one model on one source, appended as they finish; in memory only without a path.
 
     Raises: UserError when the file holds another model's or source's cells, or is something else.
@@ -45,8 +45,8 @@ class Journal:
         if path is None:
             return
         if path.exists() and path.stat().st_size:
-            found, cells, whole = _read_journal(path)
-            _refuse_another(path, found, self.identity)
+            found, cells, whole = _read_cell_file(path)
+            _check_same_model(path, found, self.identity)
             self.cells.update(cells)
             os.truncate(path, whole)  # a line cut short by a kill
             return
@@ -54,7 +54,7 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}; give another --out") from None
-        self.append({"kind": KIND, **self.identity})
+        self.append({"kind": _KIND, **self.identity})
 
     def add(self, corruption: str, severity: int, metrics: Mapping[str, Any]) -> None:
         """Keeps a finished cell, and has it on disk before returning."""
@@ -74,7 +74,7 @@ class Journal:
             raise UserError(f"cannot write {self.path}: {error.strerror}; give another --out") from None
 
 
-def _read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
+def _read_cell_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
     """Identity, cells, and how many bytes of the file are whole lines.
 
     Raises: UserError when it is no such file, or damaged before its last line.
@@ -86,31 +86,31 @@ def _read_journal(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cel
     whole = block.rfind(b"\n") + 1
     try:
         first, *others = [json.loads(line) for line in block[:whole].splitlines()]
-        if first.pop("kind") != KIND:
+        if first.pop("kind") != _KIND:
             raise ValueError
-        return _identity_of(first), _by_place(others), whole
-    except NOT_RESULTS:
+        return _parse_identity(first), _cells_by_key(others), whole
+    except _PARSE_ERRORS:
         raise UserError(
             f"{path} is not a file of robustness cells, or is damaged; isomorph robustness writes them"
         ) from None
 
 
-def _by_place(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
+def _cells_by_key(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
     """Cells by corruption and severity, their numbers as such. Raises: one of NOT_RESULTS for what is none."""
-    return {(str(line["corruption"]), int(line["severity"])): _cell_of(line) for line in lines}
+    return {(str(line["corruption"]), int(line["severity"])): _parse_cell(line) for line in lines}
 
 
-def _cell_of(line: Cell) -> Cell:
+def _parse_cell(line: Cell) -> Cell:
     """A cell with its numbers as such. Raises: one of NOT_RESULTS for an accuracy or a count that is none."""
     if not 0 <= float(line["top1"]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
         raise ValueError
     return {**line, "top1": float(line["top1"])} | ({"images": int(line["images"])} if "images" in line else {})
 
 
-def _identity_of(line: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_identity(line: Mapping[str, Any]) -> dict[str, Any]:
     """Whose results these are, and of which pictures. Raises: one of NOT_RESULTS where that is not said."""
     told = {key: line[key] for key in ("weights", "data", "constants") if key in line}
-    return told | {key: line[key] for key in SAME_SIGHT} | {"model": str(line["model"])}
+    return told | {key: line[key] for key in _IDENTITY_KEYS} | {"model": str(line["model"])}
 
 
 def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
@@ -121,12 +121,12 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
     try:
         result = json.loads(path.read_text())
         clean = result["clean"]
-        cells = _by_place([*result["cells"], *([clean] if clean else [])])
-        return _identity_of(result), cells
+        cells = _cells_by_key([*result["cells"], *([clean] if clean else [])])
+        return _parse_identity(result), cells
     except OSError as error:
         raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
-    except NOT_RESULTS:
-        identity, found, _ = _read_journal(path)
+    except _PARSE_ERRORS:
+        identity, found, _ = _read_cell_file(path)
         return identity, found
 
 
@@ -151,24 +151,24 @@ def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
         if not set(cells) - {(CLEAN, 0)}:
             raise UserError(f"{path} has no finished cell yet; call isomorph robustness with it again")
         identities.append(identity)
-        refuse_unlike(str(path), identity, identities[0])
+        check_same_inputs(str(path), identity, identities[0])
         owners = [name for name, weights in models.items() if weights == identity.get("weights") and name not in found]
         if not owners:
             whose = f"{path} holds the results of {identity['model']}, with other weights than "
             raise UserError(f"{whose}{' and '.join(models)}; give a file for each model, once")
         found[owners[0]] = {key: cell["top1"] for key, cell in cells.items()}
-        measured = measured or measured_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
+        measured = measured or inputs_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
         block = path.read_bytes()
         if block.startswith(b'{"kind"') and not block.endswith(b"\n"):
             problems.append(f"{path.name}: its last line is cut short and is left out.")
     return Results({name: found[name] for name in models if name in found}, measured, problems)
 
 
-def _refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same_model(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises: UserError when a file's cells are another model's or were measured otherwise."""
     if "weights" in wanted and found.get("weights") != wanted["weights"]:
         raise UserError(f"{path} holds cells of {found.get('model')}, whose weights are others; give another --out")
-    there, here = differences(found, wanted)
+    there, here = _describe_differences(found, wanted)
     if there:
         raise UserError(
             f"{path} holds cells of {found.get('model')} with {there}, not {here} as of this {wanted['model']}; "
@@ -176,36 +176,36 @@ def _refuse_another(path: Path, found: Mapping[str, Any], wanted: Mapping[str, A
         )
 
 
-def refuse_unlike(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+def check_same_inputs(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     """Raises: UserError when the results of a file are of other pictures."""
-    there, here = differences(base, identity)
+    there, here = _describe_differences(base, identity)
     if there:
         raise UserError(
             f"{path} was measured with {there}, {identity.get('model')} with {here}; measure both on the same pictures"
         )
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
+def _describe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
     """In words what two results do not share, as it is in the one and in the other; nothing where all is alike."""
-    unlike = [key for key in SAME_SIGHT if a.get(key) != b.get(key)]
+    unlike = [key for key in _IDENTITY_KEYS if a.get(key) != b.get(key)]
     # a hash of the images differs with their number, and a description with the size: the cause is what is said
-    unlike = [key for key in unlike if key not in follows(unlike)]
+    unlike = [key for key in unlike if key not in _dependent_keys(unlike)]
     if unlike == ["source"] and a.get("data") == b.get("data"):
         return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
-    pairs = [(key, _worded(key, a), _worded(key, b)) for key in unlike]
+    pairs = [(key, _value_text(key, a), _value_text(key, b)) for key in unlike]
     single = len(pairs) == 1
     return (
-        " and ".join(f"{WORDS.get(key, key)} {there}" for key, there, _ in pairs),
-        " and ".join(here if single else f"{WORDS.get(key, key)} {here}" for key, _, here in pairs),
+        " and ".join(f"{_KEY_WORDS.get(key, key)} {there}" for key, there, _ in pairs),
+        " and ".join(here if single else f"{_KEY_WORDS.get(key, key)} {here}" for key, _, here in pairs),
     )
 
 
-def follows(unlike: Sequence[str]) -> list[str]:
+def _dependent_keys(unlike: Sequence[str]) -> list[str]:
     """Keys that differ only because others do."""
     return ["source"] * bool({"limit", "pictures"} & set(unlike)) + ["pictures"] * ("size" in unlike)
 
 
-def _worded(key: str, identity: Mapping[str, Any]) -> str:
+def _value_text(key: str, identity: Mapping[str, Any]) -> str:
     """A value of a result's identity in words."""
     value = identity.get(key)
     if key == "limit" and value is None:

@@ -8,26 +8,33 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.data import EXTRA, IMAGENET_C, Source
 from isomorph.data.corruptions.cache import CellWriter, PictureCache, StoredPictures
-from isomorph.data.corruptions.corrupt import SEVERITIES, corrupters, refuse_unknown_corruption
+from isomorph.data.corruptions.corrupt import (
+    EXTRA_CORRUPTIONS,
+    IMAGENET_C_CORRUPTIONS,
+    SEVERITIES,
+    corrupters,
+    refuse_unknown_corruption,
+)
 from isomorph.data.corruptions.dataset import CLEAN, Pictures, picture_loader
+from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation import Tally, at_size
+from isomorph.evaluation.input_sizes import at_size
+from isomorph.evaluation.prediction_counts import Tally
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.suites.robustness.protocol import PUBLISHED_SIZE, Sight, look
+from isomorph.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.results import (
-    Journal,
+    CellFile,
+    check_same_inputs,
     read_result,
-    refuse_unlike,
     weights_hash,
 )
-from isomorph.suites.robustness.scores import Cell, against, summary
+from isomorph.suites.robustness.scores import Cell, compare_to_baseline, robustness_summary
 
-Progress = Callable[[float, int, str], None]
+ProgressCallback = Callable[[float, int, str], None]
 """Told cells done, cells in all, and what is being done."""
-Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]
+_Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]
 """A corruption, its severities side by side, their pictures, and what keeps them."""
 
 
@@ -50,7 +57,7 @@ def robustness(
     cache: str | Path | None = None,
     baseline: str | Path | None = None,
     name: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Accuracy of a model under ImageNet-C's corruptions, by corruption, category and severity, and mCE where defined.
 
@@ -68,7 +75,7 @@ def robustness(
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     wanted = wanted_cells(corruptions, severities, extra)
     published = open_published(suite, Path(folder).expanduser() if folder else None)
-    sight = look(model, source, published, size, seed, limit, partial)
+    sight = prepare_inputs(model, source, published, size, seed, limit, partial)
     if published:
         published.refuse_missing(wanted)
     else:
@@ -78,22 +85,22 @@ def robustness(
     identity |= {"data": sight.data(), "constants": sight.constants()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
-        refuse_unlike(str(baseline), base[0], identity)
-    journal = Journal(Path(out).expanduser() if out else None, identity)
+        check_same_inputs(str(baseline), base[0], identity)
+    journal = CellFile(Path(out).expanduser() if out else None, identity)
     stored = _open_cache(Path(cache), sight) if cache else None
-    report = Report(journal, wanted, progress or (lambda done, total, doing: None))
+    report = CellProgress(journal, wanted, progress or (lambda done, total, doing: None))
     resumed = len(report.cells)
     for job in _jobs(sight, report.missing, stored):
-        run(fitted, sight, job, report, batch_size, workers)
-    found = _conclude(journal, wanted, sight) | {"resumed": resumed}
-    return found | ({"against": against(report.cells, base[1], base[0]["model"])} if base else {})
+        _measure_cells(fitted, sight, job, report, batch_size, workers)
+    found = _build_result(journal, wanted, sight) | {"resumed": resumed}
+    return found | ({"against": compare_to_baseline(report.cells, base[1], base[0]["model"])} if base else {})
 
 
 def wanted_cells(
     corruptions: Sequence[str] | None, severities: Sequence[int], extra: bool
 ) -> dict[str, tuple[int, ...]]:
     """Severities of each corruption asked for. Raises: UserError for an unknown one, or none."""
-    names = [*(IMAGENET_C if corruptions is None else corruptions), *(EXTRA if extra else ())]
+    names = [*(IMAGENET_C_CORRUPTIONS if corruptions is None else corruptions), *(EXTRA_CORRUPTIONS if extra else ())]
     if not names or not severities:
         raise UserError("there is nothing to do: give at least one corruption and one severity")
     for corruption in names:
@@ -102,17 +109,17 @@ def wanted_cells(
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def _open_cache(top: Path, sight: Sight) -> PictureCache:
+def _open_cache(top: Path, sight: RobustnessInputs) -> PictureCache:
     """Raises: UserError for published pictures, which are on disk already."""
     if sight.published:
         raise UserError("a cache is for pictures corrupted on the fly; those of a folder are on disk already")
     return PictureCache(top, sight.identity(), len(sight.clean_source()), sight.size)
 
 
-class Report:
+class CellProgress:
     """Which cells are wanted, done and missing; tells of progress."""
 
-    def __init__(self, journal: Journal, wanted: Mapping[str, tuple[int, ...]], progress: Progress) -> None:
+    def __init__(self, journal: CellFile, wanted: Mapping[str, tuple[int, ...]], progress: ProgressCallback) -> None:
         self.journal, self.wanted, self.progress = journal, wanted, progress
         self.total = sum(map(len, wanted.values()))
 
@@ -127,13 +134,15 @@ class Report:
         cells = {CLEAN: (0,), **self.wanted}
         return {name: left for name, all_ in cells.items() if (left := tuple(s for s in all_ if (name, s) not in done))}
 
-    def tell(self, share: float, job: Job) -> None:
+    def tell(self, share: float, job: _Job) -> None:
         """Told while a job runs: the share of it that is done."""
         name, severities, *_ = job
         self.progress(len(self.cells) + share * len(severities) * (name != CLEAN), self.total, name)
 
 
-def _jobs(sight: Sight, missing: Mapping[str, tuple[int, ...]], cache: PictureCache | None) -> Iterator[Job]:
+def _jobs(
+    sight: RobustnessInputs, missing: Mapping[str, tuple[int, ...]], cache: PictureCache | None
+) -> Iterator[_Job]:
     """What is to be run: stored cells as they are, others made from one decoding of each image."""
     for name, severities in missing.items():
         if name == CLEAN:
@@ -150,7 +159,9 @@ def _jobs(sight: Sight, missing: Mapping[str, tuple[int, ...]], cache: PictureCa
             yield name, group, pictures, CellWriter(cache, name, group) if cache else None
 
 
-def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: int, workers: int) -> None:
+def _measure_cells(
+    model: nn.Module, sight: RobustnessInputs, job: _Job, report: CellProgress, batch_size: int, workers: int
+) -> None:
     """Measures the cells of a job in one pass, and keeps them when all their images have been seen."""
     name, severities, pictures, writer = job
     loader = picture_loader(pictures, max(1, batch_size // len(severities)), workers)
@@ -158,7 +169,7 @@ def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: in
     tallies: list[Tally] = []
     seen = 0
     try:
-        for logits, labels in predictions(model, loader, sight.config, writer):
+        for logits, labels in _predict(model, loader, sight.config, writer):
             tallies = tallies or [Tally(logits.shape[-1]) for _ in severities]
             for tally, part in zip(tallies, logits.unbind(1), strict=True):
                 tally.add(part, labels)
@@ -175,7 +186,7 @@ def run(model: nn.Module, sight: Sight, job: Job, report: Report, batch_size: in
 
 
 @torch.no_grad()
-def predictions(
+def _predict(
     model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any], writer: CellWriter | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits of a job's pictures, normalised as the model's data config says.
@@ -193,7 +204,7 @@ def predictions(
             yield logits.unflatten(0, pictures.shape[:2]), labels  # (B, severities, K)
 
 
-def _conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Sight) -> dict[str, Any]:
+def _build_result(journal: CellFile, wanted: Mapping[str, tuple[int, ...]], sight: RobustnessInputs) -> dict[str, Any]:
     """The result: whose, of what, every cell, and the means over them."""
     cells = {(name, s): journal.cells[name, s] for name, severities in wanted.items() for s in severities}
     clean = journal.cells.get((CLEAN, 0))
@@ -204,4 +215,4 @@ def _conclude(journal: Journal, wanted: Mapping[str, tuple[int, ...]], sight: Si
         "clean": clean,
         "cells": list(cells.values()),
     }
-    return found | summary(cells, clean, sight.imagenet and sight.size == PUBLISHED_SIZE)
+    return found | robustness_summary(cells, clean, sight.imagenet and sight.size == PUBLISHED_SIZE)

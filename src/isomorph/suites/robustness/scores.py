@@ -4,8 +4,12 @@ from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any
 
-from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C
-from isomorph.data.corruptions.corrupt import SEVERITIES
+from isomorph.data.corruptions.corrupt import (
+    CORRUPTION_CATEGORIES,
+    EXTRA_CORRUPTIONS,
+    IMAGENET_C_CORRUPTIONS,
+    SEVERITIES,
+)
 from isomorph.errors import UserError
 
 Cell = Mapping[str, Any]
@@ -37,7 +41,7 @@ ALEXNET_CLEAN = 43.478
 """Its error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1, 56.522 right; the paper prints 43.5."""
 
 
-def summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
+def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
     """Accuracy by corruption, category and severity; mCE and relative mCE where they are defined.
 
     Means by severity and over all are over the 15 corruptions of the suite; the extra ones stand by themselves.
@@ -46,25 +50,27 @@ def summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
 
     Source: Hendrycks and Dietterich 2019, section 4.1
     """
-    by_corruption = means(cells, {name: (name,) for name in (*IMAGENET_C, *EXTRA)})
-    errors = {name: 100 - top1 for name, top1 in by_corruption.items() if name in IMAGENET_C}
+    by_corruption = _group_means(cells, {name: (name,) for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)})
+    errors = {name: 100 - top1 for name, top1 in by_corruption.items() if name in IMAGENET_C_CORRUPTIONS}
     found: dict[str, Any] = {
         "by_corruption": by_corruption,
-        "by_category": means(cells, {**CATEGORIES, "extra": EXTRA}),
-        "by_severity": by_severity(cells),
+        "by_category": _group_means(cells, {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}),
+        "by_severity": _severity_means(cells),
     }
     if errors:
         found |= {"mean_top1": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
-    if imagenet and all((name, severity) in cells for name in IMAGENET_C for severity in SEVERITIES):
-        found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C}
+    if imagenet and all((name, severity) in cells for name in IMAGENET_C_CORRUPTIONS for severity in SEVERITIES):
+        found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
         found["mce"] = mean(found["ce"].values())
         if clean is not None:
-            worse = {name: errors[name] - (100 - clean["top1"]) for name in IMAGENET_C}
-            found["relative_mce"] = mean(100 * worse[name] / (ALEXNET[name] - ALEXNET_CLEAN) for name in IMAGENET_C)
+            worse = {name: errors[name] - (100 - clean["top1"]) for name in IMAGENET_C_CORRUPTIONS}
+            found["relative_mce"] = mean(
+                100 * worse[name] / (ALEXNET[name] - ALEXNET_CLEAN) for name in IMAGENET_C_CORRUPTIONS
+            )
     return found
 
 
-def means(cells: Cells, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+def _group_means(cells: Cells, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
     """Mean top-1 of each group of corruptions, each by the mean over its severities; empty groups left out."""
     found = {}
     for group, names in groups.items():
@@ -74,16 +80,16 @@ def means(cells: Cells, groups: Mapping[str, Sequence[str]]) -> dict[str, float]
     return found
 
 
-def by_severity(cells: Cells) -> dict[int, float]:
+def _severity_means(cells: Cells) -> dict[int, float]:
     """Mean top-1 over the suite's corruptions (over the extra ones where there are no others)."""
-    chosen = [key for key in cells if key[0] in IMAGENET_C] or list(cells)
+    chosen = [key for key in cells if key[0] in IMAGENET_C_CORRUPTIONS] or list(cells)
     return {
         severity: mean(cells[key]["top1"] for key in chosen if key[1] == severity)
         for severity in sorted({severity for _, severity in chosen})
     }
 
 
-def against(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
+def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     """Gain over a baseline on the cells that both have: points of top-1, and in per cent of the baseline's.
 
     `error_ratio` is the mCE with the baseline in AlexNet's place: mean over corruptions of error / its error (%).
@@ -95,7 +101,7 @@ def against(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     if not common:
         raise UserError(f"the baseline {name} has none of these cells; measure both with the same options")
     ours, theirs = ({key: kept[key] for key in common} for kept in (cells, base))
-    ours_found, theirs_found = (summary(kept, None, imagenet=False) for kept in (ours, theirs))
+    ours_found, theirs_found = (robustness_summary(kept, None, imagenet=False) for kept in (ours, theirs))
     found: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
         pairs = {key: (ours_found[view][key], theirs_found[view][key]) for key in ours_found[view]}
@@ -105,7 +111,7 @@ def against(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     ratios = [
         (100 - top1) / (100 - theirs_found["by_corruption"][key])
         for key, top1 in ours_found["by_corruption"].items()
-        if key in IMAGENET_C and theirs_found["by_corruption"][key] < 100
+        if key in IMAGENET_C_CORRUPTIONS and theirs_found["by_corruption"][key] < 100
     ]
     if ratios:
         found["points"] = ours_found["mean_top1"] - theirs_found["mean_top1"]
@@ -113,14 +119,18 @@ def against(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     return found
 
 
-def robustness_rows(result: Mapping[str, Any]) -> list[list[str]]:
+def robustness_table(result: Mapping[str, Any]) -> list[list[str]]:
     """Head, and a row of top-1 (%) by severity for each corruption, category and the whole, for a terminal."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
     gain, ce = result.get("against", {}), result.get("ce", {})
     heads = [f"{result['model']}: top-1 (%)", *map(str, severities), "mean"]
     rows = [heads + ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)]
-    groups = {**{name: (name,) for name in result["by_corruption"]}, **CATEGORIES, "extra": EXTRA}
+    groups = {
+        **{name: (name,) for name in result["by_corruption"]},
+        **CORRUPTION_CATEGORIES,
+        "extra": EXTRA_CORRUPTIONS,
+    }
     for view in ("by_corruption", "by_category"):
         for name, top1 in result[view].items():
             found = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
@@ -128,10 +138,14 @@ def robustness_rows(result: Mapping[str, Any]) -> list[list[str]]:
             points = gain.get(view, {}).get(name, {}).get("points")
             more = [f"{ce[name]:.1f}" if name in ce else ""] * bool(ce)
             rows.append(row + more + ["" if points is None else f"{points:+.2f}"] * bool(gain))
-    suite = [name for name in result["by_corruption"] if name in IMAGENET_C]
+    suite = [name for name in result["by_corruption"] if name in IMAGENET_C_CORRUPTIONS]
     if not suite:
         return rows
-    part = "all of the suite" if len(suite) == len(IMAGENET_C) else f"{len(suite)} of the suite's {len(IMAGENET_C)}"
+    part = (
+        "all of the suite"
+        if len(suite) == len(IMAGENET_C_CORRUPTIONS)
+        else f"{len(suite)} of the suite's {len(IMAGENET_C_CORRUPTIONS)}"
+    )
     whole = [part, *(f"{top1:.1f}" for top1 in result["by_severity"].values())]
     whole.append(f"{result['mean_top1']:.2f}" if "mean_top1" in result else "")
     more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
@@ -149,15 +163,15 @@ def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int)
     return rows
 
 
-def measured_line(result: Mapping[str, Any], images: int) -> str:
+def inputs_line(result: Mapping[str, Any], images: int) -> str:
     """Which pictures were shown, in words."""
     said = (result["pictures"], result.get("constants"), f"{images:,} images, seed {result['seed']}")
     return "; ".join(str(part) for part in said if part is not None)
 
 
-def headlines(result: Mapping[str, Any]) -> list[str]:
+def summary_lines(result: Mapping[str, Any]) -> list[str]:
     """What to say below the table, a line each."""
-    lines = [measured_line(result, result["images"])]
+    lines = [inputs_line(result, result["images"])]
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells had been measured before")
     if result["clean"]:

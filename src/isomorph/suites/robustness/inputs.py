@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from isomorph.data import Source
 from isomorph.data.corruptions.corrupt import CONSTANTS, VERSION
 from isomorph.data.corruptions.dataset import (
     IMAGENET_FRAME,
@@ -17,8 +16,9 @@ from isomorph.data.corruptions.dataset import (
     frame_of,
     refuse_small,
 )
+from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation import channels, evaluation_config
+from isomorph.evaluation.input_sizes import channels, evaluation_config
 from isomorph.suites.imagenet.classes import with_imagenet_labels
 from isomorph.suites.robustness.published import CifarC, ImageNetC, Published
 
@@ -26,7 +26,7 @@ PUBLISHED_SIZE = (224, 224)
 
 
 @dataclass(frozen=True)
-class Sight:
+class RobustnessInputs:
     """What is shown to the model and how: the clean source, the published pictures, size, frame, seed."""
 
     source: Source | None
@@ -82,7 +82,7 @@ class Sight:
         """The clean images, all or evenly spaced ones. Raises: UserError when there is no source."""
         if self.source is None:
             raise UserError("there are no clean images; give a source")
-        return _some_of(self.source, self.limit)
+        return _limit_images(self.source, self.limit)
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Pictures]]:
         """Datasets of a corruption's cells: all severities from one decoding, or each from its published folder."""
@@ -91,18 +91,18 @@ class Sight:
             yield tuple(severities), Pictures(source, self.frame, corruption, severities, self.seed)
             return
         for severity in severities:
-            cell = _some_of(self.published.cell(corruption, severity, self.classes), self.limit)
+            cell = _limit_images(self.published.cell(corruption, severity, self.classes), self.limit)
             yield (severity,), Pictures(cell, self.frame)
 
 
-def _some_of(source: Source, limit: int | None) -> Source:
+def _limit_images(source: Source, limit: int | None) -> Source:
     """So many images, evenly spaced; all of them without a limit."""
     if limit is None or limit >= len(source):
         return source
     return source.subset(np.linspace(0, len(source) - 1, limit).astype(int))
 
 
-def labelled(source: Source, classes: int, imagenet: bool, partial: bool) -> Source:
+def _match_labels(source: Source, classes: int, imagenet: bool, partial: bool) -> Source:
     """The source with the model's labels. Raises: UserError when its classes are not the model's."""
     if len(source.classes) != classes and not (imagenet and partial):
         hint = "; to use a part of ImageNet's classes: --partial (partial=True)" if imagenet else ""
@@ -113,7 +113,7 @@ def labelled(source: Source, classes: int, imagenet: bool, partial: bool) -> Sou
     return with_imagenet_labels(source, "the data") if imagenet else source
 
 
-def look(
+def prepare_inputs(
     model: nn.Module,
     source: Source | None,
     published: Published | None,
@@ -121,7 +121,7 @@ def look(
     seed: int,
     limit: int | None,
     partial: bool = False,
-) -> Sight:
+) -> RobustnessInputs:
     """What the model is shown; a source for a model of 1000 classes gets ImageNet's labels by the names of its classes.
 
     Raises: UserError when classes or sizes do not fit.
@@ -131,7 +131,7 @@ def look(
     classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
     imagenet = classes == 1000
     if source is not None:
-        source = labelled(source, classes, imagenet, partial)
+        source = _match_labels(source, classes, imagenet, partial)
     if channels(model) != 3:
         raise UserError(f"the corruptions are of colour pictures, the model's images have {channels(model)} channels")
     square = imagenet or isinstance(published, ImageNetC)
@@ -145,4 +145,4 @@ def look(
             "the corruptions; corrupt on the fly instead (a source and no folder)"
         )
     refuse_small(config)
-    return Sight(source, published, config, frame_of(config), imagenet, classes, seed, limit)
+    return RobustnessInputs(source, published, config, frame_of(config), imagenet, classes, seed, limit)
