@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.surgery import fusible
+from isomorph.surgery import fusible_modules
 
 VIT = dict(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 NOTE = "the model was compiled and its copy is not: compile the copy"
@@ -51,7 +51,7 @@ def test_recast_takes_the_model_inside(name, how):
     assert report.notes == (NOTE,)
     assert len(report.targets) == len(iso.edits(new)[0].names)
     if name == "LinearToPyramid":
-        assert fusible(torch.compile(new))
+        assert fusible_modules(torch.compile(new))
         thin = iso.fuse(torch.compile(new))
         assert iso.surgery.notes(thin) == (NOTE,)
         iso.verify(given, thin, x)

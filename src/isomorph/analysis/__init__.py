@@ -16,7 +16,7 @@ from isomorph.analysis.gating import (
     centres,
     gates,
     gating_along,
-    spans,
+    attention_spans,
 )
 from isomorph.analysis.logits import LogitStats, logit_stats
 from isomorph.analysis.map_statistics import attention_entropy, effective_rank, head_similarity
@@ -45,5 +45,5 @@ __all__ = [
     "map_similarity",
     "nonlocality",
     "pooled",
-    "spans",
+    "attention_spans",
 ]

@@ -13,9 +13,9 @@ from isomorph.analysis.cka import comparable, hsic
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain
-from isomorph.layers.moments import measure, read_tokens
+from isomorph.layers.moments import measure_moments, read_tokens
 from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.recast import outermost
+from isomorph.surgery.recast import outermost_modules
 
 
 def branch_similarity(model: nn.Module, data: Tensor | Iterable[Any]) -> dict[str, Tensor]:
@@ -33,7 +33,7 @@ def branch_similarity(model: nn.Module, data: Tensor | Iterable[Any]) -> dict[st
     Source: TDRL Fig. 2 (c); over a loader Nguyen, Raghu, Kornblith (2021), eq. 2 to 4
     Raises: UserError when the model has no pyramid, or no batch of a loader has 4 images.
     """
-    layers = outermost(model, lambda module: isinstance(module, Pyramid | JointPyramid))
+    layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid))
     if not layers:
         raise UserError("the model has no pyramids; recast it with LinearToPyramid, or it is fused already")
     if isinstance(data, Tensor):
@@ -52,7 +52,7 @@ def of_tokens(layer: Any, x: Tensor) -> Tensor:
     Shape: -> (branches, branches), or (pyramids, branches, branches)
     """
     window = getattr(layer, "window", None)
-    covariance = measure(x, window and window._replace(groups=1)).covariance.double()
+    covariance = measure_moments(x, window and window._replace(groups=1)).covariance.double()
 
     def inner(maps: list[Tensor]) -> Tensor:
         return torch.stack([torch.stack([(a @ covariance @ b.mT).norm() ** 2 for b in maps]) for a in maps])
@@ -88,7 +88,7 @@ def _of_pyramids(layer: Any, inner: Callable[[list[Tensor]], Tensor]) -> Tensor:
 
 def _branch_maps(pyramid: Pyramid) -> list[Tensor]:
     """The weight of every branch in eval mode, over all groups. Shape: (out, C) each"""
-    maps = [collapse_chain(chain, None, pyramid.origin())[0].double() for chain in pyramid.chains]
+    maps = [collapse_chain(chain, None, pyramid.zero_mean())[0].double() for chain in pyramid.chains]
     return [a if a.ndim == 2 else torch.block_diag(*a) for a in maps]
 
 

@@ -25,7 +25,7 @@ from isomorph.analysis.captured import (
 from isomorph.analysis.timm_layouts import hides_map, laid_out, refusal
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.surgery.recast import Where, describe, matches, nearest_names
+from isomorph.surgery.recast import Where, describe_where, matches_where, nearest_names
 
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
 PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
@@ -193,7 +193,7 @@ def observe(model: nn.Module, batch: Tensor, look: Look, where: Where = "*") -> 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inside = tap.stack and (tap.stack[-1] is None or hands_out_map(tap.stack[-1].layer))
             reason = refusal(layer)
-            if reason and matches(where, name, layer):
+            if reason and matches_where(where, name, layer):
                 refused[name] = f"{name} ({type(layer).__name__}) {reason}"
             tap.stack.append(None if reason or inside else Frame(name, layer, args, kwargs))
 
@@ -205,7 +205,7 @@ def observe(model: nn.Module, batch: Tensor, look: Look, where: Where = "*") -> 
             applied = frame.applied() if frame else None
             if frame is None or applied is None:
                 return
-            if not matches(where, name, layer):
+            if not matches_where(where, name, layer):
                 others.append(name)
                 return
             looked.append(name)
@@ -236,5 +236,5 @@ def missing(where: Where, others: list[str], refused: list[str]) -> str:
     if refused:
         return refused[0]
     if others:
-        return f"{describe(where)} matches no attention layer{nearest_names(where, others)}; the first is {others[0]!r}"
+        return f"{describe_where(where)} matches no attention layer{nearest_names(where, others)}; the first is {others[0]!r}"
     return "the model has no attention layer whose map is known; recast it first"

@@ -172,9 +172,9 @@ def plain(
 @scores.register
 def relative(layer: RelativeAttention, x: Tensor) -> Scores:
     """Shape: x (B, H, W, C)"""
-    q, k, _ = layer.heads(x.flatten(1, 2))
+    q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
     after = isinstance(layer, PostRelativeAttention)
-    return Scores(q * layer.scale, k, None if after else layer.bias((x.shape[1], x.shape[2]), q.dtype))
+    return Scores(q * layer.scale, k, None if after else layer.position_bias((x.shape[1], x.shape[2]), q.dtype))
 
 
 @scores.register
@@ -195,7 +195,7 @@ def gated_on_maps(layer: GPSA2d, x: Tensor) -> Scores:
 def positional(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
     """Content and position, as its softmax is given them. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
-    return Scores(q * q.shape[-1] ** -0.5, k, layer.bias(x, grid_size).to(q.dtype))
+    return Scores(q * q.shape[-1] ** -0.5, k, layer.position_bias(x, grid_size).to(q.dtype))
 
 
 def hands_out_map(layer: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.capture import run_hooked
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where, matches, nearest_names
+from isomorph.surgery.recast import Where, matches_where, nearest_names
 
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:
@@ -21,7 +21,7 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
         names = [info["module"] for info in getattr(model, "feature_info", [])]
         found = {name: modules[name] for name in names if name in modules}
     else:
-        found = {name: module for name, module in modules.items() if name and matches(where, name, module)}
+        found = {name: module for name, module in modules.items() if name and matches_where(where, name, module)}
     if len(found) < least == 1:
         hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
         raise UserError(f"no layer of the model is selected to give features{hint}")

@@ -29,7 +29,7 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
     return {name: torch.sigmoid(layer.gate.detach()) for name, layer in _gated_attention_layers(model).items()}
 
 
-def spans(model: nn.Module) -> dict[str, Tensor]:
+def attention_spans(model: nn.Module) -> dict[str, Tensor]:
     """Attention span 1 / locality of each head (T-CNN Fig. 4B); NaN where a head has lost its centre (locality <= 0).
 
     Shape: -> {name: (heads,)}
@@ -89,7 +89,7 @@ class Trajectory(NamedTuple):
 
 def gating_along(models: Iterable[tuple[float, nn.Module]]) -> Trajectory:
     """Gates, centres and spans at each moment. Arguments and errors as `along`."""
-    kinds = {"gates": gates, "centres": centres, "spans": spans}
+    kinds = {"gates": gates, "centres": centres, "spans": attention_spans}
 
     def look(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         return {(kind, name): value.cpu() for kind, of in kinds.items() for name, value in of(model).items()}

@@ -19,7 +19,7 @@ from isomorph.checkpoints.header import DATA_KEYS, FORMAT, parse_header
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
-from isomorph.surgery.compiled import uncompiled
+from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_candidates
 
 _ALWAYS_ALLOWED_NUMEL = 2**20
@@ -164,7 +164,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
     """
-    model = uncompiled(model)
+    model = unwrap_compiled(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
     if base is not None and not (isinstance(base, dict) and "name" in base):

@@ -17,9 +17,9 @@ from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_parameters
 from isomorph.evaluation.input_sizes import training_config
-from isomorph.evaluation.random_inputs import standard_normal
+from isomorph.evaluation.random_inputs import random_images
 from isomorph.suites.test_data import default_data
-from isomorph.surgery import compare_outputs, edits_since, fusible
+from isomorph.surgery import compare_outputs, edits_since, fusible_modules
 from isomorph.surgery.recast import keeps_function
 from isomorph.surgery.rules.registry import build_rule
 
@@ -71,7 +71,7 @@ def recast(
     if unstride:
         base = iso.unstride(base, unstride)
     new = iso.recast(base, chosen, where)
-    report = compare_outputs(base, new, [standard_normal(1, base, size)])
+    report = compare_outputs(base, new, [random_images(1, base, size)])
     if not report.passed and keeps_function(chosen):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)
@@ -127,7 +127,7 @@ def verify(
         config = training_config(first)
         inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
     else:
-        inputs = [standard_normal(batch, first, hw) for hw in size] if size else [standard_normal(batch, first)]
+        inputs = [random_images(batch, first, hw) for hw in size] if size else [random_images(batch, first)]
     report = compare_outputs(first, second, inputs, atol=atol, seeds=seeds or [1])
     print(json.dumps(report.as_dict()) if json_ else report)
     if not report.passed:
@@ -178,7 +178,7 @@ def fuse(
     if out.exists() and checkpoint.exists() and out.samefile(checkpoint):
         raise UserError(f"--out {out} is the model to fuse; give another file")
     model = open_trained(checkpoint, average)
-    if not fusible(model):
+    if not fusible_modules(model):
         raise UserError(
             f"{checkpoint} has nothing to fuse; models that can be fused have pyramids (LinearToPyramid, "
             "tdrl_vit_*), norms in convolutional blocks (coatnet_*) or norms on attention maps (refined_vit_*_released)"
@@ -189,7 +189,7 @@ def fuse(
         sample = source.subset(shuffled[: recalibrate * batch_size].tolist())
         model = iso.recalibrate(model, eval_loader(sample, training_config(model), batch_size))
     fused = iso.fuse(model)
-    report = compare_outputs(model, fused, [standard_normal(1, model)])
+    report = compare_outputs(model, fused, [random_images(1, model)])
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
     iso.save(fused, out)

@@ -7,27 +7,34 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from isomorph.errors import UserError
 
-METHODS = ("forward", "_conv_forward", "state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
+OVERRIDABLE_METHODS = (
+    "forward",
+    "_conv_forward",
+    "state_dict",
+    "load_state_dict",
+    "_save_to_state_dict",
+    "_load_from_state_dict",
+)
 """Methods that decide what a module computes, saves and loads, and that a user may have set on the instance."""
 
 
 def hooks_on(module: nn.Module) -> list[str]:
     """The hooks registered on one module, of every kind that torch has, by the names of what they call.
 
-    Hooks that a rule's `attach` puts on again (`attached_again`) do not count.
+    Hooks that a rule's `attach` puts on again (`reattached`) do not count.
     """
     kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
     found = [hook for hooks in kinds for hook in hooks.values()]
-    return [_name_of(hook) for hook in found if not _attached_again(hook)]
+    return [_hook_name(hook) for hook in found if not _is_reattached(hook)]
 
 
-def _attached_again(hook: Any) -> bool:
+def _is_reattached(hook: Any) -> bool:
     """Whether surgery itself has put a hook on, and puts it on again where it is needed."""
     function = getattr(hook, "hook", None) or hook
-    return getattr(getattr(function, "__self__", function), "attached_again", False)
+    return getattr(getattr(function, "__self__", function), "reattached", False)
 
 
-def _name_of(hook: Any) -> str:
+def _hook_name(hook: Any) -> str:
     """What a hook calls: a function's own name, or the class of an object, out of torch's wrapping."""
     function = getattr(hook, "hook", None) or hook
     return getattr(function, "__name__", type(function).__name__)
@@ -35,7 +42,7 @@ def _name_of(hook: Any) -> str:
 
 def _own_methods(module: nn.Module) -> list[str]:
     """Names of the methods that were set on this very module in place of its class's, a patched `forward` say."""
-    return [name for name in METHODS if name in vars(module)]
+    return [name for name in OVERRIDABLE_METHODS if name in vars(module)]
 
 
 def describe_attachments(module: nn.Module) -> str | None:
@@ -56,12 +63,12 @@ def check_attached(name: str, original: nn.Module, replacement: nn.Module) -> No
     carried: dict[str, nn.Module] = dict(replacement.named_modules(remove_duplicate=False))
     for path, part in original.named_modules(remove_duplicate=False):
         other = carried.get(path)
-        kept = other is not None and type(other) is type(part) and _counts(other) == _counts(part)
+        kept = other is not None and type(other) is type(part) and _attachment_counts(other) == _attachment_counts(part)
         if not kept and (found := describe_attachments(part)):
             full = ".".join(filter(None, (name, path))) or "the model"
             raise UserError(f"{full} has {found}, which would be lost; remove them first")
 
 
-def _counts(module: nn.Module) -> tuple[int, list[str]]:
+def _attachment_counts(module: nn.Module) -> tuple[int, list[str]]:
     """How many hooks a module has, and which methods of its own."""
     return len(hooks_on(module)), _own_methods(module)

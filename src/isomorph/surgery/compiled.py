@@ -8,25 +8,25 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.surgery.attachments import hooks_on
 
-RECOMPILE = "the model was compiled and its copy is not: compile the copy"
+_RECOMPILE_NOTE = "the model was compiled and its copy is not: compile the copy"
 """The note on a copy of a compiled model."""
 
 
-def uncompiled(model: Any) -> Any:
+def unwrap_compiled(model: Any) -> Any:
     """The model out of `torch.compile`: itself, what the wrapper holds, or a copy where a wrapper lies inside.
 
     Names of modules are then those of the model as it was before it was compiled.
     """
     if not isinstance(model, nn.Module):
         return model
-    model = _unwrapped(model)
+    model = _unwrap(model)
     if not any(map(_is_wrapper, model.modules())):
         return model
     model = _deepcopy(model)
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child is not None:
-                parent._modules[name] = _unwrapped(child)
+                parent._modules[name] = _unwrap(child)
     return model
 
 
@@ -35,7 +35,7 @@ def _is_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     """What torch.compile's wrappers hold. Raises: UserError when a wrapper has hooks, which would be lost."""
     while (inner := module._modules.get("_orig_mod")) is not None:
         if hooks := hooks_on(module):
@@ -49,14 +49,14 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(_is_wrapper(m) or m._compiled_call_impl is not None for m in model.modules())
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """A copy of the model for surgery, not compiled; a note says so where the model was.
 
     Raises: UserError when torch cannot copy it: the weight of a pruned layer is the result of a computation.
     """
-    new = _deepcopy(uncompiled(model))
+    new = _deepcopy(unwrap_compiled(model))
     if _is_compiled(model):
-        add_notes(new, RECOMPILE)
+        add_notes(new, _RECOMPILE_NOTE)
     return new
 
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import copied, uncompiled
+from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.layer_checks import first_altered_part
-from isomorph.surgery.recast import Edit, outermost, replay
+from isomorph.surgery.recast import Edit, outermost_modules, replay
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def fuse(model: nn.Module) -> nn.Module:
         raise UserError(
             f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first"
         )
-    names = fusible(model)
-    return replay(copied(model), Edit(Fuse(), names)) if names else copied(model)
+    names = fusible_modules(model)
+    return replay(copy_model(model), Edit(Fuse(), names)) if names else copy_model(model)
 
 
-def fusible(model: nn.Module) -> tuple[str, ...]:
+def fusible_modules(model: nn.Module) -> tuple[str, ...]:
     """Names of the outermost modules that have a fused form."""
-    return tuple(outermost(uncompiled(model), Fuse().accepts))
+    return tuple(outermost_modules(unwrap_compiled(model), Fuse().accepts))

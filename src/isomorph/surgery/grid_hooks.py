@@ -28,25 +28,25 @@ GRID_LAYERS = (SpatialAttention, ViTGPSA)
 GridSize = tuple[int, int]
 
 
-class Embedded(NamedTuple):
+class _EmbeddedImage(NamedTuple):
     """The grid of the image that comes next, and the backward pass that it is for (-1: none)."""
 
     grid: GridSize
     backward: int
 
 
-class Running(NamedTuple):
+class _RunningModule(NamedTuple):
     """A module that runs, and the grid of its tokens."""
 
-    grids: "CallGrids"
+    grids: "_CallGrids"
     module: nn.Module
     grid: GridSize
 
 
-EMBEDDED: ContextVar[dict[ref["CallGrids"], Embedded]] = ContextVar("isomorph_embedded")
+_EMBEDDED: ContextVar[dict[ref["_CallGrids"], _EmbeddedImage]] = ContextVar("isomorph_embedded")
 """The last image of each model in this thread; the dict is replaced, never changed."""
 
-RUNNING: ContextVar[tuple[Running, ...]] = ContextVar("isomorph_running", default=())
+_RUNNING: ContextVar[tuple[_RunningModule, ...]] = ContextVar("isomorph_running", default=())
 """The modules that run in this thread, the innermost last."""
 
 
@@ -55,7 +55,7 @@ def _backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
-def memory(tokens: Any) -> Any:
+def _storage_of(tokens: Any) -> Any:
     """The storage of tokens, whose attributes last as long as it does; None for what has none, as inside vmap."""
     try:
         return tokens.untyped_storage() if isinstance(tokens, Tensor) else None
@@ -63,45 +63,45 @@ def memory(tokens: Any) -> Any:
         return None
 
 
-def mark(tokens: Any, grid: GridSize) -> None:
+def _mark_storage(tokens: Any, grid: GridSize) -> None:
     """Marks the memory of tokens with their grid."""
-    storage = memory(tokens)
+    storage = _storage_of(tokens)
     if storage is not None:
         storage.isomorph_grid = grid
 
 
-class CallGrids:
+class _CallGrids:
     """The grids of the calls of one model: hooks for the layers with positions and for the modules they lie in."""
 
-    attached_again: ClassVar[bool] = True
+    reattached: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.seen: dict[GridSize, None] = {}
 
     def note(self, grid: GridSize) -> None:
         """Notes the grid of the blocks that this thread runs next."""
-        alive = {key: known for key, known in EMBEDDED.get({}).items() if key() is not None}
-        EMBEDDED.set({**alive, ref(self): Embedded(grid, _backward_pass())})
+        alive = {key: known for key, known in _EMBEDDED.get({}).items() if key() is not None}
+        _EMBEDDED.set({**alive, ref(self): _EmbeddedImage(grid, _backward_pass())})
 
     def embed(self, grid: GridSize) -> None:
         """Notes the grid of an image; what an interrupt has left of an earlier one is dropped."""
         if all(type(size) is int for size in grid):  # not a tracer's stand-ins
             self.seen.setdefault(grid)
-        RUNNING.set(tuple(entry for entry in RUNNING.get() if entry.grids is not self))
+        _RUNNING.set(tuple(entry for entry in _RUNNING.get() if entry.grids is not self))
         self.note(grid)
 
     def embedded(self) -> GridSize | None:
         """The grid of the last image, if it was embedded in the pass that runs now."""
-        known = EMBEDDED.get({}).get(ref(self))
+        known = _EMBEDDED.get({}).get(ref(self))
         return known.grid if known and known.backward == _backward_pass() else None
 
     def running(self) -> GridSize | None:
         """The grid of the innermost module of this model that runs."""
-        return next((entry.grid for entry in reversed(RUNNING.get()) if entry.grids is self), None)
+        return next((entry.grid for entry in reversed(_RUNNING.get()) if entry.grids is self), None)
 
     def recall(self, tokens: Any) -> GridSize | None:
         """The grid that tokens are marked with, where a backward pass computes their block again."""
-        grid = None if _backward_pass() == -1 else getattr(memory(tokens), "isomorph_grid", None)
+        grid = None if _backward_pass() == -1 else getattr(_storage_of(tokens), "isomorph_grid", None)
         if grid:
             self.note(grid)  # further blocks of the same checkpoint get tokens that were never seen
         return grid
@@ -132,14 +132,14 @@ class CallGrids:
         tokens = args[0] if args else kwargs.get("x")
         grid = self.of_tokens(tokens, noted=True)
         if grid:
-            mark(tokens, grid)
-            RUNNING.set((*RUNNING.get(), Running(self, module, grid)))
+            _mark_storage(tokens, grid)
+            _RUNNING.set((*_RUNNING.get(), _RunningModule(self, module, grid)))
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         """After a module with layers inside, also one that raised."""
-        entries = () if torch.compiler.is_compiling() else RUNNING.get()
+        entries = () if torch.compiler.is_compiling() else _RUNNING.get()
         if entries and entries[-1].module is module:
-            RUNNING.set(entries[:-1])
+            _RUNNING.set(entries[:-1])
 
     def place(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: bool = False) -> Any:
         """Before a layer: passes it the grid of its tokens, unless the call does. On its own it has one already."""
@@ -150,7 +150,7 @@ class CallGrids:
         if grid is None and _backward_pass() != -1:
             grid = self.only(layer, tokens)
         grid = grid or layer.grid_size
-        mark(tokens, grid)
+        _mark_storage(tokens, grid)
         return args, {**kwargs, "grid_size": grid}
 
     def place_alone(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -158,12 +158,12 @@ class CallGrids:
         return self.place(layer, args, kwargs, noted=True)
 
 
-class FollowGrid:
+class _PatchEmbedHook:
     """Tells layers with positions the grid of each image that is embedded: a hook on the model's `patch_embed`."""
 
-    attached_again: ClassVar[bool] = True
+    reattached: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, grids: CallGrids) -> None:
+    def __init__(self, model: nn.Module, grids: _CallGrids) -> None:
         self.model, self.grids = model, grids
 
     def __call__(self, patch_embed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -177,31 +177,31 @@ class FollowGrid:
             self.grids.embed(grid_size)
 
 
-def _unfollow(module: nn.Module) -> None:
+def _remove_grid_hooks(module: nn.Module) -> None:
     """Takes the hooks of this file off a module."""
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
     for hooks, *flags in (before, after):
-        for key in [key for key, hook in hooks.items() if follows(hook)]:
+        for key in [key for key, hook in hooks.items() if _is_grid_hook(hook)]:
             for entries in (hooks, *flags):
                 entries.pop(key, None)  # type: ignore[attr-defined]
 
 
-def follows(hook: Any) -> bool:
+def _is_grid_hook(hook: Any) -> bool:
     """Whether a hook is one of this file."""
-    return isinstance(getattr(hook, "__self__", hook), FollowGrid | CallGrids)
+    return isinstance(getattr(hook, "__self__", hook), _PatchEmbedHook | _CallGrids)
 
 
-def _follow_grid(model: Any) -> None:
+def _register_grid_hooks(model: Any) -> None:
     """Hooks the patch embedding, the layers that need its grid and the modules these lie in; unhooks all others."""
     found = model.named_modules(remove_duplicate=False)
     layers = {name: module for name, module in found if isinstance(module, GRID_LAYERS)}
     for module in model.modules():
-        _unfollow(module)
+        _remove_grid_hooks(module)
     if not layers:
         return
-    grids = CallGrids()
-    model.patch_embed.register_forward_pre_hook(FollowGrid(model, grids), with_kwargs=True)
+    grids = _CallGrids()
+    model.patch_embed.register_forward_pre_hook(_PatchEmbedHook(model, grids), with_kwargs=True)
     around = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
     for module in {model.get_submodule(name) for name in around}:
         module.register_forward_pre_hook(grids.enter, with_kwargs=True)
@@ -221,7 +221,7 @@ def embedding_models(model: nn.Module) -> list[Any]:
     return list(parts.values())
 
 
-def _embedding_model(model: nn.Module) -> Any:
+def _only_embedding_model(model: nn.Module) -> Any:
     """The one part of a model that embeds patches, or None.
 
     Raises: UserError when there are several, or when it drops patches: their grid has holes then.
@@ -247,7 +247,7 @@ def check_grid_fields(rule: Any) -> None:
 
 def with_model_grid(rule: Any, model: nn.Module) -> Any:
     """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
-    owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _embedding_model(model)
+    owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:
         return rule
     known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
@@ -256,6 +256,6 @@ def with_model_grid(rule: Any, model: nn.Module) -> Any:
 
 def attach_grid(rule: Any, model: nn.Module) -> None:
     """Lets the grid of the rule's layers follow the images, unless the rule gives one; stops where none is left."""
-    owner = _embedding_model(model) if rule.grid_size is None else None
+    owner = _only_embedding_model(model) if rule.grid_size is None else None
     if owner is not None:
-        _follow_grid(owner)
+        _register_grid_hooks(owner)

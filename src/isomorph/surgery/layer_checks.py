@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from isomorph.surgery.attachments import METHODS
+from isomorph.surgery.attachments import OVERRIDABLE_METHODS
 
-COMPUTES = (
-    *METHODS,
+_CHECKED_ATTRIBUTES = (
+    *OVERRIDABLE_METHODS,
     "__call__",
     "_call_impl",
     "_wrapped_call_impl",
@@ -24,15 +24,17 @@ COMPUTES = (
 )
 """Attributes of a class that decide what its modules compute, save and load."""
 
-PERMANENT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
+_PERMANENT_HINT = "make it permanent first (prune.remove, remove_weight_norm, remove_parametrizations)"
 
 
 def overridden_methods(module: nn.Module, kind: type[nn.Module]) -> list[str]:
     """What a module's class computes, saves or loads otherwise than the class `kind`, by the names of its methods."""
-    return [name for name in COMPUTES if _static(type(module), name) is not _static(kind, name)]
+    return [
+        name for name in _CHECKED_ATTRIBUTES if _class_attribute(type(module), name) is not _class_attribute(kind, name)
+    ]
 
 
-def _static(kind: type, name: str) -> object:
+def _class_attribute(kind: type, name: str) -> object:
     """An attribute of a class as it is stored there, or None."""
     return inspect.getattr_static(kind, name, None)
 
@@ -40,12 +42,12 @@ def _static(kind: type, name: str) -> object:
 def layer_mismatch(module: nn.Module, kind: type[nn.Module], name: str) -> str | None:
     """Why a module of the class `kind` is not exactly that layer, or None; `name` is the class's in messages."""
     if is_parametrized(module):
-        return f"its weight is parametrized, which would be lost; {PERMANENT}"
+        return f"its weight is parametrized, which would be lost; {_PERMANENT_HINT}"
     if methods := " and ".join(overridden_methods(module, kind)):
         return f"{type(module).__name__} does not compute what {name} does with its weight: it has its own {methods}"
     tensors = {n: t for n, t in {**module._parameters, **module._buffers}.items() if t is not None}
     if extra := [n for n in (*tensors, *module._modules) if n not in ("weight", "bias")]:
-        return f"it holds {', '.join(extra)} besides its weight and bias, which would be lost; {PERMANENT}"
+        return f"it holds {', '.join(extra)} besides its weight and bias, which would be lost; {_PERMANENT_HINT}"
     return next((reason for n, tensor in tensors.items() if (reason := _tensor_mismatch(n, tensor))), None)
 
 

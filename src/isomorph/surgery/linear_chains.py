@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers import AnnealedReLU
-from isomorph.layers.affine_chain import collapse_chain, matrix
+from isomorph.layers.affine_chain import collapse_chain, weight_matrix
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 
 BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -104,7 +104,7 @@ def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Con
     layers = list(_chain_layers(copy.deepcopy(module).double().eval(), annealed))
     first = layers[0]
     assert isinstance(first, nn.Linear | nn.Conv2d)
-    weight, bias = collapse_chain(layers, None, matrix(first).new_zeros(matrix(first).shape[-1]))
+    weight, bias = collapse_chain(layers, None, weight_matrix(first).new_zeros(weight_matrix(first).shape[-1]))
     merged = _new_layer_like(first, len(bias))
     merged.weight, merged.bias = nn.Parameter(weight.view(-1, *first.weight.shape[1:])), nn.Parameter(bias)
     return merged.to(dtype)

@@ -10,10 +10,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.layers.moments import measure
+from isomorph.layers.moments import measure_moments
 from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.compiled import copied
-from isomorph.surgery.recast import outermost
+from isomorph.surgery.compiled import copy_model
+from isomorph.surgery.recast import outermost_modules
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
     Raises: UserError without a BatchNorm that keeps statistics, without a batch, or, to keep the function, where a
     BatchNorm has no weights.
     """
-    model = copied(model)
+    model = copy_model(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         raise UserError("the model has no BatchNorm statistics to recalibrate")
@@ -41,13 +41,17 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError("recalibrate takes several batches: give [images], or a loader")
     images = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
     with eval_mode(model):
-        seen = _measure_anew(model, images) if keep_function else _update_anew(model, norms, images)
+        seen = (
+            _recompute_keeping_function(model, images)
+            if keep_function
+            else _recompute_running_statistics(model, norms, images)
+        )
     if not seen:
         raise UserError("recalibrate needs at least one batch")
     return model
 
 
-def _update_anew(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
+def _recompute_running_statistics(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
     """Statistics from nothing, every BatchNorm in train mode: each sees what those before it make in training."""
     momenta, seen = [norm.momentum for norm in norms], 0
     for norm in norms:
@@ -61,15 +65,15 @@ def _update_anew(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Ten
     return seen
 
 
-def _measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
+def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> int:
     """Statistics of what every BatchNorm receives in eval mode, in one pass: the function stays, so do its inputs."""
     found: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-        for norm, mean, variance in norm_inputs(module, args[0]):
+        for norm, mean, variance in _norm_inputs(module, args[0]):
             found.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
-    layers = outermost(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
+    layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
     handles, seen = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
     try:
         for batch in images:
@@ -80,24 +84,24 @@ def _measure_anew(model: nn.Module, images: Iterable[Tensor]) -> int:
             handle.remove()
     for norm, pairs in found.items():
         means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
-        _take_up(norm, means, variances)
+        _set_statistics(norm, means, variances)
     return seen
 
 
-def norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
+def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
     """The BatchNorms of a layer with mean and unbiased variance of what each receives when the layer reads x."""
     if isinstance(module, _BatchNorm):
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         yield module, channels.mean(0), channels.var(0)
         return
     parts = module.pyramids if isinstance(module, JointPyramid) else [module]
-    moments = measure(x, getattr(module, "window", None))
+    moments = measure_moments(x, getattr(module, "window", None))
     for pyramid in (part for part in parts if isinstance(part, Pyramid)):
         for norm, mean, variance in pyramid.norm_inputs(moments):
             yield norm, mean, variance * (moments.total / (moments.total - 1))
 
 
-def _take_up(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
+def _set_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
     """Gives a BatchNorm new statistics, and the weights with which they scale and shift as the old ones did."""
     if norm.running_mean is None or norm.running_var is None:
         return

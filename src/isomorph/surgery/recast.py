@@ -15,10 +15,10 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.attachments import check_attached
-from isomorph.surgery.compiled import add_notes, copied, notes, uncompiled
+from isomorph.surgery.compiled import add_notes, copy_model, notes, unwrap_compiled
 from isomorph.surgery.joint_projections import JointPart, find_target, joint_parts
 from isomorph.surgery.layer_checks import first_altered_part
-from isomorph.surgery.tied_parameters import retie, tied_parameters
+from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
@@ -53,6 +53,11 @@ class Edit:
     names: tuple[str, ...]
 
 
+def keeps_function(rule: Rule) -> bool:
+    """Return True if the rule promises the same function; one with the field `init` says so itself."""
+    return getattr(rule, "keeps_function", True)
+
+
 def edits(model: nn.Module) -> tuple[Edit, ...]:
     """The recasts that made this model, oldest first."""
     return getattr(model, "isomorph_edits", ())
@@ -63,7 +68,7 @@ def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
     return edits(model)[len(edits(base)) :]
 
 
-def matches(where: Where, name: str, module: nn.Module) -> bool:
+def matches_where(where: Where, name: str, module: nn.Module) -> bool:
     """Whether `where` selects this module."""
     if callable(where):
         return bool(where(name, module))
@@ -71,19 +76,19 @@ def matches(where: Where, name: str, module: nn.Module) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-Target = nn.Module | JointPart
+_Target = nn.Module | JointPart
 
 
-def distinct(pairs: Iterable[tuple[str, Target]]) -> Iterable[tuple[str, Target]]:
+def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str, _Target]]:
     """Every module once, under the first name given."""
-    seen: set[Target] = set()
+    seen: set[_Target] = set()
     for name, module in pairs:
         if module not in seen:
             seen.add(module)
             yield name, module
 
 
-def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
+def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """The modules that are wanted and lie inside no other such, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -93,24 +98,24 @@ def outermost(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str
     return found
 
 
-def complete(rule: Rule, model: nn.Module) -> Rule:
+def _bind_rule(rule: Rule, model: nn.Module) -> Rule:
     """The rule with what it has to know of the model, where it asks."""
     within = getattr(rule, "within", None)
     return within(model) if within else rule
 
 
-def attach(rule: Rule, model: nn.Module) -> None:
+def _attach_rule(rule: Rule, model: nn.Module) -> None:
     """Ties the rule's replacements to the model, or unties what is not needed any more, where the rule does that."""
     if hook := getattr(rule, "attach", None):
         hook(model)
 
 
-def describe(where: Where) -> str:
+def describe_where(where: Where) -> str:
     """`where` for a message."""
     return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
 
 
-def _refuse_misuse(rule: Rule, where: Where) -> None:
+def _check_arguments(rule: Rule, where: Where) -> None:
     """Raises: UserError when the rule is no rule, or `where` nothing that selects."""
     if isinstance(rule, type) or not callable(getattr(rule, "build", None)):
         raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
@@ -134,32 +139,32 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
     reason), or when one lies inside another.
     """
-    _refuse_misuse(rule, where)
+    _check_arguments(rule, where)
     _check_model(model)
-    model = uncompiled(model)
-    given, rule = rule, complete(rule, model)
+    model = unwrap_compiled(model)
+    given, rule = rule, _bind_rule(rule, model)
     named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
     if getattr(given, "takes_parts", False) and not callable(where):
         named += joint_parts(model).items()
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
-    selected = _without_covered(list(distinct((n, m) for n, m in named if matches(where, n, m))))
-    kind = kinds(rule)
+    selected = _without_covered(list(_unique_targets((n, m) for n, m in named if matches_where(where, n, m))))
+    kind = _rule_kinds(rule)
     if not selected:
         names = [name for name, _ in named if name]
-        raise UserError(f"{describe(where)} matches no module{nearest_names(where, names)}")
+        raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
     found = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
     if not found:
         wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
-        seen = ", ".join(sorted({_name_kind(type(module), wanted) for _, module in selected}))
+        seen = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         raise UserError(
-            f"{ours} rebuilds {wanted}, and {describe(where)} matches none among {len(selected)} modules ({seen})"
+            f"{ours} rebuilds {wanted}, and {describe_where(where)} matches none among {len(selected)} modules ({seen})"
         )
     for name, module in found:
         if not rule.accepts(module):
-            raise UserError(f"{name or 'the model'}: {refusal(rule, module)}")
-    _refuse_nested([name for name, _ in found])
+            raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
+    _check_not_nested([name for name, _ in found])
     return [name for name, _ in found]
 
 
@@ -175,18 +180,18 @@ def _check_model(model: object) -> None:
         raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
 
 
-def kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
+def _rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
     """The rule's `kind`, none or several."""
     kind = getattr(rule, "kind", ())
     return kind if isinstance(kind, tuple) else (kind,)
 
 
-def _name_kind(kind: type, wanted: str) -> str:
+def _class_name(kind: type, wanted: str) -> str:
     """A module's class, with where it comes from if only that tells it from the wanted one."""
     return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
 
-def refusal(rule: Rule, module: Any) -> str:
+def _rejection_reason(rule: Rule, module: Any) -> str:
     """Why the rule cannot take the module: what `build` says."""
     try:
         rule.build(module)
@@ -195,7 +200,7 @@ def refusal(rule: Rule, module: Any) -> str:
     return f"{type(rule).__name__} does not accept it"
 
 
-def _refuse_nested(names: Sequence[str]) -> None:
+def _check_not_nested(names: Sequence[str]) -> None:
     """Raises: UserError when a target lies inside another."""
     for outer in names:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
@@ -238,12 +243,12 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
     Raises: UserError as `targets` does, or when hooks or methods of a target's own would be lost.
     """
     edit = Edit(rule, tuple(targets(model, rule, where)))
-    return replay(copied(model), edit)
+    return replay(copy_model(model), edit)
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:
     """Makes one edit in place and returns the model: what loading a checkpoint does to the base it has just created."""
-    rule, tied = complete(edit.rule, model), tied_parameters(model)
+    rule, tied = _bind_rule(edit.rule, model), tied_parameters(model)
     for name in edit.names:
         target: Any = find_target(model, name)
         if target is None:
@@ -253,15 +258,15 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
             replacement = rule.build(target)
         except UserError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
-        model = replace(model, own, original, match_original(replacement, original))
-    add_notes(model, *retie(model, tied))
+        model = _replace_module(model, own, original, match_original(replacement, original))
+    add_notes(model, *restore_ties(model, tied))
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
     for made in edits(model):
-        attach(made.rule, model)
+        _attach_rule(made.rule, model)
     return model
 
 
-def replace(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
+def _replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
     """Puts the replacement in every place of the original; gives the model, or the replacement of all of it.
 
     Raises: UserError when hooks or methods set on the original, or on a part of it, would be lost.
@@ -270,23 +275,23 @@ def replace(model: nn.Module, name: str, original: nn.Module, replacement: nn.Mo
     if not name:
         add_notes(replacement, *notes(model))
         return replacement
-    for alias in aliases(model, original):
+    for alias in _module_names(model, original):
         model.set_submodule(alias, replacement)
     return model
 
 
-def aliases(model: nn.Module, module: nn.Module) -> list[str]:
+def _module_names(model: nn.Module, module: nn.Module) -> list[str]:
     """Every name under which the model holds this very module."""
     return [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
 
 
-WAYS_BACK = ("to_conv", "to_attention")
+_REVERT_METHODS = ("to_conv", "to_attention")
 """Methods of recast layers that give the original form while the layer still has its function."""
 
 
-def _way_back(layer: nn.Module) -> Callable[[float], nn.Module] | None:
+def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
     """The layer's conditional way back, if it has one."""
-    return next((getattr(layer, name) for name in WAYS_BACK if callable(getattr(layer, name, None))), None)
+    return next((getattr(layer, name) for name in _REVERT_METHODS if callable(getattr(layer, name, None))), None)
 
 
 def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
@@ -298,25 +303,25 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     the measured deviation.
     """
     _check_model(model)
-    model = copied(model)
+    model = copy_model(model)
     tied = tied_parameters(model)
-    found = [n for n, m in model.named_modules() if _way_back(m) and matches(where, n, m)]
+    found = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
     if not found:
-        raise UserError(f"{describe(where)} matches no layer with a way back; pyramids go back with fuse")
+        raise UserError(f"{describe_where(where)} matches no layer with a way back; pyramids go back with fuse")
     for name in found:
         layer = model.get_submodule(name)
         try:
-            original = _way_back(layer)(atol)  # type: ignore[misc]
+            original = _revert_method(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
         except (RuntimeError, TypeError, KeyError):  # of parts that do not let themselves be merged
             if reason := first_altered_part(layer):
                 raise UserError(f"{name or 'the model'} has no way back: {reason}") from None
             raise
-        model = replace(model, name, layer, original)
-    add_notes(model, *retie(model, tied))
+        model = _replace_module(model, name, layer, original)
+    add_notes(model, *restore_ties(model, tied))
     for edit in edits(model):
-        attach(edit.rule, model)
+        _attach_rule(edit.rule, model)
     kept = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
     model.isomorph_edits = tuple(edit for edit in kept if edit.names)  # type: ignore[assignment]
     return model

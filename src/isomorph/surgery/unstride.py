@@ -11,7 +11,7 @@ from timm.layers import BlurPool2d
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import copied
+from isomorph.surgery.compiled import copy_model
 from isomorph.surgery.recast import Edit, Where, replay, targets
 
 
@@ -24,10 +24,10 @@ class Unstride:
 
     def accepts(self, module: nn.Module) -> bool:
         parts = list(module.modules())
-        return any(map(strided, parts)) and not any(isinstance(part, nn.MaxPool2d | BlurPool2d) for part in parts)
+        return any(map(_is_strided, parts)) and not any(isinstance(part, nn.MaxPool2d | BlurPool2d) for part in parts)
 
     def build(self, module: nn.Module) -> nn.Module:
-        if not any(map(strided, module.modules())):
+        if not any(map(_is_strided, module.modules())):
             raise UserError("Unstride cannot rebuild it: it has no stride to remove")
         stage = copy.deepcopy(module)
         for name, part in list(stage.named_modules()):
@@ -35,16 +35,16 @@ class Unstride:
                 raise UserError(
                     f"Unstride cannot rebuild it: {name} is a {type(part).__name__}, which it leaves strided"
                 )
-            if isinstance(part, nn.Conv2d) and strided(part):
+            if isinstance(part, nn.Conv2d) and _is_strided(part):
                 part.stride = (1, 1)
-            elif strided(part) and not name:
+            elif _is_strided(part) and not name:
                 return nn.Identity()
-            elif strided(part):
+            elif _is_strided(part):
                 stage.set_submodule(name, nn.Identity())
         return stage
 
 
-def strided(module: nn.Module) -> bool:
+def _is_strided(module: nn.Module) -> bool:
     """Whether the module is a convolution or an average pool that reduces resolution."""
     return isinstance(module, nn.Conv2d | nn.AvgPool2d) and module.stride not in (1, (1, 1))
 
@@ -55,4 +55,4 @@ def unstride(model: nn.Module, where: Where) -> nn.Module:
     Raises: UserError when `where` matches nothing, or a stage without a stride, or when hooks on a pool would be lost.
     """
     edit = Edit(Unstride(), tuple(targets(model, Unstride(), where)))
-    return replay(copied(model), edit)
+    return replay(copy_model(model), edit)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import notes, uncompiled
+from isomorph.surgery.compiled import notes, unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
 from isomorph.surgery.recast import edits_since
 
 
-def worst(values: Iterable[float]) -> float:
+def _max_or_inf(values: Iterable[float]) -> float:
     """The maximum, where NaN counts as infinitely wrong."""
     return max(float("inf") if value != value else value for value in values)
 
@@ -57,11 +57,11 @@ class VerifyReport:
 
     @property
     def fp32(self) -> float:
-        return worst(row.fp32 for row in self.inputs)
+        return _max_or_inf(row.fp32 for row in self.inputs)
 
     @property
     def fp64(self) -> float:
-        return worst(row.fp64 for row in self.inputs)
+        return _max_or_inf(row.fp64 for row in self.inputs)
 
     @property
     def passed(self) -> bool:
@@ -76,7 +76,7 @@ class VerifyReport:
 
     def __str__(self) -> str:
         verdict = "equal" if self.passed else "NOT equal"
-        largest = worst(row.scale for row in self.inputs)
+        largest = _max_or_inf(row.scale for row in self.inputs)
         share = f", of outputs up to {largest:.3g}" if largest > 1 else ""
         lines = [
             f"{verdict} within {self.atol:g}: max |diff| {self.fp32:.3g} (float32), {self.fp64:.3g} (float64){share}"
@@ -122,8 +122,10 @@ def compare_outputs(
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     noted = notes(recast)[len(notes(original)) :]
-    original, recast = uncompiled(original), uncompiled(recast)
-    models = {dtype: (frozen(original, dtype), frozen(recast, dtype)) for dtype in (torch.float32, torch.float64)}
+    original, recast = unwrap_compiled(original), unwrap_compiled(recast)
+    models = {
+        dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
+    }
     return VerifyReport(
         atol=atol,
         inputs=tuple(_input_deviation(models, batch) for batch in batches),
@@ -149,7 +151,7 @@ def verify(
     return report
 
 
-def frozen(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A copy in eval mode and the given precision."""
     return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
 
