@@ -18,8 +18,9 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from interleave import show, spread, write
-from isomorph.data import eval_loader, open_source
-from isomorph.recipes.convit import NARROW_SHARES, WIDE_SHARES
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
+from isomorph.recipes.convit import CPU_PERCENTS, GPU_PERCENTS
 from isomorph.report.figures import Line, Panel, panels_figure
 
 TITLES = {"convit": "ConViT", "vit": "ViT"}
@@ -29,7 +30,7 @@ def open_runs(out, seeds, wide, shares, weight_init):
     """Trains what is not trained yet: {(kind, share, seed): (folder, evaluated rows of the log, recipe)}."""
     runs = {}
     for seed in range(seeds):
-        for share, kind in product(shares or (WIDE_SHARES if wide else NARROW_SHARES), TITLES):
+        for share, kind in product(shares or (GPU_PERCENTS if wide else CPU_PERCENTS), TITLES):
             folder = out / f"{kind}_{share}_{seed}"
             name = f"cifar_{kind}_{'ti_' if wide else ''}{share}pct"
             usual = ["model.kwargs.weight_init="] if weight_init == "usual" else []

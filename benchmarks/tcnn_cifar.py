@@ -14,8 +14,10 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from interleave import show, spread, write
-from isomorph.data import Corrupted, eval_loader, open_source
-from isomorph.recipes.cifar import BIRTHS
+from isomorph.data.corruptions.corrupt import CorruptedSource
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
+from isomorph.recipes.cifar import SURGERIES
 
 CORRUPTIONS = ("gaussian_noise", "defocus_blur", "fog", "contrast", "pixelate")
 SEVERITY = 1
@@ -28,7 +30,7 @@ def measure(model, images):
     row = {"clean": found["top1"], "NLL": found["nll"]}
     part = source.subset(range(images))
     for name in CORRUPTIONS:
-        row[name] = iso.evaluate(model, eval_loader(Corrupted(part, name, SEVERITY), config, 200))["top1"]
+        row[name] = iso.evaluate(model, eval_loader(CorruptedSource(part, name, SEVERITY), config, 200))["top1"]
     row["corrupted"] = statistics.mean(row[name] for name in CORRUPTIONS)
     return row
 
@@ -39,7 +41,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--births", nargs="+", default=list(BIRTHS), choices=list(BIRTHS))
+    parser.add_argument("--births", nargs="+", default=list(SURGERIES), choices=list(SURGERIES))
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     options = parser.parse_args()

@@ -121,7 +121,7 @@ def test_figure_1_is_bare():
     ("layouts", "small", "size", "near", "far"),
     [
         (coatnet.FIGURE_1_LAYOUTS, {}, 224, 0.03, 0.2),
-        (coatnet.CIFAR_LAYOUTS, coatnet.SMALL | dict(num_classes=10), 32, 0.03, 0.12),
+        (coatnet.CIFAR_LAYOUTS, coatnet.CIFAR_MODEL | dict(num_classes=10), 32, 0.03, 0.12),
     ],
 )
 def test_layouts_are_matched(layouts, small, size, near, far):

@@ -23,7 +23,7 @@ from isomorph.analysis.evolution import random_draws
 from isomorph.analysis.token_grid import Places
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze import loaders_for
+from isomorph.cli.analyze import test_image_loaders
 from isomorph.cli.compare import gating_histories
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
@@ -572,12 +572,12 @@ def test_models_are_told_apart():
 def test_models_are_compared_on_the_same_pictures(monkeypatch):
     pictures = np.random.default_rng(0).integers(0, 255, (40, 30, 50, 3), dtype=np.uint8)
     source = Source([Image.fromarray(p) for p in pictures], list(range(40)), map(str, range(40)))
-    monkeypatch.setattr("isomorph._recipe.build.open_source", lambda *_: source)
+    monkeypatch.setattr("isomorph.training.build.open_source", lambda *_: source)
     alike = {"input_size": (3, 24, 32), "crop_mode": "center"}
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
     subjects = [PageModel("a", small_vit(), a), PageModel("b", small_vit(), b)]
-    loaders = loaders_for(subjects, "given", None, 36)
+    loaders = test_image_loaders(subjects, "given", None, 36)
     seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
     plain = {
         s.name: seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects
@@ -585,7 +585,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     assert plain["a"].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
-    again = torch.cat([labels for _, labels in loaders_for(subjects, "given", None, 36)["a"]])
+    again = torch.cat([labels for _, labels in test_image_loaders(subjects, "given", None, 36)["a"]])
     assert again.tolist() == seen["a"][1].tolist()
 
 
@@ -751,7 +751,7 @@ class TestCommands:
             iso.save(model, folder / f"run/epoch-{epoch}.safetensors")
             with torch.no_grad():
                 attn.position[0, 2] = 0.001
-        assert iso.analysis.spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
+        assert iso.analysis.attention_spans(model)["blocks.0.attn"].isnan().tolist() == [True] + [False] * (heads - 1)
         logs = read_run_logs([folder / "run"])
         found = gating_histories([folder / "run"], logs)
         section = compare_sections(logs, found)[-1]
@@ -779,7 +779,7 @@ class TestCommands:
         write_run(folder / "run")
         iso.save(timm.create_model("t_cifar_resnet20"), folder / "run/epoch-1.safetensors")
         newest = SimpleNamespace(values={"progress": {"closed": 3}})
-        monkeypatch.setattr("isomorph._recipe.history.newest_snapshot", lambda _: newest)
+        monkeypatch.setattr("isomorph.training.history.newest_snapshot", lambda _: newest)
         logs = read_run_logs([folder / "run"])
         assert gating_histories([folder / "run"], logs)["run"].moments.tolist() == [1]
         assert "no folder of a run with a snapshot" in logs[0].problems[-1]

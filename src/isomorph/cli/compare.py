@@ -7,8 +7,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from isomorph._recipe import gating_history
-from isomorph._recipe.history import attention_history, run_cost
+from isomorph.training import gating_history
+from isomorph.training.history import attention_history, run_cost
 from isomorph.analysis import Trajectory
 from isomorph.cli.analyze import footer, say
 from isomorph.cli.app import Device, Json, WholeNumber, app, check_limits, spinner

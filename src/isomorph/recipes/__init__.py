@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from isomorph.errors import UserError
-from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
 from isomorph.training.recipe.recipe import (
     Recipe,
     apply_overrides,
     read_recipe,
     validate,
 )
+from isomorph.errors import UserError
+from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
 
 RECIPES: dict[str, dict[str, Any]] = {
     **tcnn.RECIPES,
@@ -68,4 +68,4 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
     return assignments
 
 
-__all__ = ["RECIPES", "parse_overrides", "load_recipe", "recipe_values"]
+__all__ = ["RECIPES", "load_recipe", "parse_overrides", "recipe_values"]

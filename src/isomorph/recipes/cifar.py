@@ -9,7 +9,7 @@ from typing import Any
 
 LAYER3 = "layer3.*.conv?"
 
-BIRTHS: dict[str, dict[str, Any]] = {
+SURGERIES: dict[str, dict[str, Any]] = {
     "cnn": {},
     "exact": dict(recast=dict(where=LAYER3, init="exact", locality=5.0, gate=6.0)),
     "paper": dict(recast=dict(where=LAYER3, init="paper")),
@@ -18,11 +18,11 @@ BIRTHS: dict[str, dict[str, Any]] = {
 """Surgery before fine-tuning."""
 
 
-def cifar_study(birth: str) -> dict[str, Any]:
+def _cifar_recipe(birth: str) -> dict[str, Any]:
     """One column of the study."""
     anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if birth == "annealed" else {}
     return dict(
-        model=dict(name="cifar_resnet20", pretrained=True, **BIRTHS[birth]),
+        model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[birth]),
         data=dict(source="cifar10", batch_size=128),
         augment=dict(crop_padding=4),
         optim=dict(lr=1e-3, gate_lr="100x", position_lr="20x", warmup_epochs=0.5, schedule_from="start"),
@@ -32,9 +32,9 @@ def cifar_study(birth: str) -> dict[str, Any]:
     )
 
 
-def _digits_demo(birth: str) -> dict[str, Any]:
+def _digits_recipe(birth: str) -> dict[str, Any]:
     """One run of the demo: three epochs on the digits at 24 x 24, from the CNN of `digits_cnn`."""
-    recipe = cifar_study(birth)
+    recipe = _cifar_recipe(birth)
     recipe["model"] |= dict(pretrained=False, start="weights")
     anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
     return (
@@ -49,7 +49,7 @@ def _digits_demo(birth: str) -> dict[str, Any]:
     )
 
 
-def late(epoch: int) -> dict[str, Any]:
+def _late_recast(epoch: int) -> dict[str, Any]:
     """T-CNN Table 3 at CIFAR scale: trained from nothing by SGD, layer3 becoming attention after so many epochs."""
     return dict(
         model=dict(name="cifar_resnet20", recast=dict(where=LAYER3, init="paper"), recast_epoch=epoch),
@@ -62,11 +62,11 @@ def late(epoch: int) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {f"cifar_{birth}": cifar_study(birth) for birth in BIRTHS}
-RECIPES |= {f"digits_{birth}": _digits_demo(birth) for birth in BIRTHS if birth != "cnn"}
-RECIPES["digits_finetune"] = _digits_demo("cnn")
-RECIPES["digits_cnn"] = _digits_demo("cnn") | dict(
+RECIPES: dict[str, dict[str, Any]] = {f"cifar_{birth}": _cifar_recipe(birth) for birth in SURGERIES}
+RECIPES |= {f"digits_{birth}": _digits_recipe(birth) for birth in SURGERIES if birth != "cnn"}
+RECIPES["digits_finetune"] = _digits_recipe("cnn")
+RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
     epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
 )
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
-RECIPES |= {f"cifar_late_{epoch}": late(epoch) for epoch in (0, 2, 5, 10)}
+RECIPES |= {f"cifar_late_{epoch}": _late_recast(epoch) for epoch in (0, 2, 5, 10)}

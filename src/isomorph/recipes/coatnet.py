@@ -12,75 +12,77 @@ included, which is a guess. Table 4 prints the 384 numbers after ImageNet-21k in
 
 from typing import Any
 
-ONE, MANY, JFT, JFT3 = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not public)", "JFT-3B (not public)"
-DROP = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}
-DROP_MANY = {2: 0.3, 3: 0.5, 4: 0.7}
-DROP_JFT = {3: (0.0, 0.1), 4: (0.1, 0.3), 5: (0.0, 0.2), 6: (0.0, 0.2), 7: (0.0, 0.2)}
+IN1K, IN21K, JFT_300M, JFT_3B = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not public)", "JFT-3B (not public)"
+DROP_PATH = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}
+DROP_PATH_IN21K = {2: 0.3, 3: 0.5, 4: 0.7}
+DROP_PATH_JFT = {3: (0.0, 0.1), 4: (0.1, 0.3), 5: (0.0, 0.2), 6: (0.0, 0.2), 7: (0.0, 0.2)}
 """Stochastic depth by size; on JFT before and while fine-tuning."""
-WARMUP_JFT = {JFT: 0.273, JFT3: 0.0273}
+JFT_WARMUP_EPOCHS = {JFT_300M: 0.273, JFT_3B: 0.0273}
 """20,000 steps in epochs."""
-RATE_JFT = {3: 1e-3, 4: 5e-4, 5: 5e-4, 6: 5e-4, 7: 5e-4}
+JFT_LEARNING_RATES = {3: 1e-3, 4: 5e-4, 5: 5e-4, 6: 5e-4, 7: 5e-4}
 
 
-def run(size: int, kwargs: dict[str, Any], source: str, expected: str, **more: Any) -> dict[str, Any]:
+def _recipe(size: int, kwargs: dict[str, Any], source: str, expected: str, **more: Any) -> dict[str, Any]:
     """What all runs share."""
     recipe = dict(model=dict(name=f"coatnet_{size}", kwargs=kwargs), amp="bf16")
     return recipe | dict(source=f"CoAtNet {source}", expected=expected) | more
 
 
-def adamw(lr: float, decay: float, schedule: str, **more: Any) -> dict[str, Any]:
+def _adamw(lr: float, decay: float, schedule: str, **more: Any) -> dict[str, Any]:
     return dict(name="adamw", lr=lr, weight_decay=decay, schedule=schedule, clip_grad=1.0, **more)
 
 
-def images(batch: int, size: int = 224, test_crop: str = "center") -> dict[str, Any]:
+def _image_data(batch: int, size: int = 224, test_crop: str = "center") -> dict[str, Any]:
     return dict(source="imagefolder", batch_size=batch, workers=8, size=[size, size], test_crop=test_crop)
 
 
-def randaugment(magnitude: int | None) -> dict[str, Any]:
+def _randaugment(magnitude: int | None) -> dict[str, Any]:
     """RandAugment 2, M as Google's code applies it: operations always, levels linear in M beyond 10."""
     return {} if magnitude is None else dict(auto_augment=f"rand-m{magnitude}-n2-p1.0-mmax30")
 
 
 def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str, Any]:
     """Table 10, first column: ImageNet-1k."""
-    optim = adamw(1e-3, 0.05, "cosine", min_lr=1e-5, warmup_epochs=32)
-    augment = randaugment(15) | dict(mixup=0.8, smoothing=0.1)
-    setting = dict(data=images(4096), augment=augment, optim=optim, epochs=300, drop_path=DROP[size])
-    return run(size, kwargs, source, f"{top1} top-1 on {ONE}", **setting)
+    optim = _adamw(1e-3, 0.05, "cosine", min_lr=1e-5, warmup_epochs=32)
+    augment = _randaugment(15) | dict(mixup=0.8, smoothing=0.1)
+    setting = dict(data=_image_data(4096), augment=augment, optim=optim, epochs=300, drop_path=DROP_PATH[size])
+    return _recipe(size, kwargs, source, f"{top1} top-1 on {IN1K}", **setting)
 
 
-def _on_many(
+def _pretrain_in21k(
     size: int, source: str, precision: str = "", magnitude: int | None = None, epochs: int = 90, **kwargs: Any
 ) -> dict[str, Any]:
     """Table 10, third column: ImageNet-21k, classes by sigmoids."""
-    optim = adamw(1e-3, 0.01, "linear", min_lr=1e-5, warmup_epochs=5)
-    setting = dict(data=images(4096), optim=optim, epochs=epochs, drop_path=DROP_MANY[size], loss="sigmoid")
-    augment = randaugment(magnitude) | dict(smoothing=0.0001)
-    expected = f"{precision} precision@1 on {MANY}" if precision else ""
-    return run(size, kwargs, source, expected, augment=augment, **setting)
+    optim = _adamw(1e-3, 0.01, "linear", min_lr=1e-5, warmup_epochs=5)
+    setting = dict(data=_image_data(4096), optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
+    augment = _randaugment(magnitude) | dict(smoothing=0.0001)
+    expected = f"{precision} precision@1 on {IN21K}" if precision else ""
+    return _recipe(size, kwargs, source, expected, augment=augment, **setting)
 
 
-def _on_jft(size: int, source: str, data: str = JFT, **kwargs: Any) -> dict[str, Any]:
+def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -> dict[str, Any]:
     """Table 10, fifth column: JFT."""
-    optim = adamw(RATE_JFT[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=WARMUP_JFT[data])
-    augment = randaugment(5) | dict(smoothing=0.0001)
-    setting = dict(data=images(4096), augment=augment, optim=optim, epochs=14, loss="sigmoid")
-    return run(size, kwargs, source, f"needs {data}", drop_path=DROP_JFT[size][0], **setting)
+    optim = _adamw(JFT_LEARNING_RATES[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=JFT_WARMUP_EPOCHS[data])
+    augment = _randaugment(5) | dict(smoothing=0.0001)
+    setting = dict(data=_image_data(4096), augment=augment, optim=optim, epochs=14, loss="sigmoid")
+    return _recipe(size, kwargs, source, f"needs {data}", drop_path=DROP_PATH_JFT[size][0], **setting)
 
 
-def _fine_tuned(
+def _fine_tune(
     size: int, pixels: int, before: str, source: str, top1: str, magnitude: int | None = None, **kwargs: Any
 ) -> dict[str, Any]:
     """Table 10, the other columns: on ImageNet-1k, after ImageNet-1k itself, ImageNet-21k or JFT."""
-    batch = 1024 if before == MANY else 512
-    drop = {ONE: DROP, MANY: DROP_MANY}.get(before, {s: drops[1] for s, drops in DROP_JFT.items()})[size]
-    augment = randaugment(magnitude) | dict(smoothing=0.1) | (dict(mixup=0.8) if before == ONE else {})
-    optim = adamw(5e-5, 1e-8, "constant")
+    batch = 1024 if before == IN21K else 512
+    drop = {IN1K: DROP_PATH, IN21K: DROP_PATH_IN21K}.get(before, {s: drops[1] for s, drops in DROP_PATH_JFT.items()})[
+        size
+    ]
+    augment = _randaugment(magnitude) | dict(smoothing=0.1) | (dict(mixup=0.8) if before == IN1K else {})
+    optim = _adamw(5e-5, 1e-8, "constant")
     setting = dict(
-        data=images(batch, pixels, "whole"), augment=augment, optim=optim, epochs=30, drop_path=drop, ema=0.9999
+        data=_image_data(batch, pixels, "whole"), augment=augment, optim=optim, epochs=30, drop_path=drop, ema=0.9999
     )
-    expected = f"{top1} top-1 on {ONE}, from --model.weights trained on {before}"
-    recipe = run(size, dict(img_size=pixels) | kwargs, source, expected, **setting)
+    expected = f"{top1} top-1 on {IN1K}, from --model.weights trained on {before}"
+    recipe = _recipe(size, dict(img_size=pixels) | kwargs, source, expected, **setting)
     return recipe | dict(model=recipe["model"] | dict(start="weights"))
 
 
@@ -92,8 +94,8 @@ def _table_4() -> dict[str, dict[str, Any]]:
         found[f"coatnet_{size}"] = _from_scratch(size, "Table 4", small)
         for pixels, top1 in ((384, larger), (512, largest)):
             if top1:
-                found[f"coatnet_{size}_{pixels}"] = _fine_tuned(
-                    size, pixels, ONE, "Table 4", top1, 20 if size == 3 else 15
+                found[f"coatnet_{size}_{pixels}"] = _fine_tune(
+                    size, pixels, IN1K, "Table 4", top1, 20 if size == 3 else 15
                 )
     many: dict[str, tuple[int, int | None, int, str, str]] = {
         "coatnet_2_in21k": (2, None, 90, "87.1", "87.3"),
@@ -103,9 +105,9 @@ def _table_4() -> dict[str, dict[str, Any]]:
         "coatnet_4_in21k_ra_150ep": (4, 5, 150, "88.4", "88.56"),
     }
     for name, (size, magnitude, epochs, larger, largest) in many.items():
-        found[name] = _on_many(size, "Table 4, pre-training", "53.0" if size == 3 else "", magnitude, epochs)
+        found[name] = _pretrain_in21k(size, "Table 4, pre-training", "53.0" if size == 3 else "", magnitude, epochs)
         for pixels, result in ((384, larger), (512, largest)):
-            found[f"{name}_{pixels}"] = _fine_tuned(size, pixels, MANY, "Table 4", result, magnitude)
+            found[f"{name}_{pixels}"] = _fine_tune(size, pixels, IN21K, "Table 4", result, magnitude)
     return found
 
 
@@ -114,38 +116,38 @@ def _table_5() -> dict[str, dict[str, Any]]:
     found = {}
     dagger = dict(stride_on="depthwise")
     rows: dict[int, tuple[str, dict[int, str], dict[str, Any]]] = {
-        3: (JFT, {384: "88.52", 512: "88.81"}, dagger),
-        4: (JFT, {512: "89.11"}, {}),
-        5: (JFT, {512: "89.77"}, {}),
-        6: (JFT3, {512: "90.45"}, {}),
-        7: (JFT3, {512: "90.88"}, {}),
+        3: (JFT_300M, {384: "88.52", 512: "88.81"}, dagger),
+        4: (JFT_300M, {512: "89.11"}, {}),
+        5: (JFT_300M, {512: "89.77"}, {}),
+        6: (JFT_3B, {512: "90.45"}, {}),
+        7: (JFT_3B, {512: "90.88"}, {}),
     }
     for size, (data, results, kwargs) in rows.items():
-        name = f"coatnet_{size}_{'jft' if data == JFT else 'jft3b'}"
-        found[name] = _on_jft(size, "Table 5, pre-training", data, **kwargs)
+        name = f"coatnet_{size}_{'jft' if data == JFT_300M else 'jft3b'}"
+        found[name] = _pretrain_jft(size, "Table 5, pre-training", data, **kwargs)
         for pixels, top1 in results.items():
-            found[f"{name}_{pixels}"] = _fine_tuned(size, pixels, data, "Table 5", top1, 5, **kwargs)
+            found[f"{name}_{pixels}"] = _fine_tune(size, pixels, data, "Table 5", top1, 5, **kwargs)
     return found
 
 
-def ablations() -> dict[str, dict[str, Any]]:
+def _tables_6_to_9() -> dict[str, dict[str, Any]]:
     """Tables 6 to 9. Table 6 names no networks: its numbers with relative attention are CoAtNet-2's and -3's."""
     blind: dict[str, Any] = dict(relative="none")
     norm: dict[str, Any] = dict(norm="layer")
     v1: dict[str, Any] = dict(depths=[2, 2, 2, 18, 2])
     found = {
         "coatnet_2_placeblind": _from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
-        "coatnet_2_placeblind_384": _fine_tuned(2, 384, ONE, "Table 6, without", "85.3", 15, **blind),
-        "coatnet_3_placeblind_in21k": _on_many(3, "Table 6, without relative attention", "52.8", **blind),
-        "coatnet_3_placeblind_in21k_384": _fine_tuned(3, 384, MANY, "Table 6, without", "87.4", **blind),
+        "coatnet_2_placeblind_384": _fine_tune(2, 384, IN1K, "Table 6, without", "85.3", 15, **blind),
+        "coatnet_3_placeblind_in21k": _pretrain_in21k(3, "Table 6, without relative attention", "52.8", **blind),
+        "coatnet_3_placeblind_in21k_384": _fine_tune(3, 384, IN21K, "Table 6, without", "87.4", **blind),
         "coatnet_2_v1": _from_scratch(2, "Table 7, V1", "83.4", **v1),
         "coatnet_2_v2": _from_scratch(2, "Table 7, V2", "84.0", depths=[2, 2, 8, 12, 2]),
-        "coatnet_3_v1_in21k": _on_many(3, "Table 7, V1", "53.0", **v1),
-        "coatnet_3_v1_in21k_384": _fine_tuned(3, 384, MANY, "Table 7, V1", "87.4", **v1),
+        "coatnet_3_v1_in21k": _pretrain_in21k(3, "Table 7, V1", "53.0", **v1),
+        "coatnet_3_v1_in21k_384": _fine_tune(3, 384, IN21K, "Table 7, V1", "87.4", **v1),
         "coatnet_2_head64": _from_scratch(2, "Table 8, head size 64", "83.9", head_dim=64),
         "coatnet_2_layernorm": _from_scratch(2, "Table 8, LayerNorm", "84.1", **norm),
-        "coatnet_3_layernorm_in21k": _on_many(3, "Table 8, LayerNorm", **norm),
-        "coatnet_3_layernorm_in21k_384": _fine_tuned(3, 384, MANY, "Table 8, LayerNorm", "87.8", **norm),
+        "coatnet_3_layernorm_in21k": _pretrain_in21k(3, "Table 8, LayerNorm", **norm),
+        "coatnet_3_layernorm_in21k_384": _fine_tune(3, 384, IN21K, "Table 8, LayerNorm", "87.8", **norm),
     }
     for size, top1 in ((0, "82.0"), (1, "83.5"), (2, "84.1")):
         name = f"coatnet_{size}_strided_depthwise"
@@ -153,7 +155,7 @@ def ablations() -> dict[str, dict[str, Any]]:
     return found
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
+FIGURE_1_LAYOUTS: dict[str, dict[str, Any]] = {
     "c_c_c_c": dict(layout="C-C-C-C", depths=[2, 1, 6, 7, 2]),
     "c_c_c_t": dict(layout="C-C-C-T", depths=[2, 2, 6, 5, 2]),
     "c_c_t_t": dict(),
@@ -163,42 +165,42 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 """Fig. 1's five at CoAtNet-0's size (parameters within 3%, MACs within 3%, ViT_REL 20% above): the paper gives none."""
 
 
-def layouts() -> dict[str, dict[str, Any]]:
+def _figure_1() -> dict[str, dict[str, Any]]:
     """Fig. 1: no regularisation, no augmentation. Table 2: two of them, transferred from JFT, set as CoAtNet-3 is."""
     found = {}
     bare = dict(augment=dict(scale=[1.0, 1.0], hflip=0.0), drop_path=0.0)
     transfer = {"c_c_t_t": ("82.39", "84.23"), "c_t_t_t": ("81.78", "84.02")}
     precision = {"c_c_t_t": "34.40", "c_t_t_t": "34.36"}
-    for name, kwargs in LAYOUTS.items():
+    for name, kwargs in FIGURE_1_LAYOUTS.items():
         one = _from_scratch(0, "Fig. 1, ImageNet-1k", "", **kwargs)
         found[f"coatnet_layout_{name}"] = one | bare | dict(optim=one["optim"] | dict(weight_decay=0.0), expected="")
-        jft = _on_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
-        expected = f"{precision[name]} precision@1, needs {JFT}" if name in precision else f"needs {JFT}"
+        jft = _pretrain_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
+        expected = f"{precision[name]} precision@1, needs {JFT_300M}" if name in precision else f"needs {JFT_300M}"
         found[f"coatnet_layout_{name}_jft"] = jft | dict(optim=jft["optim"] | dict(weight_decay=0.0), expected=expected)
         for pixels, top1 in zip((224, 384), transfer.get(name, ()), strict=False):
-            tuned = _fine_tuned(3, pixels, JFT, "Table 2", top1, 5, **kwargs)
+            tuned = _fine_tune(3, pixels, JFT_300M, "Table 2", top1, 5, **kwargs)
             found[f"coatnet_layout_{name}_jft_{pixels}"] = tuned | dict(
                 model=dict(name="coatnet_0", start="weights", kwargs=kwargs | dict(img_size=pixels))
             )
     return found
 
 
-SMALL = dict(img_size=32, stem_stride=1, patch_size=4, head_dim=16)
-NARROW = [16, 16, 32, 64, 128]
+CIFAR_MODEL = dict(img_size=32, stem_stride=1, patch_size=4, head_dim=16)
+CIFAR_WIDTHS = [16, 16, 32, 64, 128]
 CIFAR_LAYOUTS: dict[str, dict[str, Any]] = {
-    "c_c_c_c": dict(layout="SC-C-C-C", depths=[2, 1, 3, 4, 1], widths=NARROW),
-    "c_c_c_t": dict(layout="SC-C-C-T", depths=[2, 1, 4, 3, 1], widths=NARROW),
-    "c_c_t_t": dict(layout="SC-C-T-T", depths=[2, 1, 2, 3, 1], widths=NARROW),
-    "c_t_t_t": dict(layout="SC-T-T-T", depths=[2, 1, 1, 3, 1], widths=NARROW),
+    "c_c_c_c": dict(layout="SC-C-C-C", depths=[2, 1, 3, 4, 1], widths=CIFAR_WIDTHS),
+    "c_c_c_t": dict(layout="SC-C-C-T", depths=[2, 1, 4, 3, 1], widths=CIFAR_WIDTHS),
+    "c_c_t_t": dict(layout="SC-C-T-T", depths=[2, 1, 2, 3, 1], widths=CIFAR_WIDTHS),
+    "c_t_t_t": dict(layout="SC-T-T-T", depths=[2, 1, 1, 3, 1], widths=CIFAR_WIDTHS),
     "vit_rel": dict(layout="PT", depths=[1, 7], widths=[64, 64]),
 }
 """The study's networks, stages at 32, 16, 8, 4 places a side: 360,000 parameters within 3%, 23.6M MACs within 12%."""
 
 
-def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
+def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
     """One run of docs/methods/coatnet.md: nothing but images and labels."""
     return dict(
-        model=dict(name="coatnet_0", kwargs=SMALL | CIFAR_LAYOUTS[layout] | more),
+        model=dict(name="coatnet_0", kwargs=CIFAR_MODEL | CIFAR_LAYOUTS[layout] | more),
         data=dict(source="cifar10", fraction=0.1, size=[32, 32], batch_size=128),
         augment=dict(scale=[1.0, 1.0], hflip=0.0),
         optim=dict(lr=2e-3, weight_decay=0.0, warmup_epochs=1, schedule_from="start", min_lr=1e-5),
@@ -211,8 +213,11 @@ def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
 RECIPES: dict[str, dict[str, Any]] = {
     **_table_4(),
     **_table_5(),
-    **ablations(),
-    **layouts(),
-    **{f"cifar_coatnet_{layout}": cifar_study(layout) for layout in CIFAR_LAYOUTS},
-    **{f"cifar_coatnet_{layout}_placeblind": cifar_study(layout, relative="none") for layout in ("c_c_t_t", "vit_rel")},
+    **_tables_6_to_9(),
+    **_figure_1(),
+    **{f"cifar_coatnet_{layout}": _cifar_recipe(layout) for layout in CIFAR_LAYOUTS},
+    **{
+        f"cifar_coatnet_{layout}_placeblind": _cifar_recipe(layout, relative="none")
+        for layout in ("c_c_t_t", "vit_rel")
+    },
 }

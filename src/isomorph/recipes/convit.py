@@ -11,7 +11,7 @@ from typing import Any
 
 from isomorph.recipes.deit import DEIT
 
-GPSA = "blocks.[0-9].attn"
+GPSA_LAYERS = "blocks.[0-9].attn"
 
 # ConViT top-1, plain ViT top-1 at the same heads and width ("" where the paper trained none), batch, learning rate
 TABLE_1: dict[str, tuple[str, str, int, float]] = {
@@ -31,27 +31,27 @@ TABLE_2 = {
     1.0: ("81.4", "79.9"),
 }
 
-FREE: dict[str, Any] = {}
-SHUT = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA}.gate"])
-FROZEN = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA}.*"])
+LEARNED_GATES: dict[str, Any] = {}
+FIXED_GATES = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.gate"])
+FROZEN_ATTENTION = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.*"])
 # row of Table 3: what differs from ConViT-S+, convolutional at birth, top-1 on all and on 10% of the data
 TABLE_3: dict[str, tuple[dict[str, Any], bool, str, str]] = {
-    "a": (FREE, True, "82.2", "59.7"),
-    "b": (SHUT, True, "82.0", "57.4"),
-    "c": (FREE, False, "81.4", "56.9"),
-    "d": (SHUT, False, "81.6", "54.6"),
+    "a": (LEARNED_GATES, True, "82.2", "59.7"),
+    "b": (FIXED_GATES, True, "82.0", "57.4"),
+    "c": (LEARNED_GATES, False, "81.4", "56.9"),
+    "d": (FIXED_GATES, False, "81.6", "54.6"),
     "e": (dict(kwargs=dict(local_up_to_layer=0, qkv_bias=True)), True, "79.1", "47.8"),
-    "f": (FROZEN, True, "78.6", "54.3"),
-    "g": (FROZEN, False, "73.7", "44.8"),
+    "f": (FROZEN_ATTENTION, True, "78.6", "54.3"),
+    "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
-LOCALITIES, LAYERS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
+LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
 """Strengths and numbers of GPSA layers of the grid of Fig. 8, whose curves the paper does not give in numbers. It says
 S in the text and S+ in the caption: S+ it is here."""
-KEPT = 20
+KEEP_EVERY = 20
 """Epochs between two models kept for the curves along training (Fig. 5, 6 and SM. D)."""
 
 
-def training(
+def _recipe(
     model: dict[str, Any], batch: int, lr: float, source: str, top1: str, fraction: float = 1.0
 ) -> dict[str, Any]:
     """One run: DeiT's recipe, as many images shown whatever the fraction of the data."""
@@ -69,35 +69,37 @@ def training(
     )
 
 
-def plus(change: dict[str, Any], local_init: bool, source: str, top1: str, fraction: float = 1.0) -> dict[str, Any]:
+def _ablation(
+    change: dict[str, Any], local_init: bool, source: str, top1: str, fraction: float = 1.0
+) -> dict[str, Any]:
     """An ablation of ConViT-S+."""
     kwargs = change.get("kwargs", {}) | ({} if local_init else dict(local_init=False))
     model = dict(name="convit_s_plus", **(change | dict(kwargs=kwargs)))
-    return training(model, 512, 4e-4, source, top1, fraction)
+    return _recipe(model, 512, 4e-4, source, top1, fraction)
 
 
-def table_1() -> dict[str, dict[str, Any]]:
+def _table_1() -> dict[str, dict[str, Any]]:
     """All six ConViTs, and the plain ViTs of their shape that the paper trained."""
     found = {}
     for name, (top1, plain, batch, lr) in TABLE_1.items():
-        found[name] = training(dict(name=name), batch, lr, "Table 1", top1)
+        found[name] = _recipe(dict(name=name), batch, lr, "Table 1", top1)
         if not name.endswith("_plus"):
-            found[name]["keep_every"] = KEPT
+            found[name]["keep_every"] = KEEP_EVERY
         if plain:
             model = dict(name=name, kwargs=dict(local_up_to_layer=0, qkv_bias=True))
-            found[name.replace("convit", "vit")] = training(model, batch, lr, "Table 1, DeiT", plain)
+            found[name.replace("convit", "vit")] = _recipe(model, batch, lr, "Table 1, DeiT", plain)
     return found
 
 
-def table_2() -> dict[str, dict[str, Any]]:
+def _table_2() -> dict[str, dict[str, Any]]:
     """Sample efficiency; `--data.draw seeded` draws the fraction instead of taking the first files."""
     found = {}
     for fraction, (top1, plain) in TABLE_2.items():
         share = f"{round(100 * fraction)}pct"
-        found[f"convit_s_{share}"] = training(dict(name="convit_s"), 1024, 1e-3, "Table 2", top1, fraction)
-        deit = training(dict(name="deit_small_patch16_224"), 1024, 1e-3, "Table 2, DeiT-S", plain, fraction)
+        found[f"convit_s_{share}"] = _recipe(dict(name="convit_s"), 1024, 1e-3, "Table 2", top1, fraction)
+        deit = _recipe(dict(name="deit_small_patch16_224"), 1024, 1e-3, "Table 2, DeiT-S", plain, fraction)
         found[f"deit_s_{share}"] = deit | dict(data=deit["data"] | dict(crop_pct=0.875))  # ConViT's; timm has 0.9
-    found["deit_s_100pct"]["keep_every"] = KEPT
+    found["deit_s_100pct"]["keep_every"] = KEEP_EVERY
     return found
 
 
@@ -105,21 +107,21 @@ def _table_3() -> dict[str, dict[str, Any]]:
     """Gating, convolutional birth and GPSA itself, taken away one by one."""
     found = {}
     for row, (change, local_init, full, tenth) in TABLE_3.items():
-        found[f"convit_ablation_{row}"] = plus(change, local_init, f"Table 3 [{row}]", full)
-        found[f"convit_ablation_{row}_10pct"] = plus(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
+        found[f"convit_ablation_{row}"] = _ablation(change, local_init, f"Table 3 [{row}]", full)
+        found[f"convit_ablation_{row}_10pct"] = _ablation(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
     return found
 
 
 def _figure_8() -> dict[str, dict[str, Any]]:
     """The more convolutional the better: every strength with every number of GPSA layers, on the first 100 classes."""
     found = {}
-    for layers, alpha in product(LAYERS, LOCALITIES):
+    for layers, alpha in product(GPSA_LAYER_COUNTS, LOCALITY_STRENGTHS):
         if not layers and alpha != 1:  # a plain ViT has no locality
             continue
         kwargs = ({} if layers == 10 else dict(local_up_to_layer=layers)) | (
             {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
         )
-        recipe = plus(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
+        recipe = _ablation(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
         found[f"convit_{_cell_name(layers, alpha)}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
     return found
 
@@ -136,26 +138,26 @@ def _variations() -> dict[str, dict[str, Any]]:
     The paper's text gives no number for the last three: it says that PSA is ahead early and behind late (SM. A), and
     that CIFAR-100 reaches "high performance" (SM. C).
     """
-    distilled = plus(FREE, True, "section 3, hard distillation", "82.9")
-    cifar = training(dict(name="convit_s"), 1024, 1e-3, "section 3, SM. C", "")
+    distilled = _ablation(LEARNED_GATES, True, "section 3, hard distillation", "82.9")
+    cifar = _recipe(dict(name="convit_s"), 1024, 1e-3, "section 3, SM. C", "")
     return {
         "convit_s_plus_distilled": distilled | dict(distill=dict(teacher="regnety_160.deit_in1k", kind="hard")),
-        "convit_s_no_pos_embed": training(
+        "convit_s_no_pos_embed": _recipe(
             dict(name="convit_s", kwargs=dict(use_pos_embed=False)), 1024, 1e-3, "SM. F, no absolute positions", ""
         ),
-        "convit_s_psa": training(
+        "convit_s_psa": _recipe(
             dict(name="convit_s", kwargs=dict(local_attention="psa")), 1024, 1e-3, "SM. A, PSA (eq. 4)", ""
         ),
         "convit_s_cifar100": cifar | dict(data=dict(source="cifar100", batch_size=1024, workers=8)),
     }
 
 
-NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
+CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
 """The study's network: 8 x 8 patches of a CIFAR image, four heads of 16, four GPSA blocks, two plain ones. Linear
 layers start at Xavier's scale: at width 64 the usual .02 leaves queries and keys so small that attention is uniform."""
 
 
-def cifar_study(kwargs: dict[str, Any], fraction: float, images: int) -> dict[str, Any]:
+def _cifar_recipe(kwargs: dict[str, Any], fraction: float, images: int) -> dict[str, Any]:
     """One run of docs/methods/convit.md: as many images shown whatever the fraction of the 50,000."""
     epochs = round(images / 50_000 / fraction)
     return dict(
@@ -170,12 +172,12 @@ def cifar_study(kwargs: dict[str, Any], fraction: float, images: int) -> dict[st
     )
 
 
-NARROW_SHARES, WIDE_SHARES = (5, 20), (5, 10, 30, 100)
+CPU_PERCENTS, GPU_PERCENTS = (5, 20), (5, 10, 30, 100)
 """Percent of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
 
-RECIPES: dict[str, dict[str, Any]] = {**table_1(), **table_2(), **_table_3(), **_figure_8(), **_variations()}
+RECIPES: dict[str, dict[str, Any]] = {**_table_1(), **_table_2(), **_table_3(), **_figure_8(), **_variations()}
 for kind in ("convit", "vit"):
-    narrow = NARROW | dict(local_up_to_layer=4 if kind == "convit" else 0)
+    narrow = CIFAR_MODEL | dict(local_up_to_layer=4 if kind == "convit" else 0)
     wide = dict(img_size=32, patch_size=4, local_up_to_layer=10 if kind == "convit" else 0)
-    RECIPES |= {f"cifar_{kind}_{share}pct": cifar_study(narrow, share / 100, 100_000) for share in NARROW_SHARES}
-    RECIPES |= {f"cifar_{kind}_ti_{share}pct": cifar_study(wide, share / 100, 3_000_000) for share in WIDE_SHARES}
+    RECIPES |= {f"cifar_{kind}_{share}pct": _cifar_recipe(narrow, share / 100, 100_000) for share in CPU_PERCENTS}
+    RECIPES |= {f"cifar_{kind}_ti_{share}pct": _cifar_recipe(wide, share / 100, 3_000_000) for share in GPU_PERCENTS}

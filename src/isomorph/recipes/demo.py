@@ -12,8 +12,11 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from isomorph.analysis import gates, spans
-from isomorph.data.corruptions.corrupt import Noisy
+from isomorph.training.build import data_config
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.loop import train
+from isomorph.analysis import gates, attention_spans
+from isomorph.data.corruptions.corrupt import NoisySource
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
@@ -25,11 +28,8 @@ from isomorph.report.charts import Dots, Line, Panel
 from isomorph.report.html import Section, write_page
 from isomorph.report.layer_maps import capture_layer_maps
 from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
-from isomorph.training.build import data_config
-from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.loop import train
 
-NOISES = (0.2, 0.35)
+NOISE_STDS = (0.2, 0.35)
 """Standard deviations of the noisy test sets."""
 
 RUNS = {
@@ -40,7 +40,7 @@ RUNS = {
 }
 
 
-BORN_AS = {"digits_finetune": 0, "digits_annealed": 1, "digits_exact": 2, "digits_paper": 3}
+START_ROWS = {"digits_finetune": 0, "digits_annealed": 1, "digits_exact": 2, "digits_paper": 3}
 """Row of the table that says where each run starts."""
 
 
@@ -55,17 +55,17 @@ class Demo:
 
     def table(self) -> list[list[str]]:
         """Head and rows of the one table."""
-        noisy = [f"noise {std:g}" for std in NOISES]
+        noisy = [f"noise {std:g}" for std in NOISE_STDS]
         body = [
             [row["name"], *(f"{row[key]:.2f}" for key in ("clean", *noisy)), f"{row['nll']:.3f}"] for row in self.rows
         ]
         return [["digits, 450 test images", "clean top-1", *noisy, "clean NLL"], *body]
 
 
-def measure(name: str, model: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, Any]:
+def _measure(name: str, model: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, Any]:
     """Clean and noisy accuracy of one model."""
     clean = evaluate(model, eval_loader(test, config))
-    noisy = {f"noise {std:g}": evaluate(model, eval_loader(Noisy(test, std), config))["top1"] for std in NOISES}
+    noisy = {f"noise {std:g}": evaluate(model, eval_loader(NoisySource(test, std), config))["top1"] for std in NOISE_STDS}
     return {"name": name, "clean": clean["top1"], "nll": clean["nll"], **noisy}
 
 
@@ -82,7 +82,7 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
         cnn = train(cnn_recipe, show).model
         test, config = open_source("digits", "test"), data_config(cnn_recipe, cnn)
         console.print("[bold]2/4[/] recast the convolutions of its last stage as attention, and verify on real digits")
-        born = births(demo, cnn, test, config)
+        born = _recast_all(demo, cnn, test, config)
         console.print("[bold]3/4[/] fine-tune with and without attention, the same budget")
         curves: dict[str, list[float]] = {}
         tuned: dict[str, nn.Module] = {}
@@ -91,16 +91,16 @@ def run_demo(page: Path, show: bool = True, overrides: Sequence[str] = ()) -> De
                 name, [f"out={runs / name}", f"model.weights={runs / 'digits_cnn/model.safetensors'}", *overrides]
             )
             tuned[name] = train(recipe, show).model
-            demo.rows.append(measure(title, tuned[name], test, config))
-            curves[title] = [demo.rows[BORN_AS[name]]["clean"], *_top1_by_epoch(recipe)]
+            demo.rows.append(_measure(title, tuned[name], test, config))
+            curves[title] = [demo.rows[START_ROWS[name]]["clean"], *_top1_by_epoch(recipe)]
         console.print("[bold]4/4[/] write the page")
-        cost = costs(cnn, tuned["digits_paper"], config)
+        cost = _cost_table(cnn, tuned["digits_paper"], config)
     demo.seconds = time.perf_counter() - start
     write_page(page, *_page_parts(demo, born, tuned, test, config, curves, cost))
     return demo
 
 
-def births(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, nn.Module]:
+def _recast_all(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, nn.Module]:
     """The CNN's recasts before any fine-tuning, measured beside it; the exact one is verified on real images."""
     rules = {"exact": ConvToGPSA(), "near": ConvToGPSA(locality=5.0, gate=6.0), "paper": ConvToGPSA("paper")}
     born = {birth: recast(cnn, rule, where="layer3.*.conv?") for birth, rule in rules.items()}
@@ -112,7 +112,7 @@ def births(demo: Demo, cnn: nn.Module, test: Source, config: dict[str, Any]) -> 
         "T-CNN near exact (5, 6), just born": born["near"],
         "T-CNN paper (1, 1), just born": born["paper"],
     }
-    demo.rows += [measure(title, model, test, config) for title, model in titles.items()]
+    demo.rows += [_measure(title, model, test, config) for title, model in titles.items()]
     return born
 
 
@@ -121,7 +121,7 @@ def _top1_by_epoch(recipe: Recipe) -> list[float]:
     return [json.loads(line)["top1"] for line in lines]
 
 
-def costs(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[str]]:
+def _cost_table(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[str]]:
     """Parameters and MACs of both."""
     rows = [
         [name, f"{count_parameters(model):,}", f"{count_macs(model, config['input_size']) / 1e6:.1f} M"]
@@ -130,7 +130,7 @@ def costs(cnn: nn.Module, tcnn: nn.Module, config: dict[str, Any]) -> list[list[
     return [["", "parameters", "MACs an image"], *rows]
 
 
-def numbers(values: dict[str, Tensor]) -> dict[str, list[float]]:
+def _as_lists(values: dict[str, Tensor]) -> dict[str, list[float]]:
     """Values of heads by layer as plain numbers."""
     return {layer: heads.tolist() for layer, heads in values.items()}
 
@@ -141,7 +141,7 @@ def _attention_section(models: dict[str, nn.Module], test: Source, config: dict[
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
     pictures = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
     seen = [
-        ViewerModel(name, capture_layer_maps(model, batch)[0], numbers(gates(model))) for name, model in models.items()
+        ViewerModel(name, capture_layer_maps(model, batch)[0], _as_lists(gates(model))) for name, model in models.items()
     ]
     viewer = build_viewer(seen, pictures)
     text = "Point at a patch of the digit: every head shows what it looks at from there."
@@ -159,7 +159,7 @@ def _page_parts(
 ) -> tuple[str, str, list[Section], str]:
     """Title, lead, sections and footer of the page."""
     stages = {"born exact": born["exact"], "born paper": born["paper"], "paper, fine-tuned": tuned["digits_paper"]}
-    opened, wide = ({name: numbers(dial(model)) for name, model in stages.items()} for dial in (gates, spans))
+    opened, wide = ({name: _as_lists(dial(model)) for name, model in stages.items()} for dial in (gates, attention_spans))
     lines = {name: Line(range(len(values)), values) for name, values in curves.items()}
     sections = [
         Section("Accuracy, clean and under noise", "One seed, small test set: one image is 0.22 points.", demo.table()),

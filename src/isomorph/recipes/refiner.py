@@ -22,28 +22,28 @@ from typing import Any
 
 from isomorph.recipes.deit import DEIT
 
-POLICY = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
-STANDARD: dict[str, Any] = dict(batch=256, lr=5e-3, augment=POLICY | dict(mixup=0.2))
-ADVANCED: dict[str, Any] = dict(batch=512, lr=5e-3, augment=POLICY | dict(mixup=0.8, cutmix=1.0))
+AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erasing=0.25, smoothing=0.1)
+STANDARD: dict[str, Any] = dict(batch=256, lr=5e-3, augment=AUGMENT | dict(mixup=0.2))
+ADVANCED: dict[str, Any] = dict(batch=512, lr=5e-3, augment=AUGMENT | dict(mixup=0.8, cutmix=1.0))
 DEIT_SETTING: dict[str, Any] = dict(batch=1024, lr=1e-3, augment=DEIT)
 RELEASED: dict[str, Any] = ADVANCED | dict(lr=5e-4)
-SIX = dict(ratio=6)
-PLAIN: dict[str, Any] = dict(ratio=0, kernel=0, share=0)
-DLA: dict[str, Any] = dict(ratio=0, share=0)
+RATIO_6 = dict(ratio=6)
+PLAIN_VIT: dict[str, Any] = dict(ratio=0, kernel=0, share=0)
+LOCAL_ATTENTION_ONLY: dict[str, Any] = dict(ratio=0, share=0)
 
 
-def images(batch: int, crop_pct: float = 0.9, **more: Any) -> dict[str, Any]:
+def _image_data(batch: int, crop_pct: float = 0.9, **more: Any) -> dict[str, Any]:
     """ImageNet-1k, and what of a test image is seen."""
     return dict(source="imagefolder", batch_size=batch, workers=8, crop_pct=crop_pct, **more)
 
 
-def training(
+def _recipe(
     name: str, kwargs: dict[str, Any], setting: dict[str, Any], source: str, top1: str, **more: Any
 ) -> dict[str, Any]:
     """One run from scratch at 224."""
     recipe = dict(
         model=dict(name=name, kwargs=kwargs),
-        data=images(setting["batch"]),
+        data=_image_data(setting["batch"]),
         augment=setting["augment"],
         optim=dict(lr=setting["lr"], weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5),
         epochs=300,
@@ -55,63 +55,65 @@ def training(
     return recipe | more
 
 
-def standard(kwargs: dict[str, Any], source: str, top1: str, name: str = "refined_vit_s") -> dict[str, Any]:
+def _ablation(kwargs: dict[str, Any], source: str, top1: str, name: str = "refined_vit_s") -> dict[str, Any]:
     """One ablation."""
-    return training(name, kwargs, STANDARD, source, top1)
+    return _recipe(name, kwargs, STANDARD, source, top1)
 
 
-def slower(recipe: dict[str, Any]) -> dict[str, Any]:
+def _at_released_rate(recipe: dict[str, Any]) -> dict[str, Any]:
     """The same with the released code's learning rate."""
     optim = recipe["optim"] | dict(lr=recipe["optim"]["lr"] / 10)
     return recipe | dict(optim=optim, source=f"{recipe['source']}, rate as released")
 
 
-def table_1() -> dict[str, dict[str, Any]]:
+def _table_1() -> dict[str, dict[str, Any]]:
     """Expansion ratios; 1 is talking heads with a convolution."""
     top1 = {1: "82.3", 2: "82.8", 3: "82.8", 4: "82.9", 6: "83.0"}
-    return {f"refiner_ratio_{r}": standard(dict(ratio=r), "Table 1", expected) for r, expected in top1.items()}
+    return {f"refiner_ratio_{r}": _ablation(dict(ratio=r), "Table 1", expected) for r, expected in top1.items()}
 
 
-def table_2() -> dict[str, dict[str, Any]]:
+def _table_2() -> dict[str, dict[str, Any]]:
     """Distributed local attention alone, in plain ViTs with the MLP of the published sizes; and the DeiT of Fig. 2."""
     top1 = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
     top1[32, 384] = ("79.2", "81.1")
     found = {}
     for (depth, width), (plain, dla) in top1.items():
         shape = dict(depth=depth, embed_dim=width, mlp_ratio=4 if width == 768 else 3)
-        for name, form, expected in (("", PLAIN, plain), ("_dla", DLA, dla)):
-            recipe = standard(shape | form, "Table 2", expected, "refined_vit_b")
+        for name, form, expected in (("", PLAIN_VIT, plain), ("_dla", LOCAL_ATTENTION_ONLY, dla)):
+            recipe = _ablation(shape | form, "Table 2", expected, "refined_vit_b")
             found[f"refiner_vit_{depth}b{name}"] = recipe
     shape = dict(depth=16, embed_dim=384, mlp_ratio=3)
-    found["refiner_deit_16b"] = training("refined_vit_b", shape | PLAIN, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
+    found["refiner_deit_16b"] = _recipe("refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
     return found
 
 
-def ablations() -> dict[str, dict[str, Any]]:
+def _tables_3_to_13() -> dict[str, dict[str, Any]]:
     """Tables 3, 4, 12 and 13, and the kernel sizes of Fig. 6, which the paper gives as a curve."""
     found = {
-        "refiner_without_reduction": standard(SIX | dict(reduce=False, share=0), "Table 3, w/o reduction", "82.99"),
-        "refiner_with_reduction": standard(SIX | dict(share=0), "Table 3, w/ reduction", "82.95"),
-        "refiner_span_map": standard(SIX, "Table 4, None", "83.0"),
-        "refiner_span_spatial": standard(SIX | dict(span="spatial"), "Table 4, Spatial", "82.7"),
-        "refiner_span_row_column": standard(SIX | dict(span="row+column"), "Table 4, Row+Col", "81.7"),
+        "refiner_without_reduction": _ablation(
+            RATIO_6 | dict(reduce=False, share=0), "Table 3, w/o reduction", "82.99"
+        ),
+        "refiner_with_reduction": _ablation(RATIO_6 | dict(share=0), "Table 3, w/ reduction", "82.95"),
+        "refiner_span_map": _ablation(RATIO_6, "Table 4, None", "83.0"),
+        "refiner_span_spatial": _ablation(RATIO_6 | dict(span="spatial"), "Table 4, Spatial", "82.7"),
+        "refiner_span_row_column": _ablation(RATIO_6 | dict(span="row+column"), "Table 4, Row+Col", "81.7"),
     }
     for heads, plain, refined in ((8, "79.9", "82.5"), (16, "80.0", "82.8")):
-        found[f"refiner_heads_{heads}"] = standard(dict(num_heads=heads), "Table 12", refined)
-        recipe = standard(PLAIN | dict(num_heads=heads), "Table 12, ViT-Small", "")
+        found[f"refiner_heads_{heads}"] = _ablation(dict(num_heads=heads), "Table 12", refined)
+        recipe = _ablation(PLAIN_VIT | dict(num_heads=heads), "Table 12, ViT-Small", "")
         found[f"refiner_plain_heads_{heads}"] = recipe | dict(
             expected=f"not published; CaiT has {plain} by its own training"
         )
     shared = (("82", "83.0"), ("77", "83.0"), ("70", "82.8"), ("NaN (diverges) for", "82.6"))
     for share, (plain, refined) in enumerate(shared):
-        found[f"refiner_share_{share}"] = standard(SIX | dict(share=share), "Table 13", refined)
-        found[f"refiner_plain_share_{share}"] = standard(PLAIN | dict(share=share), "Table 13, SA", plain)
+        found[f"refiner_share_{share}"] = _ablation(RATIO_6 | dict(share=share), "Table 13", refined)
+        found[f"refiner_plain_share_{share}"] = _ablation(PLAIN_VIT | dict(share=share), "Table 13, SA", plain)
     for kernel in (1, 3, 5, 7):
-        found[f"refiner_kernel_{kernel}"] = standard(SIX | dict(kernel=kernel), "Fig. 6", "")
+        found[f"refiner_kernel_{kernel}"] = _ablation(RATIO_6 | dict(kernel=kernel), "Fig. 6", "")
     return found
 
 
-def base() -> dict[str, dict[str, Any]]:
+def _tables_9_and_11() -> dict[str, dict[str, Any]]:
     """Tables 9 and 11: ViT-Base by three recipes, with and without refined attention."""
     found = {}
     convs = dict(conv_embed=True)
@@ -121,9 +123,9 @@ def base() -> dict[str, dict[str, Any]]:
         "_convs": (DEIT_SETTING, convs, "Tables 9 and 11, convolutions", "82.2", "83.1"),
     }
     for name, (setting, kwargs, source, plain, refined) in rows.items():
-        found[f"refiner_plain_b{name}"] = training("refined_vit_b", kwargs | PLAIN, setting, source, plain)
-        found[f"refiner_b{name}"] = training("refined_vit_b", kwargs, setting, source, refined)
-    found["refiner_deep_narrow"] = standard(SIX, "Table 9, 16 x 384", "83.0")
+        found[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", kwargs | PLAIN_VIT, setting, source, plain)
+        found[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, source, refined)
+    found["refiner_deep_narrow"] = _ablation(RATIO_6, "Table 9, 16 x 384", "83.0")
     return found
 
 
@@ -136,7 +138,7 @@ TABLE_7: dict[str, tuple[int, float, str, str, str]] = {
 L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13`)."""
 
 
-SCRIPTS = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
+DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
 """Drop path of the released scripts, without and with label maps. The one for L without them has later become the one
 that evaluates at 448; it is as it was before."""
 
@@ -151,17 +153,17 @@ def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
     similarity = dict(map_similarity=dict(weight=0.1, pairs=12 if maps else 2))
     kwargs, source = ({}, "label maps") if maps else (dict(dense_head=False), "the images' labels")
     top1 = TABLE_7[letter][2] if maps else ""
-    setting = dict(drop_path=SCRIPTS[letter][maps], ema=0.99996, **tokens, **similarity, **more)
-    recipe = training(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", top1, **setting)
+    setting = dict(drop_path=DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
+    recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", top1, **setting)
     expected = f"not published; {TABLE_7[letter][2]} is taken to be of the script with label maps"
     return recipe if maps else recipe | dict(expected=expected)
 
 
-def fine_tuning(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
+def _fine_tune(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
     """A trained network at a larger size, as DeiT does it; weights are those of the run at 224 (--model.weights)."""
     recipe = dict(
         model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
-        data=images(512, crop_pct=1.0, size=[size, size]),
+        data=_image_data(512, crop_pct=1.0, size=[size, size]),
         augment=DEIT_SETTING["augment"],
         optim=dict(lr=5e-6, weight_decay=1e-8, warmup_epochs=5, schedule_from="start", min_lr=5e-6),
         epochs=30,
@@ -178,22 +180,22 @@ def _table_7() -> dict[str, dict[str, Any]]:
     found = {}
     for letter, (blocks, crop_pct, small, larger, largest) in TABLE_7.items():
         paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"
-        drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=images(512, crop_pct))
-        found[paper] = training(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
-        found[f"{paper}_released_lr"] = slower(found[paper])
+        drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=_image_data(512, crop_pct))
+        found[paper] = _recipe(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
+        found[f"{paper}_released_lr"] = _at_released_rate(found[paper])
         found[released] = _as_released(letter, maps=True, **data)
         found[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
         for size, top1 in ((384, larger), (448, largest)):
             if top1:
-                found |= {f"{name}_{size}": fine_tuning(name, size, top1) for name in (paper, released)}
-    found["refined_vit_s_standard"] = standard({}, "Table 8, standard setting", "")
-    found["refined_vit_s_standard_released_lr"] = slower(found["refined_vit_s_standard"])
+                found |= {f"{name}_{size}": _fine_tune(name, size, top1) for name in (paper, released)}
+    found["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
+    found["refined_vit_s_standard_released_lr"] = _at_released_rate(found["refined_vit_s_standard"])
     return found
 
 
-NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, mlp_ratio=4, weight_init="jax")
+CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, mlp_ratio=4, weight_init="jax")
 """The study's network: 8 x 8 patches of a CIFAR image, linear layers at Xavier's scale."""
-FORMS: dict[str, dict[str, Any]] = {
+CIFAR_FORMS: dict[str, dict[str, Any]] = {
     "plain": dict(ratio=0, kernel=0),
     "dla": dict(ratio=0),
     "expansion": dict(kernel=1),
@@ -202,10 +204,10 @@ FORMS: dict[str, dict[str, Any]] = {
 """Arguments of a Refined-ViT: neither, local attention alone, expansion alone, both (Refiner section 4.2)."""
 
 
-def cifar_study(form: str, **more: Any) -> dict[str, Any]:
+def _cifar_recipe(form: str, **more: Any) -> dict[str, Any]:
     """One run of docs/methods/refiner.md."""
     return dict(
-        model=dict(name="refined_vit_b", kwargs=NARROW | FORMS[form] | more),
+        model=dict(name="refined_vit_b", kwargs=CIFAR_MODEL | CIFAR_FORMS[form] | more),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
         augment=dict(crop_padding=4),
         optim=dict(lr=3e-3, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
@@ -215,10 +217,10 @@ def cifar_study(form: str, **more: Any) -> dict[str, Any]:
 
 
 RECIPES: dict[str, dict[str, Any]] = {
-    **table_1(),
-    **table_2(),
-    **ablations(),
-    **base(),
+    **_table_1(),
+    **_table_2(),
+    **_tables_3_to_13(),
+    **_tables_9_and_11(),
     **_table_7(),
-    **{f"cifar_refined_{form}": cifar_study(form) for form in FORMS},
+    **{f"cifar_refined_{form}": _cifar_recipe(form) for form in CIFAR_FORMS},
 }

@@ -12,7 +12,7 @@ from isomorph.recipes.deit import DEIT
 OPTIM = dict(name="adamw", lr=1e-4, weight_decay=0.05, gate_lr="1000x", warmup_epochs=5, schedule_from="start")
 
 # backbone: fine-tuning resolution, drop path, top-1 of the CNN alone and of the T-CNN, table
-TABLE: dict[str, tuple[int, float, str, str, str]] = {
+BACKBONES: dict[str, tuple[int, float, str, str, str]] = {
     "resnetrs50": (224, 0.1, "80.4", "81.0", "Table 1"),
     "resnetrs101": (224, 0.1, "81.9", "82.4", "Table 1"),
     "resnetrs152": (320, 0.2, "83.4", "83.7", "Table 1"),
@@ -26,9 +26,9 @@ TABLE: dict[str, tuple[int, float, str, str, str]] = {
 }
 
 
-def _finetuning(backbone: str, attention: bool) -> dict[str, Any]:
+def _fine_tune(backbone: str, attention: bool) -> dict[str, Any]:
     """One row of the tables, with or without self-attention."""
-    size, drop_path, alone, transformed, table = TABLE[backbone]
+    size, drop_path, alone, transformed, table = BACKBONES[backbone]
     surgery = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper")) if attention else {}
     top1 = transformed if attention else alone
     return dict(
@@ -44,11 +44,11 @@ def _finetuning(backbone: str, attention: bool) -> dict[str, Any]:
     )
 
 
-LATE = {0: "79.95", 100: "80.44", 200: "80.28", 300: "79.28", 400: "79.04"}
+LATE_RECAST_TOP1 = {0: "79.95", 100: "80.44", 200: "80.28", 300: "79.28", 400: "79.04"}
 """Top-1 of a ResNet-50 whose last stage becomes attention after so many of 400 epochs (Table 3)."""
 
 
-def late(epoch: int) -> dict[str, Any]:
+def _late_recast(epoch: int) -> dict[str, Any]:
     """One row of Table 3: SGD all the way, momentum .9, warm-up 5, cosine, DeiT's augmentation. Its peak is not given:
     .4 is .1 at 256 images."""
     return dict(
@@ -66,29 +66,29 @@ def late(epoch: int) -> dict[str, Any]:
         epochs=400,
         amp="bf16",
         source="T-CNN Table 3",
-        expected=f"{LATE[epoch]} top-1 on ImageNet-1k",
+        expected=f"{LATE_RECAST_TOP1[epoch]} top-1 on ImageNet-1k",
     )
 
 
-LONGER = {  # top-1 after so many epochs of fine-tuning at 224 (Table 4); after 50: tcnn_resnetrs50, tcnn_resnetrs101
+SHORT_RUNS = {
     "resnetrs50": {10: "80.11", 20: "80.51"},
     "resnetrs101": {10: "81.54", 20: "81.90"},
 }
-PEAKS = {"3e-5": 3e-5, "3e-4": 3e-4}
+PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}
 """Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6): lower has a smaller dip and a slower rise, higher
 the other way round. Which three the figure has, the paper does not say in words, nor whether the gates' 0.1 stays:
 here it moves along; `--optim.gate_lr 0.1` holds it."""
 
 
-def shorter(backbone: str, epochs: int) -> dict[str, Any]:
+def _short_run(backbone: str, epochs: int) -> dict[str, Any]:
     """One row of Table 4."""
-    expected = f"{LONGER[backbone][epochs]} top-1 on ImageNet-1k"
-    return _finetuning(backbone, attention=True) | dict(epochs=epochs, source="T-CNN Table 4", expected=expected)
+    expected = f"{SHORT_RUNS[backbone][epochs]} top-1 on ImageNet-1k"
+    return _fine_tune(backbone, attention=True) | dict(epochs=epochs, source="T-CNN Table 4", expected=expected)
 
 
-def _at_peak(lr: float) -> dict[str, Any]:
+def _at_peak_rate(lr: float) -> dict[str, Any]:
     """One line of Fig. 6, which gives no number."""
-    return _finetuning("resnetrs50", attention=True) | dict(
+    return _fine_tune("resnetrs50", attention=True) | dict(
         optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected=""
     )
 
@@ -109,12 +109,14 @@ def _after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {f"tcnn_{name}": _finetuning(name, attention=True) for name in TABLE}
+RECIPES: dict[str, dict[str, Any]] = {f"tcnn_{name}": _fine_tune(name, attention=True) for name in BACKBONES}
 RECIPES["tcnn_resnetrs270"]["keep_every"] = 2  # gates and spans along training (Fig. 4): 25 models of 0.5 GB
-RECIPES |= {f"tcnn_{name}_{epochs}ep": shorter(name, epochs) for name, found in LONGER.items() for epochs in found}
-RECIPES |= {f"tcnn_resnetrs50_lr_{name}": _at_peak(lr) for name, lr in PEAKS.items()}
-RECIPES |= {f"finetune_{name}": _finetuning(name, attention=False) for name in TABLE if TABLE[name][2]}
-RECIPES |= {f"tcnn_late_{epoch}": late(epoch) for epoch in LATE}
+RECIPES |= {
+    f"tcnn_{name}_{epochs}ep": _short_run(name, epochs) for name, found in SHORT_RUNS.items() for epochs in found
+}
+RECIPES |= {f"tcnn_resnetrs50_lr_{name}": _at_peak_rate(lr) for name, lr in PEAK_RATES.items()}
+RECIPES |= {f"finetune_{name}": _fine_tune(name, attention=False) for name in BACKBONES if BACKBONES[name][2]}
+RECIPES |= {f"tcnn_late_{epoch}": _late_recast(epoch) for epoch in LATE_RECAST_TOP1}
 RECIPES |= {
     "tcnn_resnet50_224": _after_400(224, True, "79.88"),
     "tcnn_resnet50_320": _after_400(320, True, "80.84"),

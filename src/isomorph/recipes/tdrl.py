@@ -13,7 +13,7 @@ from typing import Any
 from isomorph.recipes.deit import DEIT
 
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
-G2SD = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
+G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
 """Augmentation of ViT-Small, "the same as Huang et al."; policy and smoothing are MAE's, which their code builds on."""
 TEACHER = dict(
     teacher="vit_base_patch16_224.mae",
@@ -24,15 +24,15 @@ TEACHER = dict(
     token=True,
 )
 """MAE's fine-tuned ViT-B, which averages over tokens, 83.6 top-1; as G2SD distils (section 4.1)."""
-PLAIN = dict(layout="plain")
-FFN = ["blocks.*.mlp.fc?"]
+PLAIN_LAYOUT = dict(layout="plain")
+MLP_LAYERS = ["blocks.*.mlp.fc?"]
 
 
-def fine_tuning(
+def fine_tune(
     kwargs: dict[str, Any], epochs: int, source: str, top1: str, distilled: bool = False, decay: float | None = None
 ) -> dict[str, Any]:
     """One row of ViT-Tiny after pre-training, or from scratch where `decay` is 1."""
-    plain = kwargs == PLAIN
+    plain = kwargs == PLAIN_LAYOUT
     recipe = dict(
         model=dict(
             name="tdrl_vit_ti_distilled" if distilled else "tdrl_vit_ti",
@@ -58,29 +58,31 @@ def fine_tuning(
     return recipe | (dict(distill=TEACHER) if distilled else {})
 
 
-def tables() -> dict[str, dict[str, Any]]:
+def _tables() -> dict[str, dict[str, Any]]:
     """Every row of ViT-Tiny; Tables 5 and 7 share their 100 and 200 epochs with Table 1."""
     found = {
-        "tdrl_vit_ti_100ep": fine_tuning({}, 100, "Table 5", "77.39"),
-        "tdrl_vit_ti_100ep_distilled": fine_tuning({}, 100, "Table 5, Table 7", "77.74", distilled=True),
-        "tdrl_vit_ti_200ep": fine_tuning({}, 200, "Table 1", "78.3"),
-        "tdrl_vit_ti_200ep_distilled": fine_tuning({}, 200, "Table 1, Table 7", "78.6", distilled=True),
-        "tdrl_vit_ti_300ep": fine_tuning({}, 300, "Table 1", "78.7"),
-        "tdrl_vit_ti_300ep_distilled": fine_tuning({}, 300, "Table 1", "79.1", distilled=True),
-        "tdrl_vit_ti_1000ep_distilled": fine_tuning({}, 1000, "Table 7", "79.9", distilled=True),
-        "tdrl_plain_100ep": fine_tuning(PLAIN, 100, "Tables 5, 9, 10, baseline", "76.24"),
-        "tdrl_plain_100ep_distilled": fine_tuning(PLAIN, 100, "Table 5, baseline", "76.77", distilled=True),
-        "tdrl_fused_100ep": fine_tuning(PLAIN, 100, "Table 9, P-W1S in the MLP, fused after pre-training", "76.73"),
-        "tdrl_naive_100ep": fine_tuning(dict(layout="naive-W8", where=FFN), 100, "Table 10, naive", "76.26"),
-        "tdrl_regular_100ep": fine_tuning(dict(layout="R-D2W1S", where=FFN), 100, "Table 10", "76.90"),
-        "tdrl_vit_ti_scratch": fine_tuning({}, 100, "B.4, without pre-training", "65.9", decay=1),
-        "tdrl_plain_scratch": fine_tuning(PLAIN, 100, "B.4, without pre-training, baseline", "63.5", decay=1),
+        "tdrl_vit_ti_100ep": fine_tune({}, 100, "Table 5", "77.39"),
+        "tdrl_vit_ti_100ep_distilled": fine_tune({}, 100, "Table 5, Table 7", "77.74", distilled=True),
+        "tdrl_vit_ti_200ep": fine_tune({}, 200, "Table 1", "78.3"),
+        "tdrl_vit_ti_200ep_distilled": fine_tune({}, 200, "Table 1, Table 7", "78.6", distilled=True),
+        "tdrl_vit_ti_300ep": fine_tune({}, 300, "Table 1", "78.7"),
+        "tdrl_vit_ti_300ep_distilled": fine_tune({}, 300, "Table 1", "79.1", distilled=True),
+        "tdrl_vit_ti_1000ep_distilled": fine_tune({}, 1000, "Table 7", "79.9", distilled=True),
+        "tdrl_plain_100ep": fine_tune(PLAIN_LAYOUT, 100, "Tables 5, 9, 10, baseline", "76.24"),
+        "tdrl_plain_100ep_distilled": fine_tune(PLAIN_LAYOUT, 100, "Table 5, baseline", "76.77", distilled=True),
+        "tdrl_fused_100ep": fine_tune(
+            PLAIN_LAYOUT, 100, "Table 9, P-W1S in the MLP, fused after pre-training", "76.73"
+        ),
+        "tdrl_naive_100ep": fine_tune(dict(layout="naive-W8", where=MLP_LAYERS), 100, "Table 10, naive", "76.26"),
+        "tdrl_regular_100ep": fine_tune(dict(layout="R-D2W1S", where=MLP_LAYERS), 100, "Table 10", "76.90"),
+        "tdrl_vit_ti_scratch": fine_tune({}, 100, "B.4, without pre-training", "65.9", decay=1),
+        "tdrl_plain_scratch": fine_tune(PLAIN_LAYOUT, 100, "B.4, without pre-training, baseline", "63.5", decay=1),
     }
-    for name, kwargs, top1 in (("tdrl_vit_s_100ep", {}, "81.3"), ("tdrl_plain_s_100ep", PLAIN, "80.8")):
-        recipe = fine_tuning(kwargs, 100, "Table 3", top1)
+    for name, kwargs, top1 in (("tdrl_vit_s_100ep", {}, "81.3"), ("tdrl_plain_s_100ep", PLAIN_LAYOUT, "80.8")):
+        recipe = fine_tune(kwargs, 100, "Table 3", top1)
         optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
         model = recipe["model"] | dict(name="tdrl_vit_s")
-        found[name] = recipe | dict(model=model, augment=G2SD, optim=optim, drop_path=0.1)
+        found[name] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
     return found
 
 
@@ -91,7 +93,7 @@ G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs
 """The authors' own: DeiT's, Swin's, and G2SD's pre-training."""
 
 
-def application(model: str, where: list[str] | None, top1: str, source: str, **more: Any) -> dict[str, Any]:
+def _application(model: str, where: list[str] | None, top1: str, source: str, **more: Any) -> dict[str, Any]:
     """Another network trained from scratch for 100 epochs as DeiT is, recast with pyramids or (where None) as it is."""
     recast = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where) if where else None
     return (
@@ -147,31 +149,31 @@ def _applications() -> dict[str, dict[str, Any]]:
     swin, blocks = "swin_tiny_patch4_window7_224", ["stem", "stages.?.?", "stages.?.??"]
     deit = "deit_base_patch16_224"
     return {
-        "tdrl_deit_b": application(deit, ["blocks.*.attn.qkv"], "0.6 above its baseline,", "B.5"),
-        "tdrl_plain_deit_b": application(deit, None, "an unpublished", "B.5, baseline"),
-        "tdrl_swin_t": application(swin, ["layers.*.mlp.fc?"], "78.2", "Table 3", **SWIN),
-        "tdrl_plain_swin_t": application(swin, None, "76.2", "Table 3, baseline", **SWIN),
-        "tdrl_mobileone_s0": application("mobileone_s0", blocks, "75.1", "Table 3", **MOBILE),
-        "tdrl_plain_mobileone_s0": application("mobileone_s0", None, "71.3", "Table 3, baseline", **MOBILE),
-        "tdrl_vanillanet_5": vanilla(["stages.*.pair"], "71.5", "Table 3"),
-        "tdrl_plain_vanillanet_5": vanilla(None, "71.1", "Table 3, baseline"),
+        "tdrl_deit_b": _application(deit, ["blocks.*.attn.qkv"], "0.6 above its baseline,", "B.5"),
+        "tdrl_plain_deit_b": _application(deit, None, "an unpublished", "B.5, baseline"),
+        "tdrl_swin_t": _application(swin, ["layers.*.mlp.fc?"], "78.2", "Table 3", **SWIN),
+        "tdrl_plain_swin_t": _application(swin, None, "76.2", "Table 3, baseline", **SWIN),
+        "tdrl_mobileone_s0": _application("mobileone_s0", blocks, "75.1", "Table 3", **MOBILE),
+        "tdrl_plain_mobileone_s0": _application("mobileone_s0", None, "71.3", "Table 3, baseline", **MOBILE),
+        "tdrl_vanillanet_5": _vanillanet(["stages.*.pair"], "71.5", "Table 3"),
+        "tdrl_plain_vanillanet_5": _vanillanet(None, "71.1", "Table 3, baseline"),
     }
 
 
-def vanilla(where: list[str] | None, top1: str, source: str) -> dict[str, Any]:
+def _vanillanet(where: list[str] | None, top1: str, source: str) -> dict[str, Any]:
     """VanillaNet-5, the two 1x1 convolutions of every block replaced by one pyramid, or (None) as it is."""
-    recipe = application("vanillanet_5", where, top1, source, **VANILLA)
+    recipe = _application("vanillanet_5", where, top1, source, **VANILLA)
     return recipe | dict(model=recipe["model"] | dict(kwargs=dict(drop_rate=0.05)))
 
 
-NARROW = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
+CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
 """The study's network: 8 x 8 patches of a CIFAR image, linear layers at Xavier's scale in both forms."""
 
 
-def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
+def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
     """One run of docs/methods/tdrl.md."""
     return dict(
-        model=dict(name="tdrl_vit_ti", kwargs=NARROW | dict(layout=layout, **more)),
+        model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | dict(layout=layout, **more)),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
         augment=dict(crop_padding=4),
         optim=dict(lr=3e-3, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
@@ -180,7 +182,7 @@ def cifar_study(layout: str, **more: Any) -> dict[str, Any]:
     )
 
 
-def pretraining(
+def pretrain(
     kwargs: dict[str, Any], source: str, expected: str, epochs: int = 300, model: str = "tdrl_vit_ti"
 ) -> dict[str, Any]:
     """Generic distillation from MAE's ViT-B; its full checkpoint is --mask.teacher (section 4.1)."""
@@ -198,10 +200,10 @@ def pretraining(
     )
 
 
-def _cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -> dict[str, Any]:
+def _cifar_pretrain(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -> dict[str, Any]:
     """Pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
     return dict(
-        model=dict(name="tdrl_vit_ti", kwargs=NARROW | kwargs),
+        model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | kwargs),
         data=dict(source="cifar10", fraction=0.5, size=[32, 32], batch_size=128, test_crop="whole"),
         augment=dict(scale=[0.5, 1.0]),
         optim=dict(lr=2e-3, weight_decay=0.05, warmup_epochs=0.5, schedule_from="start", min_lr=1e-5),
@@ -212,9 +214,9 @@ def _cifar_pretraining(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int
     )
 
 
-def _cifar_tuning(weights: str | None) -> dict[str, Any]:
+def _cifar_fine_tune(weights: str | None) -> dict[str, Any]:
     """A fifth of the labels, five epochs: from nothing, or more gently from what pre-training has left."""
-    recipe = cifar_study("P-W2S")
+    recipe = _cifar_recipe("P-W2S")
     if weights:
         recipe["model"] |= dict(weights=weights)
         recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
@@ -226,29 +228,34 @@ CIFAR_TEACHER = "runs/cifar_mae_teacher/autoencoder.safetensors"
 CIFAR_STUDENT = "runs/cifar_tdrl_g2sd/model.safetensors"
 
 RECIPES: dict[str, dict[str, Any]] = {
-    **tables(),
+    **_tables(),
     **_applications(),
-    "tdrl_vit_ti_g2sd": pretraining({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
-    "tdrl_plain_g2sd": pretraining(PLAIN, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
-    "tdrl_vit_s_g2sd": pretraining({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", model="tdrl_vit_s"),
-    "tdrl_plain_s_g2sd": pretraining(
-        PLAIN, "Table 3, baseline", "80.8 top-1 after tdrl_plain_s_100ep", model="tdrl_vit_s"
+    "tdrl_vit_ti_g2sd": pretrain({}, "section 4.1, Table 1", "78.7 top-1 after tdrl_vit_ti_300ep"),
+    "tdrl_plain_g2sd": pretrain(PLAIN_LAYOUT, "Table 9, baseline", "76.24 top-1 after tdrl_plain_100ep"),
+    "tdrl_vit_s_g2sd": pretrain({}, "Table 3", "81.3 top-1 after tdrl_vit_s_100ep", model="tdrl_vit_s"),
+    "tdrl_plain_s_g2sd": pretrain(
+        PLAIN_LAYOUT, "Table 3, baseline", "80.8 top-1 after tdrl_plain_s_100ep", model="tdrl_vit_s"
     ),
-    "tdrl_fused_g2sd": pretraining(
-        dict(layout="P-W1S", where=FFN), "Table 9", "76.73 top-1 after isomorph fuse and tdrl_fused_100ep", epochs=220
+    "tdrl_fused_g2sd": pretrain(
+        dict(layout="P-W1S", where=MLP_LAYERS),
+        "Table 9",
+        "76.73 top-1 after isomorph fuse and tdrl_fused_100ep",
+        epochs=220,
     ),
-    "tdrl_naive_g2sd": pretraining(
-        dict(layout="naive-W8", where=FFN), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"
+    "tdrl_naive_g2sd": pretrain(
+        dict(layout="naive-W8", where=MLP_LAYERS), "Table 10, naive", "76.26 top-1 after tdrl_naive_100ep"
     ),
-    "tdrl_regular_g2sd": pretraining(
-        dict(layout="R-D2W1S", where=FFN), "Table 10", "76.90 top-1 after tdrl_regular_100ep"
+    "tdrl_regular_g2sd": pretrain(
+        dict(layout="R-D2W1S", where=MLP_LAYERS), "Table 10", "76.90 top-1 after tdrl_regular_100ep"
     ),
-    "cifar_mae_teacher": _cifar_pretraining(PLAIN | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6),
-    "cifar_tdrl_g2sd": _cifar_pretraining(
+    "cifar_mae_teacher": _cifar_pretrain(
+        PLAIN_LAYOUT | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6
+    ),
+    "cifar_tdrl_g2sd": _cifar_pretrain(
         dict(layout="P-W2S"), dict(teacher=CIFAR_TEACHER, depth=2, width=64, heads=4), epochs=4
     ),
-    "cifar_tdrl_scratch": _cifar_tuning(None),
-    "cifar_tdrl_finetuned": _cifar_tuning(CIFAR_STUDENT),
-    "cifar_tdrl": cifar_study("P-W2S"),
-    "cifar_tdrl_plain": cifar_study("plain"),
+    "cifar_tdrl_scratch": _cifar_fine_tune(None),
+    "cifar_tdrl_finetuned": _cifar_fine_tune(CIFAR_STUDENT),
+    "cifar_tdrl": _cifar_recipe("P-W2S"),
+    "cifar_tdrl_plain": _cifar_recipe("plain"),
 }

@@ -7,9 +7,9 @@ show.
 
 from typing import Any
 
-from isomorph.recipes.tdrl import FFN, fine_tuning, pretraining
+from isomorph.recipes.tdrl import MLP_LAYERS, fine_tune, pretrain
 
-QK = ["blocks.*.attn.q", "blocks.*.attn.k"]
+QK_LAYERS = ["blocks.*.attn.q", "blocks.*.attn.k"]
 AFTER = "after its fine-tuning"
 
 
@@ -22,10 +22,12 @@ def _figure_3() -> dict[str, dict[str, Any]]:
     }
     found: dict[str, dict[str, Any]] = {}
     for rectify, expected in said.items():
-        kwargs = dict(layout="R-D1W4", rectify=rectify, where=QK)
-        found[f"tdrl_fig3_{rectify}_g2sd"] = pretraining(kwargs, "Fig. 3 a-c", expected) | dict(monitor_every=100)
+        kwargs = dict(layout="R-D1W4", rectify=rectify, where=QK_LAYERS)
+        found[f"tdrl_fig3_{rectify}_g2sd"] = pretrain(kwargs, "Fig. 3 a-c", expected) | dict(monitor_every=100)
         if rectify != "none":
-            found[f"tdrl_fig3_{rectify}_100ep"] = _unnumbered(kwargs, "Fig. 3 d", "batchnorm's above rescale's")
+            found[f"tdrl_fig3_{rectify}_100ep"] = _fine_tune_100_epochs(
+                kwargs, "Fig. 3 d", "batchnorm's above rescale's"
+            )
     return found
 
 
@@ -38,21 +40,21 @@ def _figure_4() -> dict[str, dict[str, Any]]:
     kwargs: dict[str, Any] = dict(rectify=everywhere)
     points = {"all_none": (kwargs, "0.21 below tdrl_vit_ti_100ep's")}
     for width in (1, 2, 3):
-        kwargs = dict(layout=f"P-W{width}S", where=FFN)
+        kwargs = dict(layout=f"P-W{width}S", where=MLP_LAYERS)
         below = {1: "about that of", 2: "0.13 below that of", 3: "at most 0.18 below that of"}[width]
         points[f"ffn_w{width}"] = (kwargs, "an unpublished one")
         points[f"ffn_w{width}_none"] = (kwargs | dict(rectify="none"), f"{below} tdrl_fig4_ffn_w{width}_100ep")
     found: dict[str, dict[str, Any]] = {}
     for name, (kwargs, expected) in points.items():
-        found[f"tdrl_fig4_{name}_g2sd"] = pretraining(kwargs, "Fig. 4", f"top-1 {AFTER}: {expected}")
-        found[f"tdrl_fig4_{name}_100ep"] = _unnumbered(kwargs, "Fig. 4", expected)
+        found[f"tdrl_fig4_{name}_g2sd"] = pretrain(kwargs, "Fig. 4", f"top-1 {AFTER}: {expected}")
+        found[f"tdrl_fig4_{name}_100ep"] = _fine_tune_100_epochs(kwargs, "Fig. 4", expected)
     return found
 
 
 def _figure_5() -> dict[str, dict[str, Any]]:
     """Pyramids in the values of the first blocks; fused after pre-training, then fine-tuned as tdrl_fused_100ep."""
     return {
-        f"tdrl_fig5_v_{blocks}_g2sd": pretraining(
+        f"tdrl_fig5_v_{blocks}_g2sd": pretrain(
             dict(where=[f"blocks.{i}.attn.v" for i in range(blocks)]),
             f"Fig. 5, -V-{blocks}",
             "more than 76.24 top-1 after isomorph fuse and tdrl_fused_100ep, and the more the more blocks",
@@ -61,9 +63,9 @@ def _figure_5() -> dict[str, dict[str, Any]]:
     }
 
 
-def _unnumbered(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
+def _fine_tune_100_epochs(kwargs: dict[str, Any], source: str, expected: str) -> dict[str, Any]:
     """Fine-tuning for 100 epochs with the pyramids kept, its top-1 known by comparison only."""
-    recipe = fine_tuning(kwargs, 100, source, "")
+    recipe = fine_tune(kwargs, 100, source, "")
     return recipe | dict(expected=f"top-1 on ImageNet-1k: {expected}; from pre-trained --model.weights")
 
 
