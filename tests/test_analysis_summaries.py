@@ -48,7 +48,7 @@ class TestSummaries:
     def test_logits_of_a_t_cnn_are_those_of_its_content(self):
         """Padded keys count with a logit of 0; the softmax is the map with gates open."""
         layer = iso.layers.GPSA2d(6, 4, 3, stride=2, padding=1)
-        layer.set_dials(gate=-50.0)
+        layer.set_gating(gate=-50.0)
         model, x = nn.Sequential(layer), 3 * torch.randn(2, 6, 5, 7)
         found, maps = iso.analysis.logit_stats(model, x)["0"], layer.attention(x)
         torch.testing.assert_close(found.max_attention, maps.amax((2, 3)).mean(0))
@@ -223,7 +223,7 @@ class TestAlong:
         assert found.moments.tolist() == [2, 10]
         torch.testing.assert_close(found.gates["layer3.0.conv1"][:, 0], torch.sigmoid(torch.tensor([5.0, 1.0])))
         (tmp_path / "none").mkdir()
-        with pytest.raises(iso.UserError, match="holds no checkpoint of a run"):
+        with pytest.raises(iso.UserError, match="has no checkpoint of a run"):
             iso.training.gating_history(tmp_path / "none")
         with pytest.raises(iso.UserError, match="is no folder"):
             iso.training.gating_history(tmp_path / "nowhere")

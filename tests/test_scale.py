@@ -200,8 +200,8 @@ def test_a_signal_stops_all_processes_after_one_step(tmp_path):
 @pytest.mark.parametrize(
     ("scale", "values", "message"),
     [
-        (dict(accumulate=3), {}, "batch_size 32 cannot be dealt to 3 parts of an even number each"),
-        (dict(accumulate=32), {}, "cannot be dealt to 32 parts"),
+        (dict(accumulate=3), {}, "batch_size 32 cannot be split into 3 parts of an even size"),
+        (dict(accumulate=32), {}, "cannot be split into 32 parts"),
         (dict(activation_checkpointing=True), dict(model=dict(name="lenet")), "no model"),
     ],
 )

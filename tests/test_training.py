@@ -460,8 +460,8 @@ class TestRun:
         assert not any(name.startswith(("blocks.0.attn.", "patch_embed.")) for name in moved)
         assert {"blocks.0.mlp.fc1.weight", "blocks.1.attn.qkv.weight", "pos_embed"} <= moved
         for glob, message in (
-            ("blocks.0.attn.gates", "matches no parameter; nearest: .*gate"),
-            ("*", "nothing to train"),
+            ("blocks.0.attn.gates", "matches no parameter; nearest names: .*gate"),
+            ("*", "freezes every parameter"),
         ):
             with pytest.raises(iso.UserError, match=message):
                 open_run(tiny(tmp_path, model=model | dict(freeze=[glob])))
@@ -500,7 +500,7 @@ class TestRun:
         assert iso.train(recipe, show=False).metrics["top1"] >= 0
         fixed = dict(teacher=str(tmp_path / "vit.safetensors"))
         iso.save(timm.create_model("deit_tiny_patch16_224", num_classes=10), fixed["teacher"])
-        with pytest.raises(iso.UserError, match="teacher cannot take the run's images of 3x16x16"):
+        with pytest.raises(iso.UserError, match="teacher cannot process the run's images of 3x16x16"):
             open_run(tiny(tmp_path, distill=fixed))
         with pytest.raises(iso.UserError, match="knows 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))

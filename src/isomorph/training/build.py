@@ -1,4 +1,4 @@
-"""From a recipe to the model and the loaders of its run."""
+"""Build the model and the data loaders of a run from its recipe."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -19,7 +19,7 @@ from isomorph.data.streams.loader import stream_loader, stream_test_loader
 from isomorph.data.streams.stream import Stream, open_stream
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import refusal, training_config
+from isomorph.evaluation.input_sizes import input_size_problem, training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
 from isomorph.training.recipe.fields import ModelPart
@@ -29,31 +29,31 @@ Data = Source | Stream
 
 
 def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True) -> nn.Module:
-    """Creates the base with its weights, then (or, without `recast_now`, later) the surgery: unstride, recast.
+    """Create the base model with its weights, and unstride and recast it if `recast_now`.
 
-    Raises: UserError when timm cannot create it, the weights do not fit, or the surgery matches nothing.
+    Raises: UserError when timm cannot create the model, the weights do not fit, or unstride or recast match no module.
     """
     arguments = {"name": part.name, "num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
     model = create(pretrained=part.pretrained and part.weights is None, **arguments)
     record_base(model, arguments)
     model = (_start_from if part.weights else _recast_or_freeze)(model, part, recast_now)
-    said = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
-    model.isomorph_start = "; ".join(said)  # type: ignore[assignment]
+    messages = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
+    model.isomorph_start = "; ".join(messages)  # type: ignore[assignment]
     return model
 
 
 def _recast_or_freeze(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
-    """The surgery of a recipe now, or only the freezing where the surgery comes later."""
+    """Apply the surgery of a recipe, or only freeze parameters if the surgery comes later."""
     return apply_surgery(model, part) if recast_now else freeze(model, part.freeze, later=True)
 
 
 def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Module:
-    """The base with the weights of `model.weights`, then the surgery; or the surgery first, for weights of its result.
+    """Load `model.weights` into the base model and apply the surgery, or into the model after its surgery.
 
-    The names and shapes of the tensors tell which: those of the base where they fit it, else those of the recast model.
+    The weights are those of the base model if names and shapes fit it, else those of the recast model.
 
-    Raises: UserError when they fit neither, or are recast already in a run that recasts later.
+    Raises: UserError when they fit neither, or when they are recast already and the run recasts later.
     """
     path = part.weights
     assert path is not None
@@ -66,8 +66,8 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
         model, new = _fill_recast(model, part, state, misfit)
         if not recast_now:
             raise UserError(
-                f"model.weights {path} is recast already, and model.recast_epoch {part.recast_epoch} recasts a model "
-                "that is not; set model.recast_epoch to 0, or give weights of the model before its recast"
+                f"model.weights {path} is recast already, but model.recast_epoch is {part.recast_epoch}; set "
+                "model.recast_epoch to 0, or give weights of the model before its recast"
             ) from None
         model.isomorph_start = describe_loaded_weights(model, path, new, " (of the recast model)")  # type: ignore[assignment]
         return model
@@ -78,9 +78,9 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
 def _fill_recast(
     model: nn.Module, part: ModelPart, state: dict[str, Any], misfit: UserError
 ) -> tuple[nn.Module, list[str]]:
-    """The model after the surgery, with weights of its kind; and what of it is new.
+    """Return the model after surgery with the weights of a recast model, and the names of its new tensors.
 
-    Raises: UserError, with what kept the base from taking the weights, when the recast model cannot take them either.
+    Raises: UserError, with the misfits of both the base and the recast model, when the weights do not fit.
     """
     model = apply_surgery(model, part)
     assert part.weights is not None
@@ -92,14 +92,14 @@ def _fill_recast(
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:
-    """Which of a model's tensors came from a checkpoint, of which form of the model, and which are new, in words."""
-    taken = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
+    """Return a message about the tensors loaded from a checkpoint and those that are new."""
+    loaded = sum(not name.endswith(".num_batches_tracked") for name in model.state_dict()) - len(new)
     named = ", ".join(new[:4]) + (f" and {len(new) - 4} more" if len(new) > 4 else "")
-    return f"weights: {taken} tensors from {path}{form}" + (f"; new: {named}" if new else "")
+    return f"weights: {loaded} tensors from {path}{form}" + (f"; new: {named}" if new else "")
 
 
 def apply_surgery(model: nn.Module, part: ModelPart) -> nn.Module:
-    """The surgery of a recipe: unstride, recast, freeze. Raises: UserError when it matches nothing."""
+    """Unstride, recast and freeze a model as the recipe says. Raises: UserError when a glob matches nothing."""
     if part.unstride:
         model = unstride(model, part.unstride)
     if part.recast:
@@ -108,27 +108,29 @@ def apply_surgery(model: nn.Module, part: ModelPart) -> nn.Module:
 
 
 def freeze(model: nn.Module, globs: Sequence[str], later: bool = False) -> nn.Module:
-    """Leaves the parameters that the globs select out of training; with `later`, some may come with a recast yet.
+    """Freeze the parameters that the globs select.
 
-    Raises: UserError for a glob that selects none, or when nothing is left to train.
+    With `later`, a glob may match nothing yet: a later recast may create its parameters.
+
+    Raises: UserError for a glob without a match, or when no trainable parameter is left.
     """
     parameters = dict(model.named_parameters())
     for glob in globs:
-        found = [name for name in parameters if fnmatchcase(name, glob)]
-        if not found and not later:
+        selected = [name for name in parameters if fnmatchcase(name, glob)]
+        if not selected and not later:
             close = get_close_matches(glob, parameters, n=3)
             raise UserError(
-                f"model.freeze {glob!r} matches no parameter" + f"; nearest: {', '.join(close)}" * bool(close)
+                f"model.freeze {glob!r} matches no parameter" + f"; nearest names: {', '.join(close)}" * bool(close)
             )
-        for name in found:
+        for name in selected:
             parameters[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        raise UserError("model.freeze leaves nothing to train")
+        raise UserError("model.freeze freezes every parameter; leave some to train")
     return model
 
 
 def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
-    """Input size, mean, std, interpolation and test crop of the run: the model's own, but for what the recipe gives."""
+    """Return input size, mean, std, interpolation and test crop: the model's, unless the recipe gives others."""
     crops: dict[str, dict[str, Any]] = {
         "center": {"crop_mode": "center"},
         "whole": {"crop_mode": "squash", "crop_pct": 1.0},
@@ -139,21 +141,21 @@ def data_config(recipe: Recipe, model: nn.Module) -> dict[str, Any]:
     return training_config(model, recipe.data.size, crop)
 
 
-def check_image_size(model: nn.Module, size: Sequence[int], who: str) -> None:
-    """Raises: UserError when a model cannot take images of a size (channels, height, width)."""
-    if reason := refusal(model, size):
+def check_image_size(model: nn.Module, size: Sequence[int], name: str) -> None:
+    """Raise UserError if the model cannot process images of this size (channels, height, width)."""
+    if reason := input_size_problem(model, size):
         raise UserError(
-            f"{who} cannot take the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, or "
-            "model.kwargs.img_size where the model has one"
+            f"{name} cannot process the run's images of {'x'.join(map(str, size))}: {reason}; give another data.size, "
+            "or model.kwargs.img_size if the model has it"
         )
 
 
 def open_sources(recipe: Recipe) -> tuple[Data, Data]:
-    """The training and test split of the recipe's data, as much of them as it asks for."""
+    """Open the training and test split of the data, restricted to the recipe's classes and fraction."""
     data = recipe.data
     if data.streamed:
         train = open_stream(data.source, "train", data.root, data.images)
-        len(train)  # known, or said what to give
+        len(train)  # raises if the number of images is neither known nor given
         return train, open_stream(data.source, "test", data.root, classes=len(train.classes))
     source, test = (open_source(data.source, split, data.root) for split in ("train", "test"))
     if data.classes is not None:
@@ -166,29 +168,28 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
 
 
 def plan_batches(recipe: Recipe, train: Data, runtime: Runtime) -> tuple[BatchOrder, BatchParts]:
-    """Order of the training images, and the share of every batch that is this process's.
+    """Return the order of the training images, and the parts of every batch that this process trains on.
 
-    Raises: UserError when the batch cannot be shared out, or the data has no full batch.
+    Raises: UserError when the batch cannot be split evenly, or the data is smaller than one batch.
     """
     data, parts = recipe.data, recipe.scale.accumulate * runtime.world
     if data.batch_size % parts or (recipe.augment.mixes and data.batch_size // parts % 2):
-        pairs = " of an even number each" if recipe.augment.mixes else ""
+        pairs = " of an even size" if recipe.augment.mixes else ""
         raise UserError(
-            f"data.batch_size {data.batch_size} cannot be dealt to {parts} parts{pairs} (processes {runtime.world}, "
+            f"data.batch_size {data.batch_size} cannot be split into {parts} parts{pairs} (processes {runtime.world}, "
             f"scale.accumulate {recipe.scale.accumulate}); give a multiple of {2 * parts if pairs else parts}"
         )
     batch = min(data.batch_size, len(train) // (2 * parts) * 2 * parts)
     if not batch:
-        raise UserError("the training data has no full batch; lower data.batch_size or raise data.fraction")
-    mine = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
+        raise UserError("the training data is smaller than one batch; lower data.batch_size or raise data.fraction")
+    own = range(runtime.rank * recipe.scale.accumulate, (runtime.rank + 1) * recipe.scale.accumulate)
     shards = train.shards if isinstance(train, Source) else None
-    return BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats, shards, data.shuffle_shards), BatchParts(
-        mine, parts
-    )
+    order = BatchOrder(len(train), batch, recipe.seed, recipe.augment.repeats, shards, data.shuffle_shards)
+    return order, BatchParts(own, parts)
 
 
 def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deals: TrainSampler) -> DataLoader[Any]:
-    """Training images as they are dealt, augmented as the recipe says."""
+    """Return the loader of this process's training batches, augmented as the recipe says."""
     augment, data = recipe.augment, recipe.data
     transform = train_transform(
         config,
@@ -207,12 +208,12 @@ def build_train_loader(recipe: Recipe, config: dict[str, Any], train: Data, deal
 
 
 def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtime: Runtime) -> DataLoader[Any]:
-    """This process's share of the test images. Raises: UserError when there are fewer than processes."""
+    """Return the loader of this process's test images. Raises: UserError for fewer images than processes."""
     batch, workers = max(1, recipe.data.batch_size // runtime.world), recipe.data.workers
     if isinstance(test, Stream):
         share = BatchParts(range(runtime.rank, runtime.rank + 1), runtime.world)
         return stream_test_loader(test, eval_transform(config), batch, workers, share)
     if len(test) < runtime.world:
-        raise UserError(f"{len(test)} test images cannot be shared out over {runtime.world} processes")
-    mine = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
-    return eval_loader(mine, config, batch, workers)
+        raise UserError(f"{len(test)} test images are too few for {runtime.world} processes; start fewer")
+    own = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
+    return eval_loader(own, config, batch, workers)

@@ -1,4 +1,4 @@
-"""The models that a run has left behind, one after the other: what looks along a training reads them here."""
+"""The saved models of a run, and measures of its attention along the training."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -19,24 +19,25 @@ from isomorph.suites.test_data import images_on_device
 
 
 def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterator[tuple[float, nn.Module]]:
-    """Epoch and model of every checkpoint that `keep_every` left in a run's folder, then of the run as it is now.
+    """Yield epoch and model of every checkpoint that `keep_every` saved, then of the newest snapshot of the run.
 
-    Models are read one at a time, in eval mode. With a list `damaged`, those that cannot be read are left out and said
-    in it.
+    Models are read one at a time, in eval mode. With a list `damaged`, unreadable checkpoints are skipped, and their
+    error messages are appended to it.
 
-    Raises: UserError when the folder holds no run, or one that has not been evaluated yet.
+    Raises: UserError when `folder` is not a folder or has no checkpoint.
+
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise UserError(f"{folder} is no folder of a run")
-    named = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
-    epochs = sorted((int(match[1]), path) for path, match in named.items() if match)
+        raise UserError(f"{folder} is not a folder; give the folder of a run")
+    matches = {path: re.fullmatch(r"epoch-(\d+)\.safetensors", path.name) for path in folder.iterdir()}
+    epochs = sorted((int(match[1]), path) for path, match in matches.items() if match)
     found = newest_snapshot(folder)
     now = found.values["progress"]["closed"] if found else None
     if now is not None and now > max((epoch for epoch, _ in epochs), default=0):
         epochs.append((now, folder))
     if not epochs:
-        raise UserError(f"{folder} holds no checkpoint of a run; keep some with keep_every=1 in its recipe")
+        raise UserError(f"{folder} has no checkpoint of a run; train with keep_every=1 to save one per epoch")
     for epoch, path in epochs:
         try:
             model = open_trained(path)
@@ -49,17 +50,17 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
 
 
 def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Trajectory:
-    """Gates, centres and spans along a run, from its folder: at every epoch that `keep_every` kept, and now.
+    """Return gates, centres and spans at every saved epoch of a run, and at its newest snapshot.
 
-    `damaged` as in `saved_models`.
+    With a list `damaged`, unreadable checkpoints are skipped, and their error messages are appended to it.
 
-    Raises: UserError when the folder holds no checkpoint, or no model in it has a gated layer.
+    Raises: UserError when the folder has no checkpoint, or no model in it has a gated layer.
     """
     return gating_along(saved_models(folder, damaged))
 
 
 AttentionMeasure = Callable[[nn.Module, Any], dict[str, Tensor]]
-"""A number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
+"""One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
 
 
 def attention_history(
@@ -69,27 +70,27 @@ def attention_history(
     device: str = "cpu",
     damaged: list[str] | None = None,
 ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
-    """Measures of attention along a run, from its folder, on some images: nonlocality, entropy.
+    """Measure attention (nonlocality, entropy) on some images at every saved epoch of a run.
 
-    `damaged` as in `saved_models`.
+    With a list `damaged`, unreadable checkpoints are skipped, and their error messages are appended to it.
 
-    Shape: -> moments (T,), {measure: {layer: (T, heads)}}, NaN before a layer was there
-    Raises: UserError when the folder holds no checkpoint, or no model in it has attention.
+    Shape: -> epochs (T,), {measure: {layer: (T, heads)}}, NaN where a model lacks a layer
+    Raises: UserError when the folder has no checkpoint, or no model in it has attention.
     """
 
-    def look(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+    def measure_heads(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         loader = eval_loader(source, evaluation_config(model.to(device)), 32)
         found = {key: measure(model, images_on_device(loader, model)) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
-    moments, values = along(saved_models(folder, damaged), look)
+    moments, values = along(saved_models(folder, damaged), measure_heads)
     return moments, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
 
 
 def run_cost(folder: str | Path) -> dict[str, int]:
-    """MACs of an image and parameters of a run's model as it is now, at the size that it is tested at.
+    """Return the MACs per image, at the test size, and the parameters of a run's newest model.
 
-    Raises: UserError when the folder holds no model that can be read.
+    Raises: UserError when the folder has no readable model.
     """
     model = open_trained(Path(folder))
     return {"macs": count_macs(model, evaluation_config(model)["input_size"]), "parameters": count_parameters(model)}

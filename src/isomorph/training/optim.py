@@ -18,19 +18,19 @@ from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
-"""Parameter groups, in order."""
+"""Kinds of parameter groups, in the optimiser's order."""
 
 
 def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
-    """Full names of the gates, and of the centres and localities, of every layer that attends by position."""
+    """Return the names of all gates, and those of all centres and localities, of gated attention layers."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d | PSA)}
-    dials = {f"{name}.{dial}".lstrip(".") for name, layer in layers.items() for dial in layer.no_weight_decay()}
-    gates = {name for name in dials if name.rpartition(".")[2] == "gate"}
-    return gates, dials - gates
+    names = {f"{name}.{own}".lstrip(".") for name, layer in layers.items() for own in layer.no_weight_decay()}
+    gates = {name for name in names if name.rpartition(".")[2] == "gate"}
+    return gates, names - gates
 
 
 def _normalised_names(model: nn.Module) -> set[str]:
-    """Full names of the weights that a BatchNorm follows inside pyramids: only their direction matters."""
+    """Return the names of the pyramid weights that a BatchNorm follows: their scale has no effect."""
     named = {module: name for name, module in model.named_modules()}
     chains = [chain for module in model.modules() if isinstance(module, Pyramid) for chain in module.chains]
     pairs = (pair for chain in chains for pair in pairwise(chain))
@@ -38,22 +38,26 @@ def _normalised_names(model: nn.Module) -> set[str]:
 
 
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Share of the learning rate of every parameter: decay ** (layers after its own), frozen ones counted too.
+    """Return the learning-rate factor of every parameter: decay ** (number of layers after its own).
 
-    Raises: UserError when the model does not tell its layers apart.
+    Frozen layers count too.
+
+    Raises: UserError when the model has no `group_matcher`.
     """
     if decay == 1:
         return dict.fromkeys((name for name, _ in model.named_parameters()), 1.0)
     if not hasattr(model, "group_matcher"):
-        raise UserError(f"{type(model).__name__} has no group_matcher to tell its layers: leave optim.layer_decay at 1")
+        raise UserError(f"{type(model).__name__} has no group_matcher for its layers; leave optim.layer_decay at 1")
     layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)  # type: ignore[operator]
     return {name: decay ** (max(layers.values()) - layer) for name, layer in layers.items()}
 
 
 def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
-    """What decays; biases, norms and exempt ones; gates and positions at their own rates. Frozen ones in none.
+    """Return the optimiser's parameter groups, one for each of `GROUP_KINDS` that the model has.
 
-    With a layer decay, each of these once for every layer.
+    decayed: weights; branches: pyramid weights before a BatchNorm (with branch_lr); undecayed: biases, norms and what
+    the model exempts from weight decay; gates and positions: gating parameters. With a layer decay, each kind has a
+    group per layer. Frozen parameters are in no group.
     """
     exempt = parameters_without_decay(model) | set(getattr(model, "no_weight_decay", set)())
     gates, positions = _gating_names(model)
@@ -82,7 +86,7 @@ def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]
 
 
 def group_table(optimizer: Optimizer, optim: OptimPart) -> list[str]:
-    """The parameter groups as a table: tensors, parameters, peak learning rate and decay of each."""
+    """Return a table of the parameter groups: tensors, parameters, peak learning rate and weight decay."""
     rows = [("group", "tensors", "parameters", "peak lr", "decay")]
     for group in optimizer.param_groups:
         count = sum(parameter.numel() for parameter in group["params"])
@@ -93,7 +97,7 @@ def group_table(optimizer: Optimizer, optim: OptimPart) -> list[str]:
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
-    """timm's optimiser of that name over `parameter_groups`."""
+    """Return the timm optimiser `optim.name` over `parameter_groups`."""
     groups = parameter_groups(model, optim)
     more = {"betas": optim.betas} if optim.betas else {}
     return timm.optim.create_optimizer_v2(
@@ -102,21 +106,21 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
 
 
 def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int) -> Scheduler:
-    """timm's schedule, by step: a linear warm-up from a hundredth of the peak, then cosine, a line or constant.
+    """Return timm's schedule per step: linear warm-up from peak / 100, then cosine, linear or constant.
 
-    With t steps of T taken and W of warm-up: min + (peak - min) shape((t - W) / (T - W)) from the peak, and
-    min + (peak - min) shape(t / T) from the start, where the shapes fall from 1 to 0.
+    At step t of T, with W steps of warm-up: min + (peak - min) shape((t - W) / (T - W)) for schedule_from peak, and
+    min + (peak - min) shape(t / T) for schedule_from start, where shape falls from 1 to 0.
     """
-    after = optim.schedule_from == "peak"
+    from_peak = optim.schedule_from == "peak"
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched="poly" if optim.schedule == "linear" else optim.schedule,
-        decay_rate=1.0,  # the power of poly; the others have none
-        num_epochs=epochs - optim.warmup_epochs if after else epochs,
+        decay_rate=1.0,  # the power of poly; the other schedules ignore it
+        num_epochs=epochs - optim.warmup_epochs if from_peak else epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr / 100,
         warmup_epochs=optim.warmup_epochs,
-        warmup_prefix=after,
+        warmup_prefix=from_peak,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
     )

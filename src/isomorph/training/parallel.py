@@ -1,4 +1,4 @@
-"""How a task is spread over processes and memory: compiled, checkpointed, statistics shared, weights sharded."""
+"""Compilation, activation checkpointing, synchronised BatchNorm, and DDP or FSDP for a task."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,28 +15,30 @@ from isomorph.training.recipe.fields import ScalePart
 
 
 def prepare_model(model: nn.Module, scale: ScalePart, runtime: Runtime) -> nn.Module:
-    """Activation checkpointing and synchronised statistics, before the optimiser is made.
+    """Set activation checkpointing and synchronised BatchNorm, before the optimiser is built.
 
-    Raises: UserError when the model cannot checkpoint, or torch cannot synchronise here.
+    Raises: UserError when the model has no activation checkpointing, or BatchNorm would be synchronised on CPUs.
     """
     if scale.parallel == "fsdp" and runtime.world == 1:
-        raise UserError("scale.parallel fsdp shares weights out over processes: start it with torchrun, or set ddp")
+        raise UserError("scale.parallel fsdp needs several processes; start the run with torchrun, or set ddp")
     if scale.activation_checkpointing:
         if not hasattr(model, "set_grad_checkpointing"):
-            raise UserError(f"{type(model).__name__} cannot checkpoint: set scale.activation_checkpointing false")
+            raise UserError(
+                f"{type(model).__name__} has no activation checkpointing; set scale.activation_checkpointing false"
+            )
         try:
             model.set_grad_checkpointing(True)  # type: ignore[operator]
         except AssertionError as error:
-            raise UserError(f"{type(model).__name__} cannot checkpoint ({error})") from None
+            raise UserError(f"{type(model).__name__} cannot checkpoint activations: {error}") from None
     if scale.sync_batch_norm and runtime.world > 1:
         if runtime.device.type == "cpu":
-            raise UserError("BatchNorm is synchronised on GPUs only: set scale.sync_batch_norm false")
+            raise UserError("BatchNorm is synchronised on GPUs only; set scale.sync_batch_norm false")
         model = convert_sync_batchnorm(model)
     return model
 
 
 def distribute(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
-    """Compiles the trained module, and shares it out over the processes of the run."""
+    """Compile the trained module, and wrap it in DDP or FSDP if there are several processes."""
     module = task.get_trainable_module()
     if scale.compile:
         module.compile()
@@ -49,14 +51,14 @@ def distribute(task: TrainingTask, scale: ScalePart, runtime: Runtime) -> None:
 
 
 def _shard(module: nn.Module) -> None:
-    """FSDP2: every block's parameters are sharded, and gathered while it computes."""
+    """Shard the parameters of every block with FSDP2, which gathers them while the block computes."""
     for block in find_blocks(module):
         fully_shard(block)
     fully_shard(module)
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated parts of a network: members of its outermost lists, or of the lists within these."""
+    """Return the repeated blocks of a network: members of its outermost lists, or of lists inside these."""
     found: list[nn.Module] = []
     for child in module.children():
         found += _flatten_list(child) if isinstance(child, nn.Sequential | nn.ModuleList) else find_blocks(child)
@@ -64,7 +66,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _flatten_list(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
-    """What a list holds, lists in it (stages of blocks) taken apart; without what has no parameters."""
+    """Return the modules with parameters in a list, with nested lists (stages of blocks) flattened."""
     found: list[nn.Module] = []
     for member in container:
         if isinstance(member, nn.Sequential | nn.ModuleList):
@@ -78,7 +80,7 @@ def _flatten_list(container: nn.Sequential | nn.ModuleList) -> list[nn.Module]:
 
 @contextmanager
 def no_gradient_sync(task: TrainingTask) -> Iterator[None]:
-    """For all parts of a batch but the last: gradients are not exchanged between processes yet."""
+    """Accumulate gradients without reducing them over processes; for all parts of a batch but the last."""
     module = task.get_trainable_module()
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(False)
@@ -90,6 +92,6 @@ def no_gradient_sync(task: TrainingTask) -> Iterator[None]:
 
 
 def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, gathered from their shards; every process calls it."""
+    """Return parameters and buffers, gathered from their shards. Every process must call it."""
     state = module.state_dict()
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in state.items()}

@@ -10,8 +10,8 @@ from timm.task import TrainingTask
 from torch import nn
 
 from isomorph.distributed import Runtime
-from isomorph.evaluation.accuracy import tally
-from isomorph.evaluation.prediction_counts import added
+from isomorph.evaluation.accuracy import count_predictions
+from isomorph.evaluation.prediction_counts import sum_counts
 from isomorph.models.masked import MaskedAutoencoder
 from isomorph.training.objectives.masked import (
     AlignedStudent,
@@ -105,4 +105,4 @@ def _mean_over_processes(found: dict[str, float], runtime: Runtime) -> dict[str,
 
 def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
     """Accuracy and calibration over the images of all processes."""
-    return added(runtime.gathered(tally(model, runtime.evened(loader)))).metrics()
+    return sum_counts(runtime.gathered(count_predictions(model, runtime.evened(loader)))).metrics()

@@ -34,7 +34,11 @@ def recast_run(run: Run) -> tuple[Run, str]:
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
     if averaged is not None:
         run.averaged.load_state_dict(averaged.state_dict())  # type: ignore[union-attr]
-    owned = {name: tensor for name, tensor in tensors.items() if owner_name(name) in kept or owner_name(name).startswith(GROUP_PREFIX)}
+    owned = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if owner_name(name) in kept or owner_name(name).startswith(GROUP_PREFIX)
+    }
     values["state"] = {name: value for name, value in values["state"].items() if name in kept}
     load_optimizer(run.trained, optimizer, owned, values)
     run.progress.recast = True

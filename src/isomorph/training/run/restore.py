@@ -4,8 +4,8 @@ import json
 
 from isomorph.checkpoints.optimizer_state import (
     OPTIMIZER_PREFIX,
-    load_optimizer,
     allocate_tensor,
+    load_optimizer,
 )
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
