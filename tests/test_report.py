@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from isomorph.evaluation.sizes import evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config
 from matplotlib.colors import to_hex
 from PIL import Image
 
@@ -23,7 +23,7 @@ from isomorph.analysis.evolution import random_draws
 from isomorph.analysis.token_grid import Places
 from isomorph.checkpoints.model import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze import test_image_loaders
+from isomorph.cli.analyze import open_image_loaders
 from isomorph.cli.compare import gating_histories
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
@@ -577,7 +577,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     a = alike | dict(mean=(0.5,) * 3, std=(0.5,) * 3, crop_pct=0.875, interpolation="bicubic")
     b = alike | dict(mean=(0.1, 0.2, 0.3), std=(0.4,) * 3, crop_pct=1.0, interpolation="bilinear")
     subjects = [PageModel("a", small_vit(), a), PageModel("b", small_vit(), b)]
-    loaders = test_image_loaders(subjects, "given", None, 36)
+    loaders = open_image_loaders(subjects, "given", None, 36)
     seen = {name: [torch.cat(part) for part in zip(*loader, strict=True)] for name, loader in loaders.items()}
     plain = {
         s.name: seen[s.name][0] * s.config["std"][0] + torch.tensor(s.config["mean"]).view(3, 1, 1) for s in subjects
@@ -585,7 +585,7 @@ def test_models_are_compared_on_the_same_pictures(monkeypatch):
     assert plain["a"].shape == (36, 3, 24, 32)
     torch.testing.assert_close(plain["b"], plain["a"], atol=1e-5, rtol=0)
     assert seen["a"][1].tolist() == seen["b"][1].tolist() != sorted(seen["a"][1].tolist())
-    again = torch.cat([labels for _, labels in test_image_loaders(subjects, "given", None, 36)["a"]])
+    again = torch.cat([labels for _, labels in open_image_loaders(subjects, "given", None, 36)["a"]])
     assert again.tolist() == seen["a"][1].tolist()
 
 
@@ -789,7 +789,7 @@ class TestCommands:
         for pair in ("grey.safetensors --against cnn.safetensors", "cnn.safetensors --against grey.safetensors"):
             with pytest.raises(SystemExit):
                 main(f"analyze {pair} --image a.png".split())
-            assert "images of other numbers of channels (" in capsys.readouterr().err
+            assert "the models differ in image channels (" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("command", "expected"),
@@ -808,14 +808,14 @@ class TestCommands:
             "compare": "nothing to compare; give folders of runs, or --evaluated",
             "compare c --along looks": "looks",
             "compare c --samples 0 --along entropy": "--samples must be at least 1",
-            "compare c --data digits": "--data and --root are for the images of --along",
-            "compare c --along entropy": "c: no entropy along training: recipe.json does not say its data; give --data",
+            "compare c --data digits": "--data and --root choose the images of --along",
+            "compare c --along entropy": "c: no entropy along training: recipe.json does not name its data source; give --data",
             "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",
             "compare --evaluated z.json": "z.json does not exist; write it with isomorph evaluate",
             "compare --evaluated t.jsonl": "t.jsonl is not a result of isomorph evaluate --json",
             "compare --evaluated recipe.json": "recipe.json is not a result of isomorph evaluate --json",
             "compare --evaluated e.json": "e.json has no macs and no parameters; evaluate m without --no-cost",
-            "compare --evaluated f.json": "m has nothing beside it; give another model",
+            "compare --evaluated f.json": "m is the only model; give another one",
             "compare nowhere": "nowhere is not the folder of a run",
             "compare .": "page.html|",
         }.items(),

@@ -9,8 +9,8 @@ import isomorph as iso
 from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
-from isomorph.cli.analyze import open_subject
-from isomorph.evaluation.input_sizes import at_size, evaluation_config, training_config
+from isomorph.cli.analyze import open_page_model
+from isomorph.evaluation.input_sizes import fit_to_size, evaluation_config, training_config
 from isomorph.suites.test_data import evaluation_data
 
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)
@@ -51,16 +51,16 @@ def test_a_size_that_patches_do_not_fill_is_refused(kind):
     said = rf"no images of {odd[0]} x {odd[1]}: patches of {patch} do not fill them; give "
     nearest = f"{below} x {2 * below} or {below + patch} x {2 * below}"
     with pytest.raises(iso.UserError, match=said + nearest):
-        at_size(model, odd)
+        fit_to_size(model, odd)
     if kind not in ("swin",):  # whose windows want more than whole patches
-        assert edge_seen(at_size(model, (below, 2 * below)), (below, 2 * below))
+        assert edge_seen(fit_to_size(model, (below, 2 * below)), (below, 2 * below))
 
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_a_size_of_which_nothing_is_dropped_is_taken(kind):
     name, arguments = WHOLE[kind]
     model = timm.create_model(name, **arguments).eval()
-    assert edge_seen(at_size(model, (65, 71)), (65, 71))
+    assert edge_seen(fit_to_size(model, (65, 71)), (65, 71))
 
 
 def test_what_is_refused_would_be_dropped():
@@ -73,9 +73,9 @@ def test_the_size_that_weights_were_made_for_is_theirs():
     """Like siglip's 384 of patches of 14: it was trained so."""
     vit = timm.create_model("vit_tiny_patch16_224", **SMALL, img_size=30, patch_size=14)
     vit.pretrained_cfg = {**vit.pretrained_cfg, "input_size": (3, 30, 30)}
-    assert at_size(vit, (30, 30)) is vit
+    assert fit_to_size(vit, (30, 30)) is vit
     with pytest.raises(iso.UserError, match="patches of 14 do not fill them; give 28 x 28 or 42 x 42"):
-        at_size(vit, (31, 31))
+        fit_to_size(vit, (31, 31))
 
 
 @pytest.mark.parametrize("name", ["cifar_resnet20", "resnet18", "vit_tiny_patch16_224"])
@@ -109,7 +109,7 @@ def test_a_trained_model_is_looked_at_as_it_was_trained(name, tmp_path):
     model = timm.create_model(name, num_classes=10)
     record_data(model, {"input_size": [3, 40, 48], "mean": [0.1, 0.2, 0.3], "source": "digits"})
     iso.save(model, path := tmp_path / "model.safetensors")
-    looked = open_subject(str(path), "it", None, True, "cpu").config
+    looked = open_page_model(str(path), "it", None, True, "cpu").config
     assert looked["input_size"] == (3, 40, 48)
     assert list(looked["mean"]) == [0.1, 0.2, 0.3]
     assert looked == evaluation_data(open_model(str(path)))[1]

@@ -9,11 +9,12 @@ from cyclopts import CycloptsError
 from torch import OutOfMemoryError
 from torch.distributed import DistError
 
-from isomorph.training import Stopped
 from isomorph.cli import analyze, bench, compare, evaluate, listing, robustness, surgery, train  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
 from isomorph.import_path import SafeChildren
+from isomorph.training import Stopped
+
 
 def _strip_traceback(error: Exception) -> str:
     """Return the message without the traceback that a data loader's worker process wraps around it."""

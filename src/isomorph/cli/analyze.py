@@ -1,33 +1,27 @@
-"""The command that takes models apart, and how pages are written."""
+"""The analyze command."""
 
-import json
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from cyclopts import Parameter
 
-import isomorph as iso
 from isomorph.analysis import feature_evolution
 from isomorph.analysis.evolution import random_draws
 from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.cli.app import Device, Json, Model, Weights, WholeNumber, app, check_limits, display_name, spinner
+from isomorph.cli.page_output import page_footer, save_figures_and_print
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import at_size, evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
 from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, lead_text
-from isomorph.report.charts import Table
 from isomorph.report.cka_charts import evolution_table
-from isomorph.report.html import Section, write_page
+from isomorph.report.html import write_page
 from isomorph.report.page_images import open_images
 from isomorph.report.page_models import PageModel, find_recipe, unique_names
-from isomorph.report.save_figures import save_figures
-from isomorph.report.terminal_tables import print_table
 from isomorph.suites.robustness.results import read_results, weights_hash
 from isomorph.suites.test_data import (
     default_data,
@@ -37,11 +31,11 @@ from isomorph.suites.test_data import (
 )
 
 _CROP_KEYS = ("crop_pct", "crop_mode", "interpolation")
-"""What of a model's data config makes the picture, beside its size; the rest is how the picture is normalised."""
+"""Keys of a data config that decide which pixels a model gets, besides the size; the others normalise them."""
 
 
-def open_subject(name: str, title: str, weights: Path | None, pretrained: bool, device: str) -> PageModel:
-    """A model by name, checkpoint or run folder, ready to be taken apart."""
+def open_page_model(name: str, title: str, weights: Path | None, pretrained: bool, device: str) -> PageModel:
+    """Open a model by name, checkpoint or run folder, with its data config and recipe."""
     path = Path(name)
     model = open_model(name, weights, pretrained)
     recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
@@ -49,69 +43,41 @@ def open_subject(name: str, title: str, weights: Path | None, pretrained: bool, 
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)
 
 
-def _resize_subject(subject: PageModel, size: tuple[int, int]) -> PageModel:
-    """The subject at an image size (height, width). Raises: UserError when its model takes no such images."""
-    return replace(subject, model=at_size(subject.model, size), config=evaluation_config(subject.model, size))
+def _resize(entry: PageModel, size: tuple[int, int]) -> PageModel:
+    """Return the model for images of a size (height, width). Raises: UserError when it cannot take that size."""
+    return replace(entry, model=fit_to_size(entry.model, size), config=evaluation_config(entry.model, size))
 
 
-def loaders_for(
-    subjects: list[PageModel], data: str | None, root: Path | None, samples: int
+def open_image_loaders(
+    models: list[PageModel], data: str | None, root: Path | None, samples: int
 ) -> dict[str, Iterable[Any]]:
-    """A loader for each model of the same pictures: test images drawn at random, the same ones at every call.
+    """Return a loader for each model of the same random test images, which are the same at every call.
 
-    All are cut and resized as the first model's (sizes are alike by then, see `analyze`); mean and std are each one's.
+    All models get the crop of the first one (their image sizes are equal, see `analyze`), each its own mean and std.
     """
-    source = open_test_images(subjects[0].model, data, root)
-    return _loaders_for(subjects, sample_images(source, samples))
+    source = open_test_images(models[0].model, data, root)
+    return _same_image_loaders(models, sample_images(source, samples))
 
 
-def _loaders_for(subjects: list[PageModel], source: Source) -> dict[str, Iterable[Any]]:
-    """A loader of the same images for each model, in batches of 32."""
-    frame = {key: subjects[0].config[key] for key in _CROP_KEYS}
-    return {s.name: eval_loader(source, {**s.config, **frame}, 32) for s in subjects}
+def _same_image_loaders(models: list[PageModel], source: Source) -> dict[str, Iterable[Any]]:
+    """Return a loader of the source for each model, in batches of 32."""
+    crop = {key: models[0].config[key] for key in _CROP_KEYS}
+    return {m.name: eval_loader(source, {**m.config, **crop}, 32) for m in models}
 
 
-def _feature_evolutions(subjects: list[PageModel], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
-    """F_k of every layer of each model, on the same random batches of test images."""
-    source = open_test_images(subjects[0].model, data, root)
-    loaders = _loaders_for(subjects, source.subset(random_draws(len(source)).tolist()))
-    return {s.name: feature_evolution(s.model, images_on_device(loaders[s.name], s.model)) for s in subjects}
+def _feature_evolutions(models: list[PageModel], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
+    """Return F_k of every layer of each model, on the same random batches of test images."""
+    source = open_test_images(models[0].model, data, root)
+    loaders = _same_image_loaders(models, source.subset(random_draws(len(source)).tolist()))
+    return {m.name: feature_evolution(m.model, images_on_device(loaders[m.name], m.model)) for m in models}
 
 
-def _check_same_channels(subjects: list[PageModel]) -> None:
-    """Raises: UserError when models cannot be shown the same pictures."""
-    counts = [subject.config["input_size"][0] for subject in subjects]
-    if len(set(counts)) > 1:
-        said = ", ".join(f"{s.name} of {n}" for s, n in zip(subjects, counts, strict=True))
-        raise UserError(f"the models take images of other numbers of channels ({said}); give models of the same")
-
-
-def footer() -> str:
-    """What made the page, and when."""
-    made = f"isomorph {iso.__version__}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}"
-    return f"{made}. This file loads nothing."
-
-
-def say(
-    out: Path,
-    size: int,
-    sections: list[Section],
-    figures: Path | None,
-    json_: bool,
-    measured: Mapping[str, Any] | None = None,
-    tables: Sequence[Table] = (),
-) -> None:
-    """Prints what was measured and written, after writing the figures where they are wanted."""
-    drawn = save_figures(figures, sections) if figures else []
-    if json_:
-        written = {"out": str(out), "bytes": size, "figures": [str(path) for path in drawn]}
-        print(json.dumps({**written, **(measured or {})}))
-    else:
-        for table in tables:
-            print_table(table)
-            print()
-        more = f"\nfigures: {len(drawn)} files in {figures}" if figures else ""
-        print(f"page: {out}  ({size / 1e6:.2f} MB; open it in any browser){more}")
+def _check_same_channels(models: list[PageModel]) -> None:
+    """Raise UserError unless all models take images of the same number of channels."""
+    channels = [entry.config["input_size"][0] for entry in models]
+    if len(set(channels)) > 1:
+        counts = ", ".join(f"{m.name}: {n}" for m, n in zip(models, channels, strict=True))
+        raise UserError(f"the models differ in image channels ({counts}); give models with the same number")
 
 
 @app.command
@@ -138,59 +104,60 @@ def analyze(
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
-    """Take a model apart, or two side by side, and write one HTML page: attention under the pointer, and much more.
+    """Write an HTML page about a model, or two next to each other: attention maps of images, statistics, CKA, cost.
 
     Parameters
     ----------
     image
-        An image file to look at; may be given several times.
+        Image file whose attention maps are shown; may be given several times.
     against
-        Another model beside it: after recasting, after fine-tuning.
+        Second model to compare with, for example the same model after recasting or fine-tuning.
     out
-        The page: one file, which loads nothing.
+        File for the page, which needs no other file and no network.
     layers
-        Only attention layers that these globs match, like `blocks.1?.attn`.
+        Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
     data
-        Source of test images for CKA between layers; with --root alone, what the model was trained on.
+        Data source of test images for CKA between layers. With --root alone: the source the model was trained on.
     root
         Folder of that data.
     samples
-        Images for CKA, 4 at least.
+        Number of images for CKA, at least 4.
     evolution
-        With --data or --root: print and draw how fast features become the final ones (F_k of Refiner eq. 2, linear CKA,
-        mean of 10 random batches of 32).
+        With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
+        linear CKA, mean of 10 random batches of 32 images).
     robustness
-        Results of `isomorph robustness` (--out, or what --json printed) of the model, the other, or both.
+        Results of `isomorph robustness` (its --out file or its --json output) of MODEL, of --against, or of both.
     pretrained
-        Use the models' public weights.
+        Load the models' public weights; --no-pretrained analyzes random ones.
     size
         Height and width of the input; by default the model's own.
     figures
-        Folder for every chart as PDF and SVG.
+        Folder to save every chart in as PDF and SVG.
     megabytes
-        Size of the page that attention maps are thinned out for.
+        Target size of the page in megabytes; attention maps are subsampled to fit.
     speed
-        Measure images a second and peak memory too.
+        Also measure images per second and peak memory.
     """
     if samples < 4 or megabytes < 0.5:
         raise UserError("--samples must be at least 4 and --megabytes at least 0.5")
     if evolution and not (data or root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     given = [model, *([against] if against else [])]
-    names = unique_names(given)
-    wanted = zip(given, names, [weights, None], strict=False)
-    subjects = [open_subject(name, title, own, pretrained, device) for name, title, own in wanted]
-    _check_same_channels(subjects)
-    results = read_results(robustness, {s.name: weights_hash(s.model) for s in subjects}) if robustness else None
-    alike = size or subjects[0].config["input_size"][-2:]
-    subjects = [_resize_subject(s, alike) if s.config["input_size"][-2:] != alike else s for s in subjects]
-    pictures = open_images(image, dict(subjects[0].config))
-    batches = loaders_for(subjects, data, root, samples) if data or root else {}
-    with spinner("taking apart") as tell:
-        drawn = f"{samples} images of {data or default_data(subjects[0].model)}, drawn at random"
-        evolved = _feature_evolutions(subjects, data, root) if evolution else {}
-        extras = AnalyzeOptions(batches, drawn, evolved, results, speed, int((megabytes - 0.4) * 1e6), tell)
-        sections = analyze_sections(subjects, pictures, layers, extras)
-    written = write_page(out, " and ".join(s.name for s in subjects), lead_text(subjects, sections), sections, footer())
-    tables = [evolution_table(evolved)] if evolved else []
-    say(out, written, sections, figures, json_, {"evolution": evolved} if evolved else None, tables)
+    named = zip(given, unique_names(given), [weights, None], strict=False)
+    models = [open_page_model(name, title, own, pretrained, device) for name, title, own in named]
+    _check_same_channels(models)
+    results = read_results(robustness, {m.name: weights_hash(m.model) for m in models}) if robustness else None
+    common = size or models[0].config["input_size"][-2:]
+    models = [_resize(m, common) if m.config["input_size"][-2:] != common else m for m in models]
+    images = open_images(image, dict(models[0].config))
+    batches = open_image_loaders(models, data, root, samples) if data or root else {}
+    with spinner("analyzing") as show_step:
+        sampled = f"{samples} images of {data or default_data(models[0].model)}, drawn at random"
+        evolutions = _feature_evolutions(models, data, root) if evolution else {}
+        options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
+        sections = analyze_sections(models, images, layers, options)
+    title = " and ".join(m.name for m in models)
+    written = write_page(out, title, lead_text(models, sections), sections, page_footer())
+    tables = [evolution_table(evolutions)] if evolutions else []
+    measured = {"evolution": evolutions} if evolutions else None
+    save_figures_and_print(out, written, sections, figures, json_, measured, tables)

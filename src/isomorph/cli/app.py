@@ -1,4 +1,4 @@
-"""The application, and the options that several commands share."""
+"""The cyclopts application, and the options, limits and progress bars that commands share."""
 
 import functools
 import sys
@@ -36,7 +36,7 @@ app = App(
 
 
 def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
-    """A whole number as it was typed: cyclopts would round a fraction."""
+    """Parse a whole number. Raises: ValueError for a fraction, which cyclopts would round."""
     try:
         return int(tokens[0].value)
     except ValueError:
@@ -44,11 +44,16 @@ def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
 
 
 WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
-Json = Annotated[bool, Parameter(name="--json", negative="", help="Print plain JSON for machines.")]
-Model = Annotated[str, Parameter(help="A timm model, a checkpoint written by isomorph, or the folder of a run.")]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
+Model = Annotated[
+    str,
+    Parameter(help="Name of a timm model, a checkpoint written by isomorph (.safetensors), or the folder of a run."),
+]
 Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
-Weights = Annotated[Path | None, Parameter(help="Checkpoint of the base model instead of its public weights.")]
-Device = Annotated[str, Parameter(help="auto, cpu, cuda, cuda:1, ...")]
+Weights = Annotated[
+    Path | None, Parameter(help="Checkpoint to load into the timm model instead of its public weights.")
+]
+Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]
 
 
 LIMITS: dict[str, float] = {
@@ -68,11 +73,11 @@ LIMITS: dict[str, float] = {
     "size": 2**13,
     "workers": 256,
 }
-"""The largest number that an option takes, by its name, in every command."""
+"""Largest allowed value of every numeric option, by name; the same in all commands."""
 
 
 def check_limits(command: Command) -> Command:
-    """A command that rejects numbers beyond LIMITS, and those that are not finite, before it does anything."""
+    """Decorate a command so that values beyond LIMITS, infinite or NaN raise UserError before it runs."""
 
     @functools.wraps(command)
     def checked(*arguments: Any, **options: Any) -> None:
@@ -84,7 +89,7 @@ def check_limits(command: Command) -> Command:
 
 
 def _check_limit(name: str, value: Any, limit: float) -> None:
-    """Raises: UserError for a number, or one of several, that is not finite or beyond the limit."""
+    """Raise UserError if a number, or one of several, is not finite or is beyond the limit."""
     if isinstance(value, list | tuple):
         for number in value:
             _check_limit(name, number, limit)
@@ -93,35 +98,41 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
 
 
 def display_name(model: str, pretrained: bool) -> str:
-    """What a model is called in results: that its weights are random is part of it."""
+    """Return the name of a model in results, which says when its weights are random."""
     return model if pretrained else f"{model} (random weights)"
 
 
 def track_steps(steps: Iterable[T], title: str, total: int) -> Iterable[T]:
-    """Steps with a progress bar, on a terminal."""
+    """Iterate over steps and show a progress bar if stderr is a terminal."""
     console, quiet = Console(stderr=True), not sys.stderr.isatty()
     return track(steps, title, total, console=console, transient=True, disable=quiet)
 
 
 @contextmanager
 def spinner(title: str) -> Iterator[Callable[[str], None]]:
-    """A sign of life and the time it has taken, on a terminal, that is told what is being done."""
+    """Show a spinner with the elapsed time if stderr is a terminal.
+
+    Yields a function that takes the name of the current step.
+    """
     console, quiet = Console(stderr=True), not sys.stderr.isatty()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet) as shown:
-        task = shown.add_task(title)
-        yield lambda doing: shown.update(task, description=f"{title}: {doing}")
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task(title)
+        yield lambda step: bar.update(task, description=f"{title}: {step}")
 
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[float, int, str], None]]:
-    """A progress bar, on a terminal, that is told steps done, steps in all, and what is being done."""
+    """Show a progress bar if stderr is a terminal.
+
+    Yields a function that takes the number of finished steps, the number of all steps and the name of the current one.
+    """
     console, quiet = Console(stderr=True), not sys.stderr.isatty()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=quiet) as shown:
-        task = shown.add_task(title)
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task(title)
 
-        def tell(done: float, total: int, doing: str) -> None:
-            shown.update(task, completed=round(done, 1), total=total, description=doing)
+        def update(done: float, total: int, step: str) -> None:
+            bar.update(task, completed=round(done, 1), total=total, description=step)
 
-        yield tell
+        yield update

@@ -1,4 +1,4 @@
-"""The command that measures what models cost: bench."""
+"""The bench command."""
 
 import json
 import sys
@@ -31,32 +31,33 @@ def bench(
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
-    """What a model costs: parameters, MACs, activations, peak memory, images a second, by batch and resolution.
+    """Measure parameters, MACs, activations, peak memory and images per second, by batch size and image size.
 
     Parameters
     ----------
     model
-        A timm model (weights do not matter here), a checkpoint written by isomorph, or the folder of a run.
+        Name of a timm model (its weights are not loaded), a checkpoint written by isomorph, or the folder of a run.
     against
-        Other models, timed in turns with it in the same process; ratios are to the first.
+        Further models. All are timed by turns in one process; the ratios are relative to MODEL.
     batch_size
-        Images per batch, one or several.
+        Images per batch; several values give several rows.
     size
-        Height and width of the images, one pair or several (--size 160 160 --size 224 320); by default the model's own.
+        Height and width of the images; may be given several times (--size 160 160 --size 224 320). By default the
+        model's own.
     seconds
-        Time for each model at each size and batch, at least five passes.
+        Seconds of timing for each model, image size and batch size; at least five passes are timed.
     peak
-        Measure peak memory too, on a CPU in a process of its own.
+        Also measure peak memory; on a CPU this runs in a separate process.
     """
     names = [model, *(against or [])]
     if len(set(names)) < len(names):
-        raise UserError(f"{max(names, key=names.count)} is named twice; give --against other models")
-    nets = {name: open_model(name, weights if name == model else None, pretrained=False) for name in names}
-    sizes = size or [evaluation_config(nets[model])["input_size"][-2:]]
-    for net in nets.values():
+        raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
+    models = {name: open_model(name, weights if name == model else None, pretrained=False) for name in names}
+    sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
+    for net in models.values():
         net.to(open_runtime(device).device)
-    with progress_bar("measuring") as tell:
-        rows = list(cost_table(nets, sizes, batch_size, seconds, peak, tell))
+    with progress_bar("measuring") as update:
+        rows = list(cost_table(models, sizes, batch_size, seconds, peak, update))
     if json_:
         print(json.dumps(rows))
     else:

@@ -1,4 +1,4 @@
-"""Commands that list what there is: models, recipes, doctor."""
+"""The models, recipes and doctor commands."""
 
 import json
 import sys
@@ -20,16 +20,16 @@ from isomorph.report.terminal_tables import print_table, print_text_table
 
 @app.command(name="models")
 def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
-    """List the models that isomorph adds to timm, with their sizes.
+    """List the models that isomorph adds to timm, with their parameters and input size.
 
     Parameters
     ----------
     pattern
-        Glob over names.
+        Glob over model names, for example 'tdrl_*'.
     """
     names = [name for name in iso.models.names() if fnmatchcase(name, pattern)]
     if not names:
-        raise UserError(f"no model of isomorph matches {pattern!r}; it has {', '.join(iso.models.names())}")
+        raise UserError(f"no model of isomorph matches {pattern!r}; choose from {', '.join(iso.models.names())}")
     rows = []
     for name in names:
         with torch.device("meta"):
@@ -54,32 +54,38 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
         )
 
 
-recipes = App(name="recipes", help="List the recipes, or show one as an editable file.")
+recipes = App(name="recipes", help="List the recipes, or print one as YAML.")
 app.command(recipes)
 
 
 @recipes.default
 def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
-    """List recipes with their source and the number they should give.
+    """List recipes with their source and the result they should reach.
 
     Parameters
     ----------
     pattern
-        Glob over names, e.g. 'tcnn_*'.
+        Glob over recipe names, for example 'tcnn_*'.
     """
-    found = {name: recipe for name, recipe in RECIPES.items() if fnmatchcase(name, pattern)}
-    if not found:
-        raise UserError(f"no recipe matches {pattern!r}; a glob over names, like 'tcnn_*'")
+    matching = {name: recipe for name, recipe in RECIPES.items() if fnmatchcase(name, pattern)}
+    if not matching:
+        raise UserError(f"no recipe matches {pattern!r}; give a glob over names, for example 'tcnn_*'")
     if json_:
-        print(json.dumps(found, default=str))
+        print(json.dumps(matching, default=str))
     else:
-        rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in found.items())
+        rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in matching.items())
         print_text_table([["recipe", "source", "expected"], *rows])
 
 
 @recipes.command(name="show")
 def show_recipe(name: str, /) -> None:
-    """Print a recipe as YAML: redirect it to a file and edit it."""
+    """Print a recipe as YAML, to save to a file and edit.
+
+    Parameters
+    ----------
+    name
+        Name of the recipe, as listed by `isomorph recipes`.
+    """
     load_recipe(name)
     values = json.loads(json.dumps(recipe_values(name), default=str))
     print(yaml.safe_dump(values, sort_keys=False), end="")
@@ -87,7 +93,7 @@ def show_recipe(name: str, /) -> None:
 
 @app.command
 def doctor(*, json_: Json = False) -> None:
-    """Versions, devices, a torchvision that does not fit its torch, free disk."""
+    """Check versions, devices, free disk space, and that torchvision matches torch; exit with 1 on a problem."""
     lines = list(machine.examine())
     if json_:
         print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))

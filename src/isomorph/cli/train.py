@@ -6,10 +6,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 import isomorph as iso
-from isomorph.training.recipe.recipe import document_fields
 from isomorph.cli.app import app
 from isomorph.recipes import load_recipe, parse_overrides
 from isomorph.report.terminal_tables import metric_table, print_table
+from isomorph.training.recipe.recipe import document_fields
 
 
 @app.command
@@ -35,7 +35,9 @@ def demo(*, out: Path = Path("isomorph-demo.html")) -> None:
 def train(
     recipe: Annotated[str, Parameter(help="Name of a recipe (see `isomorph recipes`), or a .yaml or .toml file.")],
     /,
-    *fields: Annotated[str, Parameter(allow_leading_hyphen=True, help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")],
+    *fields: Annotated[
+        str, Parameter(allow_leading_hyphen=True, help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")
+    ],
 ) -> None:
     result = iso.train(load_recipe(recipe, parse_overrides(fields)))
     if result.leads:
