@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, write
-from isomorph.evaluation import count_macs, count_parameters
-from isomorph.layers.relative_attention import attend, attend_flex, spread
+from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.layers.relative_attention import attend_with_bias, attend_flex, expand_table
 
 NEAREST = dict(conv_stride_mode="1x1", conv_pool_type="max2", transformer_pool_type="max2")
 NEAREST |= dict(conv_attn_act_layer="gelu", head_hidden_size=0)
@@ -124,12 +124,12 @@ def attention_table(device, rounds, batches):
     for side, heads in ((7, 24), (14, 12), (24, 12), (32, 12)):
         q, k, v = torch.randn(3, middle(batches), heads, side**2, 32, device=device).unbind(0)
         table = torch.randn(heads, 2 * side - 1, 2 * side - 1, device=device)
-        bias = spread(table, (side, side))
+        bias = expand_table(table, (side, side))
         calls = {
             "no bias": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v),
-            "ours": lambda q=q, k=k, v=v, b=bias: attend(b, 0.0, q, k, v),
+            "ours": lambda q=q, k=k, v=v, b=bias: attend_with_bias(b, 0.0, q, k, v),
             "bias of three axes": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, attn_mask=b),
-            "making the bias": lambda t=table, s=side: spread(t, (s, s)),
+            "making the bias": lambda t=table, s=side: expand_table(t, (s, s)),
         }
         if flex:
             calls["flex"] = lambda q=q, k=k, v=v, t=table, s=side: flex(t, (s, s), q, k, v)
@@ -138,7 +138,7 @@ def attention_table(device, rounds, batches):
         q, k, v, bias = (t.clone().requires_grad_() for t in (q, k, v, bias))
         steps = {
             "torch's kernel, step": lambda q=q, k=k, v=v, b=bias: F.scaled_dot_product_attention(q, k, v, b[None]),
-            "ours, step": lambda q=q, k=k, v=v, b=bias: attend(b, 0.0, q, k, v),
+            "ours, step": lambda q=q, k=k, v=v, b=bias: attend_with_bias(b, 0.0, q, k, v),
         }
         go = torch.ones_like(q)
         times |= interleaved({n: lambda f=f, go=go: f().backward(go) for n, f in steps.items()}, device, rounds)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isomorph.data.imagenet_labels import FILE
+from isomorph.data.imagenet_labels import LABEL_FILE
 
 
 def kept(path: Path, wnids: list[str]) -> np.ndarray:
@@ -43,5 +43,5 @@ def pack(folder: Path) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    np.savez_compressed(FILE, allow_pickle=False, **pack(Path(sys.argv[1])))
-    print(f"wrote {FILE} ({FILE.stat().st_size:,} bytes)")
+    np.savez_compressed(LABEL_FILE, allow_pickle=False, **pack(Path(sys.argv[1])))
+    print(f"wrote {LABEL_FILE} ({LABEL_FILE.stat().st_size:,} bytes)")

@@ -24,13 +24,13 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from interleave import show, write
-from isomorph.data.corruptions.corrupt import EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, SEVERITIES, corrupt, seed_of
+from isomorph.data.corruptions.corrupt import EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, SEVERITIES, corrupt, corruption_seed
 from isomorph.data.corruptions.dataset import (
-    IMAGENET_FRAME,
-    Pictures,
+    IMAGENET_C_CROP,
+    CorruptedImages,
     fingerprint,
-    frame_of,
-    picture_loader,
+    image_transform,
+    image_loader,
 )
 from isomorph.data.formats.registry import open_source
 from isomorph.suites.robustness.scores import summary_lines
@@ -47,12 +47,12 @@ def package(pixels, name, severity, seed):
     return theirs(pixels, severity, name, **seeded)
 
 
-class Before(Pictures):
+class Before(CorruptedImages):
     """Pictures made as before: each cell decodes its images itself and takes imagecorruptions' forms."""
 
     def __getitem__(self, index):
         pixels = np.asarray(self.frame(self.source.image(index)))
-        seeds = (seed_of(self.corruption, severity, int(self.source.ids[index])) for severity in self.severities)
+        seeds = (corruption_seed(self.corruption, severity, int(self.source.ids[index])) for severity in self.severities)
         seen = [package(pixels, self.corruption, s, seed) for s, seed in zip(self.severities, seeds, strict=True)]
         return torch.from_numpy(np.stack(seen)).permute(0, 3, 1, 2), int(self.source.labels[index])
 
@@ -86,7 +86,7 @@ def seconds_of(dataset, model, options):
     """Seconds to show a model a dataset; without a model, to make the pictures."""
     start = time.perf_counter()
     with torch.inference_mode():
-        for pictures, _ in picture_loader(dataset, max(1, options.batch // len(dataset.severities)), options.workers):
+        for pictures, _ in image_loader(dataset, max(1, options.batch // len(dataset.severities)), options.workers):
             if model is not None:
                 model(pictures.flatten(0, 1).float() / 255)
     return time.perf_counter() - start
@@ -101,8 +101,8 @@ def scaled(form, source, frame, name, severities, model, options):
 
 def whole_job(source, config, model, options):
     """Seconds of all 95 cells, before and after in turn, corruption by corruption, with the model and without."""
-    frame = frame_of(config)
-    ways = {"before": (Before, [(severity,) for severity in SEVERITIES]), "after": (Pictures, [SEVERITIES])}
+    frame = image_transform(config)
+    ways = {"before": (Before, [(severity,) for severity in SEVERITIES]), "after": (CorruptedImages, [SEVERITIES])}
     totals = {way: [0.0, 0.0] for way in ways}
     for name in ALL:
         for way, (form, groups) in ways.items():
@@ -125,8 +125,8 @@ def speed(options):
     root = Path(os.environ.get("ISOMORPH_DATA", "data")) / "imagenet_samples"
     source = open_source("webdataset", "test", root)
     model = timm.create_model(options.model, pretrained=False).eval()
-    config = {**resolve_data_config({}, model=model), **IMAGENET_FRAME, "input_size": (3, 224, 224)}
-    frame = frame_of(config)
+    config = {**resolve_data_config({}, model=model), **IMAGENET_C_CROP, "input_size": (3, 224, 224)}
+    frame = image_transform(config)
     chosen = source.subset(np.linspace(0, len(source) - 1, min(options.slice, len(source))).astype(int))
     decoding = [milliseconds(lambda i=i: frame(chosen.image(i))) for i in range(len(chosen))]
     pictures = [np.asarray(frame(chosen.image(i))) for i in range(min(8, len(chosen)))]

@@ -13,7 +13,8 @@ import torch
 
 import isomorph as iso
 from interleave import show, write
-from isomorph.data import eval_loader, open_source
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
 from isomorph.report.figures import Line, Panel, panels_figure
 from study import final_rows, mean_line, of_kind
 

@@ -26,15 +26,11 @@ from containers import (
     pixels,
     write_tar,
 )
-from isomorph.data import (
-    Corrupted,
-    Noisy,
-    Source,
-    class_fraction,
-    open_source,
-)
+from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
 from isomorph.data.formats import tar_index as shards
-from isomorph.data.formats.naming import Names, says
+from isomorph.data.formats.naming import PackedStrings, contains_word
+from isomorph.data.formats.registry import open_source
+from isomorph.data.sources import Source, class_fraction
 
 pytestmark = pytest.mark.usefixtures("caches")
 
@@ -74,8 +70,8 @@ class TestEveryContainer:
         assert half.image(5).tobytes() == source.image(int(half.ids[5])).tobytes()
 
     def test_alterations_keep_their_draws(self, source):
-        noisy = Noisy(source, 0.2)
-        for part in (noisy.subset([9, 4]), Noisy(source.subset([9, 4]), 0.2)):
+        noisy = NoisySource(source, 0.2)
+        for part in (noisy.subset([9, 4]), NoisySource(source.subset([9, 4]), 0.2)):
             assert part.image(1).tobytes() == noisy.image(4).tobytes()
 
     def test_shards_cover_each_image_once(self, source):
@@ -122,7 +118,7 @@ def test_the_shared_imagenet_samples(data_root):
     assert len(set(source.labels.tolist())) == 500
     assert source.shards == [range(250), range(250, 500)]
     assert min(source.image(77).size) > 100
-    assert np.asarray(Corrupted(source.subset([7, 3]), "fog", 1).image(1)).shape[2] == 3
+    assert np.asarray(CorruptedSource(source.subset([7, 3]), "fog", 1).image(1)).shape[2] == 3
     with pytest.raises(iso.UserError, match="no shard for the train split"):
         open_source("webdataset", "train", data_root / "imagenet_samples")
 
@@ -136,7 +132,7 @@ class TestShardRuns:
         assert self.source.subset([]).shards == []
         assert self.source.subset([0, 3, 1]).shards is None
         assert self.source.subset([0, 3, 1]).subset([0, 2]).shards is None
-        assert Noisy(self.source, 0.1).subset([1, 2]).shards == [range(1), range(1, 2)]
+        assert NoisySource(self.source, 0.1).subset([1, 2]).shards == [range(1), range(1, 2)]
 
 
 class TestIndexCache:
@@ -238,7 +234,7 @@ class TestWrongTars:
     def test_an_unreadable_member_is_named(self, tmp_path):
         write_tar(tmp_path / "train.tar", [("cat/1.png", b"not an image"), ("cat/2.png", picture(0, 0))])
         source = open_source("tar", "train", tmp_path)
-        for broken in (source, source.subset([1, 0]).subset([1]), Noisy(source, 0.1)):
+        for broken in (source, source.subset([1, 0]).subset([1]), NoisySource(source, 0.1)):
             with pytest.raises(iso.UserError, match=r"cannot read .*train\.tar:cat/1\.png: .*; remove or replace it"):
                 broken.image(0)
 
@@ -315,12 +311,12 @@ class TestWrongTars:
 
 def test_long_lists_of_names_are_small():
     given = ["a/b.png", "", "ünï.jpg", os.fsdecode(b"\xff.png")]
-    names = Names.of(given)
+    names = PackedStrings.of(given)
     assert list(names) == given
     assert names[-1] == given[-1]
     with pytest.raises(IndexError):
         names[4]
-    large = Names.of(f"n01440764/n01440764_{i}.JPEG" for i in range(10_000))
+    large = PackedStrings.of(f"n01440764/n01440764_{i}.JPEG" for i in range(10_000))
     assert len(pickle.dumps(large)) < 40 * 10_000
 
 
@@ -330,4 +326,4 @@ def test_long_lists_of_names_are_small():
      ("interval-0.tar", "val", False), ("TRAIN0.tar", "train", True), ("latest-1.tar", "test", False)],
 )  # fmt: skip
 def test_words_in_names(name, word, answer):
-    assert says(name, word) is answer
+    assert contains_word(name, word) is answer

@@ -11,7 +11,7 @@ from timm.optim import param_groups_layer_decay
 
 import isomorph as iso
 from isomorph.checkpoints.model import load_weights
-from isomorph.evaluation import count_macs
+from isomorph.evaluation.cost import count_macs
 from isomorph.layers import GPSA, PSA
 from isomorph.models.convit import VARIANTS, checkpoint_filter_fn, public_state_dict
 

@@ -9,19 +9,19 @@ import torch
 from PIL import Image
 
 import isomorph as iso
-from isomorph.data import CATEGORIES, EXTRA, IMAGENET_C, Corrupted, Source, corrupt
 from isomorph.data.corruptions import corrupt as seam
-from isomorph.data.corruptions.cache import CellWriter, PictureCache, StoredPictures
-from isomorph.data.corruptions.corrupt import SEVERITIES, seed_of
+from isomorph.data.corruptions.cache import CellWriter, CorruptionCache, CachedImages
+from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, SEVERITIES, CorruptedSource, corrupt, corruption_seed
 from isomorph.data.corruptions.dataset import (
-    IMAGENET_FRAME,
-    Pictures,
-    frame_of,
-    picture_loader,
+    IMAGENET_C_CROP,
+    CorruptedImages,
+    image_transform,
+    image_loader,
 )
-from isomorph.data.corruptions.digital import blurring, mirrored, sampled
+from isomorph.data.corruptions.digital import gaussian_blur_matrix, mirror_indices, sample_bilinear
+from isomorph.data.sources import Source
 
-ALL = (*IMAGENET_C, *EXTRA)
+ALL = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
 DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression")
 DETERMINISTIC += ("gaussian_blur", "saturate")
 SAME_STREAM = ("gaussian_noise", "shot_noise", "speckle_noise", "glass_blur", "motion_blur", "snow", "frost", "fog")
@@ -55,7 +55,7 @@ def measured(corrupted, original):
 
 
 def test_categories_are_the_papers():
-    assert [len(names) for names in CATEGORIES.values()] == [3, 4, 4, 4]
+    assert [len(names) for names in CORRUPTION_CATEGORIES.values()] == [3, 4, 4, 4]
     assert len(set(ALL)) == 19
 
 
@@ -131,7 +131,7 @@ def test_a_corruption_is_a_function_of_picture_and_seed(name, shape):
 def test_severity_grows():
     """Away from the picture, for those whose constants grow evenly."""
     original = drawing(96)
-    for name in (*CATEGORIES["noise"], *DETERMINISTIC[:-1], "motion_blur", "speckle_noise"):
+    for name in (*CORRUPTION_CATEGORIES["noise"], *DETERMINISTIC[:-1], "motion_blur", "speckle_noise"):
         far = [np.abs(corrupt(original, name, s, 3).astype(int) - original).mean() for s in (1, 3, 5)]
         assert far[0] < far[1] < far[2], name
 
@@ -143,9 +143,9 @@ def test_a_picture_without_a_drop_stays_a_picture():
 
 
 def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
-    from isomorph.data.corruptions.weather import TEXTURES, frost, frost_texture
+    from isomorph.data.corruptions.weather import FROST_TEXTURES, frost, frost_texture
 
-    assert "frost6.jpg" not in TEXTURES
+    assert "frost6.jpg" not in FROST_TEXTURES
     black = np.zeros((400, 300, 3), np.uint8)
     for seed in range(5):
         seen = frost(black, 1, np.random.RandomState(seed))
@@ -155,7 +155,7 @@ def test_frost_never_takes_the_sixth_texture_and_fits_large_pictures():
 
 
 def test_replacing_at_once_is_replacing_one_by_one():
-    from isomorph.data.corruptions.blur import replaced
+    from isomorph.data.corruptions.blur import copy_nearby_pixels
 
     original = drawing(20)
     for reach in (1, 2, 3):
@@ -164,7 +164,7 @@ def test_replacing_at_once_is_replacing_one_by_one():
             for column in range(20 - reach, reach, -1):
                 right, down = draws.randint(-reach, reach, size=2)
                 slow[row, column] = slow[row + down, column + right]
-        assert np.array_equal(replaced(original, reach, np.random.RandomState(reach)), slow)
+        assert np.array_equal(copy_nearby_pixels(original, reach, np.random.RandomState(reach)), slow)
 
 
 def test_sampling_and_blurring_are_scipys():
@@ -174,22 +174,22 @@ def test_sampling_and_blurring_are_scipys():
     picture = rng.random((9, 12, 3))
     rows, columns = rng.uniform(-12, 25, (2, 6, 7))
     expected = [map_coordinates(picture[..., c], [rows, columns], order=1, mode="reflect") for c in range(3)]
-    np.testing.assert_allclose(sampled(picture, rows, columns), np.stack(expected, -1), atol=1e-6)
+    np.testing.assert_allclose(sample_bilinear(picture, rows, columns), np.stack(expected, -1), atol=1e-6)
     expected = gaussian_filter(picture[..., 0], 4.5, mode="reflect", truncate=3)
-    np.testing.assert_allclose(blurring(9, 4.5) @ picture[..., 0] @ blurring(12, 4.5).T, expected, atol=1e-12)
-    assert mirrored(np.arange(-3, 6), 3).tolist() == [2, 1, 0, 0, 1, 2, 2, 1, 0]
+    np.testing.assert_allclose(gaussian_blur_matrix(9, 4.5) @ picture[..., 0] @ gaussian_blur_matrix(12, 4.5).T, expected, atol=1e-12)
+    assert mirror_indices(np.arange(-3, 6), 3).tolist() == [2, 1, 0, 0, 1, 2, 2, 1, 0]
 
 
 def test_errors_are_one_clear_line(monkeypatch):
     source = Source([Image.new("RGB", (31, 40))], [0], ["a"])
     with pytest.raises(iso.UserError, match="'gausian_noise' is unknown; did you mean gaussian_noise"):
-        Corrupted(source, "gausian_noise", 3)
+        CorruptedSource(source, "gausian_noise", 3)
     with pytest.raises(iso.UserError, match="'rain' is unknown"):
-        Corrupted(source, "rain", 3)
+        CorruptedSource(source, "rain", 3)
     with pytest.raises(iso.UserError, match="severity 0 is not in 1 to 5"):
-        Corrupted(source, "fog", 0)
+        CorruptedSource(source, "fog", 0)
     with pytest.raises(iso.UserError, match="32 px at least; this one is 31 x 40"):
-        Corrupted(source, "fog", 1).image(0)
+        CorruptedSource(source, "fog", 1).image(0)
     seam.corrupters.cache_clear()
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     with pytest.raises(iso.UserError, match=r"pip install 'isomorph\[corruptions\]'"):
@@ -207,33 +207,33 @@ CONFIG = dict(input_size=(3, 32, 32), mean=(0.5,) * 3, std=(0.5,) * 3, interpola
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_workers_and_subsets_change_nothing(workers):
-    source, frame = source_of(), frame_of(CONFIG)
-    whole = Pictures(source, frame, "impulse_noise", (2, 5))
-    (images, labels), *rest = picture_loader(whole, 6, workers)
+    source, frame = source_of(), image_transform(CONFIG)
+    whole = CorruptedImages(source, frame, "impulse_noise", (2, 5))
+    (images, labels), *rest = image_loader(whole, 6, workers)
     assert not rest
     assert images.shape == (6, 2, 3, 32, 32)
     assert labels.tolist() == [0, 1, 2, 0, 1, 2]
-    part = Pictures(source.subset([4, 1]), frame, "impulse_noise", (5,))
-    (some, _), *_ = picture_loader(part, 6, workers)
+    part = CorruptedImages(source.subset([4, 1]), frame, "impulse_noise", (5,))
+    (some, _), *_ = image_loader(part, 6, workers)
     assert torch.equal(some[:, 0], images[[4, 1], 1])
-    other = Pictures(source, frame, "impulse_noise", (2, 5), seed=1)
+    other = CorruptedImages(source, frame, "impulse_noise", (2, 5), seed=1)
     assert not torch.equal(other[0][0], images[0])
 
 
 def test_pictures_are_framed_then_corrupted():
     source = source_of(1, 70)
-    frame = frame_of({**CONFIG, **IMAGENET_FRAME, "input_size": (3, 56, 56)})
+    frame = image_transform({**CONFIG, **IMAGENET_C_CROP, "input_size": (3, 56, 56)})
     framed = frame(source.image(0))
     assert framed.size == (56, 56)
     expected = source.image(0).resize((64, 64), Image.Resampling.BILINEAR).crop((4, 4, 60, 60))
     assert np.array_equal(np.asarray(framed), np.asarray(expected))
-    seen = Pictures(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
-    assert np.array_equal(seen, corrupt(np.asarray(framed), "fog", 3, seed_of("fog", 3, 0)))
+    seen = CorruptedImages(source, frame, "fog", (3,))[0][0][0].permute(1, 2, 0).numpy()
+    assert np.array_equal(seen, corrupt(np.asarray(framed), "fog", 3, corruption_seed("fog", 3, 0)))
 
 
 def test_stored_pictures_are_the_pictures_or_none(tmp_path):
-    pictures = Pictures(source_of(), frame_of(CONFIG), "fog", (1, 4))
-    cache = PictureCache(tmp_path / "kept", {"source": "a"}, 6, (32, 32))
+    pictures = CorruptedImages(source_of(), image_transform(CONFIG), "fog", (1, 4))
+    cache = CorruptionCache(tmp_path / "kept", {"source": "a"}, 6, (32, 32))
     assert cache.stored("fog", 1) is None
     half = CellWriter(cache, "fog", (1, 4))
     half.add(pictures[0][0][None])
@@ -245,9 +245,9 @@ def test_stored_pictures_are_the_pictures_or_none(tmp_path):
     assert cache.stored("fog", 1) is None  # written, not finished
     writer.finish()
     cells = [cache.stored("fog", severity) for severity in (1, 4)]
-    kept = StoredPictures(cells, pictures.source.labels)
+    kept = CachedImages(cells, pictures.source.labels)
     assert all(torch.equal(kept[i][0], pictures[i][0]) and kept[i][1] == pictures[i][1] for i in range(6))
-    assert PictureCache(tmp_path / "kept", {"source": "b"}, 6, (32, 32)).stored("fog", 1) is None
+    assert CorruptionCache(tmp_path / "kept", {"source": "b"}, 6, (32, 32)).stored("fog", 1) is None
     raw = cache.paths("fog", 4)[0]
     block = bytearray(raw.read_bytes())
     block[5000] ^= 1
@@ -259,9 +259,9 @@ def test_stored_pictures_are_the_pictures_or_none(tmp_path):
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_it_fills_the_disk(tmp_path):
-    cache = PictureCache(tmp_path, {}, 10**9, (224, 224))
+    cache = CorruptionCache(tmp_path, {}, 10**9, (224, 224))
     with pytest.raises(iso.UserError, match=r"the cache needs 140\d+\.\d GiB"):
         cache.refuse_full_disk(1)
     (tmp_path / "file").write_text("")
     with pytest.raises(iso.UserError, match="cannot write the cache"):
-        PictureCache(tmp_path / "file", {}, 1, (32, 32))
+        CorruptionCache(tmp_path / "file", {}, 1, (32, 32))

@@ -12,11 +12,11 @@ import isomorph as iso
 import references
 from isomorph.cli import main
 from isomorph.evaluation.cost import count_branches, count_macs, count_pass
-from isomorph.evaluation.cost_tables import cost_table, fixed_cost, pyramid_cost
-from isomorph.evaluation.input_sizes import at_size
+from isomorph.evaluation.cost_tables import cost_table, static_cost, pyramid_cost
+from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
 from isomorph.evaluation.saved_memory import saved_bytes
-from isomorph.evaluation.speed import speeds
+from isomorph.evaluation.speed import measure_speeds
 from isomorph.report.cost_tables import batch_cost_table, cost_problems, pass_cost_table
 
 
@@ -76,7 +76,7 @@ class TestMacs:
         assert count_pass(joint, (4, 8)).image == 4 * 3 * 64
 
     def test_other_models_cost_nothing_a_step(self):
-        row = fixed_cost(timm.create_model("cifar_resnet20"), (3, 32, 32))
+        row = static_cost(timm.create_model("cifar_resnet20"), (3, 32, 32))
         assert row["step_macs"] == 0
         assert "branch_macs" not in row
         assert pass_cost_table([{"model": "cnn", "height": 32, "width": 32, **row}]) == []
@@ -183,13 +183,13 @@ def test_speeds_take_turns_and_have_quartiles():
             order.append(self.out_features)
             return super().forward(x)
 
-    found = speeds({"a": Notes(4, 1), "b": Notes(4, 2)}, (4,), batch_size=3, seconds=0.0, least=4)
+    found = measure_speeds({"a": Notes(4, 1), "b": Notes(4, 2)}, (4,), batch_size=3, seconds=0.0, least=4)
     assert order == [1, 1, 2, 2] + [1, 2] * 4
     for speed in found.values():
         assert speed.runs == 4
         assert 0 < speed.low <= speed.median <= speed.high
     with pytest.raises(iso.UserError, match="batches of 0"):
-        speeds({"a": nn.Linear(2, 2)}, (2,), batch_size=0)
+        measure_speeds({"a": nn.Linear(2, 2)}, (2,), batch_size=0)
 
 
 def test_rows_scale_with_the_resolution():
@@ -215,11 +215,11 @@ def test_every_step_is_told_in_words():
 
 def test_a_size_that_a_model_does_not_take_is_said():
     vit = small_vit()
-    assert at_size(vit, (32, 32)) is vit
-    assert at_size(vit, (64, 32))(torch.zeros(1, 3, 64, 32)).shape == (1, 1000)
+    assert fit_to_size(vit, (32, 32)) is vit
+    assert fit_to_size(vit, (64, 32))(torch.zeros(1, 3, 64, 32)).shape == (1, 1000)
     assert vit.patch_embed.grid_size == (2, 2)
     with pytest.raises(iso.UserError, match="takes no images of 5 x 5"):
-        at_size(vit, (5, 5))
+        fit_to_size(vit, (5, 5))
     with pytest.raises(iso.UserError, match="must be positive"):
         list(cost_table({"vit": vit}, [(0, 32)]))
 
@@ -243,7 +243,7 @@ class TestCommand:
         iso.save(wide, tmp_path / "wide.safetensors")
         with pytest.raises(SystemExit, match="0"):
             main(f"bench {tmp_path / 'wide.safetensors'} --batch-size 1 --seconds 0 --no-peak".split())
-        assert "training: an image" in capsys.readouterr().out
+        assert "training: per image" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("arguments", "said"),

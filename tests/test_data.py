@@ -11,27 +11,18 @@ from PIL.PngImagePlugin import PngInfo
 from timm.data import resolve_data_config
 
 import isomorph as iso
-from isomorph.data import (
-    Corrupted,
-    Deals,
-    Noisy,
-    Order,
-    Share,
-    Source,
-    class_fraction,
-    eval_loader,
-    first_classes,
-    open_source,
-    train_loader,
-    train_transform,
-)
+from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader, train_loader, train_transform
+from isomorph.data.sampler import TrainSampler, BatchOrder, BatchParts
+from isomorph.data.sources import Source, class_fraction, first_classes
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
 
 
 def deals(source, batch, seed=0):
     """One epoch of full batches."""
-    return Deals(Order(len(source), batch, seed), 1)
+    return TrainSampler(BatchOrder(len(source), batch, seed), 1)
 
 
 @pytest.fixture
@@ -133,27 +124,27 @@ def test_corruptions_are_a_function_of_the_image(data_root):
     source = open_source("cifar10", "test").subset(range(4))
     for name in ("gaussian_noise", "glass_blur", "impulse_noise", "fog", "contrast"):
         np.random.seed(1)
-        first = np.asarray(Corrupted(source, name, 3).image(2))
+        first = np.asarray(CorruptedSource(source, name, 3).image(2))
         np.random.seed(2)
-        again = np.asarray(Corrupted(source, name, 3).image(2))
+        again = np.asarray(CorruptedSource(source, name, 3).image(2))
         assert np.array_equal(first, again), name
         assert not np.array_equal(first, np.asarray(source.image(2))), name
     with pytest.raises(iso.UserError, match="'rain' is unknown"):
-        Corrupted(source, "rain", 3)
+        CorruptedSource(source, "rain", 3)
     with pytest.raises(iso.UserError, match="severity 6"):
-        Corrupted(source, "fog", 6)
+        CorruptedSource(source, "fog", 6)
 
 
 def test_altered_sources_stay_altered_and_keep_their_draws():
     source = open_source("digits", "test")
-    noisy = Noisy(source, 0.3)
+    noisy = NoisySource(source, 0.3)
     part = noisy.subset([5, 7])
     assert np.array_equal(np.asarray(part.image(1)), np.asarray(noisy.image(7)))
     assert np.array_equal(np.asarray(class_fraction(noisy, 1.0).image(3)), np.asarray(noisy.image(3)))
-    twice = Noisy(noisy, 0.0)
+    twice = NoisySource(noisy, 0.0)
     assert np.abs(np.asarray(twice.image(3), int) - np.asarray(noisy.image(3), int)).max() <= 1  # rounding
     with pytest.raises(iso.UserError, match="32 px at least"):
-        Corrupted(source, "fog", 1).image(0)
+        CorruptedSource(source, "fog", 1).image(0)
 
 
 def test_two_loaders_of_one_source_do_not_mix():
@@ -212,7 +203,7 @@ def test_noise_has_the_given_strength():
     grey = source.subset(range(3))
     grey.pictures = [Image.new("RGB", (64, 64), (128,) * 3)] * 3
     grey.ids = range(3)
-    noisy = Noisy(grey, 0.1)
+    noisy = NoisySource(grey, 0.1)
     assert np.asarray(noisy.image(0)).std() / 255 == pytest.approx(0.1, rel=0.03)
     assert np.array_equal(np.asarray(noisy.image(1)), np.asarray(noisy.image(1)))
     assert not np.array_equal(np.asarray(noisy.image(0)), np.asarray(noisy.image(1)))
@@ -235,11 +226,11 @@ def test_training_batches_follow_the_seed_and_are_full():
 def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
     """Processes, parts, workers and interruptions: the batch of a step is a function of seed and step."""
     source = open_source("digits", "train").subset(range(50))
-    order = Order(len(source), 16, seed=3)
+    order = BatchOrder(len(source), 16, seed=3)
     transform = train_transform(CONFIG, 2, hflip=0.5, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5)
-    whole = [images for images, _, _ in train_loader(source, transform, Deals(order, 2))]
-    shares = [Share(range(part, part + 1), parts) for part in range(parts)]
-    loaders = [train_loader(source, transform, Deals(order, 2, 2, share), workers) for share in shares]
+    whole = [images for images, _, _ in train_loader(source, transform, TrainSampler(order, 2))]
+    shares = [BatchParts(range(part, part + 1), parts) for part in range(parts)]
+    loaders = [train_loader(source, transform, TrainSampler(order, 2, 2, share), workers) for share in shares]
     for step, dealt in enumerate(zip(*loaders, strict=True), start=2):
         together = torch.stack([images for images, _, _ in dealt], 1).flatten(0, 1)
         assert torch.equal(together, whole[step])
@@ -247,7 +238,7 @@ def test_a_step_sees_the_same_images_whoever_shares_it_out(parts, workers):
 
 
 def test_an_epoch_sees_every_image_once_and_epochs_differ():
-    order = Order(48, 16, seed=1)
+    order = BatchOrder(48, 16, seed=1)
     epochs = [order.epoch(epoch)[0] for epoch in range(2)]
     assert all(epoch.sort().values.tolist() == list(range(48)) for epoch in epochs)
     assert not torch.equal(*epochs)
@@ -256,13 +247,13 @@ def test_an_epoch_sees_every_image_once_and_epochs_differ():
 
 def test_shards_are_shuffled_within_a_window():
     shards = [range(10), range(10, 25), range(25, 30), range(30, 41)]
-    order = Order(41, 1, shards=shards, window=2).epoch(0)[0].tolist()
+    order = BatchOrder(41, 1, shards=shards, window=2).epoch(0)[0].tolist()
     assert sorted(order) == list(range(41))
     of = [next(i for i, shard in enumerate(shards) if image in shard) for image in order]
     first = set(of[: sum(len(shards[i]) for i in set(of[:2]))]) if len(set(of[:2])) == 2 else set(of[:12])
     assert len(first) == 2
     with pytest.raises(iso.UserError, match="needs data in shards"):
-        Order(41, 1, window=2)
+        BatchOrder(41, 1, window=2)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -318,7 +309,7 @@ def test_repeated_augmentation_shows_every_drawn_image_so_often():
     source = open_source("digits", "train").subset(range(64))
     marked = Source(source.pictures, list(range(64)), [str(i) for i in range(64)])
     config = dict(input_size=(3, 8, 8), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bicubic")
-    loader = train_loader(marked, train_transform(config, scale=(0.2, 1.0)), Deals(Order(64, 32, repeats=3), 2))
+    loader = train_loader(marked, train_transform(config, scale=(0.2, 1.0)), TrainSampler(BatchOrder(64, 32, repeats=3), 2))
     batches = list(loader)
     labels = torch.cat([labels for _, labels, _ in batches[:2]])
     images = torch.cat([images for images, _, _ in batches])

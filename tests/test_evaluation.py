@@ -10,7 +10,10 @@ from torch import nn
 from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 import isomorph as iso
-from isomorph.evaluation import SetTally, Tally, added, count_macs, count_parameters, evaluate, throughput
+from isomorph.evaluation.accuracy import evaluate
+from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.evaluation.speed import throughput
+from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts, sum_counts
 
 
 class Says(nn.Module):
@@ -60,43 +63,43 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
     labels[::7] = -1
     tallies = []
     for part in (slice(0, 110), slice(110, 111), slice(111, 300)):
-        tallies.append(Tally(classes))
+        tallies.append(PredictionCounts(classes))
         for batch, answers in zip(logits[part].split(64), labels[part].split(64), strict=True):
             tallies[-1].add(batch, answers)
     real = labels >= 0
-    found, expected = added(tallies).metrics(), slow_metrics(logits[real], labels[real])
+    found, expected = sum_counts(tallies).metrics(), slow_metrics(logits[real], labels[real])
     assert found == pytest.approx(expected, rel=1e-5)
     theirs = multiclass_calibration_error(logits[real].softmax(-1), labels[real], classes, n_bins=15)
     if logits.softmax(-1).max() < 1:  # they give a confidence of exactly 1 a bin of its own
         assert found["ece"] == pytest.approx(100 * theirs.item(), rel=1e-5)
-    whole = added(tallies)
+    whole = sum_counts(tallies)
     per_class = multiclass_accuracy(logits[real], labels[real], classes, average=None)
     assert torch.allclose(whole.right / whole.seen, per_class)
 
 
 def test_certainty_is_in_the_last_bin():
-    found = Tally(2)
+    found = PredictionCounts(2)
     found.add(torch.tensor([[100.0, 0], [100.0, 0], [3.0, 0]]), torch.tensor([0, 1, 0]))
     confidence = torch.tensor([3.0, 0]).softmax(0)[0].item()
     assert found.metrics()["ece"] == pytest.approx(100 * abs(2 + confidence - 2) / 3, rel=1e-5)
 
 
 def test_what_is_kept_does_not_grow_with_the_images():
-    found = Tally(1000)
+    found = PredictionCounts(1000)
     for _ in range(3):
         found.add(torch.randn(50, 1000), torch.randint(1000, (50,)))
         assert sum(kept.numel() for kept in vars(found).values()) == 3 * 1000 + 3 * 15 + 1
 
 
 def test_several_right_labels_or_none():
-    found = SetTally()
+    found = MultiLabelCounts()
     sure = torch.eye(4)
     found.add(sure, torch.tensor([[0, -1, -1], [2, 1, 3], [-1, -1, -1], [0, 1, -1]]))
     assert found.metrics() == {"top1": pytest.approx(100 * 2 / 3), "images": 3}
     with pytest.raises(iso.UserError, match="no image has a label"):
-        SetTally().metrics()
+        MultiLabelCounts().metrics()
     with pytest.raises(iso.UserError, match="no image has a label"):
-        Tally(3).metrics()
+        PredictionCounts(3).metrics()
 
 
 def test_too_few_classes_and_empty_loaders_are_said():

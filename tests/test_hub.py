@@ -16,7 +16,8 @@ from containers import (
     as_saved,
     dataset,
 )
-from isomorph.data import open_source, open_stream
+from isomorph.data.formats.registry import open_source
+from isomorph.data.streams.stream import open_stream
 
 pytestmark = pytest.mark.usefixtures("caches")
 
@@ -117,7 +118,7 @@ class TestStream:
     @pytest.mark.parametrize("skip", [0, 1, 6, 99])
     def test_skipping_resumes(self, stream, skip, monkeypatch):
         whole = list(stream.samples(2, 1, 1, 2))
-        monkeypatch.setattr("isomorph.data.streams.source.decode", None)
+        monkeypatch.setattr("isomorph.data.streams.stream.decode", None)
         assert list(stream.samples(2, 1, 1, 2, skip)) == whole[skip:]
 
     def test_pickles_and_shares_once_in_workers(self, stream):

@@ -13,7 +13,7 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 import isomorph as iso
-from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, Corrupted
+from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, CorruptedSource
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
 from isomorph.suites.robustness import results as robustness_journal
@@ -170,7 +170,7 @@ def test_cells_are_what_evaluate_says(net):
     assert len(found["cells"]) == 6
     clean = iso.evaluate(net, eval_loader(source, config))
     for cell, seen in [(found["clean"], source)] + [
-        (cell, Corrupted(source, cell["corruption"], cell["severity"])) for cell in found["cells"]
+        (cell, CorruptedSource(source, cell["corruption"], cell["severity"])) for cell in found["cells"]
     ]:
         expected = clean if seen is source else iso.evaluate(net, eval_loader(seen, config))
         assert {*expected} <= {*cell}
@@ -513,14 +513,14 @@ def test_what_is_missing_is_said(published, tmp_path):
 
 
 def test_the_package_is_asked_for_before_anything_is_written(net, tmp_path, monkeypatch):
-    from isomorph.data.corruptions.corrupt import corrupters
+    from isomorph.data.corruptions.corrupt import corruption_functions
 
-    corrupters.cache_clear()
+    corruption_functions.cache_clear()
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     with pytest.raises(iso.UserError, match="pip install"):
         iso.robustness(net, source_of(), out=tmp_path / "cells.jsonl")
     assert not list(tmp_path.iterdir())
-    corrupters.cache_clear()
+    corruption_functions.cache_clear()
 
 
 def test_the_command(tmp_path, data_root, capsys):

@@ -305,12 +305,12 @@ def test_a_picture_beside_the_validation_images_is_none_of_them(tmp_path):
 
 def test_a_vit_is_fitted_to_other_sizes():
     vit = timm.create_model("vit_tiny_patch16_224", depth=1, num_classes=5).eval()
-    fitted = iso.evaluation.at_size(vit, (64, 96))
+    fitted = iso.evaluation.fit_to_size(vit, (64, 96))
     assert fitted(torch.zeros(1, 3, 64, 96)).shape == (1, 5)
     assert vit.pos_embed.shape != fitted.pos_embed.shape
-    assert iso.evaluation.at_size(vit, (224, 224)) is vit
+    assert iso.evaluation.fit_to_size(vit, (224, 224)) is vit
     with pytest.raises(iso.UserError, match=r"takes no images of 8 x 96: "):
-        iso.evaluation.at_size(vit, (8, 96))
+        iso.evaluation.fit_to_size(vit, (8, 96))
 
 
 def wrong(tmp_path, case):

@@ -1,4 +1,4 @@
-"""The command that shows a model corrupted pictures: robustness."""
+"""The robustness command."""
 
 import json
 from pathlib import Path
@@ -55,49 +55,50 @@ def robustness(
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
-    """Accuracy under ImageNet-C's corruptions: by corruption, category and severity, and mCE.
+    """Measure accuracy under the corruptions of ImageNet-C, by corruption, category and severity, and mCE.
 
     Parameters
     ----------
     suite
-        imagenet-c, or cifar-c: the published arrays of CIFAR-10-C or CIFAR-100-C, with --folder.
+        imagenet-c, or cifar-c for the published CIFAR-10-C or CIFAR-100-C, which needs --folder.
     data
-        Clean images, corrupted on the fly: as in evaluate. With --folder: the clean images for the relative mCE.
+        Data source of the clean images to corrupt: cifar10, cifar100, digits or imagefolder; by default the one the
+        model was trained on. With --folder: the clean images, for the relative mCE.
     folder
-        The published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG), or CIFAR-C (CORRUPTION.npy, labels.npy), instead
-        of corrupting on the fly.
+        Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
+        instead of corrupting clean images.
     corruption
-        Only these (--corruption fog --corruption snow).
+        Corruption to use; may be given several times (--corruption fog --corruption snow). By default all 15.
     severity
-        Only these, of 1 to 5.
+        Severity to use, from 1 to 5; may be given several times. By default all.
     extra
-        The four further corruptions too: speckle_noise, gaussian_blur, spatter, saturate.
+        Also use the four extra corruptions speckle_noise, gaussian_blur, spatter and saturate.
     out
-        File of finished cells, a line each; a second call goes on from there.
+        File for the results of finished cells (a corruption at a severity), one per line. The command resumes from it.
     baseline
-        Another model's --out or --json file: the gain beside it.
+        File of another model's results (--out or --json) to compare with.
     cache
-        Folder that keeps corrupted pictures for the next model: 150 KB each at 224 px.
+        Folder to store corrupted images in for further models: about 150 KB per image and cell at 224 px.
     limit
-        Only so many images, evenly spaced.
+        Use only this many images, evenly spaced.
     partial
-        Allow a part of ImageNet's classes; labels go by the names of the classes.
+        Accept data with only some of ImageNet's classes; labels follow from the class names.
     seed
-        Of the corruptions.
+        Seed of the random corruptions.
     size
-        Height and width of the pictures; by default 224 x 224 for 1000 classes, else the model's own.
+        Height and width of the images; by default 224 224 for models of 1000 classes, else the model's own.
     classes
-        Only the first so many classes of the data, as data.classes in training.
+        Use only the first N classes of the data, as data.classes does in training.
     pretrained
-        Use the model's public weights; --no-pretrained leaves it with random ones.
+        Load the model's public weights; --no-pretrained evaluates random ones.
     batch_size
-        Pictures per step.
+        Images per batch.
     workers
-        Processes that decode and corrupt.
+        Number of processes that load and corrupt images; 0 uses the main process.
     """
     check_pretrained_option(model, weights, pretrained)
     if published := open_published(suite, folder and folder.expanduser()):
-        published.refuse_missing(wanted_cells(corruption or None, severity or SEVERITIES, extra))
+        published.check_files(wanted_cells(corruption or None, severity or SEVERITIES, extra))
     net = open_model(model, weights, pretrained)
     source = None if folder and data is None else open_test_images(net, data, root, classes)
     net.to(open_runtime(device).device)
@@ -110,9 +111,9 @@ def robustness(
         name=display_name(model, pretrained),
         partial=partial,
     )
-    options |= {key: kept for key, kept in (("corruptions", corruption), ("severities", severity)) if kept}
-    with progress_bar("cells") as tell:
-        result = iso.robustness(net, source, suite, progress=tell, **options)
+    options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}
+    with progress_bar("cells") as update:
+        result = iso.robustness(net, source, suite, progress=update, **options)
     if json_:
         print(json.dumps(result))
         return

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-FILE = Path(__file__).with_name("imagenet_labels.npz")
+LABEL_FILE = Path(__file__).with_name("imagenet_labels.npz")
 """Made from the published files by benchmarks/imagenet_labels.py."""
 
 
@@ -33,13 +33,13 @@ class ImageNetLabels:
 @lru_cache(maxsize=1)
 def imagenet_labels() -> ImageNetLabels:
     """The label file, read once."""
-    with np.load(FILE, allow_pickle=False) as file:
+    with np.load(LABEL_FILE, allow_pickle=False) as file:
         wnids = tuple(file["wnids"].astype(str).tolist())
         kept = {name: file[name.replace("-", "_")].astype(np.int64) for name in ("imagenet-a", "imagenet-r")}
-        return ImageNetLabels(wnids, kept, _filled_up(file["real"], file["real_counts"]))
+        return ImageNetLabels(wnids, kept, _pad_rows(file["real"], file["real_counts"]))
 
 
-def _filled_up(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _pad_rows(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Lists of these lengths, one after another, as rows of a table. Shape: (sum of counts,), (n,) -> (n, longest)"""
     table = np.full((len(counts), int(counts.max(initial=0))), -1, np.int64)
     table[np.arange(table.shape[1]) < counts[:, None]] = values

@@ -15,10 +15,10 @@ from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from isomorph.data.sources import Chosen, Picture, Source, first_line
+from isomorph.data.sources import ImageLike, ImageSubset, Source, first_line
 from isomorph.errors import UserError
 
-UNLOADABLE = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
+_LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
 """What loading a damaged file of tensors may raise."""
 
 
@@ -38,7 +38,7 @@ class MapLabels(NamedTuple):
         return MapLabels(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
 
 
-def traced(transform: Any, image: Image.Image) -> tuple[Any, Tensor, bool]:
+def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tensor, bool]:
     """What timm's training transform makes of an image, the box that it cut out, and whether it flipped it.
 
     The draws are those of the transform itself, so the image is the same to the last bit.
@@ -49,7 +49,7 @@ def traced(transform: Any, image: Image.Image) -> tuple[Any, Tensor, bool]:
     boxes, flipped = [], False
     for step in getattr(transform, "transforms", ()):
         if isinstance(step, RandomResizedCropAndInterpolation):
-            image, box = crop(step, image)
+            image, box = _random_resized_crop(step, image)
             boxes.append(box)
         elif isinstance(step, transforms.RandomHorizontalFlip):
             flipped = bool(torch.rand(1) < step.p)
@@ -61,7 +61,7 @@ def traced(transform: Any, image: Image.Image) -> tuple[Any, Tensor, bool]:
     return image, boxes[0], flipped
 
 
-def crop(step: RandomResizedCropAndInterpolation, image: Image.Image) -> tuple[Image.Image, Tensor]:
+def _random_resized_crop(step: RandomResizedCropAndInterpolation, image: Image.Image) -> tuple[Image.Image, Tensor]:
     """A crop as the step draws it, resized, and its box as shares of the image. Shape: -> image, (4,)"""
     top, left, height, width = step.get_params(image, step.scale, step.ratio)
     known = step.interpolation
@@ -70,7 +70,7 @@ def crop(step: RandomResizedCropAndInterpolation, image: Image.Image) -> tuple[I
     return functional.resized_crop(image, top, left, height, width, step.size, interpolation), box
 
 
-class MappedSource(Source):
+class LabelMapSource(Source):
     """A source whose labels are maps too: `folder/class/image.pt` for `class/image.jpg`, a tensor (2, K, H, W).
 
     Source: Jiang et al. (2021), the files of the authors
@@ -80,8 +80,8 @@ class MappedSource(Source):
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
         super().__init__(source.pictures, source.labels, source.classes, source.shards)
         self.ids, self.folder, self.num_classes = source.ids, folder, num_classes
-        refuse_missing(folder, self.map_names())
-        self.shape = _load_map(self.map_path(0), num_classes).shape
+        _check_files_exist(folder, self.map_names())
+        self.shape = _load_label_map(self.map_path(0), num_classes).shape
 
     def map_names(self) -> Iterator[tuple[str, str]]:
         """Folder and file of every image's map, in turn."""
@@ -91,7 +91,7 @@ class MappedSource(Source):
 
     def map_name(self, index: int) -> str:
         """The class and what follows it in an image's name; the class and the whole name where it has no class."""
-        name, owner = member(self.pictures, index), self.classes[int(self.labels[index])]
+        name, owner = _file_name(self.pictures, index), self.classes[int(self.labels[index])]
         *folders, file = name.split("/")
         below = folders[folders.index(owner) :] if owner in folders else [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
@@ -101,32 +101,32 @@ class MappedSource(Source):
 
     def map(self, index: int) -> Tensor:
         """Scores and classes of one image. Shape: -> (2, K, H, W)"""
-        found = _load_map(self.map_path(index), self.num_classes)
+        found = _load_label_map(self.map_path(index), self.num_classes)
         if found.shape != self.shape:
             raise UserError(
-                f"{self.map_path(index)} is {sides(found.shape)}, the first image's map {sides(self.shape)}; "
+                f"{self.map_path(index)} is {_format_shape(found.shape)}, the first image's map {_format_shape(self.shape)}; "
                 "all must be of one size"
             )
         return found
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
-        image, box, flipped = traced(self.transform, self.image(index))
+        image, box, flipped = apply_and_track_crop(self.transform, self.image(index))
         return image, MapLabels(int(self.labels[index]), self.map(index), box, flipped)
 
 
-def member(pictures: Sequence[Picture], index: int) -> str:
+def _file_name(pictures: Sequence[ImageLike], index: int) -> str:
     """The name of a picture below its folder, or in its tar file.
 
     Raises: UserError for pictures without names.
     """
-    if isinstance(pictures, Chosen):
-        return member(pictures.pictures, int(pictures.places[index]))
+    if isinstance(pictures, ImageSubset):
+        return _file_name(pictures.pictures, int(pictures.places[index]))
     if not hasattr(pictures, "member"):
         raise UserError("token_labels.maps needs images with file names: data.source imagefolder, tar or webdataset")
     return pictures.member(index)
 
 
-def refuse_missing(folder: Path, names: Iterable[tuple[str, str]]) -> None:
+def _check_files_exist(folder: Path, names: Iterable[tuple[str, str]]) -> None:
     """Lists every folder once. Raises: UserError naming the first file that is not there, and how many are not."""
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; give token_labels.maps the folder that holds class/image.pt")
@@ -141,30 +141,30 @@ def refuse_missing(folder: Path, names: Iterable[tuple[str, str]]) -> None:
         raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {first}")
 
 
-def _load_map(path: Path, num_classes: int) -> Tensor:
+def _load_label_map(path: Path, num_classes: int) -> Tensor:
     """Scores and classes from a file, checked. Shape: -> (2, K, H, W)
 
     Raises: UserError when the file cannot be read, or is no map of these classes.
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except UNLOADABLE as error:
+    except _LOAD_ERRORS as error:
         raise UserError(f"cannot read the label map {path}: {first_line(error)}") from None
     if not isinstance(found, Tensor) or found.ndim != 4 or len(found) != 2 or not found.numel():
-        shape = sides(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        shape = _format_shape(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise UserError(f"{path} is no label map: it must be 2 x K x H x W (scores, their classes), found {shape}")
     if not found.isfinite().all():
         raise UserError(f"{path} is no label map: it holds numbers that are not finite")
-    _refuse_classes(path, found[1].double(), num_classes)
+    _check_classes(path, found[1].double(), num_classes)
     return found
 
 
-def _refuse_classes(path: Path, classes: Tensor, num_classes: int) -> None:
+def _check_classes(path: Path, classes: Tensor, num_classes: int) -> None:
     """Raises: UserError for classes that are not whole numbers from 0 to below `num_classes`."""
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():
         raise UserError(f"{path} names class {classes[wrong][0]:g}; there are {num_classes}, counted from 0")
 
 
-def sides(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "a number"

@@ -17,22 +17,22 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision import transforms
 
 from isomorph.data.label_maps import MapLabels
-from isomorph.data.sampler import Deals, Draw
+from isomorph.data.sampler import SeededIndex, TrainSampler
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 from isomorph.import_path import SafeChildren
 from isomorph.seeding import seed_generators
 
-SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
-EVAL_KEYS = (*SHARED_KEYS, "crop_pct", "crop_mode")
+_SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
+_EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
 Labels = Tensor | MapLabels
 Example = tuple[Tensor, int | MapLabels, list[str]]
 """Image, label, and what could not be read on the way to it."""
 
-NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
+_NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
 
 
-class Loader(DataLoader[Any]):
+class IsolatedDataLoader(DataLoader[Any]):
     """A DataLoader whose workers import nothing from the working folder, however they are started."""
 
     def __iter__(self) -> Any:
@@ -57,32 +57,32 @@ def eval_loader(
     Source: Refiner section 4.4
     Raises: UserError for a ratio that is not positive and finite, or another filling.
     """
-    kept = {key: config[key] for key in EVAL_KEYS if key in config}
+    kept = {key: config[key] for key in _EVAL_KEYS if key in config}
     if rfc is not None:
-        _refuse_calibration(rfc, rfc_fill, config["input_size"][-2:])
+        _check_rfc(rfc, rfc_fill, config["input_size"][-2:])
         kept |= dict(crop_pct=rfc, crop_mode="center")
-    transform: Any = evaluation_transform(kept)
+    transform: Any = eval_transform(kept)
     if rfc is not None and rfc_fill == "zero":
         steps = list(transform.transforms)
         crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
         transform = transforms.Compose([*(step for step in steps if step not in crops), *crops])
     source = copy.copy(source)
     source.transform = transform
-    return Loader(
+    return IsolatedDataLoader(
         source,
         batch_size,
         num_workers=workers,
-        worker_init_fn=leave_signals_alone,
+        worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
     )
 
 
-def evaluation_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
+def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
     """timm's transform for testing, as the model's data config says."""
-    return create_transform(**{key: config[key] for key in EVAL_KEYS if key in config})
+    return create_transform(**{key: config[key] for key in _EVAL_KEYS if key in config})
 
 
-def _refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
+def _check_rfc(rfc: float, fill: str, size: Sequence[int]) -> None:
     """Raises: UserError for a ratio or a filling of receptive-field calibration that makes no image."""
     if not 0.05 <= rfc < math.inf or min(size) / rfc < 1:
         raise UserError(f"rfc {rfc:g} makes no image; give a ratio like 1.13, or one from .05 to 1 to crop")
@@ -93,7 +93,7 @@ def _refuse_calibration(rfc: float, fill: str, size: Sequence[int]) -> None:
 def train_loader(
     source: Source,
     transform: Callable[[Image.Image], Any],
-    deals: Deals,
+    deals: TrainSampler,
     workers: int = 0,
     unreadable: int = 0,
 ) -> DataLoader[Any]:
@@ -106,12 +106,12 @@ def train_loader(
     """
     source = copy.copy(source)
     source.transform = transform
-    return Loader(
-        Drawn(source, unreadable),
+    return IsolatedDataLoader(
+        SeededDataset(source, unreadable),
         batch_sampler=deals,
         num_workers=workers,
         collate_fn=collate,
-        worker_init_fn=leave_signals_alone,
+        worker_init_fn=ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
     )
 
@@ -126,22 +126,22 @@ def train_transform(
     (height, width) = config["input_size"][-2:]
     if crop_padding:
         augmentation |= dict(scale=(1.0, 1.0), ratio=(width / height, width / height))
-    shared = {key: config[key] for key in SHARED_KEYS}
-    transform = create_transform(is_training=True, **shared, **{**NO_AUGMENTATION, **augmentation})
-    _mend_posterize(transform)
+    shared = {key: config[key] for key in _SHARED_KEYS}
+    transform = create_transform(is_training=True, **shared, **{**_NO_AUGMENTATION, **augmentation})
+    _fix_posterize(transform)
     if not crop_padding:
         return transform
     crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]
     return transforms.Compose([*crop, transform])
 
 
-class Drawn(Dataset[Example]):
+class SeededDataset(Dataset[Example]):
     """The images of a source by draw: image and seed; every augmentation follows its own seed."""
 
     def __init__(self, source: Source, unreadable: int) -> None:
         self.source, self.unreadable = source, unreadable
 
-    def __getitem__(self, draw: Draw) -> Example:
+    def __getitem__(self, draw: SeededIndex) -> Example:
         index, seed = draw
         problems: list[str] = []
         while True:
@@ -162,16 +162,16 @@ def collate(examples: Sequence[Example]) -> tuple[Tensor, Labels, list[str]]:
     return torch.stack(images), default_collate(labels), [problem for found in problems for problem in found]
 
 
-def leave_signals_alone(worker: int) -> None:
+def ignore_stop_signals(worker: int) -> None:
     """A stop is for the main process, which lets its workers go when it has saved: they heed no one else."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # not everywhere; there, a SIGTERM to all processes ends the workers
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_heed_parent, daemon=True).start()
+        threading.Thread(target=_exit_when_parent_asks, daemon=True).start()
 
 
-def _heed_parent() -> None:
+def _exit_when_parent_asks() -> None:
     """Ends a worker when the process that it works for asks for it (its system parent may be a fork server)."""
     parent = multiprocessing.parent_process()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != (parent.pid if parent else os.getppid()):
@@ -179,16 +179,16 @@ def _heed_parent() -> None:
     os._exit(0)
 
 
-def _mend_posterize(transform: Any) -> None:
+def _fix_posterize(transform: Any) -> None:
     """Lets timm's policies posterize to no bits at all (black), which Pillow 13 refuses with an error mid-run."""
     for part in transform.transforms:
         sub_policies = [getattr(part, "ops", []), *getattr(part, "policy", [])]
         for operation in (op for policy in sub_policies for op in policy):
             if operation.name.startswith("Posterize"):
-                operation.aug_fn = posterize
+                operation.aug_fn = _posterize
 
 
-def posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """The image with so many bits a channel."""
     if bits < 1:
         return Image.new(image.mode, image.size)

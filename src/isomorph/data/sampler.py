@@ -14,12 +14,12 @@ from torch.utils.data import Sampler
 from isomorph.errors import UserError
 from isomorph.seeding import mixed_seed
 
-Draw = tuple[int, int]
+SeededIndex = tuple[int, int]
 """An image, and the seed of its augmentation."""
 
 
 @dataclass(frozen=True)
-class Order:
+class BatchOrder:
     """The images of every step of a run, in full batches; what is left of an epoch is dropped.
 
     `repeats` > 1 shows each image of an epoch so many times running, each time augmented anew, and a share of the
@@ -64,7 +64,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Share:
+class BatchParts:
     """The parts of every step's batch that one process takes, one after another: `mine` of `of`.
 
     A batch is dealt to its parts like cards, so a part is the same images whoever takes it.
@@ -74,16 +74,16 @@ class Share:
     of: int = 1
 
 
-class Deals(Sampler[list[Draw]]):
+class TrainSampler(Sampler[list[SeededIndex]]):
     """One process's parts of every batch, from step `first` to the last of the run, epoch after epoch."""
 
-    def __init__(self, order: Order, epochs: int, first: int = 0, share: Share = Share()) -> None:
+    def __init__(self, order: BatchOrder, epochs: int, first: int = 0, share: BatchParts = BatchParts()) -> None:
         self.order, self.epochs, self.first, self.share = order, epochs, first, share
 
     def __len__(self) -> int:
         return (self.epochs * self.order.steps - self.first) * len(self.share.mine)
 
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def __iter__(self) -> Iterator[list[SeededIndex]]:
         start, steps, batch = self.first, self.order.steps, self.order.batch
         for epoch in range(start // steps, self.epochs):
             images, seeds = self.order.epoch(epoch)

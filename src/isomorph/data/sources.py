@@ -14,13 +14,13 @@ from torch.utils.data import Dataset
 
 from isomorph.errors import UserError
 
-Picture = Image.Image | bytes | Path
+ImageLike = Image.Image | bytes | Path
 
 
-class Chosen(Sequence[Picture]):
+class ImageSubset(Sequence[ImageLike]):
     """Some of a sequence's pictures, by their places in it; nothing is read or copied before it is asked for."""
 
-    def __init__(self, pictures: Sequence[Picture], places: np.ndarray) -> None:
+    def __init__(self, pictures: Sequence[ImageLike], places: np.ndarray) -> None:
         self.pictures, self.places = pictures, places
 
     def __len__(self) -> int:
@@ -28,21 +28,21 @@ class Chosen(Sequence[Picture]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Chosen(self.pictures, self.places[index])
+            return ImageSubset(self.pictures, self.places[index])
         return self.pictures[int(self.places[index])]
 
     def name(self, index: int) -> str:
-        return _name_of(self.pictures, int(self.places[index]))
+        return _describe_image(self.pictures, int(self.places[index]))
 
 
-def choose(pictures: Sequence[Picture], indices: np.ndarray) -> Chosen:
+def _select_images(pictures: Sequence[ImageLike], indices: np.ndarray) -> ImageSubset:
     """The pictures at these indices; a choice of a choice is one choice."""
-    if isinstance(pictures, Chosen):
-        return Chosen(pictures.pictures, pictures.places[indices])
-    return Chosen(pictures, indices)
+    if isinstance(pictures, ImageSubset):
+        return ImageSubset(pictures.pictures, pictures.places[indices])
+    return ImageSubset(pictures, indices)
 
 
-def _name_of(pictures: Sequence[Picture], index: int) -> str:
+def _describe_image(pictures: Sequence[ImageLike], index: int) -> str:
     """What an error calls a picture: its file or archive and member, else its place in the whole source."""
     if hasattr(pictures, "name"):
         return pictures.name(index)
@@ -50,15 +50,15 @@ def _name_of(pictures: Sequence[Picture], index: int) -> str:
     return str(picture) if isinstance(picture, Path) else f"image {index}"
 
 
-def picture_name(pictures: Sequence[Picture], index: int) -> str | None:
+def image_name(pictures: Sequence[ImageLike], index: int) -> str | None:
     """The name of a picture's file below its folder, in its archive or in its data set; None where it has none."""
-    if isinstance(pictures, Chosen):
-        return picture_name(pictures.pictures, int(pictures.places[index]))
+    if isinstance(pictures, ImageSubset):
+        return image_name(pictures.pictures, int(pictures.places[index]))
     named = getattr(pictures, "member", None) or getattr(pictures, "stored", None)
     return named(index) if named else None
 
 
-def decode(picture: Picture) -> Image.Image:
+def decode(picture: ImageLike) -> Image.Image:
     """The picture in RGB."""
     if isinstance(picture, Image.Image):
         return picture.convert("RGB")
@@ -67,17 +67,17 @@ def decode(picture: Picture) -> Image.Image:
 
 
 @contextmanager
-def readable(name: Callable[[], str]) -> Iterator[None]:
+def explain_decode_errors(name: Callable[[], str]) -> Iterator[None]:
     """Makes whatever the decoding of a damaged picture raises (Pillow raises many things) a UserError that names it."""
     try:
         yield
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise unreadable(name(), error) from None
+        raise unreadable_image_error(name(), error) from None
 
 
-def unreadable(name: str, error: Exception) -> UserError:
+def unreadable_image_error(name: str, error: Exception) -> UserError:
     """The error that names a picture that cannot be read."""
     return UserError(f"cannot read {name}: {first_line(error)}; remove or replace it")
 
@@ -95,7 +95,7 @@ class Source(Dataset[tuple[Any, int]]):
 
     def __init__(
         self,
-        pictures: Sequence[Picture],
+        pictures: Sequence[ImageLike],
         labels: Sequence[int] | np.ndarray,
         classes: Iterable[str],
         shards: list[range] | None = None,
@@ -110,7 +110,7 @@ class Source(Dataset[tuple[Any, int]]):
 
     def image(self, index: int) -> Image.Image:
         """One image in RGB, before the transform."""
-        with readable(lambda: _name_of(self.pictures, index)):
+        with explain_decode_errors(lambda: _describe_image(self.pictures, index)):
             return decode(self.pictures[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
@@ -123,13 +123,13 @@ class Source(Dataset[tuple[Any, int]]):
         `shards` become the runs among them; None when the order jumps back and forth between files.
         """
         part, places = copy.copy(self), np.asarray(indices, np.int64)
-        part.pictures, part.labels = choose(self.pictures, places), self.labels[places]
+        part.pictures, part.labels = _select_images(self.pictures, places), self.labels[places]
         part.ids = np.asarray(self.ids)[places]
-        part.shards = None if self.shards is None else _runs_within(self.shards, places)
+        part.shards = None if self.shards is None else _select_runs(self.shards, places)
         return part
 
 
-def _runs_within(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
+def _select_runs(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
     """The runs that chosen indices form, given the runs of all; None when a run is left and come back to."""
     if not len(indices):
         return []
@@ -140,7 +140,7 @@ def _runs_within(shards: Sequence[range], indices: np.ndarray) -> list[range] | 
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
-def runs(lengths: Iterable[int]) -> list[range]:
+def consecutive_ranges(lengths: Iterable[int]) -> list[range]:
     """Runs of these lengths, one after the other; empty ones are left out."""
     edges = [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
     return [range(start, stop) for start, stop in pairwise(edges) if start < stop]

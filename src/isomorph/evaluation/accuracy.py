@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.evaluation.tally import Tally
+from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.layers.eval_mode import eval_mode
 
 
 @torch.no_grad()
-def answer(model: nn.Module, loader: Iterable[Any], take: Callable[[Tensor, Any], None]) -> None:
+def for_each_batch(model: nn.Module, loader: Iterable[Any], take: Callable[[Tensor, Any], None]) -> None:
     """Hands the model's logits to `take` batch by batch, with what the loader gives beside the images.
 
     In eval mode, in float32, on the model's device; every module gets its mode back.
@@ -28,19 +28,19 @@ def answer(model: nn.Module, loader: Iterable[Any], take: Callable[[Tensor, Any]
         raise UserError("there is nothing to evaluate: the loader gave no batch")
 
 
-def tally(model: nn.Module, loader: Iterable[Any]) -> Tally:
+def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:
     """The counts behind `evaluate`; those of several processes add up.
 
     Raises: UserError when the loader gives no batch, or a label is outside the model's classes.
     """
-    found: list[Tally] = []
+    found: list[PredictionCounts] = []
 
     def take(logits: Tensor, labels: Tensor) -> None:
         if not found:
-            found.append(Tally(logits.shape[1]))
+            found.append(PredictionCounts(logits.shape[1]))
         found[0].add(logits, labels)
 
-    answer(model, loader, take)
+    for_each_batch(model, loader, take)
     return found[0]
 
 
@@ -51,4 +51,4 @@ def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
 
     Raises: UserError when a label is outside the model's classes.
     """
-    return tally(model, loader).metrics()
+    return count_predictions(model, loader).metrics()

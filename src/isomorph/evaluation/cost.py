@@ -18,11 +18,11 @@ from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
 
-FEW = 2
+_COUNTED_BATCH = 2
 """Images of the smaller of the two batches that are counted: enough for BatchNorm in training mode."""
 
 
-class Macs(NamedTuple):
+class MacCount(NamedTuple):
     """Multiply-accumulates of a forward pass: for every image, and once for the pass."""
 
     image: int
@@ -39,9 +39,9 @@ def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
     return count_pass(model, input_size).image
 
 
-def count_pass(model: nn.Module, input_size: tuple[int, ...], training: bool = False) -> Macs:
+def count_pass(model: nn.Module, input_size: tuple[int, ...], training: bool = False) -> MacCount:
     """Multiply-accumulates of a forward pass, in eval mode or in training mode, for an image and for the pass."""
-    return __counted(_shapes(model).train(training), input_size)
+    return _count_at_two_batches(_meta_copy(model).train(training), input_size)
 
 
 def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
@@ -50,13 +50,13 @@ def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
     Every token passes through every layer of every branch, as TDRL counts it in Table 8; isomorph trains pyramids in
     closed form, which is `count_pass(model, input_size, training=True)`.
     """
-    shapes = _shapes(model)
+    shapes = _meta_copy(model)
     for module in shapes.modules():
         if isinstance(module, JointPyramid):
-            module.forward = partial(_joined_branches, module)  # type: ignore[method-assign]
+            module.forward = partial(_forward_joint_branches, module)  # type: ignore[method-assign]
         elif isinstance(module, Pyramid):
-            module.forward = partial(_summed_branches, module)
-    return __counted(shapes, input_size).image
+            module.forward = partial(_forward_branches, module)
+    return _count_at_two_batches(shapes, input_size).image
 
 
 def has_pyramids(model: nn.Module) -> bool:
@@ -64,25 +64,25 @@ def has_pyramids(model: nn.Module) -> bool:
     return any(isinstance(module, Pyramid) for module in model.modules())
 
 
-def _shapes(model: nn.Module) -> nn.Module:
+def _meta_copy(model: nn.Module) -> nn.Module:
     """A copy of the model in eval mode that has shapes and no numbers."""
     return copy.deepcopy(model).to("meta").eval()
 
 
 @torch.no_grad()
-def __counted(shapes: nn.Module, input_size: tuple[int, ...]) -> Macs:
+def _count_at_two_batches(shapes: nn.Module, input_size: tuple[int, ...]) -> MacCount:
     """Multiply-accumulates from those of two batches; attention in its plain form, so that none of it is missed."""
     counts = []
-    for batch in (FEW, FEW + 1):
+    for batch in (_COUNTED_BATCH, _COUNTED_BATCH + 1):
         images = torch.empty(batch, *input_size, device="meta", dtype=next(shapes.parameters()).dtype)
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             shapes(images)
         counts.append(counter.get_total_flops() // 2)
     image = counts[1] - counts[0]
-    return Macs(image, counts[0] - FEW * image)
+    return MacCount(image, counts[0] - _COUNTED_BATCH * image)
 
 
-def _summed_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
+def _forward_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
     """The sum of a pyramid's branches layer by layer, without norms, which are not counted."""
     branches = []
     for layers in pyramid.chains:
@@ -93,8 +93,8 @@ def _summed_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
     return sum(branches[1:], branches[0])
 
 
-def _joined_branches(joint: JointPyramid, x: Tensor) -> Tensor:
-    return torch.cat([_summed_branches(pyramid, x) for pyramid in joint.pyramids], -1)  # type: ignore[arg-type]
+def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
+    return torch.cat([_forward_branches(pyramid, x) for pyramid in joint.pyramids], -1)  # type: ignore[arg-type]
 
 
 def measure_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, float]:

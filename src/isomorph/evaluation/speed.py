@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 
-WARM_UP = 2
+_WARM_UP_PASSES = 2
 
 
 class Speed(NamedTuple):
@@ -24,23 +24,23 @@ class Speed(NamedTuple):
     runs: int
 
 
-def synchronize(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     """Waits for the device, where it works on its own."""
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).synchronize()
 
 
-def _one_run(model: nn.Module, batch: Tensor) -> float:
+def _time_pass(model: nn.Module, batch: Tensor) -> float:
     """Seconds of one inference pass."""
-    synchronize(batch.device)
+    _synchronize(batch.device)
     start = time.perf_counter()
     model(batch)
-    synchronize(batch.device)
+    _synchronize(batch.device)
     return time.perf_counter() - start
 
 
 @torch.no_grad()
-def speeds(
+def measure_speeds(
     models: Mapping[str, nn.Module],
     input_sizes: Mapping[str, tuple[int, ...]] | tuple[int, ...],
     batch_size: int = 32,
@@ -65,18 +65,21 @@ def speeds(
             stack.enter_context(eval_mode(model))
             parameter = next(model.parameters())
             batches[name] = torch.randn(batch_size, *sizes[name], device=parameter.device, dtype=parameter.dtype)
-            for _ in range(WARM_UP):
-                _one_run(model, batches[name])
+            for _ in range(_WARM_UP_PASSES):
+                _time_pass(model, batches[name])
         rounds = 0
         end = time.perf_counter() + seconds * len(models)
         while rounds < least or time.perf_counter() < end:
             for name, model in models.items():
-                taken[name].append(_one_run(model, batches[name]))
+                taken[name].append(_time_pass(model, batches[name]))
             rounds += 1
-    return {name: spread(batch_size / torch.tensor(times, dtype=torch.float64)) for name, times in taken.items()}
+    return {
+        name: _median_and_quartiles(batch_size / torch.tensor(times, dtype=torch.float64))
+        for name, times in taken.items()
+    }
 
 
-def spread(rates: Tensor) -> Speed:
+def _median_and_quartiles(rates: Tensor) -> Speed:
     """Median and quartiles. Shape: (runs,)"""
     low, median, high = torch.quantile(rates, torch.tensor([0.25, 0.5, 0.75], dtype=rates.dtype)).tolist()
     return Speed(median, low, high, len(rates))
@@ -84,4 +87,4 @@ def spread(rates: Tensor) -> Speed:
 
 def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 32, seconds: float = 2.0) -> float:
     """Images a second in eval mode: the median over runs of at least `seconds` in all, after a warm-up."""
-    return speeds({"": model}, input_size, batch_size, seconds)[""].median
+    return measure_speeds({"": model}, input_size, batch_size, seconds)[""].median

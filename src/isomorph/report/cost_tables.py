@@ -1,54 +1,64 @@
-"""Tables of what models cost."""
+"""Tables of what models cost, from the rows of `iso.cost_table`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Row = Mapping[str, Any]
+CostRow = Mapping[str, Any]
+"""A row of `iso.cost_table`."""
 
 
 def _mebibytes(count: int | None) -> str:
-    """Bytes as MiB; a dash where they could not be measured."""
+    """Return bytes as MiB, a dash where they could not be measured."""
     return "-" if count is None else f"{count / 2**20:,.1f}"
 
 
-def size_of(row: Row) -> str:
-    """Height and width of a row's images."""
+def _image_size(row: CostRow) -> str:
     return f"{row['height']}x{row['width']}"
 
 
-def fixed_cost_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and a row for each model and resolution of `cost_table`: what does not depend on the batch."""
-    each = {(row["model"], size_of(row)): row for row in rows}
+def fixed_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
+    """Return a table with a row for each model and image size: the cost that does not depend on the batch."""
+    by_size = {(row["model"], _image_size(row)): row for row in rows}
     body = (
         [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", _mebibytes(row["saved_bytes"])]
-        for (name, size), row in each.items()
+        for (name, size), row in by_size.items()
     )
     return [["one image", "size", "parameters", "M MACs", "saved MiB"], *body]
 
 
-def pass_cost_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and a row for each model and resolution whose passes cost more than their images; empty where none does.
+def pass_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
+    """Return a table of MACs of a forward pass: for inference, training in closed form and branch by branch.
 
-    Of inference, of training in closed form, and of training branch by branch.
+    A row for each model and image size with a cost per pass beyond that of its images; an empty table without any.
     """
-    each = {(row["model"], size_of(row)): row for row in rows if row["step_macs"] or "branch_macs" in row}
+    by_size = {(row["model"], _image_size(row)): row for row in rows if row["step_macs"] or "branch_macs" in row}
     keys = ("macs", "step_macs", "training_macs", "training_step_macs", "branch_macs")
-    body = [[*name, *(f"{row[key] / 1e6:,.1f}" if key in row else "-" for key in keys)] for name, row in each.items()]
-    head = ["a pass, M MACs", "size", "an image", "a step", "training: an image", "a step", "by branches: an image"]
+    body = [
+        [*name, *(f"{row[key] / 1e6:,.1f}" if key in row else "-" for key in keys)] for name, row in by_size.items()
+    ]
+    head = [
+        "M MACs",
+        "size",
+        "per image",
+        "per pass",
+        "training: per image",
+        "training: per pass",
+        "by branches: per image",
+    ]
     return [head, *body] if body else []
 
 
-def cost_problems(rows: Sequence[Row]) -> list[str]:
-    """Why peaks could not be measured, each reason once."""
+def cost_problems(rows: Sequence[CostRow]) -> list[str]:
+    """Return why peak memory could not be measured, each reason once."""
     return list(dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row))
 
 
-def batch_cost_table(rows: Sequence[Row]) -> list[list[str]]:
-    """Head and a row for each row of `cost_table`: peak memory, images a second with quartiles, their ratio."""
+def batch_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
+    """Return a table with a row for each cost row: peak memory, images per second with quartiles, their ratio."""
     body = (
         [
             row["model"],
-            f"{row['batch']} x {size_of(row)}",
+            f"{row['batch']} x {_image_size(row)}",
             _mebibytes(row["peak_bytes"]),
             _mebibytes(row["training_peak_bytes"]),
             f"{row['images_per_second']:,.1f}",
@@ -57,4 +67,4 @@ def batch_cost_table(rows: Sequence[Row]) -> list[list[str]]:
         ]
         for row in rows
     )
-    return [["a batch", "of", "peak MiB", "to train", "images/s", "quartiles", "ratio"], *body]
+    return [["one batch", "size", "peak MiB", "peak MiB, training", "images/s", "quartiles", "ratio"], *body]

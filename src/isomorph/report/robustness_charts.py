@@ -1,98 +1,103 @@
-"""Robustness results as charts: by corruption, by severity, and model against model."""
+"""Charts and tables of robustness results: by corruption, by severity, and the difference of two models."""
 
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from isomorph.data.corruptions.corrupt import EXTRA, IMAGENET_C
+from isomorph.data.corruptions.corrupt import EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 
 AccuracyCells = Mapping[tuple[str, int], float]
-"""Top-1 (%) by corruption and severity; of the clean images as (clean, 0)."""
+"""Top-1 (%) by (corruption, severity); of the clean images under ("clean", 0)."""
 RobustnessData = tuple[Mapping[str, AccuracyCells], str, Sequence[str]]
-"""Cells by model, in words what was measured, and what could not be read."""
+"""Cells by model, a text on what was measured, and lines on what could not be read."""
+SUITES = (("", "", IMAGENET_C_CORRUPTIONS), ("Extra corruptions: ", "extra: ", EXTRA_CORRUPTIONS))
+"""Prefixes of chart titles and table heads, and names, of the 15 corruptions of the suite and of the extra ones."""
 
 
-def part(cells: AccuracyCells, corruptions: Sequence[str]) -> AccuracyCells:
-    """The cells of some corruptions, in their order, by severity."""
+def _select(cells: AccuracyCells, corruptions: Sequence[str]) -> AccuracyCells:
+    """Return the cells of some corruptions, in their order, by severity."""
     known = [cell for cell in cells if cell[0] in corruptions]
     return {cell: cells[cell] for cell in sorted(known, key=lambda cell: (corruptions.index(cell[0]), cell[1]))}
 
 
-def by_corruption(cells: AccuracyCells) -> dict[str, float]:
-    """Mean top-1 over severities."""
+def _mean_by_corruption(cells: AccuracyCells) -> dict[str, float]:
+    """Return the mean top-1 over severities."""
     names = dict.fromkeys(name for name, _ in cells)
     return {name: fmean(top1 for cell, top1 in cells.items() if cell[0] == name) for name in names}
 
 
-def by_severity(cells: AccuracyCells) -> dict[str, float]:
-    """Mean top-1 over corruptions."""
+def _mean_by_severity(cells: AccuracyCells) -> dict[str, float]:
+    """Return the mean top-1 over corruptions."""
     levels = sorted({severity for _, severity in cells})
     return {f"severity {s}": fmean(top1 for cell, top1 in cells.items() if cell[1] == s) for s in levels}
 
 
-def grid(title: str, values: AccuracyCells, low: float, high: float) -> Matrix:
-    """Corruptions down, severities across."""
+def _cell_matrix(title: str, values: AccuracyCells, low: float, high: float) -> Matrix:
+    """Return a chart of values by corruption (down) and severity (across)."""
     rows, columns = list(dict.fromkeys(c for c, _ in values)), sorted({s for _, s in values})
     numbers = [[values.get((row, column), math.nan) for column in columns] for row in rows]
     return Matrix(title, "corruption", "severity", rows, [str(c) for c in columns], numbers, low, high)
 
 
 def robustness_charts(results: Mapping[str, AccuracyCells]) -> list[Chart]:
-    """Charts of the suite's 15 corruptions, then of the extra ones by themselves; neither has the clean images.
+    """Return charts of the suite's 15 corruptions, then of the extra ones, both without the clean images.
 
-    What one of two models has more than the other is on one scale in both.
+    The differences of two models have one colour scale in both.
     """
-    parts = {
-        head: {name: cells for name, all_ in results.items() if (cells := part(all_, corruptions))}
-        for head, corruptions in (("", IMAGENET_C), ("Extra corruptions: ", EXTRA))
+    suites = {
+        title: {name: cells for name, all_ in results.items() if (cells := _select(all_, corruptions))}
+        for title, _, corruptions in SUITES
     }
-    most = max((abs(points) for kept in parts.values() for points in gains(kept).values()), default=0.0) or 1.0
-    return [chart for head, kept in parts.items() if kept for chart in _charts_of(head, kept, most)]
+    largest = max((abs(points) for suite in suites.values() for points in _gains(suite).values()), default=0.0) or 1.0
+    return [chart for prefix, suite in suites.items() if suite for chart in _suite_charts(prefix, suite, largest)]
 
 
-def gains(results: Mapping[str, AccuracyCells]) -> AccuracyCells:
-    """What the second of two models has more than the first, cell by cell; nothing for another number of models."""
+def _gains(results: Mapping[str, AccuracyCells]) -> AccuracyCells:
+    """Return the second of two models minus the first, cell by cell; empty for another number of models."""
     if len(results) != 2:
         return {}
     first, second = results.values()
     return {cell: second[cell] - first[cell] for cell in first if cell in second}
 
 
-def _charts_of(head: str, results: Mapping[str, AccuracyCells], most: float) -> list[Chart]:
-    """Bars by corruption and by severity; two models' difference by cell, up to `most`, or the one model's cells."""
+def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gain: float) -> list[Chart]:
+    """Return bars by corruption and by severity, and the cells: of two models their difference, else of each model."""
+    by_corruption = {name: _mean_by_corruption(cells) for name, cells in results.items()}
+    by_severity = {name: _mean_by_severity(cells) for name, cells in results.items()}
     charts: list[Chart] = [
-        Bars(
-            f"{head}By corruption, mean over severities", "top-1, %", {n: by_corruption(c) for n, c in results.items()}
-        ),
-        Bars(f"{head}By severity, mean over corruptions", "top-1, %", {n: by_severity(c) for n, c in results.items()}),
+        Bars(f"{prefix}By corruption, mean over severities", "top-1, %", by_corruption),
+        Bars(f"{prefix}By severity, mean over corruptions", "top-1, %", by_severity),
     ]
     if len(results) == 2:
         first, second = results
-        title, change = f"{head}Points gained (red) or lost (blue): {second} minus {first}", gains(results)
-        return [*charts, grid(title, change, -most, most)] if change else charts
-    return [*charts, *(grid(f"{head}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in results.items())]
+        title, gains = f"{prefix}Points gained (red) or lost (blue): {second} minus {first}", _gains(results)
+        return [*charts, _cell_matrix(title, gains, -largest_gain, largest_gain)] if gains else charts
+    return [
+        *charts,
+        *(_cell_matrix(f"{prefix}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in results.items()),
+    ]
 
 
-def _hundredths(value: float | None) -> str:
-    """A number with two decimals, a dash for none."""
+def _two_decimals(value: float | None) -> str:
+    """Return the number with two decimals, a dash for None."""
     return "-" if value is None else f"{value:.2f}"
 
 
 def robustness_table(results: Mapping[str, AccuracyCells]) -> Table:
-    """Clean top-1 of each model, and its means over the suite's and the extra cells that all of them have."""
+    """Return a table of clean top-1 and means over the suite's and the extra cells that all models have."""
     rows = [
         ["", "clean top-1 (%)"],
-        *([name, _hundredths(cells.get((CLEAN, 0)))] for name, cells in results.items()),
+        *([name, _two_decimals(cells.get((CLEAN, 0)))] for name, cells in results.items()),
     ]
-    for title, corruptions in (("", IMAGENET_C), ("extra: ", EXTRA)):
-        kept = [part(cells, corruptions) for cells in results.values()]
-        if not any(kept):
+    for _, prefix, corruptions in SUITES:
+        selected = [_select(cells, corruptions) for cells in results.values()]
+        if not any(selected):
             continue
-        shared = [cell for cell in kept[0] if all(cell in cells for cells in kept)]
-        means = [by_corruption({cell: cells[cell] for cell in shared}) for cells in kept]
-        rows[0] += [f"{title}cells", f"{title}mean top-1 (%) over {len(shared)} shared cells"]
-        for row, cells, found in zip(rows[1:], kept, means, strict=True):
-            row += [str(len(cells)), _hundredths(fmean(found.values()) if found else None)]
+        shared = [cell for cell in selected[0] if all(cell in cells for cells in selected)]
+        means = [_mean_by_corruption({cell: cells[cell] for cell in shared}) for cells in selected]
+        rows[0] += [f"{prefix}cells", f"{prefix}mean top-1 (%) over {len(shared)} shared cells"]
+        for row, cells, by_corruption in zip(rows[1:], selected, means, strict=True):
+            row += [str(len(cells)), _two_decimals(fmean(by_corruption.values()) if by_corruption else None)]
     return rows

@@ -12,8 +12,8 @@ from torch import nn
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import measure_cost
-from isomorph.evaluation.input_sizes import at_size, evaluation_config
-from isomorph.evaluation.prediction_counts import Tally
+from isomorph.evaluation.input_sizes import fit_to_size, evaluation_config
+from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.suites.imagenet.suites import NUM_CLASSES, open_suites
 from isomorph.suites.test_set import (
     BatchProgress,
@@ -79,11 +79,11 @@ def run_sweep(
         for (size, ratio), test in product(sweep.points(), sets)
         for config in [evaluation_config(model, size)]
     ]
-    fitted = {size: at_size(model, size) if size else model for size, *_ in loaders}
+    fitted = {size: fit_to_size(model, size) if size else model for size, *_ in loaders}
     rows: list[dict[str, Any]] = []
     classes: list[dict[str, Any]] = []
     for size, ratio, test, loader in loaders:
-        title = " ".join(filter(None, ["evaluating", test.title, *_point_titles(size, ratio)]))
+        title = " ".join(filter(None, ["evaluating", test.title, *_point_title(size, ratio)]))
         tallies = tally_predictions(fitted[size], progress(loader, title, len(loader)), test.views)
         for view, tally in zip(test.views, tallies, strict=True):
             head = ({"suite": view.name} if view.name else {}) | sweep.place(size, ratio)
@@ -92,14 +92,14 @@ def run_sweep(
     return rows, classes
 
 
-def _point_titles(size: Size | None, ratio: float | None) -> list[str]:
+def _point_title(size: Size | None, ratio: float | None) -> list[str]:
     """A point of the sweep in words."""
     return ["at {} x {}".format(*size) if size else "", f"at rfc {ratio:g}" if ratio else ""]
 
 
 def _class_rows(tally: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     """Images and accuracy (%) of every class that has images; none where images have several labels."""
-    if not isinstance(tally, Tally):
+    if not isinstance(tally, PredictionCounts):
         return []
     return [
         {"class": name, "images": seen, "right": right, "top1": 100 * right / seen}
@@ -112,7 +112,7 @@ def measure_costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any
     """Parameters, MACs and images a second at every size, or at the model's own."""
     found = []
     for size in sizes or (None,):
-        fitted = at_size(model, size) if size else model
+        fitted = fit_to_size(model, size) if size else model
         place = {"size": list(size)} if size else {}
         found.append(place | measure_cost(fitted, evaluation_config(model, size)["input_size"]))
     return found

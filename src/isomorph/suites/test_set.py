@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.accuracy import answer
-from isomorph.evaluation.prediction_counts import SetTally, Tally
+from isomorph.evaluation.accuracy import for_each_batch
+from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Scoring:
     kept: np.ndarray | None = None
     outputs: int | None = None
 
-    def empty_tally(self) -> Tally | SetTally:
-        return SetTally() if self.answers.ndim > 1 else Tally(len(self.classes))
+    def empty_tally(self) -> PredictionCounts | MultiLabelCounts:
+        return MultiLabelCounts() if self.answers.ndim > 1 else PredictionCounts(len(self.classes))
 
     def reduced(self, logits: Tensor) -> Tensor:
         """The logits of the classes that take part. Shape: (B, outputs) -> (B, len(classes))"""
@@ -58,7 +58,7 @@ class TestSet:
         return source
 
 
-def tally_predictions(model: nn.Module, loader: Iterable[Any], views: Sequence[Scoring]) -> list[Tally | SetTally]:
+def tally_predictions(model: nn.Module, loader: Iterable[Any], views: Sequence[Scoring]) -> list[PredictionCounts | MultiLabelCounts]:
     """What every view counts, in one pass over batches of images and their places in the source.
 
     Raises: UserError when the loader gives no batch, or the model another number of classes than a view is for.
@@ -71,7 +71,7 @@ def tally_predictions(model: nn.Module, loader: Iterable[Any], views: Sequence[S
             check_num_classes(logits.shape[1], view.outputs)
             tally.add(view.reduced(logits), right[places])
 
-    answer(model, loader, take)
+    for_each_batch(model, loader, take)
     return tallies
 
 

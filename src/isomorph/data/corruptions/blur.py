@@ -12,30 +12,30 @@ import numpy as np
 from numpy.random import RandomState
 from scipy.ndimage import gaussian_filter1d
 
-DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
+_DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
 """Radius, and sigma of the softened edge."""
-GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
+_GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
 """Sigma, largest jump, rounds."""
-MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
+_MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 """Radius and sigma."""
-ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
+_ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
 """End and step of the zoom factors, from 1 on."""
-GAUSSIAN = (1, 2, 3, 4, 6)
+_GAUSSIAN = (1, 2, 3, 4, 6)
 
 
-def to_levels(picture: np.ndarray) -> np.ndarray:
+def to_uint8(picture: np.ndarray) -> np.ndarray:
     """[0, 1] to uint8, clipped and cut off, not rounded, as in the reference."""
     return (np.clip(picture, 0, 1) * 255).astype(np.uint8)
 
 
-def smooth(picture: np.ndarray, sigma: float) -> np.ndarray:
+def gaussian_smooth(picture: np.ndarray, sigma: float) -> np.ndarray:
     """Gaussian blur cut off at 4 sigma, the border repeated. Shape: (H, W, 3) -> (H, W, 3) float64"""
-    taps = gaussian_taps(sigma)
+    taps = _gaussian_taps(sigma)
     return cv2.sepFilter2D(picture, cv2.CV_64F, taps, taps, borderType=cv2.BORDER_REPLICATE)
 
 
 @lru_cache(16)
-def gaussian_taps(sigma: float) -> np.ndarray:
+def _gaussian_taps(sigma: float) -> np.ndarray:
     radius = int(4 * sigma + 0.5)
     impulse = np.zeros(2 * radius + 1)
     impulse[radius] = 1
@@ -43,16 +43,16 @@ def gaussian_taps(sigma: float) -> np.ndarray:
 
 
 def gaussian_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    return to_levels(smooth(picture / 255, GAUSSIAN[severity - 1]))
+    return to_uint8(gaussian_smooth(picture / 255, _GAUSSIAN[severity - 1]))
 
 
 def defocus_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Convolution with a soft-edged disk."""
-    return to_levels(cv2.filter2D(picture / 255, -1, disk(*DEFOCUS[severity - 1])))
+    return to_uint8(cv2.filter2D(picture / 255, -1, _disk_kernel(*_DEFOCUS[severity - 1])))
 
 
 @lru_cache(8)
-def disk(radius: int, sigma: float) -> np.ndarray:
+def _disk_kernel(radius: int, sigma: float) -> np.ndarray:
     extent, kernel = (8, 3) if radius <= 8 else (radius, 5)
     rows, columns = np.mgrid[-extent : extent + 1, -extent : extent + 1]
     inside = (rows**2 + columns**2 <= radius**2).astype(np.float32)
@@ -64,14 +64,14 @@ def glass_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.nda
 
     The reference means to swap pixels; its tuple assignment of NumPy views copies one over the other. So does this.
     """
-    sigma, reach, rounds = GLASS[severity - 1]
-    softened = (smooth(picture / 255, sigma) * 255).astype(np.uint8)
+    sigma, reach, rounds = _GLASS[severity - 1]
+    softened = (gaussian_smooth(picture / 255, sigma) * 255).astype(np.uint8)
     for _ in range(rounds):
-        softened = replaced(softened, reach, draws)
-    return to_levels(smooth(softened / 255, sigma))
+        softened = copy_nearby_pixels(softened, reach, draws)
+    return to_uint8(gaussian_smooth(softened / 255, sigma))
 
 
-def replaced(picture: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
+def copy_nearby_pixels(picture: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
     """Every pixel, from the last to the first, is overwritten by one at most `reach` away, as that one is by then.
 
     Done at once: a pixel points at the one it copies; pointers to pixels overwritten before are followed to their end.
@@ -93,12 +93,12 @@ def replaced(picture: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
 
 
 def motion_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    radius, sigma = MOTION[severity - 1]
-    moved = moved_blur(picture, radius, sigma, draws.uniform(-45, 45))
+    radius, sigma = _MOTION[severity - 1]
+    moved = blur_along_line(picture, radius, sigma, draws.uniform(-45, 45))
     return np.clip(moved, 0, 255).astype(np.uint8)
 
 
-def moved_blur(picture: np.ndarray, radius: int, sigma: float, angle: float) -> np.ndarray:
+def blur_along_line(picture: np.ndarray, radius: int, sigma: float, angle: float) -> np.ndarray:
     """Half a Gaussian along a line, as ImageMagick's motion blur: whole-pixel steps, the border repeated.
 
     Shape: (H, W) or (H, W, 3) -> the same, float32
@@ -122,20 +122,20 @@ def moved_blur(picture: np.ndarray, radius: int, sigma: float, angle: float) -> 
 
 def zoom_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Mean of the picture and its zooms about the centre."""
-    end, step = ZOOM[severity - 1]
+    end, step = _ZOOM[severity - 1]
     sharp = (picture / 255).astype(np.float32)
     factors = np.arange(1, end, step)
     total = cv2.transpose(sharp)  # sums are over (W, H, 3): both stretches then move whole rows
     for factor in factors:
-        tall = stretched(sharp, stretch(sharp.shape[0], factor))  # (H, W, 3)
-        total += stretched(cv2.transpose(tall), stretch(sharp.shape[1], factor))
-    return to_levels(cv2.transpose(total) / (len(factors) + 1))
+        tall = _resample_rows(sharp, _zoom_positions(sharp.shape[0], factor))  # (H, W, 3)
+        total += _resample_rows(cv2.transpose(tall), _zoom_positions(sharp.shape[1], factor))
+    return to_uint8(cv2.transpose(total) / (len(factors) + 1))
 
 
-Stretch = tuple[np.ndarray, np.ndarray, np.ndarray]
+_RowPositions = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def stretched(picture: np.ndarray, places: Stretch) -> np.ndarray:
+def _resample_rows(picture: np.ndarray, places: _RowPositions) -> np.ndarray:
     """Rows between rows: the middle, zoomed along the first side and cut to its length."""
     before, after, share = places
     first = picture.take(before, 0)
@@ -147,7 +147,7 @@ def stretched(picture: np.ndarray, places: Stretch) -> np.ndarray:
 
 
 @lru_cache(256)
-def stretch(side: int, factor: float) -> Stretch:
+def _zoom_positions(side: int, factor: float) -> _RowPositions:
     """Where the pixels of a zoomed side come from: the one before, the one after, and the share of the latter."""
     kept = math.ceil(side / factor)
     length = round(kept * factor)

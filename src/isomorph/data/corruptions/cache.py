@@ -16,11 +16,11 @@ from torch.utils.data import Dataset
 
 from isomorph.errors import UserError
 
-SPARE = 2**30
+_RESERVED_BYTES = 2**30
 """Bytes of the disk that a cache leaves free."""
 
 
-class PictureCache:
+class CorruptionCache:
     """Cells of corrupted pictures in a folder of their kind (source, size, seed, ...): CORRUPTION-SEVERITY.{raw,json}.
 
     The list of sums is written last and by renaming, so that a cell with one is whole; what is damaged later is found
@@ -45,7 +45,7 @@ class PictureCache:
 
     def refuse_full_disk(self, cells: int) -> None:
         """Raises: UserError when so many more cells do not fit."""
-        free, needed = shutil.disk_usage(self.folder).free - SPARE, cells * self.cell_bytes
+        free, needed = shutil.disk_usage(self.folder).free - _RESERVED_BYTES, cells * self.cell_bytes
         if needed > free:
             sizes = f"{needed / 2**30:.1f} GiB, {max(0, free) / 2**30:.1f} GiB are"
             raise UserError(f"the cache needs {sizes} free in {self.folder.parent}; give another folder or no --cache")
@@ -71,7 +71,7 @@ class PictureCache:
 class CellWriter:
     """Writes the cells of one pass over a corruption, picture by picture; nothing counts before `finish`."""
 
-    def __init__(self, cache: PictureCache, corruption: str, severities: Sequence[int]) -> None:
+    def __init__(self, cache: CorruptionCache, corruption: str, severities: Sequence[int]) -> None:
         self.places = [cache.paths(corruption, severity) for severity in severities]
         self.parts = [raw.with_name(f".{raw.name}.{os.getpid()}") for raw, _ in self.places]
         self.files: list[BinaryIO] = [part.open("wb") for part in self.parts]
@@ -104,7 +104,7 @@ class CellWriter:
             part.unlink(missing_ok=True)
 
 
-class StoredPictures(Dataset[tuple[Tensor, int]]):
+class CachedImages(Dataset[tuple[Tensor, int]]):
     """Cells of a cache side by side. Shape: [i] -> (severities, 3, H, W) uint8, label"""
 
     def __init__(self, cells: Sequence[np.ndarray], labels: np.ndarray) -> None:

@@ -17,21 +17,21 @@ from PIL import Image
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
-CATEGORIES: dict[str, tuple[str, ...]] = {
+CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
     "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
     "weather": ("snow", "frost", "fog", "brightness"),
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 }
 """ImageNet-C's four categories."""
-IMAGENET_C = [name for names in CATEGORIES.values() for name in names]
+IMAGENET_C_CORRUPTIONS = [name for names in CORRUPTION_CATEGORIES.values() for name in names]
 """The 15 corruptions of ImageNet-C; severities are its constants, also at 32 px (CIFAR-C has others)."""
-EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 """Its four further corruptions, for validation; no part of its means."""
 SEVERITIES = (1, 2, 3, 4, 5)
-CONSTANTS = "ImageNet-C's constants"
-SMALLEST = 32
-VERSION = 2
+SEVERITY_SCALE = "ImageNet-C's constants"
+MIN_IMAGE_SIDE = 32
+CORRUPTION_VERSION = 2
 """Counts up when a corruption draws other pixels than before: stored results and pictures are then of another kind."""
 
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
@@ -43,10 +43,10 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     Shape: (H, W, 3) uint8 -> (H, W, 3) uint8
     Raises: UserError when the package is missing, or for a picture under 32 px.
     """
-    if min(pixels.shape[:2]) < SMALLEST:
+    if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
         size = f"{pixels.shape[1]} x {pixels.shape[0]}"
-        raise UserError(f"corruptions need images of {SMALLEST} px at least; this one is {size}")
-    package, own = corrupters()
+        raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is {size}")
+    package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
     seeded = {"seed": seed} if corruption == "impulse_noise" else {}  # has a stream of its own
@@ -59,7 +59,7 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
 
 
 @lru_cache(1)
-def corrupters() -> tuple[Callable[..., np.ndarray], Mapping[str, Corruption]]:
+def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corruption]]:
     """imagecorruptions' function, and isomorph's own by name. Raises: UserError when the package is missing."""
     try:
         from imagecorruptions import corrupt as package
@@ -72,18 +72,21 @@ def corrupters() -> tuple[Callable[..., np.ndarray], Mapping[str, Corruption]]:
         raise UserError(f"corruptions need a package; pip install 'isomorph[corruptions]'{broken}") from None
     rooms = (corruptions_blur, corruptions_digital, corruptions_weather)
     return package, {
-        name: getattr(room, name) for name in (*IMAGENET_C, *EXTRA) for room in rooms if hasattr(room, name)
+        name: getattr(room, name)
+        for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
+        for room in rooms
+        if hasattr(room, name)
     }
 
 
-def seed_of(corruption: str, severity: int, identity: int, seed: int = 0) -> int:
+def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0) -> int:
     """The seed of one image's corruption; `identity` is its place in the whole source."""
     return zlib.crc32(f"{seed} {corruption} {severity} {identity}".encode())
 
 
-def refuse_unknown_corruption(corruption: str, severity: int = 1) -> None:
+def check_corruption(corruption: str, severity: int = 1) -> None:
     """Raises: UserError for an unknown corruption, with the closest name, or severity."""
-    known = (*IMAGENET_C, *EXTRA)
+    known = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
     if corruption not in known:
         close = get_close_matches(corruption, known, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
@@ -92,7 +95,7 @@ def refuse_unknown_corruption(corruption: str, severity: int = 1) -> None:
         raise UserError(f"severity {severity} is not in 1 to 5")
 
 
-class Altered(Source):
+class _AlteredSource(Source):
     """A source whose images are altered on the way, each by a draw of its own."""
 
     def __init__(self, inner: Source) -> None:
@@ -106,23 +109,23 @@ class Altered(Source):
         return part
 
 
-class Corrupted(Altered):
+class CorruptedSource(_AlteredSource):
     """A source seen through one ImageNet-C corruption, seeded by image, corruption and severity.
 
     Raises: UserError for an unknown corruption or severity, an image under 32 px, or when the package is missing.
     """
 
     def __init__(self, inner: Source, corruption: str, severity: int, seed: int = 0) -> None:
-        refuse_unknown_corruption(corruption, severity)
+        check_corruption(corruption, severity)
         super().__init__(inner)
         self.corruption, self.severity, self.seed = corruption, severity, seed
 
     def image(self, index: int) -> Image.Image:
-        seed = seed_of(self.corruption, self.severity, int(self.ids[index]), self.seed)
+        seed = corruption_seed(self.corruption, self.severity, int(self.ids[index]), self.seed)
         return Image.fromarray(corrupt(np.asarray(self.inner.image(index)), self.corruption, self.severity, seed))
 
 
-class Noisy(Altered):
+class NoisySource(_AlteredSource):
     """A source under white Gaussian noise; its standard deviation is a share of the full range. Needs no package."""
 
     def __init__(self, inner: Source, std: float) -> None:

@@ -11,25 +11,25 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
-from isomorph.data.corruptions.corrupt import SMALLEST, corrupt, seed_of
-from isomorph.data.loaders import Loader, evaluation_transform, leave_signals_alone
+from isomorph.data.corruptions.corrupt import MIN_IMAGE_SIDE, corrupt, corruption_seed
+from isomorph.data.loaders import IsolatedDataLoader, eval_transform, ignore_stop_signals
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
-Frame = Callable[[Image.Image], Image.Image]
+ImageTransform = Callable[[Image.Image], Image.Image]
 CLEAN = "clean"
-IMAGENET_FRAME = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
+IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
 """How ImageNet-C was made: the shorter side to 256, bilinear, the middle 224 x 224 cut out, then corrupted."""
 
 
-def frame_of(config: Mapping[str, Any]) -> Frame:
+def image_transform(config: Mapping[str, Any]) -> ImageTransform:
     """The part of the transform for testing that makes pictures of the model's size, without what makes tensors."""
-    steps = evaluation_transform(config).transforms  # type: ignore[attr-defined]
+    steps = eval_transform(config).transforms  # type: ignore[attr-defined]
     kept = [step for step in steps if not type(step).__name__.endswith(("ToTensor", "Normalize"))]
     return transforms.Compose(kept)
 
 
-class Pictures(Dataset[tuple[Tensor, int]]):
+class CorruptedImages(Dataset[tuple[Tensor, int]]):
     """The framed images of a source, each at several severities of one corruption (of `clean`: severity 0, as it is).
 
     Shape: [i] -> (severities, 3, H, W) uint8, label
@@ -37,7 +37,12 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     """
 
     def __init__(
-        self, source: Source, frame: Frame, corruption: str = CLEAN, severities: Sequence[int] = (0,), seed: int = 0
+        self,
+        source: Source,
+        frame: ImageTransform,
+        corruption: str = CLEAN,
+        severities: Sequence[int] = (0,),
+        seed: int = 0,
     ) -> None:
         self.source, self.frame, self.seed = source, frame, seed
         self.corruption, self.severities = corruption, tuple(severities)
@@ -51,20 +56,22 @@ class Pictures(Dataset[tuple[Tensor, int]]):
             seen = [pixels]
         else:
             identity = int(self.source.ids[index])
-            seeds = (seed_of(self.corruption, severity, identity, self.seed) for severity in self.severities)
+            seeds = (corruption_seed(self.corruption, severity, identity, self.seed) for severity in self.severities)
             seen = [corrupt(pixels, self.corruption, *draw) for draw in zip(self.severities, seeds, strict=True)]
         return torch.from_numpy(np.stack(seen)).permute(0, 3, 1, 2), int(self.source.labels[index])
 
 
-def picture_loader(pictures: Dataset[tuple[Tensor, int]], batch: int, workers: int) -> DataLoader[Any]:
+def image_loader(pictures: Dataset[tuple[Tensor, int]], batch: int, workers: int) -> DataLoader[Any]:
     """Batches in order. Shape: -> (B, severities, 3, H, W) uint8, (B,)"""
     if workers:
-        _leave_one_thread()
+        _limit_opencv_threads()
     pinned = torch.cuda.is_available()
-    return Loader(pictures, batch, num_workers=workers, worker_init_fn=leave_signals_alone, pin_memory=pinned)
+    return IsolatedDataLoader(
+        pictures, batch, num_workers=workers, worker_init_fn=ignore_stop_signals, pin_memory=pinned
+    )
 
 
-def _leave_one_thread() -> None:
+def _limit_opencv_threads() -> None:
     """Ends OpenCV's threads: workers share the cores out among themselves, and one forked beside such threads hangs."""
     try:
         import cv2
@@ -84,8 +91,8 @@ def fingerprint(source: Source) -> str:
     return known.hexdigest()[:16]
 
 
-def refuse_small(config: Mapping[str, Any]) -> None:
+def check_input_size(config: Mapping[str, Any]) -> None:
     """Raises: UserError when the model sees pictures too small to be corrupted."""
     height, width = config["input_size"][-2:]
-    if min(height, width) < SMALLEST:
-        raise UserError(f"corruptions need pictures of {SMALLEST} px at least; the model sees {width} x {height}")
+    if min(height, width) < MIN_IMAGE_SIDE:
+        raise UserError(f"corruptions need pictures of {MIN_IMAGE_SIDE} px at least; the model sees {width} x {height}")

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.random import RandomState
 from scipy.ndimage import zoom
 
-from isomorph.data.corruptions.blur import moved_blur, smooth, to_levels
+from isomorph.data.corruptions.blur import blur_along_line, gaussian_smooth, to_uint8
 
-SNOW = (
+_SNOW = (
     (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
     (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
     (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
@@ -24,12 +24,12 @@ SNOW = (
     (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
 )
 """Mean and deviation of the flakes, their zoom, threshold, radius and sigma of their fall, share of the picture."""
-FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
+_FROST = ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))
 """Shares of the picture and of the texture."""
-TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
+FROST_TEXTURES = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 """The reference has a sixth, which its randint(5) never takes."""
-BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
-SPATTER = (
+_BRIGHTNESS = (0.1, 0.2, 0.3, 0.4, 0.5)
+_SPATTER = (
     (0.65, 0.3, 4, 0.69, 0.6),
     (0.65, 0.3, 3, 0.68, 0.6),
     (0.65, 0.3, 2, 0.68, 0.5),
@@ -37,22 +37,22 @@ SPATTER = (
     (0.67, 0.4, 1, 0.65, 1.5),
 )
 """Mean, deviation and smoothness of the liquid, threshold, and strength of the water or smoothness of the mud."""
-WATER, MUD = np.array([175, 238, 238]) / 255, np.array([63, 42, 20]) / 255
+_WATER, _MUD = np.array([175, 238, 238]) / 255, np.array([63, 42, 20]) / 255
 
 
 def snow(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Flakes, blurred as they fall, over a whitened picture, and once more turned by half a turn."""
-    mean, deviation, factor, threshold, radius, sigma, share = SNOW[severity - 1]
+    mean, deviation, factor, threshold, radius, sigma, share = _SNOW[severity - 1]
     x = picture.astype(np.float32) / 255
-    flakes = _zoomed_middle(draws.normal(mean, deviation, x.shape[:2]), factor)
+    flakes = _zoom_centre(draws.normal(mean, deviation, x.shape[:2]), factor)
     flakes[flakes < threshold] = 0
-    layer = moved_blur(to_levels(flakes), radius, sigma, draws.uniform(-135, -45))
+    layer = blur_along_line(to_uint8(flakes), radius, sigma, draws.uniform(-135, -45))
     layer = np.floor(layer)[..., None] / 255  # ImageMagick works in whole levels, before and after
     white = np.maximum(x, cv2.cvtColor(x, cv2.COLOR_RGB2GRAY)[..., None] * 1.5 + 0.5)
-    return to_levels(share * x + (1 - share) * white + layer + np.rot90(layer, 2))
+    return to_uint8(share * x + (1 - share) * white + layer + np.rot90(layer, 2))
 
 
-def _zoomed_middle(plane: np.ndarray, factor: float) -> np.ndarray:
+def _zoom_centre(plane: np.ndarray, factor: float) -> np.ndarray:
     """The middle zoomed to the size of the whole. Shape: (H, W) -> (H, W)"""
     kept = [math.ceil(side / factor) for side in plane.shape]
     top, left = ((side - part) // 2 for side, part in zip(plane.shape, kept, strict=True))
@@ -63,21 +63,21 @@ def _zoomed_middle(plane: np.ndarray, factor: float) -> np.ndarray:
 
 def frost(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """A place of one of five textures, at its own scale, laid over the picture."""
-    share, ice = FROST[severity - 1]
+    share, ice = _FROST[severity - 1]
     height, width = picture.shape[:2]
-    texture = _grown(frost_texture(draws.randint(len(TEXTURES))), height, width)
+    texture = _enlarge_to_fit(frost_texture(draws.randint(len(FROST_TEXTURES))), height, width)
     top, left = draws.randint(0, texture.shape[0] - height), draws.randint(0, texture.shape[1] - width)
     return np.clip(share * picture + ice * texture[top : top + height, left : left + width], 0, 255).astype(np.uint8)
 
 
-@lru_cache(len(TEXTURES))
+@lru_cache(len(FROST_TEXTURES))
 def frost_texture(number: int) -> np.ndarray:
     """Shape: -> (H, W, 3) uint8, RGB"""
-    file = importlib.resources.files("imagecorruptions") / "frost" / TEXTURES[number]
+    file = importlib.resources.files("imagecorruptions") / "frost" / FROST_TEXTURES[number]
     return np.asarray(cv2.imdecode(np.frombuffer(file.read_bytes(), np.uint8), cv2.IMREAD_COLOR))[..., ::-1].copy()
 
 
-def _grown(texture: np.ndarray, height: int, width: int) -> np.ndarray:
+def _enlarge_to_fit(texture: np.ndarray, height: int, width: int) -> np.ndarray:
     """The texture, enlarged where the picture would not fit into it (never at 224 px)."""
     scale = max((height + 1) / texture.shape[0], (width + 1) / texture.shape[1])
     if scale <= 1:
@@ -88,31 +88,31 @@ def _grown(texture: np.ndarray, height: int, width: int) -> np.ndarray:
 
 def brightness(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """The value of HSV raised: every channel times (value + c) / value, hue and saturation kept."""
-    return brighter(severity)[picture.max(-1, keepdims=True), picture]
+    return _brightness_table(severity)[picture.max(-1, keepdims=True), picture]
 
 
 @lru_cache(5)
-def brighter(severity: int) -> np.ndarray:
+def _brightness_table(severity: int) -> np.ndarray:
     """A channel's new level by the largest channel and its own. Shape: (256, 256) uint8"""
     value, level = np.mgrid[:256, :256] / 255
-    raised = np.minimum(value + BRIGHTNESS[severity - 1], 1)
+    raised = np.minimum(value + _BRIGHTNESS[severity - 1], 1)
     kept = np.divide(level, value, out=np.ones_like(level), where=value > 0)
-    return to_levels(raised * kept)
+    return to_uint8(raised * kept)
 
 
 def spatter(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     """Drops of water, lit at their edges, up to severity 3; then splashes of mud."""
-    mean, deviation, sigma, threshold, last = SPATTER[severity - 1]
-    liquid = smooth(draws.normal(mean, deviation, picture.shape[:2]), sigma)
+    mean, deviation, sigma, threshold, last = _SPATTER[severity - 1]
+    liquid = gaussian_smooth(draws.normal(mean, deviation, picture.shape[:2]), sigma)
     liquid[liquid < threshold] = 0
     if severity > 3:
-        cover = smooth((liquid > threshold).astype(np.float32), last)[..., None]
+        cover = gaussian_smooth((liquid > threshold).astype(np.float32), last)[..., None]
         cover[cover < 0.8] = 0
-        return to_levels(picture / 255 * (1 - cover) + cover * MUD)
+        return to_uint8(picture / 255 * (1 - cover) + cover * _MUD)
     drops = (liquid * 255).astype(np.uint8)
     light = drops * _edge_light(drops)
     brightest = light.max()  # 0 where no drop has formed, as may be in a small picture: imagecorruptions divides by it
-    return to_levels(picture / 255 + last * light[..., None] / (brightest or 1) * WATER)
+    return to_uint8(picture / 255 + last * light[..., None] / (brightest or 1) * _WATER)
 
 
 def _edge_light(drops: np.ndarray) -> np.ndarray:

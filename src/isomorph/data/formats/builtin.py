@@ -12,7 +12,7 @@ from PIL import Image
 from isomorph.data.sources import Source, first_line
 from isomorph.errors import UserError
 
-COLUMNS = (("image", "img"), ("label", "fine_label"))
+_PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
 """Names that parquet files give to the image and to its label."""
 
 
@@ -32,7 +32,7 @@ def cifar10(split: str, root: Path) -> Source:
 
     Raises: UserError when neither is there.
     """
-    return cifar("cifar10", split, root)
+    return _open_cifar("cifar10", split, root)
 
 
 def cifar100(split: str, root: Path) -> Source:
@@ -40,14 +40,14 @@ def cifar100(split: str, root: Path) -> Source:
 
     Raises: UserError when neither is there.
     """
-    return cifar("cifar100", split, root)
+    return _open_cifar("cifar100", split, root)
 
 
-def cifar(name: str, split: str, root: Path) -> Source:
+def _open_cifar(name: str, split: str, root: Path) -> Source:
     """Either CIFAR, from Hugging Face's files or torchvision's."""
     files = sorted((root / name).glob(f"{split}-*.parquet"))
     if files:
-        return parquet(files)
+        return _read_parquet(files)
     kind = getattr(torchvision.datasets, name.upper())
     try:
         data = kind(str(root), train=split == "train", download=os.environ.get("ISOMORPH_DOWNLOAD") == "1")
@@ -59,7 +59,7 @@ def cifar(name: str, split: str, root: Path) -> Source:
     return Source([Image.fromarray(image) for image in data.data], data.targets, data.classes)
 
 
-def parquet(files: Sequence[Path]) -> Source:
+def _read_parquet(files: Sequence[Path]) -> Source:
     """Rows of `image` (or `img`) `{bytes, path}` and `label` (or `fine_label`), as Hugging Face datasets write them."""
     try:
         from pyarrow import ArrowException, concat_tables
@@ -70,7 +70,7 @@ def parquet(files: Sequence[Path]) -> Source:
         table = concat_tables([read_table(file) for file in files])
     except (ArrowException, OSError) as error:
         raise UserError(f"cannot read {files[0].parent}: {first_line(error)}") from None
-    present = [[name for name in names if name in table.column_names] for names in COLUMNS]
+    present = [[name for name in names if name in table.column_names] for names in _PARQUET_COLUMNS]
     if not all(present):
         raise UserError(f"{files[0].parent} has columns {', '.join(table.column_names)}; it needs image and label")
     pictures, label = (names[0] for names in present)

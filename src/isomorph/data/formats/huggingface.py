@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from isomorph.data.formats.naming import SPLITS, says
-from isomorph.data.sources import Picture, Source, first_line, runs
+from isomorph.data.formats.naming import SPLITS, contains_word
+from isomorph.data.sources import ImageLike, Source, consecutive_ranges, first_line
 from isomorph.errors import UserError
 
-COLUMNS = {
+_COLUMN_NAMES = {
     "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
     "label": ("label", "fine_label", "labels", "cls"),
 }
@@ -22,7 +22,7 @@ COLUMNS = {
 
 
 @dataclass(frozen=True)
-class Part:
+class DatasetSplit:
     """One split of a data set as the `datasets` library opens it, and the columns that matter.
 
     `files` are its local parquet files, `images` their number where it is known.
@@ -42,17 +42,17 @@ class Part:
         return list(getattr(features[self.label], "names", None) or []) if features else []
 
 
-class Rows(Sequence[Picture]):
+class DatasetImages(Sequence[ImageLike]):
     """The pictures of a memory-mapped data set."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: DatasetSplit) -> None:
         self.dataset, self.column, self.title = part.dataset.select_columns([part.image]), part.image, part.title
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        return picture_of(self.dataset[range(len(self))[index]][self.column])
+        return image_from_cell(self.dataset[range(len(self))[index]][self.column])
 
     def name(self, index: int) -> str:
         return f"image {index} of {self.title}"
@@ -69,7 +69,7 @@ class Rows(Sequence[Picture]):
         return self.paths[index].as_py()
 
 
-def picture_of(cell: dict[str, Any] | None) -> Picture:
+def image_from_cell(cell: dict[str, Any] | None) -> ImageLike:
     """The picture in a cell: its bytes, else the path of its file. Raises: OSError when it has neither."""
     if cell and cell["bytes"] is not None:
         return cell["bytes"]
@@ -88,23 +88,27 @@ def huggingface(split: str, root: Path) -> Source:
 
     Raises: UserError when the package, the network, the data set, its split or a column is missing.
     """
-    part = open_part(split, root)
-    labels = _labels_of(part)
+    part = open_split(split, root)
+    labels = _read_labels(part)
     if not len(labels):
         raise UserError(f"{part.title} has no images")
     classes = part.names
     if not classes:
-        others = [_labels_of(other) for name in SPLITS for other in parts(name, root, False) if name != split]
+        others = [
+            _read_labels(other) for name in SPLITS for other in _matching_splits(name, root, False) if name != split
+        ]
         classes = [str(i) for i in range(max(int(found.max(initial=0)) for found in (labels, *others)) + 1)]
     if labels.min() < 0 or labels.max() >= len(classes):
         raise UserError(f"{part.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
     lengths = [len(chunk) for chunk in part.dataset.data.column(part.label).chunks]
-    return Source(Rows(part), labels, classes, runs(lengths) if sum(lengths) == len(labels) else None)
+    return Source(
+        DatasetImages(part), labels, classes, consecutive_ranges(lengths) if sum(lengths) == len(labels) else None
+    )
 
 
-def _labels_of(part: Part) -> np.ndarray:
+def _read_labels(part: DatasetSplit) -> np.ndarray:
     """All labels of a split. Shape: (n,). Raises: UserError when they are no whole numbers."""
-    with plainly(part.title):
+    with explain_dataset_errors(part.title):
         table = part.dataset.select_columns([part.label]).with_format("arrow")[:]
         labels = table.column(part.label).to_numpy()
     if labels.dtype.kind not in "iu":
@@ -112,14 +116,14 @@ def _labels_of(part: Part) -> np.ndarray:
     return labels
 
 
-def open_part(split: str, root: Path, streaming: bool = False) -> Part:
+def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
     """The first split of a fitting name that has labels.
 
     Raises: UserError when there is none.
     """
     unlabelled = None
-    for part in parts(split, root, streaming):
-        with plainly(part.title):
+    for part in _matching_splits(split, root, streaming):
+        with explain_dataset_errors(part.title):
             first = next(iter(part.dataset.select_columns([part.label])), {part.label: None})[part.label]
         if not isinstance(first, int) or first >= 0:
             return part
@@ -131,7 +135,7 @@ def open_part(split: str, root: Path, streaming: bool = False) -> Part:
     raise UserError(f"{root.as_posix()} has no split {wanted}{how}")
 
 
-def parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
     """The splits that may serve, with undecoded images.
 
     Raises: UserError as `huggingface`.
@@ -140,58 +144,64 @@ def parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
         from datasets import Image
     except ImportError:
         raise UserError("this source needs the package datasets; pip install 'isomorph[data]'") from None
-    for part in _local_parts(split, root, streaming) if root.is_dir() else _hub_parts(split, root, streaming):
-        with plainly(part.title):
+    for part in _local_splits(split, root, streaming) if root.is_dir() else _hub_splits(split, root, streaming):
+        with explain_dataset_errors(part.title):
             columns = list(part.dataset.features or next(iter(part.dataset), {}))
-            chosen = {kind: next((name for name in names if name in columns), "") for kind, names in COLUMNS.items()}
+            chosen = {
+                kind: next((name for name in names if name in columns), "") for kind, names in _COLUMN_NAMES.items()
+            }
             if not all(chosen.values()):
                 raise UserError(f"{part.title} has columns {', '.join(columns)}; it needs image and label")
             undecoded = part.dataset.cast_column(chosen["image"], Image(decode=False))
         yield replace(part, dataset=undecoded, image=chosen["image"], label=chosen["label"])
 
 
-def _hub_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
     """The fitting splits of a data set on the hub."""
     from datasets import load_dataset
 
     name, _, config = root.as_posix().partition(":")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise UserError(f"no folder {root}, and it is no name on the hub either; those are like timm/mini-imagenet")
-    with plainly(name):
+    with explain_dataset_errors(name):
         splits = load_dataset(name, config or None, streaming=streaming)
     for word in SPLITS[split]:
         if word in splits:
             about = (splits[word].info.splits or {word: None})[word]
-            yield Part(f"the {word} split of {name}", splits[word], images=getattr(about, "num_examples", None) or None)
+            yield DatasetSplit(
+                f"the {word} split of {name}", splits[word], images=getattr(about, "num_examples", None) or None
+            )
 
 
-def _local_parts(split: str, root: Path, streaming: bool) -> Iterator[Part]:
+def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
     """The fitting splits in a folder: parquet files, or what `save_to_disk` made."""
     from datasets import load_dataset, load_from_disk
 
     for word in SPLITS[split]:
         title, files = f"the {word} split in {root}", parquet_files(root, word)
         if (root / word / "state.json").is_file():
-            with plainly(title):
+            with explain_dataset_errors(title):
                 saved = load_from_disk(str(root / word))
                 images = len(saved)
                 saved = saved.to_iterable_dataset(num_shards=min(images, 64) or 1) if streaming else saved
-            yield Part(title, saved, images=images)
+            yield DatasetSplit(title, saved, images=images)
         elif files:
-            with plainly(title):
+            with explain_dataset_errors(title):
                 listed = {word: [str(file) for file in files]}
                 opened = load_dataset("parquet", data_files=listed, split=word, streaming=streaming)
-            yield Part(title, opened, files)
+            yield DatasetSplit(title, opened, files)
 
 
 def parquet_files(root: Path, word: str) -> list[Path]:
     """The parquet files of a split, sorted, by their names or their folder's."""
-    named = [path for folder in (root, root / "data") for path in folder.glob("*.parquet") if says(path.name, word)]
+    named = [
+        path for folder in (root, root / "data") for path in folder.glob("*.parquet") if contains_word(path.name, word)
+    ]
     return sorted(named or (root / word).glob("*.parquet"))
 
 
 @contextmanager
-def plainly(title: str) -> Iterator[None]:
+def explain_dataset_errors(title: str) -> Iterator[None]:
     """Turns what the `datasets` library and the network raise into one line.
 
     Raises: UserError.

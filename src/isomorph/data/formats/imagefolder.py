@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from isomorph.data.formats.naming import (
+    IMAGE_SUFFIXES,
     SPLITS,
-    SUFFIXES,
-    Files,
-    is_image,
-    refuse_no_folder,
-    refuse_unknown_classes,
+    ImageFiles,
+    check_folder,
+    check_known_classes,
+    is_image_name,
 )
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
@@ -25,7 +25,7 @@ def imagefolder(split: str, root: Path) -> Source:
 
     Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
     """
-    refuse_no_folder(root, "train/ and val/")
+    check_folder(root, "train/ and val/")
     tops = {name: _folders_of_classes(root, folders) for name, folders in SPLITS.items()}
     if not tops[split] and (any(tops.values()) or split == "train"):
         raise UserError(
@@ -34,13 +34,13 @@ def imagefolder(split: str, root: Path) -> Source:
     top = tops[split][0] if tops[split] else root
     train = tops["train"][0] if tops["train"] else top
     classes = _class_folders(train)
-    refuse_unknown_classes(top, _class_folders(top), train, classes)
+    check_known_classes(top, _class_folders(top), train, classes)
     found = [[f"{name}/{image}" for image in _images_below(top / name)] for name in classes]
     if not any(found):
-        kinds = ", ".join(sorted(SUFFIXES))
+        kinds = ", ".join(sorted(IMAGE_SUFFIXES))
         raise UserError(f"no images in {top}; it must hold one folder per class with {kinds} files")
     labels = np.repeat(np.arange(len(classes)), [len(images) for images in found])
-    return Source(Files(top, (image for images in found for image in images)), labels, classes)
+    return Source(ImageFiles(top, (image for images in found for image in images)), labels, classes)
 
 
 def _folders_of_classes(root: Path, names: Sequence[str]) -> list[Path]:
@@ -67,5 +67,5 @@ def _names_below(folder: str, prefix: str = "") -> Iterator[str]:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 yield from _names_below(entry.path, f"{prefix}{entry.name}/")
-            elif is_image(entry.name):
+            elif is_image_name(entry.name):
                 yield prefix + entry.name

@@ -9,19 +9,19 @@ import numpy as np
 
 from isomorph.errors import UserError
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 SPLITS = {"train": ("train",), "test": ("test", "val", "validation")}
 """The two splits, and the names that folders and files give them, the first found taken."""
 
 
-class Names(Sequence[str]):
+class PackedStrings(Sequence[str]):
     """A list of strings as one block of bytes: a million file names without a million objects."""
 
     def __init__(self, block: np.ndarray, ends: np.ndarray) -> None:
         self.block, self.ends = block, ends
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> "Names":
+    def of(cls, names: Iterable[str]) -> "PackedStrings":
         encoded = [name.encode("utf-8", "surrogateescape") for name in names]
         ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
@@ -35,11 +35,11 @@ class Names(Sequence[str]):
         return self.block[start : self.ends[index]].tobytes().decode("utf-8", "surrogateescape")
 
 
-class Files(Sequence[Path]):
+class ImageFiles(Sequence[Path]):
     """The paths of image files, by their names below a folder."""
 
     def __init__(self, top: Path, names: Iterable[str]) -> None:
-        self.top, self.below = top, Names.of(names)
+        self.top, self.below = top, PackedStrings.of(names)
 
     def __len__(self) -> int:
         return len(self.below)
@@ -52,23 +52,23 @@ class Files(Sequence[Path]):
         return self.below[index]
 
 
-def is_image(name: str) -> bool:
-    return name[name.rfind(".") :].lower() in SUFFIXES
+def is_image_name(name: str) -> bool:
+    return name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
 
 
-def says(name: str, words: str | Sequence[str]) -> bool:
+def contains_word(name: str, words: str | Sequence[str]) -> bool:
     """Whether a file's name has one of these words, by itself: val in `imagenet-val-01.tar`, not in `interval.tar`."""
     either = "|".join([words] if isinstance(words, str) else words)
     return re.search(rf"(?<![a-z])({either})(?![a-z])", name.lower()) is not None
 
 
-def refuse_no_folder(root: Path, holds: str) -> None:
+def check_folder(root: Path, holds: str) -> None:
     """Raises: UserError when the folder of the data is not there."""
     if not root.is_dir():
         raise UserError(f"no folder {root}; give data.root the folder that holds {holds}")
 
 
-def refuse_unknown_classes(place: object, found: Iterable[str], train: object, known: Sequence[str]) -> None:
+def check_known_classes(place: object, found: Iterable[str], train: object, known: Sequence[str]) -> None:
     """Raises: UserError when the test split has a class that train lacks."""
     unknown = sorted(set(found) - set(known))
     if unknown:

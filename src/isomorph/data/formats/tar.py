@@ -11,22 +11,22 @@ import numpy as np
 
 from isomorph.data.formats.naming import (
     SPLITS,
-    refuse_no_folder,
-    refuse_unknown_classes,
-    says,
+    check_folder,
+    check_known_classes,
+    contains_word,
 )
 from isomorph.data.formats.tar_index import (
-    Index,
-    Members,
-    Unlabelled,
+    ShardIndex,
+    TarImages,
+    UnlabelledError,
     images,
     index_shards,
     samples,
 )
-from isomorph.data.sources import Chosen, Source, runs
+from isomorph.data.sources import ImageSubset, Source, consecutive_ranges
 from isomorph.errors import UserError
 
-LISTS = ("classes", "class_names", "classnames", "names")
+_CLASS_LIST_KEYS = ("classes", "class_names", "classnames", "names")
 """Where a JSON file beside the shards may list the names of the classes."""
 
 
@@ -39,8 +39,8 @@ def tar(split: str, root: Path) -> Source:
 
     Raises: UserError when a tar is missing, damaged, holds no class folders, or has a class that train lacks.
     """
-    refuse_no_folder(root, "train.tar and val.tar")
-    train, found = (archives(root, SPLITS[name]) for name in ("train", split))
+    check_folder(root, "train.tar and val.tar")
+    train, found = (_find_archives(root, SPLITS[name]) for name in ("train", split))
     if not found:
         either = " or ".join(f"{name}.tar" for name in SPLITS[split])
         raise UserError(f"{root} has no {either}, nor a folder of such a name that holds one tar per class")
@@ -49,15 +49,20 @@ def tar(split: str, root: Path) -> Source:
     if not order:
         raise UserError(f"{found.place} has no class folders with images; its members must be like cat/1.jpg")
     if train and split != "train":
-        refuse_unknown_classes(found.place, classes, train.place, train.classes)
+        check_known_classes(found.place, classes, train.place, train.classes)
         classes = train.classes
     number = {name: i for i, name in enumerate(classes)}
     labels = np.asarray([number[placed[i][0]] for i in order])
-    return Source(Chosen(Members(found.indices), np.asarray(order)), labels, classes, runs(np.bincount(labels)))
+    return Source(
+        ImageSubset(TarImages(found.indices), np.asarray(order)),
+        labels,
+        classes,
+        consecutive_ranges(np.bincount(labels)),
+    )
 
 
 @dataclass(frozen=True)
-class Archives:
+class _SplitArchives:
     """The tar files of a split: `place` itself, or one a class in the folder `place`."""
 
     place: Path
@@ -68,7 +73,7 @@ class Archives:
         return self.place not in self.paths
 
     @cached_property
-    def indices(self) -> list[Index]:
+    def indices(self) -> list[ShardIndex]:
         """What each of the tars holds."""
         return index_shards(self.paths, images)
 
@@ -88,10 +93,10 @@ class Archives:
         return _class_paths(self.indices[0].names)
 
 
-def archives(root: Path, names: Sequence[str]) -> Archives | None:
+def _find_archives(root: Path, names: Sequence[str]) -> _SplitArchives | None:
     """The tar files of the split of the first name found that has classes (test images may come without); else any."""
-    found = [Archives(root / f"{name}.tar", [root / f"{name}.tar"]) for name in names]
-    found += [Archives(root / name, sorted((root / name).glob("[!.]*.tar"))) for name in names]
+    found = [_SplitArchives(root / f"{name}.tar", [root / f"{name}.tar"]) for name in names]
+    found += [_SplitArchives(root / name, sorted((root / name).glob("[!.]*.tar"))) for name in names]
     there = [kept for kept in found if kept.paths and kept.paths[0].is_file()]
     return next((kept for kept in there if kept.classes), there[0] if there else None)
 
@@ -117,35 +122,37 @@ def webdataset(split: str, root: Path) -> Source:
 
     Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
     """
-    refuse_no_folder(root, "shards like train-0000.tar")
-    found = _split_shards(root)
+    check_folder(root, "shards like train-0000.tar")
+    found = _shards_by_split(root)
     if not found[split]:
         raise UserError(f"{root} has no shard for the {split} split; name them like {SPLITS[split][-1]}-0000.tar")
-    indices = labelled(found[split])
+    indices = _index_labelled_shards(found[split])
     if not any(len(index.labels) for index in indices):
         raise UserError(
             f"no images in {found[split][0][0].parent}; shards must hold key.jpg (or jpeg, png, webp) + key.cls"
         )
     others = []
-    with suppress(Unlabelled):  # no label there: none that counts
-        others = [index for name in SPLITS if name != split and found[name] for index in labelled(found[name])]
+    with suppress(UnlabelledError):  # no label there: none that counts
+        others = [
+            index for name in SPLITS if name != split and found[name] for index in _index_labelled_shards(found[name])
+        ]
     largest = max(int(index.labels.max(initial=-1)) for index in [*indices, *others])
     classes = _listed_classes(root) or [str(i) for i in range(largest + 1)]
     if largest >= len(classes):
         raise UserError(f"{root} names {len(classes)} classes, but its shards have label {largest}; labels start at 0")
     labels = np.concatenate([index.labels for index in indices])
-    return Source(Members(indices), labels, classes, runs(len(index.labels) for index in indices))
+    return Source(TarImages(indices), labels, classes, consecutive_ranges(len(index.labels) for index in indices))
 
 
-def labelled(choices: Sequence[Sequence[Path]]) -> list[Index]:
+def _index_labelled_shards(choices: Sequence[Sequence[Path]]) -> list[ShardIndex]:
     """The first of several sets of shards that has labels. Raises: UserError when none has."""
     for shards in choices[:-1]:
-        with suppress(Unlabelled):
+        with suppress(UnlabelledError):
             return index_shards(shards, samples)
     return index_shards(choices[-1], samples)
 
 
-def _split_shards(root: Path) -> dict[str, list[list[Path]]]:
+def _shards_by_split(root: Path) -> dict[str, list[list[Path]]]:
     """The shards below a folder by split, for each of its names that shards have, sorted.
 
     Raises: UserError when all there is is compressed.
@@ -155,15 +162,15 @@ def _split_shards(root: Path) -> dict[str, list[list[Path]]]:
         raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
     found: dict[str, list[list[Path]]] = {}
     for split, words in SPLITS.items():
-        named = ([path for path in shards if _of_split(path.relative_to(root), word)] for word in words)
+        named = ([path for path in shards if _belongs_to_split(path.relative_to(root), word)] for word in words)
         found[split] = [paths for paths in named if paths]
     if shards and not any(found.values()):
         found["test"] = [shards]
     return found
 
 
-def _of_split(path: Path, word: str) -> bool:
-    return says(path.name, word) or word in path.parts[:-1]
+def _belongs_to_split(path: Path, word: str) -> bool:
+    return contains_word(path.name, word) or word in path.parts[:-1]
 
 
 def _listed_classes(root: Path) -> list[str]:
@@ -178,7 +185,7 @@ def _listed_classes(root: Path) -> list[str]:
             about = json.loads(path.read_text())
         except (ValueError, OSError):
             raise UserError(f"cannot read {path} as JSON; mend or remove it") from None
-        names = [about[key] for key in LISTS if isinstance(about, dict) and isinstance(about.get(key), list)]
+        names = [about[key] for key in _CLASS_LIST_KEYS if isinstance(about, dict) and isinstance(about.get(key), list)]
         if names:
             return [str(name) for name in names[0]]
     return []

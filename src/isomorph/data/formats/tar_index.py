@@ -20,18 +20,18 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from isomorph.data.formats.naming import Names, is_image
-from isomorph.data.sources import Picture, first_line
+from isomorph.data.formats.naming import PackedStrings, is_image_name
+from isomorph.data.sources import ImageLike, first_line
 from isomorph.errors import UserError
 
-VERSION = 1
-COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
+_INDEX_VERSION = 1
+_COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")
 """How files compressed by gzip, bzip2, xz and zstandard begin."""
-PICTURE_KEYS = ("jpg", "jpeg", "png", "webp")
+_IMAGE_KEYS = ("jpg", "jpeg", "png", "webp")
 
 
 @dataclass(frozen=True)
-class Member:
+class TarMember:
     """A file inside a tar file: `size` bytes from `offset` on."""
 
     name: str
@@ -41,7 +41,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Stamp:
+class _FileStamp:
     """A shard as it was when indexed."""
 
     path: str
@@ -49,28 +49,30 @@ class Stamp:
     changed: int
 
     @classmethod
-    def of(cls, path: Path) -> "Stamp":
+    def of(cls, path: Path) -> "_FileStamp":
         found = path.stat()
         return cls(str(path.absolute()), found.st_size, found.st_mtime_ns)
 
 
 @dataclass
-class Index:
+class ShardIndex:
     """The pictures of one shard. Shape: offsets, sizes, labels (n,) int64; a label of -1 is none."""
 
-    stamp: Stamp
-    names: Names
+    stamp: _FileStamp
+    names: PackedStrings
     offsets: np.ndarray
     sizes: np.ndarray
     labels: np.ndarray
 
     @classmethod
-    def of(cls, stamp: Stamp, members: Sequence[Member]) -> "Index":
+    def of(cls, stamp: _FileStamp, members: Sequence[TarMember]) -> "ShardIndex":
         columns = ([getattr(member, key) for member in members] for key in ("offset", "size", "label"))
-        return cls(stamp, Names.of(member.name for member in members), *(np.asarray(c, np.int64) for c in columns))
+        return cls(
+            stamp, PackedStrings.of(member.name for member in members), *(np.asarray(c, np.int64) for c in columns)
+        )
 
 
-class Handle:
+class _OpenFile:
     """An open file that closes when nothing refers to it; read by position, so processes and threads may share it."""
 
     def __init__(self, path: str) -> None:
@@ -82,19 +84,19 @@ class Handle:
 
 
 @lru_cache(maxsize=128)
-def opened(stamp: Stamp) -> Handle:
+def _open_shard(stamp: _FileStamp) -> _OpenFile:
     """The shard's file; a process keeps the latest 128 open. Raises: UserError when it is not the one indexed."""
-    handle = Handle(stamp.path)
+    handle = _OpenFile(stamp.path)
     found = os.fstat(handle.number)
     if (found.st_size, found.st_mtime_ns) != (stamp.size, stamp.changed):
         raise UserError(f"{stamp.path} has changed since it was opened; start again to read it as it is now")
     return handle
 
 
-class Members(Sequence[Picture]):
+class TarImages(Sequence[ImageLike]):
     """The pictures of indexed shards, shard after shard, each read by its offset."""
 
-    def __init__(self, indices: Sequence[Index]) -> None:
+    def __init__(self, indices: Sequence[ShardIndex]) -> None:
         self.stamps = [index.stamp for index in indices]
         self.names = [index.names for index in indices]
         self.ends = np.cumsum([len(index.offsets) for index in indices], dtype=np.int64)
@@ -108,7 +110,7 @@ class Members(Sequence[Picture]):
     def __getitem__(self, index: Any) -> Any:
         size, offset = int(self.sizes[index]), int(self.offsets[index])
         shard, _ = self.place(index)
-        data = os.pread(opened(self.stamps[shard]).number, size, offset)
+        data = os.pread(_open_shard(self.stamps[shard]).number, size, offset)
         if len(data) != size:
             raise OSError(f"the file ends after {len(data)} of its {size} bytes")
         return data
@@ -129,7 +131,7 @@ class Members(Sequence[Picture]):
         return self.names[shard][place]
 
 
-def index_shards(paths: Sequence[Path], pick: Callable[[BinaryIO, Path], list[Member]]) -> list[Index]:
+def index_shards(paths: Sequence[Path], pick: Callable[[BinaryIO, Path], list[TarMember]]) -> list[ShardIndex]:
     """The index of each shard, from the cache where it is still good; `pick` lists a shard's pictures.
 
     Raises: UserError when a shard cannot be read, is cut short or compressed.
@@ -138,44 +140,50 @@ def index_shards(paths: Sequence[Path], pick: Callable[[BinaryIO, Path], list[Me
         return list(pool.map(lambda path: _index_shard(path, pick), paths))
 
 
-def _index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[Member]]) -> Index:
+def _index_shard(path: Path, pick: Callable[[BinaryIO, Path], list[TarMember]]) -> ShardIndex:
     try:
-        stamp = Stamp.of(path)
+        stamp = _FileStamp.of(path)
         kept = _load_index(stamp, pick.__name__)
         if kept is None:
             with open(path, "rb") as file:
-                if file.read(6).startswith(COMPRESSED):
+                if file.read(6).startswith(_COMPRESSED_PREFIXES):
                     raise UserError(
                         f"{path} is compressed, so its members cannot be read in place; unpack it to a .tar"
                     )
                 file.seek(0)
-                kept = Index.of(stamp, pick(file, path))
-            _keep_index(kept, pick.__name__)
+                kept = ShardIndex.of(stamp, pick(file, path))
+            _save_index(kept, pick.__name__)
     except (tarfile.TarError, OSError) as error:
         raise UserError(f"cannot read {path}: {first_line(error)}; copy or write it again") from None
     return kept
 
 
-def _cache_file(stamp: Stamp, kind: str) -> Path:
+def _cache_file(stamp: _FileStamp, kind: str) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(f"{kind} {stamp.path}".encode("utf-8", "surrogateescape")).hexdigest()[:32]
     return base / "isomorph" / "shards" / f"{name}.npz"
 
 
-def _load_index(stamp: Stamp, kind: str) -> Index | None:
+def _load_index(stamp: _FileStamp, kind: str) -> ShardIndex | None:
     """The index kept for this shard as it is now, if there is one."""
     try:
         with open(_cache_file(stamp, kind), "rb") as file, np.load(file, allow_pickle=False) as kept:
-            if kept["stamp"].tolist() != [VERSION, stamp.size, stamp.changed]:
+            if kept["stamp"].tolist() != [_INDEX_VERSION, stamp.size, stamp.changed]:
                 return None
-            return Index(stamp, Names(kept["block"], kept["ends"]), kept["offsets"], kept["sizes"], kept["labels"])
+            return ShardIndex(
+                stamp, PackedStrings(kept["block"], kept["ends"]), kept["offsets"], kept["sizes"], kept["labels"]
+            )
     except (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
         return None
 
 
-def _keep_index(index: Index, kind: str) -> None:
+def _save_index(index: ShardIndex, kind: str) -> None:
     """Writes the index where `_load_index` finds it, whole or not at all; without a writable cache it is not kept."""
-    stamp, names, written = np.asarray([VERSION, index.stamp.size, index.stamp.changed]), index.names, io.BytesIO()
+    stamp, names, written = (
+        np.asarray([_INDEX_VERSION, index.stamp.size, index.stamp.changed]),
+        index.names,
+        io.BytesIO(),
+    )
     numbers = dict(offsets=index.offsets, sizes=index.sizes, labels=index.labels)
     np.savez(written, allow_pickle=False, stamp=stamp, block=names.block, ends=names.ends, **numbers)
     try:
@@ -192,11 +200,11 @@ def _keep_index(index: Index, kind: str) -> None:
         Path(name).unlink(missing_ok=True)
 
 
-class Unlabelled(UserError):
+class UnlabelledError(UserError):
     """A sample has no label."""
 
 
-def walk(file: BinaryIO, prefix: str = "") -> Iterator[Member]:
+def _iter_members(file: BinaryIO, prefix: str = "") -> Iterator[TarMember]:
     """Every file in a tar from where `file` stands, but hidden ones; a tar inside is a folder of its name.
 
     Raises: tarfile.TarError when it is damaged, has no end, or a link in the place of an image.
@@ -205,7 +213,7 @@ def walk(file: BinaryIO, prefix: str = "") -> Iterator[Member]:
         while (entry := archive.next()) is not None:
             archive.members.clear()  # type: ignore[attr-defined]  # it would remember them all
             parts = [part for part in entry.name.split("/") if part not in ("", ".")]
-            if (entry.islnk() or entry.issym()) and is_image(entry.name):
+            if (entry.islnk() or entry.issym()) and is_image_name(entry.name):
                 hint = "pack it with --dereference --hard-dereference"
                 raise tarfile.ReadError(f"{entry.name} is a link to {entry.linkname}, not an image; {hint}")
             if not entry.isreg() or any(part.startswith(".") for part in parts):
@@ -213,40 +221,40 @@ def walk(file: BinaryIO, prefix: str = "") -> Iterator[Member]:
             name = prefix + "/".join(parts)
             if name.endswith(".tar"):
                 file.seek(entry.offset_data)
-                yield from walk(file, name.removesuffix(".tar") + "/")
+                yield from _iter_members(file, name.removesuffix(".tar") + "/")
             else:
-                yield Member(name, entry.offset_data, entry.size)
+                yield TarMember(name, entry.offset_data, entry.size)
         file.seek(archive.offset)
         end = file.read(tarfile.BLOCKSIZE)
         if len(end) < tarfile.BLOCKSIZE or any(end):
             raise tarfile.ReadError(f"no end of the archive where it should be (byte {archive.offset}): cut or damaged")
 
 
-def images(file: BinaryIO, path: Path) -> list[Member]:
+def images(file: BinaryIO, path: Path) -> list[TarMember]:
     """The image files of a tar."""
-    return [member for member in walk(file) if is_image(member.name)]
+    return [member for member in _iter_members(file) if is_image_name(member.name)]
 
 
-def samples(file: BinaryIO, path: Path) -> list[Member]:
+def samples(file: BinaryIO, path: Path) -> list[TarMember]:
     """The labelled pictures of a webdataset shard; members of one key, side by side, are a sample.
 
     Raises: UserError naming a sample without a label that is a number.
     """
-    found: list[Member] = []
-    key, parts = None, dict[str, Member]()
-    for member in walk(file):
+    found: list[TarMember] = []
+    key, parts = None, dict[str, TarMember]()
+    for member in _iter_members(file):
         folder, _, base = member.name.rpartition("/")
         stem, _, ending = base.partition(".")
         if (folder, stem) != key:
-            found += sample(file, path, parts)
+            found += _labelled_image(file, path, parts)
             key, parts = (folder, stem), {}
         parts[ending.lower()] = member
-    return found + sample(file, path, parts)
+    return found + _labelled_image(file, path, parts)
 
 
-def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]:
+def _labelled_image(file: BinaryIO, path: Path, parts: dict[str, TarMember]) -> list[TarMember]:
     """The picture of a sample, with its label; nothing when it has no picture."""
-    picture = next((parts[key] for key in PICTURE_KEYS if key in parts), None)
+    picture = next((parts[key] for key in _IMAGE_KEYS if key in parts), None)
     if picture is None:
         return []
     said = ""
@@ -254,17 +262,17 @@ def sample(file: BinaryIO, path: Path, parts: dict[str, Member]) -> list[Member]
         if key in parts:
             file.seek(parts[key].offset)
             text = file.read(parts[key].size)
-            label = _label_of(key, text)
+            label = _parse_label(key, text)
             if label is not None:
-                return [Member(picture.name, picture.offset, picture.size, label)]
+                return [TarMember(picture.name, picture.offset, picture.size, label)]
             said = f"; its .{key} says {text[:40].decode(errors='replace').strip()!r}"
-    raise Unlabelled(
+    raise UnlabelledError(
         f"{path}:{picture.name} has no label: beside it must be a .cls file with the number of the class, "
         f'or a .json file with "label"{said}'
     )
 
 
-def _label_of(key: str, text: bytes) -> int | None:
+def _parse_label(key: str, text: bytes) -> int | None:
     """The label that a .cls or .json file gives, if it is a whole number from 0."""
     try:
         label = int(text) if key == "cls" else json.loads(text)["label"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from isomorph.data.formats.naming import SPLITS, Files, is_image
+from isomorph.data.formats.naming import SPLITS, ImageFiles, is_image_name
 from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
@@ -20,7 +20,7 @@ FLAT = "flat"
 
 
 @dataclass(frozen=True)
-class Location:
+class SuiteLocation:
     """A folder (or a name on the hub) and the kind of source that reads it."""
 
     path: Path
@@ -31,7 +31,7 @@ class Location:
         return self.path.as_posix()
 
 
-def open_location(place: Location) -> Source:
+def open_location(place: SuiteLocation) -> Source:
     """The test split of what lies there; of a flat folder, images of one class that has no name.
 
     Raises: UserError as `open_source`.
@@ -39,11 +39,11 @@ def open_location(place: Location) -> Source:
     if place.form == FLAT:
         listed = {top: _image_names(top) for top in _candidate_folders(place.path)}
         top, names = max(listed.items(), key=lambda found: len(found[1]))  # beside it a picture or two may lie
-        return Source(Files(top, sorted(names)), np.zeros(len(names), np.int64), [""])
+        return Source(ImageFiles(top, sorted(names)), np.zeros(len(names), np.int64), [""])
     return open_source(place.form, "test", place.path)
 
 
-def find_suite(suite: str, folder: str, usual: Sequence[str], root: str | Path | None, form: str | None) -> Location:
+def find_suite(suite: str, folder: str, usual: Sequence[str], root: str | Path | None, form: str | None) -> SuiteLocation:
     """The place of a suite: the folder given, or the first of its usual ones in `root` ($ISOMORPH_DATA, ./data).
 
     Raises: UserError when it is not there, or for an unknown form.
@@ -55,11 +55,11 @@ def find_suite(suite: str, folder: str, usual: Sequence[str], root: str | Path |
         on_hub = not path.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+(:\w+)?", folder) is not None
         if not path.is_dir() and not on_hub:
             raise UserError(f"no folder {folder}; give {suite}=FOLDER the folder that holds {suite}")
-        return Location(path, form or ("huggingface" if on_hub else detect_form(path)))
+        return SuiteLocation(path, form or ("huggingface" if on_hub else detect_form(path)))
     top = Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
     for name in usual:
         if (top / name).is_dir() and (name != "." or _has_test_images(top)):
-            return Location(top / name, form or detect_form(top / name))
+            return SuiteLocation(top / name, form or detect_form(top / name))
     looked = ", ".join(name for name in usual if name != ".")
     raise UserError(
         f"no folder of {suite} in {top} (looked for {looked}); give --suite {suite}=FOLDER or another --root"
@@ -80,7 +80,7 @@ def _candidate_folders(path: Path) -> list[Path]:
 def _image_names(top: Path) -> list[str]:
     """Names of the image files right in a folder, in no order."""
     with os.scandir(top) as entries:
-        return [e.name for e in entries if is_image(e.name) and not e.name.startswith(".") and e.is_file()]
+        return [e.name for e in entries if is_image_name(e.name) and not e.name.startswith(".") and e.is_file()]
 
 
 def detect_form(path: Path) -> str:

@@ -13,7 +13,7 @@ from isomorph.errors import UserError
 from isomorph.suites.imagenet.classes import imagenet_classes
 from isomorph.suites.imagenet.locate import (
     FLAT,
-    Location,
+    SuiteLocation,
     find_suite,
     open_location,
 )
@@ -77,19 +77,19 @@ def open_suites(
 
 def find_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
-) -> dict[Location, list[Suite]]:
+) -> dict[SuiteLocation, list[Suite]]:
     """Where the suites lie, nothing opened yet.
 
     Raises: UserError for unknown suites or missing folders, a line each.
     """
 
-    def located(pair: tuple[str, str]) -> tuple[Location, Suite]:
+    def located(pair: tuple[str, str]) -> tuple[SuiteLocation, Suite]:
         name, folder = pair
         if name not in SUITES:
             raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
         return find_suite(name, folder, SUITES[name].folders, root, form), SUITES[name]
 
-    places: dict[Location, list[Suite]] = {}
+    places: dict[SuiteLocation, list[Suite]] = {}
     for place, suite in _map_collecting_errors(located, _parse_suites(wanted)):
         places.setdefault(place, []).append(suite)
     return places
@@ -108,7 +108,7 @@ def _map_collecting_errors(work: Callable[[T], U], items: Iterable[T]) -> list[U
     return found
 
 
-def open_located(places: Mapping[Location, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+def open_located(places: Mapping[SuiteLocation, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
     """Opens what `find_suites` found. Raises: UserError for classes that are not the suite's, or missing images."""
     return _map_collecting_errors(lambda found: _open_test_set(*found, partial), places.items())
 
@@ -126,13 +126,13 @@ def _parse_suites(wanted: Sequence[str]) -> list[tuple[str, str]]:
     return [(name, folder or (of_val if name in ("imagenet", "real") else "")) for name, folder in pairs]
 
 
-def _open_test_set(place: Location, suites: Sequence[Suite], partial: bool) -> TestSet:
+def _open_test_set(place: SuiteLocation, suites: Sequence[Suite], partial: bool) -> TestSet:
     """The images of a place, with the view that each suite has of them."""
     source = open_location(place)
     return TestSet(source, _map_collecting_errors(lambda suite: _build_scoring(suite, source, place, partial), suites))
 
 
-def _build_scoring(suite: Suite, source: Source, place: Location, partial: bool) -> Scoring:
+def _build_scoring(suite: Suite, source: Source, place: SuiteLocation, partial: bool) -> Scoring:
     """How a suite judges a source. Raises: UserError when the source is not the suite's images, or only a part."""
     labels = imagenet_labels()
     if suite.sets:
@@ -152,7 +152,7 @@ def _build_scoring(suite: Suite, source: Source, place: Location, partial: bool)
     return Scoring(suite.name, np.searchsorted(kept, found), classes, suite.kept, NUM_CLASSES)
 
 
-def _check_complete(suite: Suite, found: int, expected: int, what: str, place: Location, partial: bool) -> None:
+def _check_complete(suite: Suite, found: int, expected: int, what: str, place: SuiteLocation, partial: bool) -> None:
     """Raises: UserError when there are more than the suite has, or, where a part will not do, fewer."""
     if found > expected or (found < expected and not partial):
         part = "; to evaluate on a part all the same: --partial (partial=True)" if found < expected else ""

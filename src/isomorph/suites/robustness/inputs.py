@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from isomorph.data.corruptions.corrupt import CONSTANTS, VERSION
+from isomorph.data.corruptions.corrupt import SEVERITY_SCALE, CORRUPTION_VERSION
 from isomorph.data.corruptions.dataset import (
-    IMAGENET_FRAME,
-    Frame,
-    Pictures,
+    IMAGENET_C_CROP,
+    ImageTransform,
+    CorruptedImages,
     fingerprint,
-    frame_of,
-    refuse_small,
+    image_transform,
+    check_input_size,
 )
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import channels, evaluation_config
+from isomorph.evaluation.input_sizes import input_channels, evaluation_config
 from isomorph.suites.imagenet.classes import with_imagenet_labels
 from isomorph.suites.robustness.published import CifarC, ImageNetC, Published
 
@@ -32,7 +32,7 @@ class RobustnessInputs:
     source: Source | None
     published: Published | None
     config: Mapping[str, Any]
-    frame: Frame
+    frame: ImageTransform
     imagenet: bool
     classes: int
     seed: int
@@ -48,7 +48,7 @@ class RobustnessInputs:
         source = f"published {self.published.root.resolve()}" if self.published else fingerprint(self.clean_source())
         return {
             "suite": (self.published or ImageNetC).suite,
-            "version": VERSION,
+            "version": CORRUPTION_VERSION,
             "source": source,
             "limit": self.limit,
             "size": list(self.size),
@@ -68,8 +68,8 @@ class RobustnessInputs:
         if isinstance(self.published, CifarC):
             return "CIFAR-C's constants"
         if self.published or self.size == PUBLISHED_SIZE:
-            return CONSTANTS
-        return f"{CONSTANTS} at every size, not CIFAR-10-C's milder ones"
+            return SEVERITY_SCALE
+        return f"{SEVERITY_SCALE} at every size, not CIFAR-10-C's milder ones"
 
     def described(self) -> str:
         """How the pictures came about, in words."""
@@ -84,15 +84,15 @@ class RobustnessInputs:
             raise UserError("there are no clean images; give a source")
         return _limit_images(self.source, self.limit)
 
-    def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], Pictures]]:
+    def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], CorruptedImages]]:
         """Datasets of a corruption's cells: all severities from one decoding, or each from its published folder."""
         if self.published is None:
             source = self.clean_source()
-            yield tuple(severities), Pictures(source, self.frame, corruption, severities, self.seed)
+            yield tuple(severities), CorruptedImages(source, self.frame, corruption, severities, self.seed)
             return
         for severity in severities:
             cell = _limit_images(self.published.cell(corruption, severity, self.classes), self.limit)
-            yield (severity,), Pictures(cell, self.frame)
+            yield (severity,), CorruptedImages(cell, self.frame)
 
 
 def _limit_images(source: Source, limit: int | None) -> Source:
@@ -132,17 +132,17 @@ def prepare_inputs(
     imagenet = classes == 1000
     if source is not None:
         source = _match_labels(source, classes, imagenet, partial)
-    if channels(model) != 3:
-        raise UserError(f"the corruptions are of colour pictures, the model's images have {channels(model)} channels")
+    if input_channels(model) != 3:
+        raise UserError(f"the corruptions are of colour pictures, the model's images have {input_channels(model)} channels")
     square = imagenet or isinstance(published, ImageNetC)
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
         size = PUBLISHED_SIZE if square and not fixed else evaluation_config(model)["input_size"][-2:]
-    config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_FRAME if imagenet else {})
+    config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
             f"the published pictures are 224 x 224, the model is to see {size[1]} x {size[0]}: resampling would change "
             "the corruptions; corrupt on the fly instead (a source and no folder)"
         )
-    refuse_small(config)
-    return RobustnessInputs(source, published, config, frame_of(config), imagenet, classes, seed, limit)
+    check_input_size(config)
+    return RobustnessInputs(source, published, config, image_transform(config), imagenet, classes, seed, limit)

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.data.corruptions.cache import CellWriter, PictureCache, StoredPictures
+from isomorph.data.corruptions.cache import CellWriter, CorruptionCache, CachedImages
 from isomorph.data.corruptions.corrupt import (
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
     SEVERITIES,
-    corrupters,
-    refuse_unknown_corruption,
+    corruption_functions,
+    check_corruption,
 )
-from isomorph.data.corruptions.dataset import CLEAN, Pictures, picture_loader
+from isomorph.data.corruptions.dataset import CLEAN, CorruptedImages, image_loader
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import at_size
-from isomorph.evaluation.prediction_counts import Tally
+from isomorph.evaluation.input_sizes import fit_to_size
+from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
 from isomorph.suites.robustness.published import open_published
@@ -79,8 +79,8 @@ def robustness(
     if published:
         published.refuse_missing(wanted)
     else:
-        corrupters()  # refuses when their package is missing
-    fitted = at_size(model, sight.size)
+        corruption_functions()  # refuses when their package is missing
+    fitted = fit_to_size(model, sight.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
     identity |= {"data": sight.data(), "constants": sight.constants()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
@@ -105,15 +105,15 @@ def wanted_cells(
         raise UserError("there is nothing to do: give at least one corruption and one severity")
     for corruption in names:
         for severity in severities:
-            refuse_unknown_corruption(corruption, severity)
+            check_corruption(corruption, severity)
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def _open_cache(top: Path, sight: RobustnessInputs) -> PictureCache:
+def _open_cache(top: Path, sight: RobustnessInputs) -> CorruptionCache:
     """Raises: UserError for published pictures, which are on disk already."""
     if sight.published:
         raise UserError("a cache is for pictures corrupted on the fly; those of a folder are on disk already")
-    return PictureCache(top, sight.identity(), len(sight.clean_source()), sight.size)
+    return CorruptionCache(top, sight.identity(), len(sight.clean_source()), sight.size)
 
 
 class CellProgress:
@@ -141,17 +141,17 @@ class CellProgress:
 
 
 def _jobs(
-    sight: RobustnessInputs, missing: Mapping[str, tuple[int, ...]], cache: PictureCache | None
+    sight: RobustnessInputs, missing: Mapping[str, tuple[int, ...]], cache: CorruptionCache | None
 ) -> Iterator[_Job]:
     """What is to be run: stored cells as they are, others made from one decoding of each image."""
     for name, severities in missing.items():
         if name == CLEAN:
             if sight.source is not None:
-                yield CLEAN, (0,), Pictures(sight.clean_source(), sight.frame), None
+                yield CLEAN, (0,), CorruptedImages(sight.clean_source(), sight.frame), None
             continue
         found = {s: pixels for s in severities if cache and (pixels := cache.stored(name, s)) is not None}
         if found:
-            yield name, tuple(found), StoredPictures(list(found.values()), sight.clean_source().labels), None
+            yield name, tuple(found), CachedImages(list(found.values()), sight.clean_source().labels), None
         left = tuple(s for s in severities if s not in found)
         for group, pictures in sight.groups(name, left) if left else ():
             if cache:
@@ -164,13 +164,13 @@ def _measure_cells(
 ) -> None:
     """Measures the cells of a job in one pass, and keeps them when all their images have been seen."""
     name, severities, pictures, writer = job
-    loader = picture_loader(pictures, max(1, batch_size // len(severities)), workers)
+    loader = image_loader(pictures, max(1, batch_size // len(severities)), workers)
     report.tell(0, job)
-    tallies: list[Tally] = []
+    tallies: list[PredictionCounts] = []
     seen = 0
     try:
         for logits, labels in _predict(model, loader, sight.config, writer):
-            tallies = tallies or [Tally(logits.shape[-1]) for _ in severities]
+            tallies = tallies or [PredictionCounts(logits.shape[-1]) for _ in severities]
             for tally, part in zip(tallies, logits.unbind(1), strict=True):
                 tally.add(part, labels)
             seen += len(labels)

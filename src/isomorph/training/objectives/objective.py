@@ -1,4 +1,4 @@
-"""From a recipe to what its run minimises, and how the result is judged."""
+"""Build the objective of a run from its recipe: the loss, the test metrics and the score."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,33 +32,36 @@ from isomorph.training.recipe.recipe import Recipe
 Measure = Callable[[nn.Module, Iterable[Any], Runtime], dict[str, float]]
 
 
-def same(module: nn.Module) -> nn.Module:
+def _identity(module: nn.Module) -> nn.Module:
+    """Return the module unchanged."""
     return module
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What a run minimises, how the trained module is measured (by all processes together), and what is judged.
-
-    `result` takes what is to be kept out of the trained module; `autoencoder` says that all of it is kept beside.
-    """
+    """The loss of a run, the metrics of its trained module, and the model to save."""
 
     task: TrainingTask
+    """The loss, with the modules that it trains."""
     measure: Measure
+    """Computes the test metrics, over all processes."""
     score: Callable[[dict[str, float]], float]
-    result: Callable[[nn.Module], nn.Module] = same
+    """Turns metrics into the number that is highest for the best epoch."""
+    result: Callable[[nn.Module], nn.Module] = _identity
+    """Returns the model to evaluate and save, given the trained module."""
     autoencoder: Callable[[nn.Module], MaskedAutoencoder] | None = None
+    """Returns the autoencoder, which pre-training saves too, given the trained module."""
 
 
 def build_objective(recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-    """Labels; labels and a teacher; labels of every patch; hidden patches, with and without a teacher."""
+    """Return the objective of a recipe: classification, distillation, token labels or masked pre-training."""
     if recipe.mask:
         return _pretraining_objective(build_pretraining(recipe.mask, model, device))
-    return Objective(_build_task(recipe, model, device), _measure_classes, lambda found: found["top1"])
+    return Objective(_build_task(recipe, model, device), _measure_classes, lambda metrics: metrics["top1"])
 
 
 def _build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> TrainingTask:
-    """What a run with labels minimises."""
+    """Return the task of a run with labels."""
     if recipe.token_labels:
         return build_token_labelling(model, recipe.token_labels, recipe.augment, device, recipe.map_similarity)
     if recipe.distill is None:
@@ -69,40 +72,42 @@ def _build_task(recipe: Recipe, model: nn.Module, device: torch.device) -> Train
 
 
 def _pretraining_objective(task: TrainingTask) -> Objective:
-    """Pre-training keeps the encoder, and the whole autoencoder beside it."""
+    """Return the objective of a pre-training task; its result is the encoder."""
 
-    def whole(module: nn.Module) -> MaskedAutoencoder:
+    def autoencoder(module: nn.Module) -> MaskedAutoencoder:
         return module.student if isinstance(module, AlignedStudent) else module  # type: ignore[return-value]
 
-    def painted(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+    def measure_reconstruction(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
         return _mean_over_processes(
             evaluate_reconstruction(whole(module), runtime.evened(loader), places=_local_positions(runtime)), runtime
         )
 
-    def described(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+    def measure_alignment(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
         return _mean_over_processes(
             evaluate_alignment(module, task, runtime.evened(loader), places=_local_positions(runtime)), runtime
         )  # type: ignore[arg-type]
 
-    guided = isinstance(task, GenericDistillationTask)
-    name = "alignment" if guided else "reconstruction"
-    measure: Measure = described if guided else painted
-    return Objective(task, measure, lambda found: -found[name], lambda module: whole(module).encoder, whole)
+    has_teacher = isinstance(task, GenericDistillationTask)
+    name = "alignment" if has_teacher else "reconstruction"
+    measure: Measure = measure_alignment if has_teacher else measure_reconstruction
+    return Objective(
+        task, measure, lambda metrics: -metrics[name], lambda module: autoencoder(module).encoder, autoencoder
+    )
 
 
 def _local_positions(runtime: Runtime) -> Iterator[int]:
-    """Places in the data of this process's test images, which are dealt in turn."""
+    """Return the positions in the data of this process's test images: rank, rank + world, rank + 2 world ..."""
     return count(runtime.rank, runtime.world)
 
 
-def _mean_over_processes(found: dict[str, float], runtime: Runtime) -> dict[str, float]:
-    """Means over the images of all processes."""
-    parts = runtime.gathered(found)
+def _mean_over_processes(metrics: dict[str, float], runtime: Runtime) -> dict[str, float]:
+    """Return the metrics averaged over the images of all processes."""
+    parts = runtime.gathered(metrics)
     images = sum(part["images"] for part in parts)
-    means = {name: sum(part[name] * part["images"] for part in parts) / images for name in found if name != "images"}
+    means = {name: sum(part[name] * part["images"] for part in parts) / images for name in metrics if name != "images"}
     return {**means, "images": images}
 
 
 def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-    """Accuracy and calibration over the images of all processes."""
+    """Return accuracy and calibration over the images of all processes."""
     return sum_counts(runtime.gathered(count_predictions(model, runtime.evened(loader)))).metrics()

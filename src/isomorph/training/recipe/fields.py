@@ -23,7 +23,7 @@ from timm.optim import get_optimizer_info, list_optimizers
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams.stream import STREAMS
 from isomorph.models import require_registered
-from isomorph.models.arguments import check_model_kwargs
+from isomorph.models.model_kwargs import check_model_kwargs
 from isomorph.surgery import Anneal, Rule
 from isomorph.surgery.rules.registry import RULES, build_rule, rule_options
 

@@ -7,16 +7,16 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import count_branches, count_parameters, count_pass, has_pyramids
-from isomorph.evaluation.memory import saved_bytes
-from isomorph.evaluation.peak import PeakMeter, peak_bytes
-from isomorph.evaluation.sizes import at_size, channels
-from isomorph.evaluation.speed import Speed, speeds
+from isomorph.evaluation.input_sizes import fit_to_size, input_channels
+from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
+from isomorph.evaluation.saved_memory import saved_bytes
+from isomorph.evaluation.speed import Speed, measure_speeds
 
-Row = dict[str, Any]
-PEAKS = {"peak_bytes": False, "training_peak_bytes": True}
+CostRow = dict[str, Any]
+_PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
 """Of which pass: of one in training mode, with its backward pass, or of inference."""
 T = TypeVar("T")
-Progress = Callable[[float, int, str], None]
+TableProgress = Callable[[float, int, str], None]
 """Told steps done, steps in all, and what is being done."""
 
 
@@ -26,8 +26,8 @@ def cost_table(
     batch_sizes: Sequence[int] = (32,),
     seconds: float = 2.0,
     peak: bool = True,
-    progress: Progress = lambda done, total, doing: None,
-) -> Iterator[Row]:
+    progress: TableProgress = lambda done, total, doing: None,
+) -> Iterator[CostRow]:
     """One row for each resolution, batch size and model: what it costs, and its speed against the first model's.
 
     Keys: model, height, width, batch, parameters, macs (inference, an image), step_macs (inference, a pass, whatever
@@ -42,32 +42,32 @@ def cost_table(
     """
     if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
         raise UserError("sizes and batches must be positive, and there must be one of each at least")
-    steps = Steps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))))
+    steps = _ProgressSteps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))))
     with PeakMeter() as meter:
         for size in sizes:
             at = "{} x {}".format(*size)
-            sized = {name: at_size(model, size) for name, model in models.items()}
-            inputs = {name: (channels(model), *size) for name, model in sized.items()}
+            sized = {name: fit_to_size(model, size) for name, model in models.items()}
+            inputs = {name: (input_channels(model), *size) for name, model in sized.items()}
             fixed = {
-                name: steps.run(f"{name} {at}: counting", fixed_cost, model, inputs[name])
+                name: steps.run(f"{name} {at}: counting", static_cost, model, inputs[name])
                 for name, model in sized.items()
             }
             for batch in batch_sizes:
-                found = steps.run(f"{at}, batch {batch}: timing", speeds, sized, inputs, batch, seconds)
+                found = steps.run(f"{at}, batch {batch}: timing", measure_speeds, sized, inputs, batch, seconds)
                 first = next(iter(found.values())).median
                 for name, model in sized.items():
                     place = {"model": name, "height": size[0], "width": size[1], "batch": batch}
-                    row = place | fixed[name] | _speed_cells(found[name], first) | dict.fromkeys(PEAKS)
-                    for key, training in PEAKS.items() if peak else ():
+                    row = place | fixed[name] | _speed_cells(found[name], first) | dict.fromkeys(_PEAK_COLUMNS)
+                    for key, training in _PEAK_COLUMNS.items() if peak else ():
                         doing = f"{name} {at}, batch {batch}: memory{' to train' * training}"
                         row |= steps.run(doing, _peak_cell, key, model, inputs[name], batch, training, meter)
                     yield row
 
 
-class Steps:
+class _ProgressSteps:
     """Tells of each step of the work before it is done, and of the end."""
 
-    def __init__(self, tell: Progress, total: int) -> None:
+    def __init__(self, tell: TableProgress, total: int) -> None:
         self.tell, self.total, self.done = tell, total, 0
 
     def run(self, doing: str, work: Callable[..., T], *arguments: Any) -> T:
@@ -81,7 +81,7 @@ class Steps:
 
 def _peak_cell(
     key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
-) -> Row:
+) -> CostRow:
     """A peak of a row, or why it could not be measured."""
     try:
         return {key: peak_bytes(model, input_size, batch, training, meter)}
@@ -89,7 +89,7 @@ def _peak_cell(
         return {key: None, "problem": str(error)}
 
 
-def _speed_cells(speed: Speed, first: float) -> Row:
+def _speed_cells(speed: Speed, first: float) -> CostRow:
     """The speed of a row, and beside the first model's."""
     return {
         "images_per_second": speed.median,
@@ -100,7 +100,7 @@ def _speed_cells(speed: Speed, first: float) -> Row:
     }
 
 
-def fixed_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
+def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
     """What does not depend on the batch."""
     macs = count_pass(model, input_size)
     return {

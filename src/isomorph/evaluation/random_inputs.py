@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.evaluation import training_config
+from isomorph.evaluation.input_sizes import training_config
 
 
-def standard_normal(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
+def random_images(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
     """Noise for the model, of the given height and width or the model's own."""
     shape = training_config(model, size)["input_size"]
     if batch < 1:

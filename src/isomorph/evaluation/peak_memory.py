@@ -18,8 +18,8 @@ from isomorph.errors import UserError
 from isomorph.import_path import import_path
 from isomorph.layers.eval_mode import eval_mode
 
-STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-MEASURING = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.peak import main; main()"
+_STATUS_FILE, _RESET_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_WORKER_CODE = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.peak_memory import main; main()"
 """The code of the measuring process, which imports from where this one does."""
 
 
@@ -76,7 +76,7 @@ class PeakMeter:
             answer = ""
         found: dict[str, Any] = json.loads(answer) if answer else {"error": self.last_words()}
         if "error" in found:
-            raise failed(shape[0], found["error"])
+            raise _measurement_error(shape[0], found["error"])
         return found["bytes"]
 
     @property
@@ -98,12 +98,12 @@ class PeakMeter:
         return True
 
     def start(self) -> subprocess.Popen[str]:
-        """Starts the process that `main` is."""
+        """Starts the process that `answer_requests` is."""
         self.stop()
         # large blocks go back to the system as soon as they are free, so that the peak is the pass's own
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         env["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        command = [sys.executable, "-I" if sys.flags.isolated else "-P", "-c", MEASURING, *import_path()]
+        command = [sys.executable, "-I" if sys.flags.isolated else "-P", "-c", _WORKER_CODE, *import_path()]
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         with self.said.open("wb") as said:
             self.process = subprocess.Popen(command, env=env, text=True, stderr=said, **pipes)
@@ -139,7 +139,7 @@ def peak_bytes(
     device = next(model.parameters()).device
     if device.type == "cuda":
         return _cuda_peak(model, input_size, batch_size, training)
-    if device.type != "cpu" or not os.access(RESET, os.W_OK):
+    if device.type != "cpu" or not os.access(_RESET_FILE, os.W_OK):
         return None
     if meter:
         return meter.measure(model, (batch_size, *input_size), training)
@@ -162,7 +162,7 @@ def _cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, t
                 _run_once(model, x, training)
                 peak = torch.cuda.max_memory_allocated(parameter.device) - before
     except (RuntimeError, ValueError) as error:
-        raise failed(batch_size, " ".join(str(error).split())) from None
+        raise _measurement_error(batch_size, " ".join(str(error).split())) from None
     finally:
         model.zero_grad(set_to_none=True)
         for name, tensor in model.named_buffers():
@@ -170,12 +170,12 @@ def _cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, t
     return peak
 
 
-def failed(batch_size: int, why: str) -> UserError:
+def _measurement_error(batch_size: int, why: str) -> UserError:
     """The error of a pass that failed."""
     return UserError(f"measuring the peak of a batch of {batch_size} failed: {why}")
 
 
-def main() -> None:
+def answer_requests() -> None:
     """Answers each line that names a model's file, a shape and a kind of pass by its bytes: the measuring process."""
     answers, sys.stdout = sys.stdout, sys.stderr  # what a model prints is no answer
     model, path = None, None
@@ -183,7 +183,7 @@ def main() -> None:
         file, shape, training = json.loads(line)
         if file != path:
             model = None  # freed before the next one comes
-            model, path = rebuilt(file), file
+            model, path = _load_pickled_model(file), file
         try:
             found: dict[str, Any] = {"bytes": None if model is None else _cpu_peak(model, tuple(shape), training)}
         except Exception as error:
@@ -191,7 +191,7 @@ def main() -> None:
         print(json.dumps(found), file=answers, flush=True)
 
 
-def rebuilt(file: str) -> nn.Module | None:
+def _load_pickled_model(file: str) -> nn.Module | None:
     """The model in a file that the parent wrote a moment ago; None for a class that cannot be imported here."""
     try:
         return torch.load(file, weights_only=False)
@@ -209,15 +209,15 @@ def _cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
-    RESET.write_text("5")  # the peak is what it is now
-    before = resident("VmRSS")
+    _RESET_FILE.write_text("5")  # the peak is what it is now
+    before = _resident_bytes("VmRSS")
     _run_once(model, x, training)
-    peak = resident("VmHWM")
+    peak = _resident_bytes("VmHWM")
     model.zero_grad(set_to_none=True)
     return max(peak - before, 0)
 
 
-def resident(key: str) -> int:
+def _resident_bytes(key: str) -> int:
     """Bytes of this process in memory: now (VmRSS) or at its peak (VmHWM)."""
-    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
+    line = next(line for line in _STATUS_FILE.read_text().splitlines() if line.startswith(key))
     return 1024 * int(line.split()[1])

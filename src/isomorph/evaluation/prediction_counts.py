@@ -7,10 +7,10 @@ from torch import Tensor
 
 from isomorph.errors import UserError
 
-BINS = 15
+_ECE_BINS = 15
 
 
-class Tally:
+class PredictionCounts:
     """Counts of a classifier's answers, from which its metrics follow; those of several processes add up.
 
     ECE = sum over bins of |correct - confidence| / images, with bins ((m - 1) / 15, m / 15]
@@ -22,7 +22,7 @@ class Tally:
     def __init__(self, num_classes: int) -> None:
         self.seen = torch.zeros(num_classes, dtype=torch.int64)
         self.right, self.near = torch.zeros_like(self.seen), torch.zeros_like(self.seen)
-        self.bins = torch.zeros(3, BINS, dtype=torch.float64)
+        self.bins = torch.zeros(3, _ECE_BINS, dtype=torch.float64)
         self.nll = torch.zeros((), dtype=torch.float64)
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
@@ -31,7 +31,7 @@ class Tally:
         Shape: logits (B, num_classes), labels (B,)
         Raises: UserError when a label is none of the model's classes.
         """
-        _refuse_labels(labels, logits.shape[1])
+        _check_labels(labels, logits.shape[1])
         real = (labels >= 0).to(logits.device)
         logits, labels = logits[real].float(), labels.to(logits.device)[real]
         ranked = logits.topk(min(5, logits.shape[1])).indices.eq(labels[:, None])  # (B, 5)
@@ -44,13 +44,13 @@ class Tally:
         """Takes facts of single images: whether the top-1 and the top-5 are right, loss, confidence. Shape: (B,)"""
         for total, facts in ((self.seen, torch.ones_like(right)), (self.right, right), (self.near, near)):
             total.index_add_(0, labels, facts.long())
-        edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
-        place = (torch.bucketize(confidence, edges) - 1).clamp(0, BINS - 1)
+        edges = torch.linspace(0, 1, _ECE_BINS + 1, dtype=torch.float64)
+        place = (torch.bucketize(confidence, edges) - 1).clamp(0, _ECE_BINS - 1)
         self.bins.index_add_(1, place, torch.stack([torch.ones_like(confidence), confidence, right]))
         self.nll += nll.sum()
 
-    def __add__(self, other: "Tally") -> "Tally":
-        both = Tally(len(self.seen))
+    def __add__(self, other: "PredictionCounts") -> "PredictionCounts":
+        both = PredictionCounts(len(self.seen))
         for name in vars(both):
             setattr(both, name, getattr(self, name) + getattr(other, name))
         return both
@@ -70,7 +70,7 @@ class Tally:
         }
 
 
-class SetTally:
+class MultiLabelCounts:
     """Counts of answers to images that have several right labels, or none: then they do not count.
 
     Source: Beyer et al. (2020), ReaL accuracy: right if the top-1 is among the image's labels
@@ -94,7 +94,7 @@ class SetTally:
         return {"top1": 100 * self.right / self.images, "images": self.images}
 
 
-def _refuse_labels(labels: Tensor, num_classes: int) -> None:
+def _check_labels(labels: Tensor, num_classes: int) -> None:
     """Raises: UserError for labels beyond the model's classes."""
     if len(labels) and labels.max() >= num_classes:
         raise UserError(
@@ -103,6 +103,6 @@ def _refuse_labels(labels: Tensor, num_classes: int) -> None:
         )
 
 
-def added(tallies: list[Tally]) -> Tally:
+def sum_counts(tallies: list[PredictionCounts]) -> PredictionCounts:
     """One tally of several."""
-    return reduce(Tally.__add__, tallies)
+    return reduce(PredictionCounts.__add__, tallies)

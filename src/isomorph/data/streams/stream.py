@@ -10,18 +10,18 @@ import numpy as np
 from PIL import Image
 
 from isomorph.data.formats.huggingface import (
-    Part,
-    open_part,
-    picture_of,
-    plainly,
+    DatasetSplit,
+    explain_dataset_errors,
+    image_from_cell,
+    open_split,
 )
 from isomorph.data.formats.naming import SPLITS
-from isomorph.data.sources import Picture, decode, readable, unreadable
+from isomorph.data.sources import ImageLike, decode, explain_decode_errors, unreadable_image_error
 from isomorph.errors import UserError
 
-ROWS = 16
+_ROWS_PER_READ = 16
 """Rows fetched at a time."""
-Sample = tuple[Picture, int, int]
+StreamSample = tuple[ImageLike, int, int]
 """A picture as stored, its label, its id."""
 
 
@@ -31,7 +31,7 @@ class Stream:
     An id is (file << 32) + row, the same in every epoch. Pickles.
     """
 
-    def __init__(self, part: Part, classes: Iterable[str], images: int | None, buffer: int = 1000) -> None:
+    def __init__(self, part: DatasetSplit, classes: Iterable[str], images: int | None, buffer: int = 1000) -> None:
         self.part, self.classes, self.images, self.buffer = part, tuple(classes), images, buffer
         self.transform: Callable[[Image.Image], Any] | None = None
 
@@ -41,7 +41,9 @@ class Stream:
             raise UserError(f"{self.part.title} does not say how many images it has; give the number as images=")
         return self.images
 
-    def samples(self, epoch: int, seed: int | None, part: int = 0, parts: int = 1, skip: int = 0) -> Iterator[Sample]:
+    def samples(
+        self, epoch: int, seed: int | None, part: int = 0, parts: int = 1, skip: int = 0
+    ) -> Iterator[StreamSample]:
         """The `part`-th of `parts` shares of an epoch: (picture as stored, label, id), from the `skip`-th on.
 
         Every image is in exactly one share. Shares are of whole files as far as these go round; the files left over are
@@ -56,11 +58,13 @@ class Stream:
             return islice(self.share(range(self.files), part, parts), skip, None)
         order = np.random.default_rng([seed, epoch]).permutation(self.files).tolist()
         share = self.share(order, part, parts)
-        return islice(shuffled(share, self.buffer, np.random.default_rng([seed, epoch, part, parts])), skip, None)
+        return islice(
+            _shuffle_through_buffer(share, self.buffer, np.random.default_rng([seed, epoch, part, parts])), skip, None
+        )
 
-    def image(self, picture: Picture, identity: int) -> Image.Image:
+    def image(self, picture: ImageLike, identity: int) -> Image.Image:
         """A sample's picture in RGB, before the transform. Raises: UserError naming it when it cannot be read."""
-        with readable(lambda: self.name(identity)):
+        with explain_decode_errors(lambda: self.name(identity)):
             return decode(picture)
 
     def name(self, identity: int) -> str:
@@ -70,7 +74,7 @@ class Stream:
     def files(self) -> int:
         return self.part.dataset.num_shards
 
-    def share(self, order: Iterable[int], part: int, parts: int) -> Iterator[Sample]:
+    def share(self, order: Iterable[int], part: int, parts: int) -> Iterator[StreamSample]:
         """One share in the order of the files."""
         order = list(order)
         shared = len(order) // parts * parts
@@ -79,28 +83,30 @@ class Stream:
         for file in order[shared:]:
             yield from self.rows(file, part, parts)
 
-    def rows(self, file: int, first: int, step: int) -> Iterator[Sample]:
+    def rows(self, file: int, first: int, step: int) -> Iterator[StreamSample]:
         """Every step-th sample of a file."""
         image, label, row = self.part.image, self.part.label, 0
-        with plainly(self.part.title):
+        with explain_dataset_errors(self.part.title):
             # Not `iter(dataset)`: in a DataLoader's worker that would share the rows out a second time.
-            for batch in self.part.dataset.shard(self.files, file).iter(ROWS):
+            for batch in self.part.dataset.shard(self.files, file).iter(_ROWS_PER_READ):
                 for cell, number in zip(batch[image], batch[label], strict=True):
                     if row % step == first:
                         yield self.sample(cell, number, (file << 32) + row)
                     row += 1
 
-    def sample(self, cell: Any, label: Any, identity: int) -> Sample:
+    def sample(self, cell: Any, label: Any, identity: int) -> StreamSample:
         if not isinstance(label, int) or not 0 <= label < len(self.classes):
             known = f"0 to {len(self.classes) - 1}"
             raise UserError(f"{self.name(identity)} has label {label!r}, which is no class: they are {known}")
         try:
-            return picture_of(cell), label, identity
+            return image_from_cell(cell), label, identity
         except OSError as error:
-            raise unreadable(self.name(identity), error) from None
+            raise unreadable_image_error(self.name(identity), error) from None
 
 
-def shuffled(samples: Iterator[Sample], buffer: int, rng: np.random.Generator) -> Iterator[Sample]:
+def _shuffle_through_buffer(
+    samples: Iterator[StreamSample], buffer: int, rng: np.random.Generator
+) -> Iterator[StreamSample]:
     """The samples through a buffer, from which each next one is drawn."""
     held = list(islice(samples, buffer))
     for sample in samples:
@@ -116,20 +122,20 @@ def _huggingface_stream(split: str, root: Path, images: int | None, classes: int
 
     Raises: UserError as `huggingface`, and when the number of classes is neither given nor to be found.
     """
-    part = open_part(split, root, streaming=True)
+    part = open_split(split, root, streaming=True)
     names = part.names or [str(i) for i in range(classes or _count_classes(part, root))]
     return Stream(part, names, images or part.images or _count_rows(part))
 
 
-def _count_rows(part: Part) -> int | None:
+def _count_rows(part: DatasetSplit) -> int | None:
     """The number of images, from the ends of local parquet files."""
     from pyarrow.parquet import read_metadata
 
-    with plainly(part.title):
+    with explain_dataset_errors(part.title):
         return sum(read_metadata(file).num_rows for file in part.files) if part.files else None
 
 
-def _count_classes(part: Part, root: Path) -> int:
+def _count_classes(part: DatasetSplit, root: Path) -> int:
     """The number of classes by the largest label in local parquet files of any split.
 
     Raises: UserError for other data.
@@ -142,7 +148,7 @@ def _count_classes(part: Part, root: Path) -> int:
     if not part.files:
         raise UserError(f"{part.title} does not name its classes; give their number as classes=")
     files = {*part.files, *(file for words in SPLITS.values() for word in words for file in parquet_files(root, word))}
-    with plainly(part.title):
+    with explain_dataset_errors(part.title):
         largest = [pyarrow.compute.max(read_table(file, columns=[part.label])[part.label]).as_py() for file in files]
         return max(largest) + 1
 
