@@ -126,7 +126,7 @@ class TestTask:
     def test_networks_without_maps_to_hand_on_are_rejected(self):
         part = MapSimilarityPart()
         for model in (timm.create_model("refined_vit_b", depth=1), torch.nn.Linear(2, 2)):
-            with pytest.raises(iso.UserError, match="map_similarity needs blocks that hand their maps on"):
+            with pytest.raises(iso.UserError, match="map_similarity needs blocks that pass their maps on"):
                 PenalisedTask(model, torch.nn.CrossEntropyLoss(), CPU, part)
         with pytest.raises(iso.UserError, match="one only"):
             PenalisedTask(create("refined_vit_s", **SMALL | dict(depth=1)), torch.nn.CrossEntropyLoss(), CPU, part)

@@ -1,1 +1,1 @@
-"""Objectives: what a run minimises and measures."""
+"""Training objectives: losses, as timm tasks, and the metrics that go with them."""

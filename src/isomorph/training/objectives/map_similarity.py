@@ -1,4 +1,4 @@
-"""A penalty on how similar the attention maps of neighbouring blocks are, as Refiner's released code trains with."""
+"""The penalty of Refiner's released code on similar attention maps in neighbouring blocks."""
 
 from collections.abc import Sequence
 from itertools import islice, pairwise
@@ -12,24 +12,24 @@ from isomorph.errors import UserError
 from isomorph.training.recipe.objective_fields import MapSimilarityPart
 
 MIN_LENGTH = 1e-8
-"""Below this length heads count as if they had it, as in torch's cosine."""
+"""Lower bound on the lengths in the cosine, as in torch.nn.functional.cosine_similarity."""
 
 
 def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Tensor:
-    """The mean over neighbours, images, queries and keys of the cosine between what their heads have there.
+    """Return the mean cosine similarity of the attention maps of neighbouring blocks, over the heads of each entry.
 
     mean over i < pairs, b, q, k of  a_i . a_i+1 / (|a_i| |a_i+1|),  a_i = A_i[b, :, q, k]
 
-    A block that hands on the map it was given is as similar to the one before as can be: 1, without a gradient. For the
-    backward pass no map is kept but those given.
+    A block that passes on the map of the block before it has similarity 1, without a gradient. Only the given maps are
+    saved for the backward pass. `pairs` is the number of neighbouring pairs to compare, by default all.
 
-    Shape: maps of every block in turn, each (B, H, N, N); the first `pairs` neighbours of them, or all -> ()
+    Shape: maps of the blocks in order, each (B, nh, N, N) -> ()
     Source: Refiner code
     """
     neighbours = list(islice(pairwise(maps), pairs))
     squares = {
         id(each): _squared_length(each) for pair in neighbours for each in pair
-    }  # a map handed on is measured once
+    }  # a map passed on is measured once
     total = maps[0].new_zeros((), dtype=torch.promote_types(maps[0].dtype, torch.float32))
     for first, second in neighbours:
         if first is second:
@@ -41,17 +41,17 @@ def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Te
 
 
 def _squared_length(maps: Tensor) -> Tensor:
-    """The squared length of the heads' vector at every query and key. Shape: (B, H, N, N) -> (B, N, N)"""
+    """Return the squared norm over heads, at least MIN_LENGTH^2. Shape: (B, nh, N, N) -> (B, N, N)"""
     dtype = torch.promote_types(maps.dtype, torch.float32)
     return (maps * maps).sum(1, dtype=dtype).clamp_min(MIN_LENGTH**2)
 
 
 class PenalisedTask(ClassificationTask):
-    """A classification task with a penalty on its network's maps: loss = criterion(f(x), y) + weight similarity.
+    """Classification with a penalty on similar attention maps: loss = criterion(f(x), y) + weight similarity.
 
-    Without a `similarity` there is no penalty, and no map is asked for.
+    Without `similarity` there is no penalty, and the model does not return its maps.
 
-    Raises: UserError for a network whose blocks do not hand their maps on, or a single block.
+    Raises: UserError for a model whose blocks do not pass their maps on, or with a single block.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class PenalisedTask(ClassificationTask):
         if similarity:
             _check_model(model)
 
-    def ask(self, input: Tensor, **arguments: Any) -> tuple[Any, Tensor | float]:
-        """What the network says of images, and the penalty on the maps that it says it with."""
+    def predict(self, input: Tensor, **arguments: Any) -> tuple[Any, Tensor | float]:
+        """Return the output of the model for images, and the penalty on its attention maps."""
         if self.similarity is None:
             return self.trainable_module(input, **arguments), 0.0
-        found, maps = self.trainable_module(input, hand_out=True, **arguments)
-        return found, self.similarity.weight * neighbour_similarity(maps, self.similarity.pairs)
+        output, maps = self.trainable_module(input, return_maps=True, **arguments)
+        return output, self.similarity.weight * neighbour_similarity(maps, self.similarity.pairs)
 
     def forward(self, input: Tensor, target: Any) -> dict[str, Tensor]:
-        logits, penalty = self.ask(input)
+        logits, penalty = self.predict(input)
         task = self.criterion(logits, target)
         return {"loss": task + penalty, "output": logits, "task_loss": task}
 
 
 def _check_model(model: nn.Module) -> None:
-    """Raises: UserError for a network whose blocks do not hand their maps on, or a single block."""
-    if not getattr(model, "hands_maps_on", False):
+    """Raise UserError for a model whose blocks do not pass their maps on, or with a single block."""
+    if not getattr(model, "shares_maps", False):
         raise UserError(
-            f"map_similarity needs blocks that hand their maps on; {type(model).__name__} has none: train a "
+            f"map_similarity needs blocks that pass their maps on, and {type(model).__name__} has none; train a "
             "refined_vit_*_released, or a refined_vit_* with model.kwargs.share of at least 1"
         )
     if len(model.blocks) < 2:  # type: ignore[arg-type]
-        raise UserError("map_similarity compares neighbouring blocks; the model has one only")
+        raise UserError("map_similarity needs at least two blocks; the model has one")

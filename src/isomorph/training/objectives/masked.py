@@ -1,4 +1,4 @@
-"""Pre-training without labels, as timm tasks: paint the hidden patches, or describe every patch as a teacher does."""
+"""Masked pre-training as timm tasks: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
@@ -18,29 +18,29 @@ from isomorph.models.masked import MaskedAutoencoder, reconstruction_error
 from isomorph.training.recipe.mask_fields import MaskPart
 
 SMOOTH_L1_BETA = 2.0
-"""Where smooth L1 turns from a square into a line: as published with G2SD; TDRL does not name its loss."""
+"""Beta of the smooth L1 loss, as published with G2SD; TDRL does not name its loss."""
 
 
 class PretrainingTask(TrainingTask):
-    """What both tasks share: one trainable module, called as (images, noise), and no labels."""
+    """Base class of tasks without labels, with one trainable module, called as (images, noise)."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(device=device, verbose=False)
         self.trainable_module: nn.Module = module.to(device)
 
     def prepare_distributed(self, device_ids: list[int] | None = None, **arguments: Any) -> "PretrainingTask":
-        """Wraps the trainable module, and nothing else, in DistributedDataParallel."""
+        """Wrap the trainable module, without the teacher, in DistributedDataParallel."""
         self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **arguments)
         return self
 
     def compile(self, backend: str = "inductor", mode: str | None = None, **arguments: Any) -> nn.Module:
-        """Compiles the trainable module, before it is wrapped."""
+        """Compile the trainable module, before it is wrapped."""
         self.trainable_module = torch.compile(self.trainable_module, backend=backend, mode=mode, **arguments)  # type: ignore[assignment]
         return self.trainable_module
 
 
 class MaskedTask(PretrainingTask):
-    """Mean squared error of the hidden patches.
+    """MAE pre-training: mean squared error of the pixels of hidden patches.
 
     Source: MAE (He et al., 2022) section 3
     """
@@ -56,9 +56,9 @@ class MaskedTask(PretrainingTask):
 
 
 class AlignedStudent(nn.Module):
-    """A student and the one linear layer from the features of its decoder to those of the teacher's.
+    """A student, and a linear layer from the features of its decoder to those of the teacher's decoder.
 
-    What the student does with these features otherwise, norm and pixels, is not trained here and frozen.
+    The student's final norm and pixel head (`decoder_norm`, `decoder_pred`) are unused and frozen.
 
     Shape: images (B, C, h, w), noise (B, N) -> (B, N, teacher's width)
     """
@@ -81,7 +81,7 @@ class AlignedStudent(nn.Module):
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Any:
-        """The student's layers, then the linear one."""
+        """Return a function from parameter names to layers: those of the student, then the linear layer."""
         layer_of = self.student.group_matcher(coarse=coarse)
         last = max(layer_of(name) for name, _ in self.student.named_parameters())
         return lambda name: layer_of(name.removeprefix("student.")) if name.startswith("student.") else last + 1
@@ -92,15 +92,15 @@ class AlignedStudent(nn.Module):
 
 
 class GenericDistillationTask(PretrainingTask):
-    """The student's decoder describes every patch, visible or hidden, as a block of the teacher's decoder does.
+    """Match the student's decoder features to those of a block of the teacher's decoder, at all patches.
 
-    loss = smoothL1(linear(student's last decoder features), LayerNorm(teacher's features after `block`)), the same
-    patches hidden from both, the class token left out. The norm has no weights of its own, eps 1e-6. The teacher is
-    frozen and in eval mode throughout; it hides what the student hides, and sees images normalised as it is used to.
+    loss = smoothL1(linear(student's last decoder features), LayerNorm(teacher's features after `block`)), with the same
+    patches hidden from both, without the class token. The norm has no parameters; its eps is 1e-6. The teacher is
+    frozen and always in eval mode, and gets images in its own normalisation.
 
-    Source: TDRL section 4.1, after G2SD (Huang et al., 2023); the loss, features before the decoders' norms and beta 2,
-    which TDRL leaves open, are as published with G2SD; differs: its code aligns the class token too, TDRL does not
-    Raises: UserError when the teacher cannot see the student's images patch by patch, lacks the block, or is trained.
+    Source: TDRL section 4.1, after G2SD (Huang et al., 2023). TDRL does not specify the loss, beta 2 and the use of
+    features before the decoders' norms; these are G2SD's. Differs: G2SD's code aligns the class token too
+    Raises: UserError when the teacher's patches differ from the student's, it lacks the block, or it shares parameters.
     """
 
     def __init__(
@@ -120,31 +120,31 @@ class GenericDistillationTask(PretrainingTask):
         return self
 
     @torch.no_grad()
-    def goal(self, images: Tensor, noise: Tensor) -> Tensor:
-        """What the teacher makes of the images. Shape: (B, C, h, w), (B, N) -> (B, N, teacher's width)"""
+    def teacher_features(self, images: Tensor, noise: Tensor) -> Tensor:
+        """Return the normalised features of the teacher. Shape: (B, C, h, w), (B, N) -> (B, N, teacher's width)"""
         features = self.teacher.decoder_features(images * self.scale + self.shift, noise, self.block)
         return F.layer_norm(features, features.shape[-1:], eps=1e-6)
 
     def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
         noise = unwrap_model(self.trainable_module).student.draw(input) if noise is None else noise
         output = self.trainable_module(input, noise)
-        return {"loss": _alignment_loss(output, self.goal(input, noise)), "output": output}
+        return {"loss": _alignment_loss(output, self.teacher_features(input, noise)), "output": output}
 
 
-def _alignment_loss(output: Tensor, goal: Tensor) -> Tensor:
-    """Smooth L1: d^2 / 2 beta within beta, |d| - beta / 2 beyond, in the mean."""
-    return F.smooth_l1_loss(output.to(goal.dtype), goal, beta=SMOOTH_L1_BETA)
+def _alignment_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Return the mean smooth L1 loss: d^2 / (2 beta) for |d| < beta, else |d| - beta / 2."""
+    return F.smooth_l1_loss(output.to(target.dtype), target, beta=SMOOTH_L1_BETA)
 
 
 def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: int) -> None:
-    """Raises: UserError when a teacher cannot teach this student."""
+    """Raise UserError when the teacher does not fit the student."""
     blocks, size = len(teacher.decoder_blocks), tuple(student.encoder.patch_embed.img_size)
     if block < 1 or block > blocks:
-        raise UserError(f"the teacher's decoder has blocks 1 to {blocks}, not {block}; choose one (mask.block)")
+        raise UserError(f"mask.block {block} must be a block of the teacher's decoder, from 1 to {blocks}")
     shared = {id(p) for p in student.parameters()} & {id(p) for p in teacher.parameters()}
     if shared:
         raise UserError(
-            "student and teacher share parameters: the teacher would be trained; give it weights of its own"
+            "student and teacher share parameters, so the teacher would be trained; give it separate weights"
         )
     if student.encoder.in_chans != teacher.encoder.in_chans:
         channels = student.encoder.in_chans, teacher.encoder.in_chans
@@ -152,34 +152,36 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
     try:
         grids = student.grid_of(size), teacher.grid_of(size)
     except UserError as error:
-        raise UserError(f"the teacher cannot see the student's images: {error}") from None
+        raise UserError(f"the teacher cannot process the student's images: {error}") from None
     if student.patch_size != teacher.patch_size:
         sizes = ["x".join(map(str, grid)) for grid in grids]
         raise UserError(
-            f"the student cuts images into {sizes[0]} patches, the teacher into {sizes[1]}: give both one patch_size"
+            f"the student has {sizes[0]} patches per image, the teacher {sizes[1]}; give both the same patch_size"
         )
 
 
 def _renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> tuple[Tensor, Tensor]:
-    """What turns the student's images into the teacher's: scale std_s / std_t, shift (mean_s - mean_t) / std_t.
+    """Return the scale std_s / std_t and shift (mean_s - mean_t) / std_t from the student's to the teacher's images.
 
-    Shape: -> (1, C, 1, 1) each, or of one channel where nothing changes
-    Raises: UserError when a config tells the mean of other channels than the images have.
+    Shape: -> (1, C, 1, 1) each, or (1, 1, 1, 1) if the normalisations are the same
+    Raises: UserError when a pretrained_cfg has a mean and std of another number of channels.
     """
-    known = [torch.tensor([m.pretrained_cfg[key] for key in ("mean", "std")]) for m in (student, teacher)]
-    if torch.equal(*known):
+    configs = [torch.tensor([m.pretrained_cfg[key] for key in ("mean", "std")]) for m in (student, teacher)]
+    if torch.equal(*configs):
         return torch.ones(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)
     channels = student.encoder.in_chans
-    if any(stats.shape[1] != channels for stats in known):
-        raise UserError(f"images of {channels} channels need a mean and std of as many, in both pretrained_cfg")
-    (mean_s, std_s), (mean_t, std_t) = (stats.view(2, 1, channels, 1, 1) for stats in known)  # (1, C, 1, 1) each
+    if any(stats.shape[1] != channels for stats in configs):
+        raise UserError(
+            f"images have {channels} channels; give student and teacher mean and std of {channels} in pretrained_cfg"
+        )
+    (mean_s, std_s), (mean_t, std_t) = (stats.view(2, 1, channels, 1, 1) for stats in configs)  # (1, C, 1, 1) each
     return std_s / std_t, (mean_s - mean_t) / std_t
 
 
 def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) -> PretrainingTask:
-    """The task that the fields describe, for a ViT that shall be pre-trained.
+    """Return the pre-training task that the fields describe, for a ViT encoder.
 
-    Raises: UserError when the encoder cannot be, or the teacher cannot be read or teach it.
+    Raises: UserError when the encoder is not supported, or the teacher cannot be read or does not fit.
     """
     depth, width, heads = part.decoder
     autoencoder = MaskedAutoencoder(encoder, depth, width, heads, part.ratio, part.normalise)
@@ -189,49 +191,49 @@ def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) 
     return GenericDistillationTask(autoencoder, teacher, device, part.block)
 
 
-def _fixed_noise(places: Iterable[int], patches: int, seed: int) -> Tensor:
-    """Noise that depends on the seed and each image's place in the data alone. Shape: -> (images, patches)"""
-    seeds = ((seed * 1_000_003 + place) % 2**32 for place in places)  # a generator reads 32 bits only
+def _fixed_noise(positions: Iterable[int], patches: int, seed: int) -> Tensor:
+    """Return noise that depends only on the seed and each image's position in the data. Shape: -> (images, patches)"""
+    seeds = ((seed * 1_000_003 + position) % 2**32 for position in positions)  # generators take 32-bit seeds
     generators = (torch.Generator().manual_seed(each) for each in seeds)
     return torch.stack([torch.rand(patches, generator=generator) for generator in generators])  # (images, patches)
 
 
 def _count_images(images: Tensor, labels: Any = None, *_: Any) -> int:
-    """Images of a batch that count: all, but for those labelled -1."""
+    """Return the number of images in a batch, without padding (labelled -1)."""
     return int((labels >= 0).sum()) if isinstance(labels, Tensor) else len(images)
 
 
 def _masked_batches(
-    autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int, places: Iterator[int]
+    autoencoder: MaskedAutoencoder, loader: Iterable[Any], seed: int, positions: Iterator[int]
 ) -> Iterable[tuple[Tensor, Tensor, int]]:
-    """Images with their fixed noise, on the model's device, and how many count (those labelled -1 only fill up).
+    """Yield images with their fixed noise, on the model's device, and their number without padding (labelled -1).
 
-    `places` are those of the loader's images in the data.
+    `positions` are those of the loader's images in the data.
 
-    Raises: UserError when there are none.
+    Raises: UserError when the loader is empty.
     """
     device, images = autoencoder.mask_token.device, None
     for images, *labels in loader:
         height, width = autoencoder.grid_of(tuple(images.shape[-2:]))
-        noise = _fixed_noise(islice(places, len(images)), height * width, seed)
+        noise = _fixed_noise(islice(positions, len(images)), height * width, seed)
         yield images.to(device, non_blocking=True), noise.to(device, non_blocking=True), _count_images(images, *labels)
     if images is None:
-        raise UserError("there is nothing to evaluate: the loader gave no batch")
+        raise UserError("the loader has no batches; give it images to evaluate")
 
 
 @torch.no_grad()
 def evaluate_reconstruction(
-    model: MaskedAutoencoder, loader: Iterable[Any], seed: int = 0, places: Iterator[int] | None = None
+    model: MaskedAutoencoder, loader: Iterable[Any], seed: int = 0, positions: Iterator[int] | None = None
 ) -> dict[str, float]:
-    """How well hidden patches are painted: the mean loss, in eval mode; an image's mask follows from its place.
+    """Return the mean reconstruction loss in eval mode; an image's mask depends only on its position and the seed.
 
-    `places` are those of the loader's images in the data, by default 0, 1, 2 ...
+    `positions` are those of the loader's images in the data, by default 0, 1, 2 ...
 
-    Raises: UserError when the loader gave no batch.
+    Raises: UserError when the loader is empty.
     """
     total, seen = 0.0, 0
     with eval_mode(model):
-        for images, noise, real in _masked_batches(model, loader, seed, places or count(0)):
+        for images, noise, real in _masked_batches(model, loader, seed, positions or count(0)):
             total += model.loss(images, noise).item() * real
             seen += real
     return {"reconstruction": total / seen, "images": seen}
@@ -243,15 +245,15 @@ def evaluate_alignment(
     task: GenericDistillationTask,
     loader: Iterable[Any],
     seed: int = 0,
-    places: Iterator[int] | None = None,
+    positions: Iterator[int] | None = None,
 ) -> dict[str, float]:
-    """How well patches are described: the mean distillation loss in eval mode, of trained or averaged weights.
+    """Return the mean distillation loss in eval mode, of the trained or averaged module.
 
-    Raises: UserError when the loader gave no batch.
+    Raises: UserError when the loader is empty.
     """
     total, seen = 0.0, 0
     with eval_mode(module):
-        for images, noise, real in _masked_batches(module.student, loader, seed, places or count(0)):
-            total += _alignment_loss(module(images, noise), task.goal(images, noise)).item() * real
+        for images, noise, real in _masked_batches(module.student, loader, seed, positions or count(0)):
+            total += _alignment_loss(module(images, noise), task.teacher_features(images, noise)).item() * real
             seen += real
     return {"alignment": total / seen, "images": seen}

@@ -78,14 +78,14 @@ def _pretraining_objective(task: TrainingTask) -> Objective:
         return module.student if isinstance(module, AlignedStudent) else module  # type: ignore[return-value]
 
     def measure_reconstruction(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return _mean_over_processes(
-            evaluate_reconstruction(whole(module), runtime.evened(loader), places=_local_positions(runtime)), runtime
-        )
+        positions = _local_positions(runtime)
+        metrics = evaluate_reconstruction(autoencoder(module), runtime.evened(loader), positions=positions)
+        return _mean_over_processes(metrics, runtime)
 
     def measure_alignment(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
-        return _mean_over_processes(
-            evaluate_alignment(module, task, runtime.evened(loader), places=_local_positions(runtime)), runtime
-        )  # type: ignore[arg-type]
+        positions = _local_positions(runtime)
+        metrics = evaluate_alignment(module, task, runtime.evened(loader), positions=positions)  # type: ignore[arg-type]
+        return _mean_over_processes(metrics, runtime)
 
     has_teacher = isinstance(task, GenericDistillationTask)
     name = "alignment" if has_teacher else "reconstruction"

@@ -1,4 +1,4 @@
-"""What a run minimises, as timm tasks: a task owns the model, its loss and its averaged weights."""
+"""Classification and distillation as timm tasks, which hold the model, its loss and its averaged weights."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarity
 
 
 def build_criterion(augment: AugmentPart, loss: str = "softmax") -> nn.Module:
-    """Cross-entropy of softmax or sigmoids: smoothed for plain labels, soft where images are mixed."""
+    """Return softmax or sigmoid cross-entropy, with label smoothing, or soft targets for mixed images."""
     if loss == "sigmoid":
         return BinaryCrossEntropy(augment.smoothing, sum_classes=True)
     return SoftTargetCrossEntropy() if augment.mixes else nn.CrossEntropyLoss(label_smoothing=augment.smoothing)
@@ -32,25 +32,25 @@ def build_classification(
     device: torch.device,
     similarity: MapSimilarityPart | None = None,
 ) -> ClassificationTask:
-    """Labels alone, and a penalty on similar maps where one is given.
+    """Return a classification task, with a penalty on similar attention maps if `similarity` is given.
 
-    Raises: UserError for a penalty and a network whose blocks do not hand their maps on.
+    Raises: UserError for a penalty on a model whose blocks do not pass their maps on.
     """
     return PenalisedTask(model, build_criterion(augment, loss), device, similarity)
 
 
 class HardDistillationTask(LogitDistillationTask):
-    """(1 - share) CE(student, label) + share CE(student, the teacher's best class), on the same augmented images.
+    """Hard distillation: (1 - share) CE(student, label) + share CE(student, teacher's top class), on the same images.
 
-    Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; as ConViT-S+ was distilled (section 3)
+    Source: DeiT (Touvron et al., 2020) eq. 3, without the distillation token; ConViT section 3, ConViT-S+
     """
 
     def forward(self, input: Tensor, target: Tensor) -> dict[str, Tensor]:
         logits = self.trainable_module(input)
         with torch.no_grad():
-            seen = self.teacher.normalize_input(input, self.student_mean, self.student_std)
-            second = self.teacher(seen).argmax(dim=-1)
-        task, teacher = self.criterion(logits, target), F.cross_entropy(logits, second)
+            images = self.teacher.normalize_input(input, self.student_mean, self.student_std)
+            teacher_label = self.teacher(images).argmax(dim=-1)
+        task, teacher = self.criterion(logits, target), F.cross_entropy(logits, teacher_label)
         loss = self.task_loss_weight * task + self.distill_loss_weight * teacher
         return {"loss": loss, "output": logits, "task_loss": task, "kd_loss": teacher}
 
@@ -58,13 +58,15 @@ class HardDistillationTask(LogitDistillationTask):
 def build_distillation(
     model: nn.Module, teacher: nn.Module, part: DistillPart, augment: AugmentPart, loss: str, device: torch.device
 ) -> TrainingTask:
-    """Labels and a frozen teacher, in eval mode throughout, normalised as it is used to.
+    """Return a task with labels and a frozen teacher, which is in eval mode and gets images in its normalisation.
 
-    Raises: UserError when the teacher knows other classes, or a token is wanted that the model does not have.
+    Raises: UserError when the teacher has another number of classes, or the model lacks the distillation token.
     """
-    known, wanted = (getattr(m, "num_classes", None) for m in (teacher, model))
-    if known != wanted:
-        raise UserError(f"the teacher {part.teacher} knows {known} classes, the model has {wanted}: no common labels")
+    theirs, own = (getattr(m, "num_classes", None) for m in (teacher, model))
+    if theirs != own:
+        raise UserError(
+            f"distill.teacher {part.teacher} has {theirs} classes, the model has {own}; give one of the same classes"
+        )
     teacher = teacher.requires_grad_(False).to(device)
     shared: dict[str, Any] = dict(
         criterion=build_criterion(augment, loss),
@@ -81,29 +83,31 @@ def build_distillation(
 
 
 def _require_distillation_token(model: nn.Module) -> None:
-    """Raises: UserError when the model has no distillation token."""
+    """Raise UserError when the model has no distillation token."""
     if not hasattr(model, "set_distilled_training"):
         raise UserError(
-            f"{type(model).__name__} has no distillation token: leave distill.token off, or train a "
+            f"{type(model).__name__} has no distillation token; set distill.token false, or train a "
             "deit_*_distilled_* or tdrl_vit_ti_distilled"
         )
 
 
 def open_teacher(part: DistillPart) -> nn.Module:
-    """The teacher of a recipe. Raises: UserError when it cannot be opened."""
+    """Return the teacher of a recipe. Raises: UserError when it cannot be opened."""
     if part.kwargs and is_checkpoint_or_run(part.teacher):
-        raise UserError(f"{part.teacher} has arguments of its own; distill.kwargs goes with a timm model's name")
+        raise UserError(
+            f"distill.teacher {part.teacher} is a checkpoint with its own arguments; leave distill.kwargs out"
+        )
     return open_model(part.teacher, part.weights, **part.kwargs)
 
 
 @torch.no_grad()
 def check_teacher(teacher: nn.Module, model: nn.Module) -> None:
-    """Raises: UserError when the teacher cannot see the images of the run, found out before it starts."""
+    """Raise UserError when the teacher cannot process the images of the run."""
     check_image_size(teacher.eval(), model.pretrained_cfg["input_size"], "the teacher")  # type: ignore[index, arg-type]
 
 
 def build_mixup(augment: AugmentPart, num_classes: int, maps: bool = False) -> Mixup | None:
-    """timm's mixup and cutmix, or None where neither is on; with `maps` for images whose labels are maps."""
+    """Return timm's mixup and cutmix, or None if both are off; with `maps`, for labels that are label maps."""
     if not augment.mixes:
         return None
     if maps:

@@ -1,4 +1,4 @@
-"""Token labelling (Jiang et al. 2021): every patch has a label, the image's or that of a label map, and patches mix."""
+"""Token labelling (Jiang et al., 2021): a label for every patch, from the image or a label map, and MixToken."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,17 +19,17 @@ from isomorph.training.recipe.objective_fields import MapSimilarityPart, TokenLa
 
 
 def _smooth(probabilities: Tensor, smoothing: float) -> Tensor:
-    """A share of the probability spread evenly over all classes. Shape: (..., num_classes), the same"""
+    """Return probabilities with label smoothing. Shape: (..., num_classes) -> (..., num_classes)"""
     return probabilities * (1 - smoothing) + smoothing / probabilities.shape[-1]
 
 
 def _soft_labels(target: Tensor, num_classes: int, smoothing: float) -> Tensor:
-    """Labels as probabilities; mixed ones are that already. Shape: (B,) or (B, num_classes) -> (B, num_classes)"""
+    """Return labels as smoothed probabilities; mixed labels already are. Shape: (B,) or (B, K) -> (B, K classes)"""
     return target if target.ndim == 2 else _smooth(F.one_hot(target, num_classes), smoothing)
 
 
 def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
-    """Scores of all classes where a map has those of the likeliest; the others are 0, as the authors have it.
+    """Return scores of all classes from maps that hold the K likeliest; the others are 0, as in the authors' code.
 
     Shape: (B, 2, K, h, w) -> (B, num_classes, h, w)
     """
@@ -40,10 +40,10 @@ def dense_scores(maps: Tensor, num_classes: int) -> Tensor:
 
 
 def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]) -> Tensor:
-    """Class probabilities of each cell of a grid laid over the crop: the softmax of scores read bilinearly (RoIAlign).
+    """Return class probabilities at the grid positions of a crop: the softmax of scores sampled by RoIAlign.
 
     Shape: dense (B, num_classes, h, w) -> (B, H W, num_classes)
-    Source: Jiang et al. (2021); differs: their code takes the crop's rows for columns
+    Source: Jiang et al. (2021); differs: their code swaps rows and columns of the crop
     """
     height, width = dense.shape[-2:]
     boxes = target.box.to(dense)[:, [1, 0, 3, 2]] * dense.new_tensor([width, height, width, height])
@@ -53,7 +53,7 @@ def crop_label_maps(dense: Tensor, target: MapLabels, grid_size: tuple[int, int]
 
 
 def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
-    """A box of 1 - lambda of the grid, lambda from Beta(beta, beta), its centre anywhere; cut off at the rim."""
+    """Draw a box of area 1 - lambda, lambda from Beta(beta, beta), with a uniform centre, clipped at the border."""
     lam = torch.distributions.Beta(beta, beta).sample().item()
     sides = [int(size * math.sqrt(1 - lam)) for size in grid_size]
     centres = [int(torch.randint(size, ())) for size in grid_size]
@@ -65,13 +65,13 @@ def draw_box(grid_size: tuple[int, int], beta: float) -> Box:
 
 
 class MixedLabelMaps(NamedTuple):
-    """Label maps of images that were mixed with their partners, the batch in reverse. Shape: own (B,), shares"""
+    """Label maps of images mixed with the reversed batch, and each image's own share. Shape: own (B,)"""
 
     target: MapLabels
     own: Tensor
 
     def mix(self, labels: Tensor) -> Tensor:
-        """Labels in the shares of their images, at every place alike. Shape: (B, ..., num_classes), the same"""
+        """Mix labels by the shares of the images, the same everywhere. Shape: (B, ..., num_classes), the same"""
         own = self.own.to(labels).view(-1, *[1] * (labels.ndim - 1))
         return own * labels + (1 - own) * labels.flip(0)
 
@@ -83,21 +83,20 @@ class LabelMapMixup(Mixup):
     """
 
     def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedLabelMaps]:
-        self.num_classes, self.label_smoothing = (
-            len(x),
-            0.0,
-        )  # every image is a class of its own: its label is its share
+        # with one class per image, the mixed label of an image holds its own share
+        self.num_classes, self.label_smoothing = len(x), 0.0
         mixed, shares = super().__call__(x, torch.arange(len(x), device=x.device))
         return mixed, MixedLabelMaps(target, shares.diagonal())
 
 
 class TokenLabelTask(PenalisedTask):
-    """CE(class token, label) + weight mean over patches of CE(patch, label), boxes of patches mixed between images.
+    """Token labelling with the image's label: CE(class token, label) + weight mean over patches of CE(patch, label).
 
-    A patch's label is that of the image it comes from; the class token's is mixed by area. Where mixup or cutmix came
-    before, the labels of an image and of all its patches are mixed in one share, as the released code has it.
+    MixToken replaces a box of patches by those of another image. A patch has the label of the image it comes from; the
+    label of the class token is mixed by area. After mixup or cutmix, the labels of an image and of its patches are
+    mixed by the same share, as in the released code.
 
-    Source: Jiang et al. (2021), as the Refiner code trains without label maps
+    Source: Jiang et al. (2021), as used in the Refiner code, without label maps
     """
 
     def __init__(
@@ -114,12 +113,12 @@ class TokenLabelTask(PenalisedTask):
         self.grid_of: Any = model.patch_embed.dynamic_feat_size  # type: ignore[union-attr]
 
     def labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Of the images and of their patches. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
+        """Return the labels of images and patches. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
         labels = _soft_labels(target, self.num_classes, self.smoothing)
         return labels, labels[:, None]
 
     def mixed_labels(self, target: Any, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """The same, of images that may have been mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
+        """Return `labels`, mixed if the images were mixed. Shape: -> (B, num_classes), (B, H W or 1, num_classes)"""
         if not isinstance(target, MixedLabelMaps):
             return self.labels(target, grid_size)
         image, patches = self.labels(target.target, grid_size)
@@ -129,7 +128,7 @@ class TokenLabelTask(PenalisedTask):
         grid_size = self.grid_of(tuple(input.shape[-2:]))
         labels, dense = self.mixed_labels(target, grid_size)
         box = draw_box(grid_size, self.part.beta) if self.part.mix else Box(0, 0, 0, 0)
-        (logits, tokens), penalty = self.ask(input, tokens=True, box=box)
+        (logits, tokens), penalty = self.predict(input, tokens=True, box=box)
         inside = box.mask(grid_size, input.device).flatten()  # (H W,)
         mixed = torch.lerp(labels, labels.flip(0), inside.to(labels).mean())
         dense = torch.where(inside[:, None], dense.flip(0), dense)  # (B, H W, num_classes)
@@ -139,7 +138,7 @@ class TokenLabelTask(PenalisedTask):
 
 
 class MapLabelTask(TokenLabelTask):
-    """The same where a patch's label is what the image's label map says of its place; the image keeps its label.
+    """Token labelling with label maps for the patches, and the image's own label for the class token.
 
     Source: Jiang et al. (2021), the paper's loss
     """
@@ -150,7 +149,7 @@ class MapLabelTask(TokenLabelTask):
 
 
 class MapOnlyTask(MapLabelTask):
-    """The same where the class token learns what the map says of the whole crop: no label of a person is used.
+    """Token labelling with label maps for the patches and, averaged over the crop, for the class token.
 
     Source: the code of Jiang et al. (2021)
     """
@@ -168,12 +167,14 @@ def build_token_labelling(
     device: torch.device,
     similarity: MapSimilarityPart | None = None,
 ) -> TokenLabelTask:
-    """Labels for the image and for each of its patches, and a penalty on similar maps where one is given.
+    """Return a token-labelling task, with a penalty on similar attention maps if `similarity` is given.
 
-    Raises: UserError when the model does not classify its patches, or there is a penalty and its blocks do not hand
+    Raises: UserError when the model does not classify its patches, or for a penalty on a model whose blocks do not pass
     their maps on.
     """
     if getattr(model, "aux_head", None) is None:
-        raise UserError("token_labels needs a model that classifies its patches: a refined_vit_* with dense_head=True")
-    mapped = MapOnlyTask if part.class_token == "map" else MapLabelTask
-    return (mapped if part.maps else TokenLabelTask)(model, part, augment.smoothing, device, similarity)
+        raise UserError(
+            "token_labels needs a model that classifies its patches; train a refined_vit_* with dense_head=True"
+        )
+    with_maps = MapOnlyTask if part.class_token == "map" else MapLabelTask
+    return (with_maps if part.maps else TokenLabelTask)(model, part, augment.smoothing, device, similarity)

@@ -1,4 +1,4 @@
-"""The fields of masked pre-training."""
+"""Recipe fields of masked pre-training."""
 
 from pydantic import model_validator
 
@@ -11,42 +11,42 @@ from isomorph.training.recipe.fields import (
 
 
 class MaskPart(Part):
-    """Pre-training without labels: hidden patches are painted (MAE), or described as a teacher does (G2SD)."""
+    """Pre-training without labels: reconstruct hidden patches (MAE), or match a teacher's features (G2SD)."""
 
     ratio: Rate = 0.75
-    """Share of the patches that is hidden."""
+    """Fraction of the patches to hide."""
     depth: Side | None = None
-    """Blocks of the decoder; by default 8, with a teacher 4."""
+    """Blocks of the decoder; by default 8, or 4 with a teacher."""
     width: Side | None = None
-    """Channels of the decoder; by default 512, with a teacher 128."""
+    """Channels of the decoder; by default 512, or 128 with a teacher."""
     heads: Side | None = None
-    """Heads of the decoder; by default 16, with a teacher 4 (as published with G2SD; TDRL does not say)."""
+    """Heads of the decoder; by default 16, or 4 with a teacher (from G2SD; TDRL does not specify it)."""
     normalise: bool = True
-    """Paint patches less their mean and over their deviation."""
+    """Normalise the target pixels of each patch by their mean and standard deviation."""
     teacher: File | None = None
-    """A masked autoencoder, its decoder included: an autoencoder.safetensors by isomorph, or MAE's full checkpoint."""
+    """Teacher with its decoder: an autoencoder.safetensors of isomorph, or MAE's full checkpoint."""
     teacher_model: str | None = None
-    """The teacher's encoder in timm, e.g. vit_base_patch16_224; of MAE's checkpoint only."""
+    """timm name of the teacher's encoder, e.g. vit_base_patch16_224; only for MAE's checkpoints."""
     teacher_heads: Side = 16
-    """Heads of the teacher's decoder, which MAE's checkpoint does not tell."""
+    """Heads of the teacher's decoder; only for MAE's checkpoints, which do not store it."""
     block: Side = 4
-    """The block of the teacher's decoder whose features are learnt."""
+    """Block of the teacher's decoder whose features the student learns, from 1."""
 
     @model_validator(mode="after")
-    def coherent(self) -> "MaskPart":
+    def check_fields(self) -> "MaskPart":
         _, width, heads = self.decoder
         if width % 4:
-            raise ValueError(f"width {width} is no multiple of 4, as sine-cosine positions need")
+            raise ValueError(f"width {width} must be a multiple of 4, for the sine-cosine position embedding")
         if width % heads:
-            raise ValueError(f"heads {heads} do not divide width {width}")
+            raise ValueError(f"heads {heads} must divide width {width}")
         if self.ratio == 0:
-            raise ValueError("ratio 0 hides nothing; the published one is 0.75")
+            raise ValueError("ratio 0 hides no patches; give a ratio above 0, e.g. 0.75 as in MAE")
         if self.teacher_model and not self.teacher:
-            raise ValueError("teacher_model is the encoder of a teacher: give `teacher`, its checkpoint")
+            raise ValueError("teacher_model needs `teacher`; give the teacher's checkpoint")
         return self
 
     @property
     def decoder(self) -> tuple[int, int, int]:
-        """Depth, width and heads of the decoder."""
+        """Depth, width and heads of the decoder, with their defaults."""
         depth, width, heads = (4, 128, 4) if self.teacher else (8, 512, 16)
         return self.depth or depth, self.width or width, self.heads or heads

@@ -1,4 +1,4 @@
-"""The groups of fields of a recipe that say what a run minimises."""
+"""Recipe fields of objectives: token labels, map similarity and distillation."""
 
 from typing import Any, Literal
 
@@ -15,52 +15,52 @@ from isomorph.training.recipe.fields import (
 
 
 class TokenLabelPart(Part):
-    """Labels for every patch too, of models with a dense head: those of label maps, else the image's own."""
+    """Token labelling, for models with a dense head: a label for every patch, from label maps or the image."""
 
     weight: NotNegative = 0.5
-    """Of the patches' loss beside that of the image, which has 1."""
+    """Weight of the patches' loss; the image's loss has weight 1."""
     mix: bool = True
-    """MixToken: a box of every image's patches comes from another image, and so do their labels."""
+    """MixToken: replace a box of patches, and their labels, by those of another image."""
     beta: Positive = 1.0
-    """The share of the image that stays is drawn from Beta(beta, beta)."""
+    """MixToken draws the fraction of the image that stays from Beta(beta, beta)."""
     maps: File | None = None
-    """Folder of label maps, class/image.pt for every training image class/image.jpg; none: the image's label."""
+    """Folder of label maps, class/image.pt for each training image class/image.jpg; by default the image's label."""
     class_token: Literal["label", "map"] = "label"
-    """With maps: the class token learns the image's label (as the paper has it) or the map's mean over the crop (as the
-    code does)."""
+    """Label of the class token with maps: the image's label (as in the paper) or the map's mean over the crop (as in
+    the code)."""
 
     @model_validator(mode="after")
-    def coherent(self) -> "TokenLabelPart":
+    def check_fields(self) -> "TokenLabelPart":
         if self.class_token == "map" and self.maps is None:
-            raise ValueError("token_labels.class_token map needs token_labels.maps, the folder of label maps")
+            raise ValueError("class_token map needs token_labels.maps, the folder of label maps")
         return self
 
 
 class MapSimilarityPart(Part):
-    """A penalty on how similar the attention maps of neighbouring blocks are (Refiner's code), of refined_vit_*."""
+    """Penalty on similar attention maps in neighbouring blocks (Refiner's code), for refined_vit_*."""
 
     weight: Positive = 0.1
-    """Of the similarity: the mean over neighbours, queries and keys of the cosine between their heads."""
+    """Weight of the similarity, the mean over block pairs, queries and keys of the cosine over heads."""
     pairs: Count | None = None
-    """Only the first so many pairs of neighbouring blocks; by default all."""
+    """Number of pairs of neighbouring blocks, from the first; by default all."""
 
 
 class DistillPart(Part):
-    """A teacher beside the labels, on the same images (DeiT's distillation, with or without a token)."""
+    """Distillation from a teacher on the same images (DeiT), with or without a distillation token."""
 
     teacher: str
-    """A timm model with public weights, or a checkpoint written by isomorph."""
+    """A timm model with pretrained weights, or a checkpoint written by isomorph."""
     weights: File | None = None
-    """Weights of the teacher, where they are in a file of their own."""
+    """File with the weights of a teacher that is given as a timm model."""
     kwargs: dict[str, Any] = {}
-    """Further arguments of timm.create_model for the teacher: {global_pool: avg, num_classes: 1000} of MAE's
-    fine-tuned vit_base_patch16_224.mae, which averages over tokens."""
+    """More arguments of timm.create_model for the teacher, e.g. {global_pool: avg, num_classes: 1000} for MAE's
+    fine-tuned vit_base_patch16_224.mae."""
     kind: Literal["hard", "soft"] = "hard"
-    """hard: the teacher's best class is a second label; soft: its probabilities are."""
+    """hard: the teacher's top class is a second label; soft: its probabilities are."""
     share: Share = 0.5
-    """Weight of the teacher's term; the labels have the rest."""
+    """Weight of the teacher's term; that of the labels is 1 - share."""
     temperature: Positive = 1.0
-    """Of the soft probabilities."""
+    """Temperature of the soft probabilities."""
     token: bool = False
-    """The teacher's term is for the head of a distillation token (deit_*_distilled_*, tdrl_vit_ti_distilled), and the
-    mean of both heads is evaluated; else for the one head."""
+    """Train the head of a distillation token on the teacher's term (deit_*_distilled_*, tdrl_vit_ti_distilled), and
+    evaluate the mean of both heads."""
