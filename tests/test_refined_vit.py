@@ -11,7 +11,8 @@ from timm.layers import Attention
 from torch import nn
 
 import isomorph as iso
-from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
+from isomorph.layers.refined_attention import ReusedAttention
 from isomorph.models.dense_head import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
@@ -142,9 +143,9 @@ def test_positions_follow_the_size(name, tmp_path):
         (dict(ratio=3, kernel=0), "kernel 0 must be a whole number from 1 to 127, and odd"),
         (dict(span="image"), "span 'image' is unknown"),
         (dict(num_heads=5), "num_heads 5 does not divide embed_dim 24"),
-        (dict(patch_drop_rate=0.5), "patch_drop_rate leaves a grid with holes"),
+        (dict(patch_drop_rate=0.5), "patch_drop_rate is not supported"),
         (dict(share=1, scale_attn_norm=True), "give share=0"),
-        (dict(attn_layer="diff"), "attn_layer is no argument"),
+        (dict(attn_layer="diff"), "attn_layer is not an argument"),
     ],
 )
 def test_impossible_networks_are_refused(arguments, said):

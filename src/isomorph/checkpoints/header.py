@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from isomorph.errors import UserError
-from isomorph.models.arguments import MAX_NUMBER
+from isomorph.models.model_kwargs import MAX_NUMBER
 from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"

@@ -1,4 +1,4 @@
-"""Whole networks, registered with timm on import."""
+"""The networks that isomorph adds to timm's registry when it is imported."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -9,24 +9,40 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet
 
-MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
+_MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
 
 
 def names() -> list[str]:
-    """Every model that isomorph adds to timm's registry."""
-    return sorted(name for module in MODULES for name in module.default_cfgs)
+    """Return the names of the models that isomorph adds to timm's registry, sorted.
+
+    >>> "t_cifar_resnet20.cnn_cifar10" in iso.models.names()
+    True
+    """
+    return sorted(name for module in _MODULES for name in module.default_cfgs)
 
 
 def require_registered(name: str) -> None:
-    """Raises: UserError naming the closest models when timm's registry (isomorph's are in it) has no such model."""
+    """Check that timm's registry, which includes isomorph's models, has this model.
+
+    Raises: UserError with the closest names when it does not.
+    """
     if not timm.is_model(name.split(".")[0]):
         close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
         hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
-        raise UserError(f"no model {name!r} is registered; {hint}")
+        raise UserError(f"there is no model {name!r}; {hint}")
 
 
 def create(name: str, **arguments: Any) -> nn.Module:
-    """timm.create_model with its many kinds of failure as one line."""
+    """Create a registered model with `timm.create_model`, turning every failure into a one-line error.
+
+    `arguments` are those of `timm.create_model`.
+
+    Raises: UserError for an unknown model, or arguments that timm cannot create it with.
+
+    >>> model = iso.models.create("cifar_resnet20", num_classes=5)
+    >>> model(torch.zeros(1, 3, 32, 32)).shape
+    torch.Size([1, 5])
+    """
     require_registered(name)
     try:
         return timm.create_model(name, **arguments)
@@ -34,11 +50,16 @@ def create(name: str, **arguments: Any) -> nn.Module:
         raise
     except Exception as error:
         hint = (
-            "; without a network give its weights as a file (--weights, model.weights)"
+            "; without internet access, give the weights as a file (--weights or model.weights)"
             if arguments.get("pretrained")
             else ""
         )
         raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}{hint}") from error
 
 
-__all__ = ["create", "names", "require_registered"]
+__all__ = ["create", "names"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

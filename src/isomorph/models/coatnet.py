@@ -15,7 +15,7 @@ from isomorph.layers import LayerNormMBConv, MBConv, RelativeAttention
 from isomorph.layers.chunked import is_functorch_tensor
 from isomorph.layers.mbconv import BatchNormStem, InvertedBottleneck, LayerNormStem, Stem
 from isomorph.layers.relative_attention import resize_table
-from isomorph.layers.weight_decay import undecayed
+from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models.coatnet_blocks import PatchStem, PlainTransformerBlock, PostTransformerBlock, TransformerBlock
 from isomorph.models.coatnet_layout import (
     BlockGroup,
@@ -192,7 +192,7 @@ class CoAtNet(StagedNet):
 
     def no_weight_decay(self) -> set[str]:
         """The tables of relative attention."""
-        return undecayed(self)
+        return parameters_without_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Parameter groups for layer decay: the stem, then stages or blocks, then the head."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import PostRelativeAttention, RelativeAttention
-from isomorph.layers.mbconv import pool, shortcut
+from isomorph.layers.mbconv import make_pool, make_shortcut
 
 LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
@@ -49,9 +49,9 @@ class TransformerBlock(nn.Module):
         drop_path: float = 0.0,
     ) -> None:
         super().__init__()
-        self.shortcut = shortcut(dim, dim_out, stride)
+        self.shortcut = make_shortcut(dim, dim_out, stride)
         self.norm1 = LayerNorm(dim)
-        self.pool = pool(stride)
+        self.pool = make_pool(stride)
         self.attn = self.build_attention(dim, dim_out, head_dim, grid_size)
         self.norm2 = LayerNorm(dim_out)
         self.mlp = Mlp(dim_out, 4 * dim_out)

@@ -8,7 +8,7 @@ from timm.layers import PatchEmbed, to_2tuple
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.headed_attention import factory_kwargs
+from isomorph.layers.attention_base import factory_kwargs
 
 
 class ConvPatchEmbed(PatchEmbed):

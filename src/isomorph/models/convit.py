@@ -14,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from isomorph.layers import GPSA, PSA
-from isomorph.layers.weight_decay import undecayed
+from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.convit_arguments import check_arguments, check_local_attention
 from isomorph.models.convit_checkpoints import checkpoint_filter_fn, has_public_layout
@@ -59,7 +59,7 @@ class LocalBlock(Block):
         else:
             trunc_normal_(self.attn.position, std=0.02)
         if isinstance(self.attn, GPSA):
-            self.attn.set_dials(gate=self.gate)
+            self.attn.set_gating(gate=self.gate)
 
     reset_parameters = init_weights
 
@@ -111,7 +111,7 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
 
     def no_weight_decay(self) -> set[str]:
         """timm's, and places and gates: decay would pull them to 0, which is another function."""
-        return super().no_weight_decay() | undecayed(self)
+        return super().no_weight_decay() | parameters_without_decay(self)
 
     def place_patches(self, x: Tensor) -> Tensor:
         """Patches with their absolute positions. Shape: x (B, H, W, C) -> (B, H W, C)"""

@@ -1,27 +1,29 @@
-"""Loading of checkpoints that others wrote, wherever torch or timm loads: `checkpoint_path`, `load_state_dict`."""
+"""Mixin that lets `load_state_dict` load checkpoints of other code bases."""
 
 from typing import Any
 
 from torch import Tensor
 
 Mixin: Any = object
-"""Stands before timm's models, whose attributes a type checker does not know."""
+"""Base class typed as Any: the mixin is combined with timm's models, whose attributes mypy does not know."""
 
 
 class ForeignCheckpoints(Mixin):
-    """Mixin for a model whose `load_state_dict` takes the layouts of others too, those that `iso.load_weights` knows.
+    """Mixin for a model whose `load_state_dict` also takes the layouts that `iso.load_weights` converts.
 
-    What has the model's own layout, or one that it does not know, is loaded as it is, strictly.
+    It therefore works wherever torch or timm loads weights, as with timm's `checkpoint_path`. A state dict in the
+    model's own layout, or in one that it does not know, is loaded unchanged and strictly.
     """
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """Whether the tensors have a layout of others that the model knows."""
+        """Return True if the tensors have another code base's layout that the model can convert."""
         raise NotImplementedError
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors in the model's own layout."""
+        """Return the same tensors in the model's own layout."""
         raise NotImplementedError
 
+    # torch calls this hook for the module and its children, so it also works when the model is part of another one
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
         if self.is_foreign(given):

@@ -1,8 +1,8 @@
 """Refined-ViT (Refiner): a ViT whose attention maps are refined, and may be reused by the blocks that follow.
 
-timm's VisionTransformer with refined attention, and in S, M and L a convolutional patch embedding, a narrower MLP and
-every second block weighing its values with the maps of the block before. The released networks compute another
-function: `refined_vit_released.py`.
+It is timm's VisionTransformer with refined attention. Sizes S, M and L also have a convolutional patch embedding, a
+narrower MLP, and no queries and keys in every second block, which reuses the maps of the block before. The networks
+that the authors released compute another function; they are in `refined_vit_released.py`.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.layers import RefinedAttention, SpatialAttention
+from isomorph.layers.refined_attention import ReusedAttention
 from isomorph.layers.refiner import MapConvolution
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT, classifier_names
@@ -23,51 +24,53 @@ from isomorph.surgery import AttentionToRefined
 
 
 class RefinedBlock(Block):
-    """A ViT block with another attention, which is told the grid where it asks; no maps leave or enter it.
+    """A ViT block with the given attention, called with the grid size if it is spatial; it neither uses nor passes maps.
 
-    Shape: x (B, N, C), maps of an earlier block or None, grid (H, W) -> (B, N, C), maps for the next
+    Shape: x (B, N, C), maps (B, nh, N, N) of an earlier block or None, grid_size (H, W) -> (B, N, C), maps or None
     """
 
     def __init__(self, attention: nn.Module, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.attn = attention
 
-    def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor | None]:
-        return self.attn(x, **place), None
+    def attend(self, x: Tensor, maps: Tensor | None, **grid: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the output of attention and the maps for the next block."""
+        return self.attn(x, **grid), None
 
     def forward(
         self, x: Tensor, maps: Tensor | None = None, grid_size: tuple[int, int] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        place = dict(grid_size=grid_size) if isinstance(self.attn, SpatialAttention) else {}
-        y, maps = self.mix(self.norm1(x), maps, **place)
+        grid = dict(grid_size=grid_size) if isinstance(self.attn, SpatialAttention) else {}
+        y, maps = self.attend(self.norm1(x), maps, **grid)
         x = x + self.drop_path1(self.ls1(y))
         return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x)))), maps
 
 
 class MapSharingBlock(RefinedBlock):
-    """A block that hands its refined maps on."""
+    """A block that passes its refined maps to the next."""
 
-    def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor]:
-        return self.attn(x, hand_out=True, **place)
+    def attend(self, x: Tensor, maps: Tensor | None, **grid: Any) -> tuple[Tensor, Tensor]:
+        return self.attn(x, return_maps=True, **grid)
 
 
 class MapReusingBlock(RefinedBlock):
-    """A block with values of its own, weighed by the maps of an earlier block (Refiner B.4)."""
+    """A block that applies the maps of an earlier block to its own values (Refiner B.4)."""
 
-    def mix(self, x: Tensor, maps: Tensor | None, **place: Any) -> tuple[Tensor, Tensor | None]:
+    def attend(self, x: Tensor, maps: Tensor | None, **grid: Any) -> tuple[Tensor, Tensor | None]:
         return self.attn(x, maps), maps
 
 
 class RefinedViT(ForeignCheckpoints, DenseHeadViT):
-    """Vision transformer with refined attention, a full timm citizen of any image size.
+    """Vision transformer with refined attention, for images of any size, with timm's interface.
 
-    `ratio`, `kernel`, `reduce`, `span`, `init` and `recompute` are AttentionToRefined's (both 0: plain
-    attention); `share`: how many following blocks reuse the maps of each refining one; `conv_embed`: patches of a
-    convolved image; `dense_head`: every token is classified too. Other arguments are VisionTransformer's.
+    `ratio`, `kernel`, `reduce`, `span`, `init` and `recompute` are those of `AttentionToRefined`; with `ratio` and
+    `kernel` 0 attention is plain. `share` is the number of following blocks that reuse the maps of a refining block.
+    `conv_embed` puts three convolutions before the patches. `dense_head` adds a classifier of every patch. Other
+    arguments are those of VisionTransformer.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: Refiner Fig. 3, Table 10
-    Raises: UserError for a form that the layers do not have.
+    Raises: UserError for arguments that do not go together, or that the layers do not take.
     """
 
     def __init__(
@@ -83,13 +86,15 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
         **kwargs: Any,
     ) -> None:
         if not isinstance(share, int) or share < 0:
-            raise UserError(f"share {share} must be a number of blocks, 0: none")
+            raise UserError(f"share {share} must be a number of blocks, or 0 for none")
         if share and not reduce:
-            raise UserError("maps without reduction are not shared: they are more than the next block has heads")
+            raise UserError(
+                "share needs reduce=True: without reduction there are more maps than heads in the next block"
+            )
         if share and kwargs.get("scale_attn_norm"):
-            raise UserError("a block that reuses maps has no norm of its output; give share=0 with scale_attn_norm")
+            raise UserError("scale_attn_norm needs share=0: blocks that reuse maps do not have this norm")
         if kwargs.get("attn_layer", Attention) is not Attention:
-            raise UserError("attn_layer is no argument of a Refined-ViT: ratio, kernel, reduce and span choose it")
+            raise UserError("attn_layer is not an argument of a Refined-ViT; give ratio, kernel, reduce and span")
         plain = ratio == kernel == 0
         prefix = int(kwargs.get("class_token", True)) + kwargs.get("reg_tokens", 0)
         form: Any = (ratio, 1 if plain else kernel, init, reduce, span, recompute, None, prefix)
@@ -103,14 +108,14 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
 
         embed = dict(embed_layer=ConvPatchEmbed) if conv_embed else {}
         super().__init__(**{**kwargs, **embed, "block_fn": block})
-        self.share, self.init, self.hands_maps_on = share, init, share > 0
+        self.share, self.init, self.shares_maps = share, init, share > 0
         for layer in self.modules():
             if isinstance(layer, RefinedAttention):
-                layer.reverts = False
+                layer.is_revertible = False
         self.update_grid()
 
-    def start(self, grid_size: tuple[int, int]) -> tuple[None, tuple[int, int]]:
-        """No maps yet, and the grid, which stays."""
+    def initial_state(self, grid_size: tuple[int, int]) -> tuple[None, tuple[int, int]]:
+        """Return no maps, and the grid size, which every block gets."""
         return None, grid_size
 
     def run_block(self, i: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -118,7 +123,7 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
         x, maps = self.call_block(i, x, maps, grid_size)
         return x, (maps, grid_size)
 
-    def handed(self, state: Any) -> Any:
+    def state_maps(self, state: Any) -> Any:
         return state[0]
 
     def update_grid(self) -> None:
@@ -135,17 +140,17 @@ class RefinedViT(ForeignCheckpoints, DenseHeadViT):
 
 
 def _attention_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a block that are its attention's."""
+    """Return the arguments of a block that its attention takes."""
     names = ("dim", "num_heads", "qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer")
     return {name: given[name] for name in (*names, "device", "dtype")} | dict(scale_norm=given["scale_attn_norm"])
 
 
 def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given: dict[str, Any]) -> nn.Module:
-    """Attention of a block that has maps of its own, in the form that is the fastest for what it has to give."""
+    """Build the attention of a block that computes maps, in the fastest form that can return what it has to."""
     arguments = _attention_arguments(given)
     if plain and not giving:
         return Attention(**arguments)
-    if rule.ratio == 0 and giving:  # the map is wanted, so it is convolved as it stands
+    if rule.ratio == 0 and giving:  # the map is passed on, so it must be formed and convolved explicitly
         form: dict[str, Any] = dict(init=rule.init, device=given["device"], dtype=given["dtype"])
         refine = nn.Identity() if plain else MapConvolution(given["num_heads"], rule.kernel, **form)
         return RefinedAttention(refine=refine, recompute=rule.recompute, **arguments)
@@ -153,33 +158,33 @@ def _build_attention(rule: AttentionToRefined, plain: bool, giving: bool, given:
 
 
 def _build_reusing_attention(given: dict[str, Any]) -> ReusedAttention:
-    """Attention of a block that has values only."""
+    """Build the attention of a block that has values but no queries and keys."""
     kind = dict(device=given["device"], dtype=given["dtype"])
     arguments: dict[str, Any] = {name: given[name] for name in ("qkv_bias", "proj_bias", "proj_drop")}
     return ReusedAttention(given["dim"], given["num_heads"], **arguments, **kind)
 
 
 def _refiner_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a plain ViT has not."""
+    """Return the tensors of the refiners, which a plain ViT does not have."""
     return {name: tensor for name, tensor in model.state_dict().items() if ".attn.refine." in name}
 
 
 def is_plain_vit(state: dict[str, Tensor], model: nn.Module) -> bool:
-    """Whether a checkpoint is a plain ViT's, for a model that has refiners: its second block has queries and keys."""
+    """Return True if the model has refiners and the checkpoint is a plain ViT's, with queries and keys in block 1."""
     refiners = _refiner_tensors(model)
     return bool(refiners) and "blocks.1.attn.qkv.weight" in state and not any(name in state for name in refiners)
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: RefinedViT) -> dict[str, Tensor]:
-    """A Refined-ViT's checkpoint, its position embedding resized; a plain ViT's, with refiners that change nothing.
+    """Convert a checkpoint: resize the position embedding, and give a plain ViT's refiners that change nothing.
 
-    Raises: UserError for a plain checkpoint and a model that reuses maps: its queries and keys would be lost.
+    Raises: UserError for a plain ViT's checkpoint if the model reuses maps: queries and keys would be lost.
     """
     state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
     if not is_plain_vit(state, model):
         return state
     if model.share:
-        raise UserError("a plain ViT's checkpoint fits a model whose blocks all have their own maps; give share=0")
+        raise UserError("a plain ViT's checkpoint has queries and keys in every block; create the model with share=0")
     return state | _refiner_tensors(model) if model.init == "same-function" else state
 
 
@@ -193,7 +198,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _first_conv_name(conv_embed: bool) -> str:
-    """What reads the image: a convolution before the patches, or the patches."""
+    """Return the name of the layer that reads the image."""
     return "patch_embed.conv1" if conv_embed else "patch_embed.proj"
 
 
@@ -203,7 +208,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create_refined_vit(variant: str, pretrained: bool, **kwargs: Any) -> RefinedViT:
-    """Builds a variant through timm."""
+    """Build a variant through timm."""
     arguments = VARIANTS[variant] | kwargs
     cfg = dict(
         classifier=classifier_names(arguments.get("dense_head", False)),

@@ -1,7 +1,8 @@
 """Refined-ViT as released: the function, the sizes and the keys of the authors' public code and checkpoints.
 
-It differs from the paper's (`refined_vit.py`) in the refiner (`layers/released_refiner.py`), in residual branches that
-read half the tokens and are added doubled, in a scale of 1e-5 on the MLP's, and in the head, which counts the patches.
+It differs from the paper's (`refined_vit.py`) in the refiner (`layers/released_refiner.py`), in residual branches whose
+input is halved and whose output is doubled, in a layer scale of 1e-5 on the MLP, and in a head that also classifies the
+patches.
 """
 
 from typing import Any
@@ -13,7 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.headed_attention import factory_kwargs
+from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.released_refiner import ReleasedAttention, ReleasedReuse
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT, classifier_names
@@ -21,8 +22,7 @@ from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
 
 BRANCH_SCALE = 0.5
-"""What a residual branch reads of the tokens, and what its output is divided by."""
-
+"""Factor on the input of a residual branch; its output is divided by it."""
 
 UNSUPPORTED_ARGUMENTS = (
     "qk_norm",
@@ -35,11 +35,11 @@ UNSUPPORTED_ARGUMENTS = (
     "recompute",
     "init",
 )
-"""Arguments of `refined_vit_*` that the released function has no place for."""
+"""Arguments of `refined_vit_*` that the released networks do not have."""
 
 
 class ScaledMlp(Mlp):
-    """timm's Mlp with a scale on every channel of its output. Shape: x (B, N, C) -> (B, N, C)"""
+    """timm's Mlp with a learned scale of every output channel. Shape: x (B, N, C) -> (B, N, C)"""
 
     def __init__(self, in_features: int, **kwargs: Any) -> None:
         super().__init__(in_features, **kwargs)
@@ -50,11 +50,11 @@ class ScaledMlp(Mlp):
 
 
 class ReleasedBlock(Block):
-    """A ViT block whose branches read half the tokens and are added doubled.
+    """A ViT block whose residual branches halve their input and double their output.
 
     x + 2 attention(norm(x / 2)), then x + 2 mlp(norm(x / 2))
 
-    Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, N, C), (B, H, N, N)
+    Shape: x (B, N, C), maps (B, nh, N, N) or None -> (B, N, C), (B, nh, N, N)
     Source: Refiner code
     """
 
@@ -69,24 +69,24 @@ class ReleasedBlock(Block):
 
 
 class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
-    """The released Refined-ViT, a full timm citizen of any image size.
+    """The released Refined-ViT, for images of any size, with timm's interface.
 
-    `ratio` is that of the refiner; `dense_head=False` leaves the head of the patches out. Other arguments are
-    VisionTransformer's.
+    `ratio` is the refiner's expansion ratio; `dense_head=False` leaves out the classifier of the patches. Other
+    arguments are those of VisionTransformer.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: Refiner code
-    Raises: UserError for norms of queries and keys or layer scales, which it has none of.
+    Raises: UserError for an argument that only the paper's networks have, or a ratio below 1.
     """
 
-    hands_maps_on = True
+    shares_maps = True
 
     def __init__(self, ratio: int = 3, dense_head: bool = True, **kwargs: Any) -> None:
         for name in UNSUPPORTED_ARGUMENTS:
             if kwargs.get(name):
-                raise UserError(f"the released Refined-ViT has no {name}; the paper's (refined_vit_*) has")
+                raise UserError(f"{name} is not an argument of the released Refined-ViT; use refined_vit_* instead")
         if not isinstance(ratio, int) or ratio < 1:
-            raise UserError(f"ratio {ratio!r} must be a whole number, at least 1")
+            raise UserError(f"ratio {ratio!r} must be a whole number of at least 1")
 
         def block(depth: int, **given: Any) -> ReleasedBlock:
             kind = dict(device=given["device"], dtype=given["dtype"])
@@ -104,7 +104,7 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
             nn.init.trunc_normal_(self.cls_token, std=0.02)
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """The authors' checkpoints all have the head of the patches."""
+        """Return True if the state has a classifier of patches, as all released ones do, and the model has none."""
         return not self.dense_head and any(name.startswith("aux_head.") for name in state)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -112,7 +112,7 @@ class ReleasedRefinedViT(ForeignCheckpoints, DenseHeadViT):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: ReleasedRefinedViT) -> dict[str, Tensor]:
-    """The authors' checkpoints, wrapped or not, and our own, their position embedding resized to the model's grid."""
+    """Convert a checkpoint of the authors or of isomorph: unwrap it and resize its position embedding."""
     state: dict[str, Tensor] = vision_transformer.checkpoint_filter_fn(unwrap_state_dict(state_dict), model)
     return state if model.dense_head else {name: t for name, t in state.items() if not name.startswith("aux_head.")}
 
@@ -122,18 +122,18 @@ VARIANTS: dict[str, tuple[dict[str, int], float]] = {
     "refined_vit_m_released": (dict(depth=32, embed_dim=420, num_heads=12), 1.0),
     "refined_vit_l_released": (dict(depth=32, embed_dim=512, num_heads=16), 1.13),
 }
-"""Shape, and the share of the image that is evaluated (above 1: receptive-field calibration)."""
+"""Arguments, and crop_pct of evaluation (above 1: receptive-field calibration)."""
 
 SHARED_CFG = dict(mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.conv1", classifier=classifier_names(True))
 
 
 default_cfgs = generate_default_cfgs(
     {name: vit_cfg(crop_pct=crop, **SHARED_CFG) for name, (_, crop) in VARIANTS.items()}
-)  # the authors' weights are files to be given: no hub has them
+)  # no URL: the authors' weights have to be given as a file
 
 
 def _create_released(variant: str, pretrained: bool, **kwargs: Any) -> ReleasedRefinedViT:
-    """Builds a variant through timm."""
+    """Build a variant through timm."""
     arguments: dict[str, Any] = VARIANTS[variant][0] | kwargs
     heads = classifier_names(arguments.get("dense_head", True))
     return build_vit(ReleasedRefinedViT, variant, pretrained, checkpoint_filter_fn, arguments, classifier=heads)

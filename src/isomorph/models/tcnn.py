@@ -15,7 +15,7 @@ from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from isomorph.layers import GPSA2d
-from isomorph.layers.weight_decay import undecayed
+from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models import cifar_resnet
 from isomorph.models.cifar_resnet import CifarResNet, cifar_cfg, create_cifar_resnet
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
@@ -54,7 +54,7 @@ class TransformedMixin(ForeignCheckpoints):
 
     def no_weight_decay(self) -> set[str]:
         """Centres, localities and gates of its attention layers."""
-        return undecayed(self)
+        return parameters_without_decay(self)
 
     def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
         """Rebuilds the network's own convolutions, in place: it is being born."""

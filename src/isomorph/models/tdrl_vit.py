@@ -17,7 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.pyramid_init import carry
+from isomorph.layers.pyramid_init import init_from_affine
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
@@ -134,7 +134,7 @@ def _pyramid_state(
         if isinstance(part, nn.Linear):
             part.load_state_dict({"weight": rows, "bias": shift} if part.bias is not None else {"weight": rows})
         else:
-            carry(part, rows.flatten(1), shift)
+            init_from_affine(part, rows.flatten(1), shift)
     return twin.state_dict()
 
 

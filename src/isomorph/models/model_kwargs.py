@@ -1,4 +1,4 @@
-"""Arguments of timm.create_model that a recipe may give as model.kwargs: plain values, and none that fields decide."""
+"""Check the arguments of timm.create_model that a recipe gives as model.kwargs."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,29 +16,34 @@ RESERVED_ARGUMENTS = {
     **dict.fromkeys(("features_only", "out_indices", "feature_cfg", "feature_cls"), "a run trains whole networks"),
     **dict.fromkeys(("scriptable", "exportable", "no_jit"), "export the trained model instead"),
 }
-"""Arguments that are not for a recipe, and what to do instead."""
+"""Arguments that model.kwargs may not have, and what to do instead."""
 
 MAX_NUMBER = 2**24
-"""No size, depth or width of a network is above it."""
+"""Largest number that an argument may have: no size, depth or width of a network is above it."""
 MAX_NESTING = 8
 """Levels of lists and groups within an argument."""
 
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
-    """Raises: ValueError for an argument that is not for a recipe, or a value that a network cannot have."""
+    """Check the arguments in model.kwargs.
+
+    Raises: ValueError for an argument that another field of the recipe sets, or a value that no network takes.
+    """
     for name, value in arguments.items():
         if name in RESERVED_ARGUMENTS:
-            raise ValueError(f"{name} is not for a recipe; {RESERVED_ARGUMENTS[name]}")
+            raise ValueError(f"{name} is not allowed in model.kwargs; {RESERVED_ARGUMENTS[name]}")
         if name in ("in_chans", "num_classes") and not (type(value) is int and value >= 0):
-            raise ValueError(f"{name} {value!r} must be a whole number")
+            raise ValueError(f"{name} {value!r} must be a whole number of at least 0")
         _check_value(name, value)
 
 
 def _check_value(name: str, value: Any, depth: int = 1) -> None:
-    """Raises: ValueError when this is not a number of a sane size, text, true, false, null, or lists and groups of
-    these."""
+    """Check one value: a number of at most MAX_NUMBER, text, true, false, null, or lists and groups of these.
+
+    Raises: ValueError for any other value.
+    """
     if depth > MAX_NESTING:
-        raise ValueError(f"{name} is nested more than {MAX_NESTING} deep")
+        raise ValueError(f"{name} has more than {MAX_NESTING} levels of lists and groups")
     if isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             _check_value(name, each, depth + 1)
