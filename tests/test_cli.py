@@ -157,7 +157,7 @@ BAD = {
     "model name": (["evaluate", "cifar_resnet21"], "cifar_resnet20"),
     "truncated": (["evaluate", "cut.safetensors"], "truncated"),
     "foreign": (["evaluate", "cifar_resnet20", "--weights", "foreign.safetensors", "--data", "digits"], "does not fit"),
-    "wrong classes": (["evaluate", "few.safetensors", "--data", "digits"], "knows 3 classes, the data has 10"),
+    "wrong classes": (["evaluate", "few.safetensors", "--data", "digits"], "has 3 classes, the data has 10"),
     "no folder": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "nowhere"], "no folder nowhere"),
     "bad image": (
         ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images"],

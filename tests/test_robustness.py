@@ -305,7 +305,7 @@ def test_a_baseline_in_either_form(net, tmp_path, as_json):
     with pytest.raises(iso.UserError, match=r"size 32 x 32 and seed 0, .* with size 40 x 36 and seed 4;"):
         iso.robustness(net, source, **options, seed=4, size=(40, 36))
     others = source_of()
-    others.pictures = others.pictures[::-1]
+    others.images = others.images[::-1]
     with pytest.raises(iso.UserError, match=r"with other images \(12 images of 10 classes, as here\), .* with these;"):
         iso.robustness(net, others, **options)
     with pytest.raises(iso.UserError, match=r"no results .*none"):
@@ -493,7 +493,7 @@ def test_what_is_missing_is_said(published, tmp_path):
         "at least one corruption": dict(folder=published, corruptions=[]),
         "suite 'imagenet-d' is unknown": dict(folder=published, suite="imagenet-d"),
         "give a source": {},
-        "knows 1000 classes, the data has 10": dict(source=source_of()),
+        "has 1000 classes, the data has 10": dict(source=source_of()),
         "the published pictures are 224 x 224, the model is to see 96 x 96": dict(folder=published, size=(96, 96)),
         "no pixel": dict(folder=published, size=(0, 3)),
         "batch_size and limit": dict(folder=published, batch_size=0),

@@ -16,11 +16,12 @@ from torchmetrics.functional.classification import multiclass_accuracy
 import isomorph as iso
 from isomorph.cli import main
 from isomorph.data.imagenet_labels import imagenet_labels
+from isomorph.data.sources import image_name
 from isomorph.suites import SUITES, Sweep, evaluate_suites, open_suites
 from isomorph.suites.sweep import run_sweep
 
 LABELS = imagenet_labels()
-KEPT = {name: LABELS.kept[name] for name in ("imagenet-a", "imagenet-r")}
+KEPT = {name: LABELS.subsets[name] for name in ("imagenet-a", "imagenet-r")}
 
 
 class Reads(nn.Module):
@@ -144,7 +145,7 @@ def test_the_three_sets_of_imagenet_v2_are_told_apart(tmp_path):
     for drawn, images in (("matched-frequency", 2), ("threshold0.7", 3), ("top-images", 4)):
         folders(tmp_path / f"imagenetv2-{drawn}-format-val", [(str(n), n) for n in range(images)])
     sets = open_suites([*names, "imagenet-v2"], tmp_path, partial=True)
-    found = {view.name: len(each.source) for each in sets for view in each.views}
+    found = {view.name: len(each.source) for each in sets for view in each.scorings}
     assert found == dict(zip((*names, "imagenet-v2"), (2, 3, 4, 2), strict=True))
     assert len(sets) == 3  # the same images once
     by_name = folders(tmp_path / "sets" / "imagenet-v2-top-images", [("7", 7)])
@@ -274,8 +275,8 @@ def test_real_images_as_shards_and_as_folders(samples):
     shards, folder = (open_suites([f"imagenet={place}"], partial=True)[0] for place in samples)
     by_name = [
         {
-            iso.data.image_name(test.source.pictures, i).split("/")[-1]: int(label)
-            for i, label in enumerate(test.views[0].answers)
+            image_name(test.source.images, i).split("/")[-1]: int(label)
+            for i, label in enumerate(test.scorings[0].labels)
         }
         for test in (shards, folder)
     ]
@@ -342,17 +343,17 @@ def wrong(tmp_path, case):
 
 
 WRONG = {
-    "no wnid": ("imagenet", "has class 'cat'; classes must be called by wnid"),
-    "wnid of others": ("imagenet", "has class n00000001, which is none of ImageNet-1k's"),
-    "number": ("imagenet-v2", "has 1 classes that are not among the 1000 of imagenet-v2, the first of them 1000"),
-    "outside": ("imagenet-a", "not among the 200 of imagenet-a, the first of them n01440764; is this imagenet-a"),
+    "no wnid": ("imagenet", "has class 'cat'; name classes by wnid"),
+    "wnid of others": ("imagenet", "has class n00000001, which ImageNet-1k does not have"),
+    "number": ("imagenet-v2", "has 1 classes that are not among the 1000 of imagenet-v2, for example 1000"),
+    "outside": ("imagenet-a", "not among the 200 of imagenet-a, for example n01440764; check that it is imagenet-a"),
     "missing classes": ("imagenet", "has 2 classes, imagenet has 1,000; .*--partial"),
     "missing images": ("imagenet-sketch", "has 1,000 images, imagenet-sketch has 50,889; .*--partial"),
-    "names": ("real", "by names like ILSVRC2012_val_00000001.JPEG, but .* has an image called n01440764/1.png"),
+    "names": ("real", "needs file names like ILSVRC2012_val_00000001.JPEG, but .* has an image named n01440764/1.png"),
     "twice": ("real", "has image ILSVRC2012_val_00000001 twice"),
     "missing folder": ("imagenet-r", "no folder .*missing_folder; give imagenet-r=FOLDER"),
-    "1001": ("imagenet", r"knows 1001 classes \(with a background class\), these suites are for the 1000"),
-    "21k": ("imagenet", r"knows 21843 classes \(ImageNet-12k or -21k\)"),
+    "1001": ("imagenet", r"has 1001 classes \(with a background class\), these suites are for the 1000"),
+    "21k": ("imagenet", r"has 21843 classes \(ImageNet-12k or -21k\)"),
 }
 
 
@@ -369,13 +370,13 @@ def test_unnamed_outputs_are_counted_and_suites_checked(tmp_path):
     by_wnid(tmp_path / "imagenet", [0])
     model = Reads(1001)
     del model.num_classes
-    with pytest.raises(iso.UserError, match="knows 1001 classes"):
+    with pytest.raises(iso.UserError, match="has 1001 classes"):
         evaluate_suites(model, "imagenet", tmp_path, partial=True)
     with pytest.raises(iso.UserError, match="suite 'imagnet' is unknown; choose from imagenet, real"):
         open_suites(["imagnet"])
-    with pytest.raises(iso.UserError, match="named twice"):
+    with pytest.raises(iso.UserError, match="given twice"):
         open_suites(["real,real"], tmp_path)
-    with pytest.raises(iso.UserError, match=r"no folder of imagenet-r in .* \(looked for imagenet-r\)"):
+    with pytest.raises(iso.UserError, match=r"no folder of imagenet-r in .* \(searched imagenet-r\)"):
         open_suites(["imagenet-r"], tmp_path)
     with pytest.raises(iso.UserError, match="read as imagefolder, tar"):
         open_suites(["imagenet"], tmp_path, form="cifar10")
@@ -421,8 +422,8 @@ class TestCommand:
         ("flags", "expected"),
         [
             (["--suite", "imagenet-c"], "suite 'imagenet-c' is unknown"),
-            (["--suite", "imagenet", "--classes", "3"], "--classes does not go with --suite"),
-            (["--data", "digits", "--partial"], "--partial goes with --suite"),
+            (["--suite", "imagenet", "--classes", "3"], "--classes cannot be combined with --suite"),
+            (["--data", "digits", "--partial"], "--partial applies to --suite only"),
             (["--suite", "imagenet-a", "--root", "nowhere"], "no folder of imagenet-a in nowhere"),
             (["--data", "digits", "--per-class", "x.txt"], "cannot write x.txt; give a file that ends in .csv"),
             (["--data", "digits", "--per-class", f"{__file__}/x.csv"], "x.csv: "),

@@ -1,4 +1,4 @@
-"""The command that evaluates a model."""
+"""The evaluate command."""
 
 import json
 from pathlib import Path
@@ -22,10 +22,10 @@ from isomorph.cli.app import (
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.report.terminal_tables import grid_table, metric_table, print_table, sweep_table
-from isomorph.suites import sweep as evaluating
-from isomorph.suites import test_set as views
-from isomorph.suites.imagenet import suites as imagenet
+from isomorph.suites.imagenet.suites import NUM_CLASSES, find_suites, open_located
+from isomorph.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
 from isomorph.suites.test_data import default_data, evaluation_data
+from isomorph.suites.test_set import TestSet, check_num_classes
 
 
 @app.command(name="evaluate")
@@ -51,87 +51,90 @@ def evaluate_(
     cost: bool = True,
     json_: Json = False,
 ) -> None:
-    """Accuracy, calibration and cost of a model on a test set, or on several ImageNet suites.
+    """Measure accuracy, calibration and cost of a model on a test set, or on several ImageNet test suites.
 
     Parameters
     ----------
     suite
-        imagenet, real, imagenet-v2 (also imagenet-v2-matched-frequency, the same images, -threshold-0.7 and
-        -top-images), imagenet-a, imagenet-r, imagenet-sketch; several with commas, or the option several times. Each is
-        looked for in --root under its name (imagenet/, imagenet-v2/, ...); NAME=FOLDER says where it is.
+        imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
+        imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several
+        with commas, or repeat the option. A suite is searched in --root under its name (imagenet/, imagenet-v2/, ...);
+        NAME=FOLDER gives its folder.
     data
-        cifar10, cifar100, digits or imagefolder; by default what the model's weights were trained on. With --suite: the
-        form of its folder (imagefolder, tar, webdataset, huggingface), by default found out.
+        Data source: cifar10, cifar100, digits or imagefolder; by default the one the model was trained on. With
+        --suite: the format of its folder (imagefolder, tar, webdataset, huggingface), by default detected.
     partial
-        Allow a suite that lacks classes or images.
+        Accept a suite with missing classes or images.
     pretrained
-        Use the model's public weights; --no-pretrained leaves it with random ones.
+        Load the model's public weights; --no-pretrained evaluates random ones.
     batch_size
-        Images per step.
+        Images per batch.
     workers
-        Processes that prepare images.
+        Number of processes that load images; 0 loads them in the main process.
     size
-        Height and width of the input; by default the model's own. Several (--size 160 160 --size 224 224) are a sweep.
+        Height and width of the input; by default the model's own. May be given several times (--size 160 160 --size 224
+        224) for a row each.
     classes
-        Only the first so many classes of the data, as data.classes in training.
+        Use only the first N classes of the data, as data.classes does in training.
     rfc
-        Ratio of receptive-field calibration, e.g. 1.13, in place of the model's own crop: the image smaller by so much,
-        padded to the input (below 1: cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13) print the curve.
+        Ratio of receptive-field calibration, for example 1.13, instead of the model's own crop: the image is resized to
+        1/ratio of the input and padded (below 1: enlarged and cropped). Several ratios (--rfc 1 --rfc 1.06 --rfc 1.13)
+        print a row each.
     rfc_fill
-        zero pads what the model reads (the mean colour), black pads the picture.
+        Padding of --rfc: zero after normalisation (the mean colour), or black before it.
     per_class
-        Write the accuracy of every class to this file (.csv).
+        File for the accuracy of every class (.csv).
     cost
-        Measure MACs and throughput too.
+        Also measure MACs and throughput.
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     _check_options(bool(suite), classes is not None, partial)
     check_pretrained_option(model, weights, pretrained)
-    evaluating.refuse_no_csv(per_class)
-    places = imagenet.find_suites(suite or [], root, data)
+    check_csv_path(per_class)
+    locations = find_suites(suite or [], root, data)
     net = open_model(model, weights, pretrained)
-    if places:
-        views.refuse_other_classes(getattr(net, "num_classes", None), imagenet.CLASSES)
-        sets = imagenet.open_found(places, partial)
+    if locations:
+        check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
+        test_sets = open_located(locations, partial)
     else:
-        sets = [views.whole(evaluation_data(net, data, root, size[0] if size else None, classes)[0])]
+        source, _ = evaluation_data(net, data, root, size[0] if size else None, classes)
+        test_sets = [TestSet.from_source(source)]
     net.to(open_runtime(device).device)
-    sweep = evaluating.Sweep(size, rfc, rfc_fill)
-    rows, of_classes = evaluating.run_sweep(net, sets, sweep, batch_size, workers, track_steps)
+    rows, class_rows = run_sweep(net, test_sets, Sweep(size, rfc, rfc_fill), batch_size, workers, track_steps)
     if per_class:
-        evaluating.write_csv(per_class, of_classes)
-    costs = evaluating.costs(net, size) if cost else []
+        write_csv(per_class, class_rows)
+    costs = measure_costs(net, size) if cost else []
     head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
     head |= {} if pretrained else {"weights": "random"}
     _print_results(head, bool(suite) or len(size) > 1, rows, costs, json_)
 
 
 def _check_options(suite: bool, classes: bool, partial: bool) -> None:
-    """Raises: UserError for options that do not go together."""
+    """Raise UserError for options that cannot be combined."""
     if suite and classes:
-        raise UserError("--classes does not go with --suite, whose classes are fixed")
+        raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
     if partial and not suite:
-        raise UserError("--partial goes with --suite")
+        raise UserError("--partial applies to --suite only; give --suite too")
 
 
 def _print_results(
     head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool
 ) -> None:
-    """Prints what was found: a table of `many` suites or sizes, a curve, or one number under another."""
-    found = costs[0] if len(costs) == 1 else {}
+    """Print a table if there are `many` suites or sizes, a row for each rfc ratio, or one metric per line."""
+    single_cost = costs[0] if len(costs) == 1 else {}
     model = display_name(head["model"], pretrained="weights" not in head)
     if json_:
-        several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | found
-        print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | found)))
+        several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | single_cost
+        print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | single_cost)))
     elif many:
         print(model)
         print_table(grid_table(rows))
         if costs:
-            print_table(grid_table(costs) if len(costs) > 1 else metric_table("cost", found))
+            print_table(grid_table(costs) if len(costs) > 1 else metric_table("cost", single_cost))
     elif len(rows) == 1:
         rfc = f", rfc {rows[0]['rfc']:g} ({rows[0]['rfc_fill']})" if "rfc" in rows[0] else ""
-        print_table(metric_table(model + rfc, rows[0] | found))
+        print_table(metric_table(model + rfc, rows[0] | single_cost))
     else:
         print_table(sweep_table(model, rows, "rfc"))
-        print_table(metric_table(model, found))
+        print_table(metric_table(model, single_cost))

@@ -19,10 +19,10 @@ def with_rule_options(command: Command) -> Command:
     `fields` becomes a dataclass with one option per field, None where it is not given.
     """
     columns = [(name, _annotation(option), dataclasses.field(default=None)) for name, option in rule_options().items()]
-    fields = dataclasses.make_dataclass("RuleFields", columns, frozen=True)
+    fields = Parameter(name="*")(dataclasses.make_dataclass("RuleFields", columns, frozen=True))
     texts = [f"{name}: {(rule.__doc__ or '').partition(chr(10))[0]}" for name, rule in RULES.items()]
     command.__annotations__["rule"] = Annotated[Literal[tuple(RULES)], Parameter(help=" ".join(texts))]
-    command.__annotations__["fields"] = Annotated[fields, Parameter(name="*")]
+    command.__annotations__["fields"] = fields
     defaults = command.__kwdefaults__
     assert defaults is not None
     defaults["fields"] = fields()

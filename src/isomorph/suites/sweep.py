@@ -1,4 +1,4 @@
-"""A model on test sets, at one or several image sizes and ratios of receptive-field calibration: a row for each."""
+"""Evaluation on test sets at one or several image sizes and ratios of receptive-field calibration."""
 
 import csv
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import nn
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import measure_cost
-from isomorph.evaluation.input_sizes import fit_to_size, evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
 from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.suites.imagenet.suites import NUM_CLASSES, open_suites
 from isomorph.suites.test_set import (
@@ -20,7 +20,7 @@ from isomorph.suites.test_set import (
     TestSet,
     check_num_classes,
     no_progress,
-    tally_predictions,
+    score_predictions,
 )
 
 Size = tuple[int, int]
@@ -28,20 +28,27 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Sweep:
-    """Image sizes (height, width) and ratios of receptive-field calibration; none is the model's own."""
+    """Image sizes (height, width) and ratios of receptive-field calibration to evaluate at, in all combinations.
+
+    Without sizes, the model's own input size is used; without ratios, its own crop. `fill` pads images that are smaller
+    than the input: "zero" after normalisation (the mean colour), "black" before it.
+
+    >>> iso.suites.Sweep(sizes=[(160, 160), (224, 224)], ratios=[1.13]).points()
+    [((160, 160), 1.13), ((224, 224), 1.13)]
+    """
 
     sizes: Sequence[Size] = ()
     ratios: Sequence[float] = ()
     fill: Literal["zero", "black"] = "zero"
 
     def points(self) -> list[tuple[Size | None, float | None]]:
-        """Every size with every ratio."""
+        """Return every combination of size and ratio; None stands for the model's own."""
         return [(size, ratio) for size in self.sizes or (None,) for ratio in self.ratios or (None,)]
 
-    def place(self, size: Size | None, ratio: float | None) -> dict[str, Any]:
-        """What a row says of where in the sweep it stands: size and ratio, where they were asked for."""
-        at: dict[str, Any] = {"size": list(size)} if size else {}
-        return at | ({"rfc": ratio, "rfc_fill": self.fill} if ratio else {})
+    def point_columns(self, size: Size | None, ratio: float | None) -> dict[str, Any]:
+        """Return the columns of a result row that name its size and ratio, if any were given."""
+        columns: dict[str, Any] = {"size": list(size)} if size else {}
+        return columns | ({"rfc": ratio, "rfc_fill": self.fill} if ratio else {})
 
 
 def evaluate_suites(
@@ -54,72 +61,88 @@ def evaluate_suites(
     batch_size: int = 100,
     workers: int = 0,
 ) -> list[dict[str, Any]]:
-    """A row of metrics for every suite (and point of the sweep): `evaluate_suites(model, ["imagenet", "real"], root)`.
+    """Evaluate a model on ImageNet test suites: a row of metrics for every suite and point of the sweep.
 
-    Suites are named as for `open_suites`; the model is where it is, on its device.
+    `suites`, `root`, `form`, `partial`: as in `open_suites`. The model stays on its device; `workers` processes
+    load the images.
 
-    Raises: UserError for a model that has not ImageNet-1k's 1000 classes, and as `open_suites`.
+    Raises: UserError when the model has not ImageNet-1k's 1000 classes, and as `open_suites`.
+
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> folder = Path("data/imagenet/val/n01440764")
+    >>> folder.mkdir(parents=True)
+    >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
+    >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+    >>> rows = iso.suites.evaluate_suites(model, "imagenet", root="data", partial=True)
+    >>> [(row["suite"], row["images"]) for row in rows]
+    [('imagenet', 1)]
     """
     check_num_classes(getattr(model, "num_classes", None), NUM_CLASSES)
-    sets = open_suites([suites] if isinstance(suites, str) else suites, root, form, partial)
-    return run_sweep(model, sets, sweep, batch_size, workers)[0]
+    test_sets = open_suites([suites] if isinstance(suites, str) else suites, root, form, partial)
+    return run_sweep(model, test_sets, sweep, batch_size, workers)[0]
 
 
 def run_sweep(
     model: nn.Module,
-    sets: Sequence[TestSet],
+    test_sets: Sequence[TestSet],
     sweep: Sweep = Sweep(),
     batch_size: int = 100,
     workers: int = 0,
     progress: BatchProgress = no_progress,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows of metrics, and rows of single classes, for every test set, size and ratio."""
+    """Evaluate every test set at every point of a sweep; return rows of metrics and rows of single classes."""
     loaders = [
-        (size, ratio, test, eval_loader(test.numbered(), config, batch_size, workers, ratio, sweep.fill))
-        for (size, ratio), test in product(sweep.points(), sets)
+        (
+            size,
+            ratio,
+            test_set,
+            eval_loader(test_set.with_index_labels(), config, batch_size, workers, ratio, sweep.fill),
+        )
+        for (size, ratio), test_set in product(sweep.points(), test_sets)
         for config in [evaluation_config(model, size)]
     ]
     fitted = {size: fit_to_size(model, size) if size else model for size, *_ in loaders}
     rows: list[dict[str, Any]] = []
-    classes: list[dict[str, Any]] = []
-    for size, ratio, test, loader in loaders:
-        title = " ".join(filter(None, ["evaluating", test.title, *_point_title(size, ratio)]))
-        tallies = tally_predictions(fitted[size], progress(loader, title, len(loader)), test.views)
-        for view, tally in zip(test.views, tallies, strict=True):
-            head = ({"suite": view.name} if view.name else {}) | sweep.place(size, ratio)
-            rows.append(head | tally.metrics())
-            classes += [head | row for row in _class_rows(tally, view.classes)]
-    return rows, classes
+    class_rows: list[dict[str, Any]] = []
+    for size, ratio, test_set, loader in loaders:
+        title = " ".join(filter(None, ["evaluating", test_set.title, *_point_title(size, ratio)]))
+        counts = score_predictions(fitted[size], progress(loader, title, len(loader)), test_set.scorings)
+        for scoring, own_counts in zip(test_set.scorings, counts, strict=True):
+            head = ({"suite": scoring.name} if scoring.name else {}) | sweep.point_columns(size, ratio)
+            rows.append(head | own_counts.metrics())
+            class_rows += [head | row for row in _class_rows(own_counts, scoring.classes)]
+    return rows, class_rows
 
 
 def _point_title(size: Size | None, ratio: float | None) -> list[str]:
-    """A point of the sweep in words."""
+    """Return the size and the ratio of a point in words, "" for the model's own."""
     return ["at {} x {}".format(*size) if size else "", f"at rfc {ratio:g}" if ratio else ""]
 
 
-def _class_rows(tally: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Images and accuracy (%) of every class that has images; none where images have several labels."""
-    if not isinstance(tally, PredictionCounts):
+def _class_rows(counts: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return images and accuracy (%) of every class with images; none if images have several labels."""
+    if not isinstance(counts, PredictionCounts):
         return []
     return [
         {"class": name, "images": seen, "right": right, "top1": 100 * right / seen}
-        for name, seen, right in zip(classes, tally.seen.tolist(), tally.right.tolist(), strict=True)
+        for name, seen, right in zip(classes, counts.seen.tolist(), counts.right.tolist(), strict=True)
         if seen
     ]
 
 
 def measure_costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """Parameters, MACs and images a second at every size, or at the model's own."""
-    found = []
+    """Measure parameters, MACs and images per second at every size, or at the model's own if none is given."""
+    rows = []
     for size in sizes or (None,):
         fitted = fit_to_size(model, size) if size else model
-        place = {"size": list(size)} if size else {}
-        found.append(place | measure_cost(fitted, evaluation_config(model, size)["input_size"]))
-    return found
+        head = {"size": list(size)} if size else {}
+        rows.append(head | measure_cost(fitted, evaluation_config(model, size)["input_size"]))
+    return rows
 
 
 def check_csv_path(path: Path | None) -> None:
-    """Raises: UserError, before the work, when a table could not be written there."""
+    """Create the folder of a CSV file before the work begins. Raises: UserError when the file cannot be written."""
     if path and (path.suffix != ".csv" or path.is_dir()):
         raise UserError(f"cannot write {path}; give a file that ends in .csv")
     try:
@@ -130,7 +153,7 @@ def check_csv_path(path: Path | None) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows as a table, with the columns of all of them; a size is written as 224x320."""
+    """Write rows as CSV with the columns of all of them; a size is written as 224x320."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     with open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, columns)

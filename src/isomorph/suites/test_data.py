@@ -14,25 +14,25 @@ from isomorph.evaluation.input_sizes import evaluation_config
 
 
 def default_data(model: nn.Module) -> str:
-    """The source that a model's weights were trained on, as far as isomorph has it."""
+    """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = getattr(model, "pretrained_cfg", None) or {}
     return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
 
 
 def open_test_images(model: nn.Module, data: str | None, root: Path | None, classes: int | None = None) -> Source:
-    """The test split of a source, by default the model's own; only its first classes where a number is given."""
+    """Open the test split of a data source, by default the model's own; with `classes`, only of the first classes."""
     source = open_source(data or default_data(model), "test", root)
     return source if classes is None else first_classes(source, classes)
 
 
 def sample_images(source: Source, samples: int) -> Source:
-    """Images of a source drawn at random, the same ones at every call."""
-    drawn = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))[:samples]
-    return source.subset(drawn.tolist())
+    """Return random images of a source, the same ones at every call."""
+    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
+    return source.subset(order[:samples].tolist())
 
 
 def images_on_device(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
-    """The images of a loader, on the model's device."""
+    """Iterate over the image batches of a loader, moved to the model's device."""
     device = next(model.parameters()).device
     return (images.to(device) for images, _ in loader)
 
@@ -44,15 +44,16 @@ def evaluation_data(
     size: tuple[int, int] | None = None,
     classes: int | None = None,
 ) -> tuple[Source, dict[str, Any]]:
-    """The test split of a source (by default the model's own) and the data config to evaluate the model with.
+    """Open the test split of a data source (by default the model's own) and return it with the model's data config.
 
-    Raises: UserError when the data is missing, the size has no pixel, or the classes are not those of the model.
+    Raises: UserError when the data is missing, the size is not positive, or the data has not the model's classes.
     """
     config, source = evaluation_config(model, size), open_test_images(model, data, root, classes)
-    known, found = getattr(model, "num_classes", len(source.classes)), len(source.classes)
-    if known != found:
+    count = len(source.classes)
+    num_classes = getattr(model, "num_classes", count)
+    if num_classes != count:
         raise UserError(
-            f"the model knows {known} classes, the data has {found}: these labels are not its own "
-            "(trained with data.classes? then give --classes)"
+            f"the model has {num_classes} classes, the data has {count}; give data with the model's labels, or "
+            "--classes if it was trained with data.classes"
         )
     return source, config

@@ -1,4 +1,4 @@
-"""Test sets, each run through the model once however many suites look at its images."""
+"""Test sets, and counting predictions for all suites that share the same images in one pass."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -17,82 +17,91 @@ from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCo
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a suite judges the images of a source.
+    """How a suite scores a model's predictions on the images of a source.
 
-    `answers` are labels, or several for each image, filled up with -1; `kept` are the model's classes that take part,
-    in the order of `classes`, None for all; `outputs` is how many the model must have, None where that is not known.
+    `labels` holds a class index per image, or several per image padded with -1. `class_indices` are the model's classes
+    that the suite uses, in the order of `classes`; None for all. `num_classes` is the number of classes that the model
+    must have; None for any.
 
-    Shape: answers (n,) or (n, K)
+    Shape: labels (n,) or (n, K)
     """
 
     name: str
-    answers: np.ndarray
+    labels: np.ndarray
     classes: Sequence[str]
-    kept: np.ndarray | None = None
-    outputs: int | None = None
+    class_indices: np.ndarray | None = None
+    num_classes: int | None = None
 
-    def empty_tally(self) -> PredictionCounts | MultiLabelCounts:
-        return MultiLabelCounts() if self.answers.ndim > 1 else PredictionCounts(len(self.classes))
+    def empty_counts(self) -> PredictionCounts | MultiLabelCounts:
+        """Return counts of no predictions, of the kind that fits the labels."""
+        return MultiLabelCounts() if self.labels.ndim > 1 else PredictionCounts(len(self.classes))
 
-    def reduced(self, logits: Tensor) -> Tensor:
-        """The logits of the classes that take part. Shape: (B, outputs) -> (B, len(classes))"""
-        return logits if self.kept is None else logits[:, torch.as_tensor(self.kept, device=logits.device)]
+    def select_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of the suite's classes. Shape: (B, num_classes) -> (B, len(classes))"""
+        if self.class_indices is None:
+            return logits
+        return logits[:, torch.as_tensor(self.class_indices, device=logits.device)]
 
 
 @dataclass(frozen=True)
 class TestSet:
-    """The images of one or several suites, and how each judges them."""
+    """The images of one or several suites, with the scoring of each suite."""
 
-    __test__ = False  # no class of tests, whatever pytest makes of its name
+    __test__ = False  # pytest would collect a class of this name
     source: Source
-    views: Sequence[Scoring]
+    scorings: Sequence[Scoring]
+
+    @classmethod
+    def from_source(cls, source: Source) -> "TestSet":
+        """Return all images of a source, scored by the source's own labels."""
+        return cls(source, [Scoring("", source.labels, source.classes)])
 
     @property
     def title(self) -> str:
-        return "+".join(view.name for view in self.views)
+        """Names of the suites, joined by "+"."""
+        return "+".join(scoring.name for scoring in self.scorings)
 
-    def numbered(self) -> Source:
-        """The images, each with its place in the source for a label."""
+    def with_index_labels(self) -> Source:
+        """Return the images with their index in the source as label."""
         source = copy.copy(self.source)
         source.labels = np.arange(len(source))
         return source
 
 
-def tally_predictions(model: nn.Module, loader: Iterable[Any], views: Sequence[Scoring]) -> list[PredictionCounts | MultiLabelCounts]:
-    """What every view counts, in one pass over batches of images and their places in the source.
+def score_predictions(
+    model: nn.Module, loader: Iterable[Any], scorings: Sequence[Scoring]
+) -> list[PredictionCounts | MultiLabelCounts]:
+    """Count the predictions of a model for every scoring, in one pass over batches of images and their indices.
 
-    Raises: UserError when the loader gives no batch, or the model another number of classes than a view is for.
+    Raises: UserError when the loader has no batch, or the model not the number of classes of a scoring.
     """
-    tallies = [view.empty_tally() for view in views]
-    answers = [torch.as_tensor(view.answers) for view in views]
+    counts = [scoring.empty_counts() for scoring in scorings]
+    labels = [torch.as_tensor(scoring.labels) for scoring in scorings]
 
-    def take(logits: Tensor, places: Tensor) -> None:
-        for view, right, tally in zip(views, answers, tallies, strict=True):
-            check_num_classes(logits.shape[1], view.outputs)
-            tally.add(view.reduced(logits), right[places])
+    def add_batch(logits: Tensor, indices: Tensor) -> None:
+        for scoring, own_labels, own_counts in zip(scorings, labels, counts, strict=True):
+            check_num_classes(logits.shape[1], scoring.num_classes)
+            own_counts.add(scoring.select_logits(logits), own_labels[indices])
 
-    for_each_batch(model, loader, take)
-    return tallies
-
-
-def whole(source: Source) -> TestSet:
-    """All images of a source, judged by its own labels."""
-    return TestSet(source, [Scoring("", source.labels, source.classes)])
+    for_each_batch(model, loader, add_batch)
+    return counts
 
 
-def check_num_classes(known: int | None, expected: int | None) -> None:
-    """Raises: UserError for another number of classes than ImageNet-1k's; where one is not known, all is well."""
-    if known is not None and expected is not None and known != expected:
-        known_as = {1001: " (with a background class)"}.get(known, " (ImageNet-12k or -21k)" if known > 10_000 else "")
+def check_num_classes(num_classes: int | None, expected: int | None) -> None:
+    """Raise UserError if a model has not the expected number of classes; None stands for unknown and passes."""
+    if num_classes is not None and expected is not None and num_classes != expected:
+        larger = " (ImageNet-12k or -21k)" if num_classes > 10_000 else ""
+        kind = " (with a background class)" if num_classes == 1001 else larger
         raise UserError(
-            f"the model knows {known} classes{known_as}, these suites are for the {expected} of ImageNet-1k; take a "
-            "model with that head, like those of timm whose names end in in1k"
+            f"the model has {num_classes} classes{kind}, these suites are for the {expected} of ImageNet-1k; use a "
+            "model with that head, such as timm's models whose names end in in1k"
         )
 
 
 BatchProgress = Callable[[Iterable[Any], str, int], Iterable[Any]]
-"""Passes batches on and shows how many of so many are through, under a title."""
+"""Iterates over batches and shows progress: (batches, title, number of batches) -> batches."""
 
 
 def no_progress(batches: Iterable[Any], title: str, total: int) -> Iterable[Any]:
+    """Return the batches unchanged: a BatchProgress that shows nothing."""
     return batches

@@ -1,1 +1,1 @@
-"""ImageNet's test sets: which classes count, where they lie, and ReaL's answers."""
+"""ImageNet's test suites: folders, classes and labels."""

@@ -1,4 +1,4 @@
-"""From the names of a source's classes to ImageNet's labels: by name, never by the place in a list alone."""
+"""ImageNet labels for the classes of a data source, matched by class name."""
 
 import copy
 import re
@@ -13,84 +13,81 @@ from isomorph.errors import UserError
 
 _WNID = re.compile(r"n\d{8}")
 _NUMBER = re.compile(r"\d+")
-_NAMING_HINT = "classes must be called by wnid (n01440764) or by the number of their label, 0 to 999"
+_NAMING_HINT = "name classes by wnid (n01440764) or by label number (0 to 999)"
 
 
-def imagenet_classes(source: Source, suite: str, kept: np.ndarray | None, title: str) -> np.ndarray:
-    """The label among ImageNet's 1000 of every class of a source; -1 for a class without images.
+def imagenet_classes(source: Source, suite: str, class_indices: np.ndarray | None, title: str) -> np.ndarray:
+    """Return the ImageNet label (0 to 999) of every class of a source; -1 for a class without images.
 
-    Names may be wnids; numbers, which are labels (or, where a suite keeps 200 classes and all are there, places among
-    these); or ImageNet's English names in label order, as the hub has them.
+    Class names may be wnids; label numbers (or, for a suite of 200 classes that are all present, indices among those);
+    or ImageNet's English names in label order, as on the Hugging Face hub.
 
-    Shape: kept (k,) labels of the suite's classes, None for all; -> (len(source.classes),)
-    Raises: UserError naming a class that is none of the suite's.
+    Shape: class_indices (k,) labels of the suite's classes, None for all; -> (len(source.classes),)
+    Raises: UserError for a class that the suite does not have.
     """
-    names = {int(place): source.classes[place] for place in np.unique(source.labels)}
+    names = {int(index): source.classes[index] for index in np.unique(source.labels)}
     labels = np.full(len(source.classes), -1)
     if not names:
         raise UserError(f"{title} has no images")
     if all(_NUMBER.fullmatch(name) for name in names.values()):
-        found = _labels_from_numbers(names.values(), kept)
+        found = _labels_from_numbers(names.values(), class_indices)
     elif _has_english_names(source.classes):
         found = list(names)
     else:
         found = [_label_of_wnid(name, title) for name in names.values()]
     labels[list(names)] = found
-    _check_classes(dict(zip(names.values(), found, strict=True)), suite, kept, title)
+    _check_classes(dict(zip(names.values(), found, strict=True)), suite, class_indices, title)
     return labels
 
 
 def with_imagenet_labels(source: Source, title: str) -> Source:
-    """The same images with ImageNet-1k's 1000 labels in place of the source's own, by the names of its classes.
+    """Return the same images with ImageNet-1k's 1000 labels instead of the source's own, matched by class name.
 
-    Raises: UserError naming a class that ImageNet-1k does not have.
+    Raises: UserError for a class that ImageNet-1k does not have.
     """
-    named = copy.copy(source)
-    named.labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
-    named.classes = imagenet_labels().wnids
-    return named
+    relabelled = copy.copy(source)
+    relabelled.labels = imagenet_classes(source, "ImageNet-1k", None, title)[source.labels]  # (n,)
+    relabelled.classes = imagenet_labels().wnids
+    return relabelled
 
 
-def _labels_from_numbers(names: Iterable[str], kept: np.ndarray | None) -> list[int]:
-    """Labels from names like 7 or 0007; 0 to 199, complete, are places among the kept."""
+def _labels_from_numbers(names: Iterable[str], class_indices: np.ndarray | None) -> list[int]:
+    """Return labels from names like 7 or 0007; a complete 0 to 199 are indices among `class_indices`."""
     numbers = [int(name) for name in names]
-    if kept is not None and sorted(numbers) == list(range(len(kept))):
-        return kept[numbers].tolist()
+    if class_indices is not None and sorted(numbers) == list(range(len(class_indices))):
+        return class_indices[numbers].tolist()
     return numbers
 
 
 def _label_of_wnid(name: str, title: str) -> int:
-    """The label of a wnid. Raises: UserError for another name, or a wnid that ImageNet-1k does not have."""
-    label = imagenet_labels().number.get(name)
+    """Return the label of a wnid. Raises: UserError for another name, or a wnid that ImageNet-1k does not have."""
+    label = imagenet_labels().label_of.get(name)
     if label is None and _WNID.fullmatch(name):
-        raise UserError(
-            f"{title} has class {name}, which is none of ImageNet-1k's 1000; remove it or give its own suite"
-        )
+        raise UserError(f"{title} has class {name}, which ImageNet-1k does not have; remove it, or choose its suite")
     if label is None:
         raise UserError(f"{title} has class {name!r}; {_NAMING_HINT}")
     return label
 
 
 def _has_english_names(classes: Sequence[str]) -> bool:
-    """Whether these are ImageNet's 1000 names in label order ("tench, Tinca tinca", ...); a few may be spelt anew.
+    """True if these are ImageNet's 1000 English names ("tench, Tinca tinca", ...) in label order, up to 2 % of them.
 
-    Two classes are called crane, so that a name alone does not always tell: the whole list does.
+    The whole list is compared because single names are ambiguous: two classes are called crane.
     """
     if len(classes) != len(imagenet_labels().wnids):
         return False
-    known = (name.split(",")[0].lower() for name in ImageNetInfo("imagenet-1k").label_descriptions())
-    return sum(name.lower().startswith(first) for name, first in zip(classes, known, strict=True)) >= 0.98 * len(
-        classes
-    )
+    english = (name.split(",")[0].lower() for name in ImageNetInfo("imagenet-1k").label_descriptions())
+    equal = sum(name.lower().startswith(first) for name, first in zip(classes, english, strict=True))
+    return equal >= 0.98 * len(classes)
 
 
-def _check_classes(found: dict[str, int], suite: str, kept: np.ndarray | None, title: str) -> None:
-    """Raises: UserError naming a class that is not one of the suite's."""
-    known = set(range(len(imagenet_labels().wnids)) if kept is None else kept.tolist())
-    strangers = [name for name, label in found.items() if label not in known]
-    if strangers:
-        hint = _NAMING_HINT if kept is None else f"is this {suite}?"
+def _check_classes(labels: dict[str, int], suite: str, class_indices: np.ndarray | None, title: str) -> None:
+    """Raise UserError if a class, given by name and label, is not one of the suite's."""
+    allowed = set(range(len(imagenet_labels().wnids)) if class_indices is None else class_indices.tolist())
+    unknown = [name for name, label in labels.items() if label not in allowed]
+    if unknown:
+        hint = _NAMING_HINT if class_indices is None else f"check that it is {suite}"
         raise UserError(
-            f"{title} has {len(strangers)} classes that are not among the {len(known)} of {suite}, the first of them "
-            f"{strangers[0]}; {hint}"
+            f"{title} has {len(unknown)} classes that are not among the {len(allowed)} of {suite}, for example "
+            f"{unknown[0]}; {hint}"
         )

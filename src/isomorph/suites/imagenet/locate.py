@@ -1,4 +1,4 @@
-"""Where a suite lies, and in what form: class folders, tar files, webdataset shards, parquet files, or the hub."""
+"""Finding a suite's folder and its format: class folders, tar files, webdataset shards, parquet files, or the hub."""
 
 import os
 import re
@@ -16,37 +16,40 @@ from isomorph.errors import UserError
 _CLASS_NAME = re.compile(r"n\d{8}|\d{1,4}")
 _FORMS = ("imagefolder", "tar", "webdataset", "huggingface")
 FLAT = "flat"
-"""The form of images in one folder, without classes, as ImageNet's validation images are unpacked."""
+"""Format of one folder of images without class folders, as ImageNet's validation archive unpacks."""
 
 
 @dataclass(frozen=True)
 class SuiteLocation:
-    """A folder (or a name on the hub) and the kind of source that reads it."""
+    """A folder, or a name on the hub, with its format."""
 
     path: Path
     form: str
 
     @property
     def title(self) -> str:
+        """The path as messages show it."""
         return self.path.as_posix()
 
 
-def open_location(place: SuiteLocation) -> Source:
-    """The test split of what lies there; of a flat folder, images of one class that has no name.
+def open_location(location: SuiteLocation) -> Source:
+    """Open the test split at a location; images of a flat folder get one unnamed class.
 
     Raises: UserError as `open_source`.
     """
-    if place.form == FLAT:
-        listed = {top: _image_names(top) for top in _candidate_folders(place.path)}
-        top, names = max(listed.items(), key=lambda found: len(found[1]))  # beside it a picture or two may lie
-        return Source(ImageFiles(top, sorted(names)), np.zeros(len(names), np.int64), [""])
-    return open_source(place.form, "test", place.path)
+    if location.form == FLAT:
+        names_by_folder = {folder: _image_names(folder) for folder in _candidate_folders(location.path)}
+        folder, names = max(names_by_folder.items(), key=lambda pair: len(pair[1]))  # others may hold stray images
+        return Source(ImageFiles(folder, sorted(names)), np.zeros(len(names), np.int64), [""])
+    return open_source(location.form, "test", location.path)
 
 
-def find_suite(suite: str, folder: str, usual: Sequence[str], root: str | Path | None, form: str | None) -> SuiteLocation:
-    """The place of a suite: the folder given, or the first of its usual ones in `root` ($ISOMORPH_DATA, ./data).
+def find_suite(
+    suite: str, folder: str, usual_names: Sequence[str], root: str | Path | None, form: str | None
+) -> SuiteLocation:
+    """Return the location of a suite: `folder`, or the first usual name in `root` ($ISOMORPH_DATA, else ./data).
 
-    Raises: UserError when it is not there, or for an unknown form.
+    Raises: UserError when it is missing, or for an unknown format.
     """
     if form is not None and form not in _FORMS:
         raise UserError(f"suites are read as {', '.join(_FORMS)}, not {form!r}")
@@ -54,55 +57,56 @@ def find_suite(suite: str, folder: str, usual: Sequence[str], root: str | Path |
         path = Path(folder).expanduser()
         on_hub = not path.exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+(:\w+)?", folder) is not None
         if not path.is_dir() and not on_hub:
-            raise UserError(f"no folder {folder}; give {suite}=FOLDER the folder that holds {suite}")
+            raise UserError(f"no folder {folder}; give {suite}=FOLDER the folder of {suite}")
         return SuiteLocation(path, form or ("huggingface" if on_hub else detect_form(path)))
     top = Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
-    for name in usual:
+    for name in usual_names:
         if (top / name).is_dir() and (name != "." or _has_test_images(top)):
             return SuiteLocation(top / name, form or detect_form(top / name))
-    looked = ", ".join(name for name in usual if name != ".")
+    searched = ", ".join(name for name in usual_names if name != ".")
     raise UserError(
-        f"no folder of {suite} in {top} (looked for {looked}); give --suite {suite}=FOLDER or another --root"
+        f"no folder of {suite} in {top} (searched {searched}); give --suite {suite}=FOLDER or another --root"
     )
 
 
 def _has_test_images(top: Path) -> bool:
-    """Whether a folder is a data set itself, with its test images in val/, val.tar, in class folders or in itself."""
+    """True if a folder is a data set itself: has val/ or val.tar, class folders, or images."""
     within = any((top / f"{word}{end}").exists() for word in SPLITS["test"] for end in ("", ".tar"))
     return within or _has_class_folders(top) or bool(_image_names(top))
 
 
 def _candidate_folders(path: Path) -> list[Path]:
-    """The folders that may hold the test images: its own, and those of the test split in it."""
+    """Return the folders that may hold the test images: the folder itself, and its folders of the test split."""
     return [path, *(path / word for word in SPLITS["test"] if (path / word).is_dir())]
 
 
-def _image_names(top: Path) -> list[str]:
-    """Names of the image files right in a folder, in no order."""
-    with os.scandir(top) as entries:
+def _image_names(folder: Path) -> list[str]:
+    """Return the names of the image files directly in a folder, unsorted."""
+    with os.scandir(folder) as entries:
         return [e.name for e in entries if is_image_name(e.name) and not e.name.startswith(".") and e.is_file()]
 
 
 def detect_form(path: Path) -> str:
-    """The kind of source that reads a folder, by what is in it."""
-    tops = _candidate_folders(path)
-    if any(_has_class_folders(top) for top in tops):
+    """Return the format of a folder by its content."""
+    folders = _candidate_folders(path)
+    if any(_has_class_folders(folder) for folder in folders):
         return "imagefolder"
-    tars = [tar for top in tops for tar in top.glob("[!.]*.tar")]
+    tars = [tar for folder in folders for tar in folder.glob("[!.]*.tar")]
     if any(tar.stem in SPLITS["test"] or _CLASS_NAME.fullmatch(tar.stem) for tar in tars):
         return "tar"
     if tars or any(path.glob("*/*.tar")):
         return "webdataset"
     if _any_match(path, ("*.parquet", "*/*.parquet", "dataset_dict.json", "*/state.json")):
         return "huggingface"
-    return FLAT if any(map(_image_names, tops)) else "imagefolder"
+    return FLAT if any(map(_image_names, folders)) else "imagefolder"
 
 
 def _any_match(path: Path, globs: Iterable[str]) -> bool:
+    """True if a file below the path matches one of the globs."""
     return any(next(path.glob(glob), None) for glob in globs)
 
 
-def _has_class_folders(top: Path) -> bool:
-    """Whether there is a folder called like a class."""
-    with os.scandir(top) as entries:
+def _has_class_folders(folder: Path) -> bool:
+    """True if a folder has a subfolder named like a class."""
+    with os.scandir(folder) as entries:
         return any(_CLASS_NAME.fullmatch(entry.name) and entry.is_dir() for entry in entries)

@@ -1,4 +1,4 @@
-"""The test sets for models of ImageNet-1k: where each lies, whose classes it has, how its answers are judged."""
+"""The test suites for ImageNet-1k models: their folders, classes and labels."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ U = TypeVar("U")
 
 @dataclass(frozen=True)
 class Suite:
-    """A test set by name: the folders that usually hold it, how many images it has, whether ReaL's labels judge it."""
+    """A named test suite: the usual names of its folder, its number of images, and if it is scored by ReaL's labels."""
 
     name: str
     folders: tuple[str, ...]
     images: int
-    sets: bool = False
+    multilabel: bool = False
 
     @property
-    def kept(self) -> np.ndarray | None:
-        """Labels of the classes that the logits are reduced to; None for all 1000."""
-        return imagenet_labels().kept.get(self.name)
+    def class_indices(self) -> np.ndarray | None:
+        """ImageNet labels of the suite's classes; None for all 1000."""
+        return imagenet_labels().subsets.get(self.name)
 
 
 _IMAGENET_FOLDERS = ("imagenet", "imagenet-val", "imagenet-1k", "ILSVRC2012", ".")
@@ -45,13 +45,13 @@ _V2_FOLDERS = {
     "imagenet-v2-threshold-0.7": ("imagenetv2-threshold0.7-format-val", "imagenetv2-threshold0.7"),
     "imagenet-v2-top-images": ("imagenetv2-top-images-format-val", "imagenetv2-top-images"),
 }
-"""The three test sets of ImageNet-V2 and the folders that their archives unpack to."""
+"""Folders in the archives of the three test sets of ImageNet-V2."""
 _SKETCH_FOLDERS = ("imagenet-sketch", "sketch", "ImageNet-Sketch")
 SUITES = {
     suite.name: suite
     for suite in (
         Suite("imagenet", _IMAGENET_FOLDERS, 50_000),
-        Suite("real", _IMAGENET_FOLDERS, 50_000, sets=True),
+        Suite("real", _IMAGENET_FOLDERS, 50_000, multilabel=True),
         Suite("imagenet-v2", ("imagenet-v2", *_V2_FOLDERS["imagenet-v2-matched-frequency"]), 10_000),
         *(Suite(name, (name, *folders), 10_000) for name, folders in _V2_FOLDERS.items()),
         Suite("imagenet-a", ("imagenet-a",), 7_500),
@@ -59,18 +59,29 @@ SUITES = {
         Suite("imagenet-sketch", _SKETCH_FOLDERS, 50_889),
     )
 }
+"""Suites by name."""
 NUM_CLASSES = 1000
 
 
 def open_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None, partial: bool = False
 ) -> list[TestSet]:
-    """Opens suites: `NAME`, looked for in `root`, or `NAME=FOLDER`; several may be in one string, with commas between.
+    """Open test suites by name. Suites with the same images (imagenet, real) share a test set.
 
-    Suites on the same images (imagenet, real) share one pass of the model. `form` is a kind of source (imagefolder,
-    tar, webdataset, huggingface), by default found out folder by folder; `partial` allows a part of the images.
+    `wanted` holds `NAME`, which is searched in `root` (by default $ISOMORPH_DATA, else ./data), or `NAME=FOLDER`; one
+    string may hold several with commas. `form` is the format of the folders (imagefolder, tar, webdataset,
+    huggingface), by default detected for each. `partial` accepts missing images and classes.
 
-    Raises: UserError for an unknown suite, a missing folder, classes that are not the suite's, or missing images.
+    Raises: UserError for an unknown suite, a missing folder, classes of another suite, or missing images.
+
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> folder = Path("data/imagenet-sketch/n01440764")
+    >>> folder.mkdir(parents=True)
+    >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
+    >>> test_set, = iso.suites.open_suites(["imagenet-sketch"], root="data", partial=True)
+    >>> test_set.title, len(test_set.source)
+    ('imagenet-sketch', 1)
     """
     return open_located(find_suites(wanted, root, form), partial)
 
@@ -78,82 +89,82 @@ def open_suites(
 def find_suites(
     wanted: Sequence[str], root: str | Path | None = None, form: str | None = None
 ) -> dict[SuiteLocation, list[Suite]]:
-    """Where the suites lie, nothing opened yet.
+    """Find the folders of suites without opening them.
 
-    Raises: UserError for unknown suites or missing folders, a line each.
+    Raises: UserError with a line for every unknown suite and missing folder.
     """
 
-    def located(pair: tuple[str, str]) -> tuple[SuiteLocation, Suite]:
+    def locate(pair: tuple[str, str]) -> tuple[SuiteLocation, Suite]:
         name, folder = pair
         if name not in SUITES:
             raise UserError(f"suite {name!r} is unknown; choose from {', '.join(SUITES)}")
         return find_suite(name, folder, SUITES[name].folders, root, form), SUITES[name]
 
-    places: dict[SuiteLocation, list[Suite]] = {}
-    for place, suite in _map_collecting_errors(located, _parse_suites(wanted)):
-        places.setdefault(place, []).append(suite)
-    return places
+    locations: dict[SuiteLocation, list[Suite]] = {}
+    for location, suite in _map_collecting_errors(locate, _parse_suites(wanted)):
+        locations.setdefault(location, []).append(suite)
+    return locations
 
 
-def _map_collecting_errors(work: Callable[[T], U], items: Iterable[T]) -> list[U]:
-    """What the work gives of every item. Raises: UserError with what is wrong with all of them, a line each."""
-    found, problems = [], []
+def open_located(locations: Mapping[SuiteLocation, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
+    """Open the suites found by `find_suites`. Raises: UserError for classes of another suite, or missing images."""
+    return _map_collecting_errors(lambda pair: _open_test_set(*pair, partial), locations.items())
+
+
+def _map_collecting_errors(function: Callable[[T], U], items: Iterable[T]) -> list[U]:
+    """Apply a function to every item. Raises: UserError with the messages of all failures, one per line."""
+    results, problems = [], []
     for item in items:
         try:
-            found.append(work(item))
+            results.append(function(item))
         except UserError as error:
             problems.append(str(error))
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
-    return found
-
-
-def open_located(places: Mapping[SuiteLocation, Sequence[Suite]], partial: bool = False) -> list[TestSet]:
-    """Opens what `find_suites` found. Raises: UserError for classes that are not the suite's, or missing images."""
-    return _map_collecting_errors(lambda found: _open_test_set(*found, partial), places.items())
+    return results
 
 
 def _parse_suites(wanted: Sequence[str]) -> list[tuple[str, str]]:
-    """Names and folders (or "") of the suites asked for; imagenet and real have one folder if only one says so.
+    """Return the names and folders (or "") of suites. imagenet and real share a folder if only one of them has one.
 
-    Raises: UserError for a repeated one.
+    Raises: UserError for a suite that is given twice.
     """
-    pairs = [item.strip().partition("=")[::2] for given in wanted for item in given.split(",")]
+    pairs = [item.strip().partition("=")[::2] for text in wanted for item in text.split(",")]
     folders = dict(pairs)
     if len(folders) < len(pairs):
-        raise UserError("a suite is named twice; name each once")
-    of_val = folders.get("imagenet") or folders.get("real", "")
-    return [(name, folder or (of_val if name in ("imagenet", "real") else "")) for name, folder in pairs]
+        raise UserError("a suite is given twice; give each once")
+    validation = folders.get("imagenet") or folders.get("real", "")
+    return [(name, folder or (validation if name in ("imagenet", "real") else "")) for name, folder in pairs]
 
 
-def _open_test_set(place: SuiteLocation, suites: Sequence[Suite], partial: bool) -> TestSet:
-    """The images of a place, with the view that each suite has of them."""
-    source = open_location(place)
-    return TestSet(source, _map_collecting_errors(lambda suite: _build_scoring(suite, source, place, partial), suites))
+def _open_test_set(location: SuiteLocation, suites: Sequence[Suite], partial: bool) -> TestSet:
+    """Open the images of a location, with the scoring of each suite."""
+    source = open_location(location)
+    return TestSet(source, _map_collecting_errors(lambda s: _build_scoring(s, source, location, partial), suites))
 
 
-def _build_scoring(suite: Suite, source: Source, place: SuiteLocation, partial: bool) -> Scoring:
-    """How a suite judges a source. Raises: UserError when the source is not the suite's images, or only a part."""
-    labels = imagenet_labels()
-    if suite.sets:
-        answers = real_labels(source, place.title)
-        _check_complete(suite, len(source), suite.images, "images", place, partial)
-        return Scoring(suite.name, answers, labels.wnids, outputs=NUM_CLASSES)
-    if place.form == FLAT:
+def _build_scoring(suite: Suite, source: Source, location: SuiteLocation, partial: bool) -> Scoring:
+    """Return the scoring of a source by a suite. Raises: UserError for images of another suite, or missing ones."""
+    wnids = imagenet_labels().wnids
+    if suite.multilabel:
+        labels = real_labels(source, location.title)
+        _check_complete(suite, len(source), suite.images, "images", location, partial)
+        return Scoring(suite.name, labels, wnids, num_classes=NUM_CLASSES)
+    if location.form == FLAT:
         raise UserError(
-            f"{place.title} has its images in one folder, which only real can judge (by their names); "
-            f"{suite.name} needs a folder a class"
+            f"{location.title} has all images in one folder, which only the suite real can use; {suite.name} needs a "
+            "folder per class"
         )
-    found = imagenet_classes(source, suite.name, suite.kept, place.title)[source.labels]  # (n,)
-    kept = np.arange(NUM_CLASSES) if suite.kept is None else suite.kept
-    _check_complete(suite, len(np.unique(found)), len(kept), "classes", place, partial)
-    _check_complete(suite, len(source), suite.images, "images", place, partial)
-    classes = [labels.wnids[label] for label in kept]
-    return Scoring(suite.name, np.searchsorted(kept, found), classes, suite.kept, NUM_CLASSES)
+    labels = imagenet_classes(source, suite.name, suite.class_indices, location.title)[source.labels]  # (n,)
+    indices = np.arange(NUM_CLASSES) if suite.class_indices is None else suite.class_indices
+    _check_complete(suite, len(np.unique(labels)), len(indices), "classes", location, partial)
+    _check_complete(suite, len(source), suite.images, "images", location, partial)
+    classes = [wnids[index] for index in indices]
+    return Scoring(suite.name, np.searchsorted(indices, labels), classes, suite.class_indices, NUM_CLASSES)
 
 
-def _check_complete(suite: Suite, found: int, expected: int, what: str, place: SuiteLocation, partial: bool) -> None:
-    """Raises: UserError when there are more than the suite has, or, where a part will not do, fewer."""
-    if found > expected or (found < expected and not partial):
-        part = "; to evaluate on a part all the same: --partial (partial=True)" if found < expected else ""
-        raise UserError(f"{place.title} has {found:,} {what}, {suite.name} has {expected:,}{part}")
+def _check_complete(suite: Suite, count: int, expected: int, noun: str, location: SuiteLocation, partial: bool) -> None:
+    """Raise UserError if there are more images or classes than the suite has or, unless `partial`, fewer."""
+    if count > expected or (count < expected and not partial):
+        hint = "; to evaluate on a part of it, give --partial (partial=True)" if count < expected else ""
+        raise UserError(f"{location.title} has {count:,} {noun}, {suite.name} has {expected:,}{hint}")

@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from isomorph.data.corruptions.corrupt import SEVERITY_SCALE, CORRUPTION_VERSION
+from isomorph.data.corruptions.corrupt import CORRUPTION_VERSION, SEVERITY_SCALE
 from isomorph.data.corruptions.dataset import (
     IMAGENET_C_CROP,
-    ImageTransform,
     CorruptedImages,
+    ImageTransform,
+    check_input_size,
     fingerprint,
     image_transform,
-    check_input_size,
 )
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import input_channels, evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config, input_channels
 from isomorph.suites.imagenet.classes import with_imagenet_labels
 from isomorph.suites.robustness.published import CifarC, ImageNetC, Published
 
@@ -133,7 +133,9 @@ def prepare_inputs(
     if source is not None:
         source = _match_labels(source, classes, imagenet, partial)
     if input_channels(model) != 3:
-        raise UserError(f"the corruptions are of colour pictures, the model's images have {input_channels(model)} channels")
+        raise UserError(
+            f"the corruptions are of colour pictures, the model's images have {input_channels(model)} channels"
+        )
     square = imagenet or isinstance(published, ImageNetC)
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from isomorph.data.corruptions.cache import CellWriter, CorruptionCache, CachedImages
+from isomorph.data.corruptions.cache import CachedImages, CellWriter, CorruptionCache
 from isomorph.data.corruptions.corrupt import (
     EXTRA_CORRUPTIONS,
     IMAGENET_C_CORRUPTIONS,
     SEVERITIES,
-    corruption_functions,
     check_corruption,
+    corruption_functions,
 )
 from isomorph.data.corruptions.dataset import CLEAN, CorruptedImages, image_loader
 from isomorph.data.sources import Source
