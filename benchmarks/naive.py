@@ -70,7 +70,7 @@ def run_branches(pyramids, x):
         if type(pyramid) is nn.Linear:
             outputs.append(pyramid(tokens))
             continue
-        total = sum(reduce(lambda y, layer: layer(y), chain, tokens) for chain in pyramid.chains) * pyramid.factor
+        total = sum(reduce(lambda y, layer: layer(y), chain, tokens) for chain in pyramid.chains) * pyramid.output_scale
         outputs.append(total if pyramid.norm is None else pyramid.norm(total))
     return torch.cat(outputs, -1).view(*x.shape[:-1], -1)
 
@@ -83,7 +83,7 @@ def three_convolutions(model, by_image=False):
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, RefinedAttention):
-            module.whole = not by_image
+            module.needs_whole_batch = not by_image
         if isinstance(module, Refiner):
             module.forward = partial(refine_in_turn, module)
     return model

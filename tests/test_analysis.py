@@ -25,13 +25,13 @@ def test_maps_are_those_of_the_inputs_the_layers_really_see():
 def test_gates_and_spans_are_the_dials():
     model = timm.create_model("t_cifar_resnet20", locality=4.0, gate=0.0)
     assert all(torch.allclose(gate, torch.full((9,), 0.5)) for gate in iso.gates(model).values())
-    assert all(torch.allclose(span, torch.full((9,), 0.25)) for span in iso.analysis.spans(model).values())
+    assert all(torch.allclose(span, torch.full((9,), 0.25)) for span in iso.analysis.attention_spans(model).values())
 
 
 def test_token_layers_too():
     layer = torch.nn.Sequential(iso.layers.GPSA(36, 9, (4, 5)))
-    layer[0].set_dials(locality=2.0)
-    torch.testing.assert_close(iso.analysis.spans(layer)["0"], torch.full((9,), 0.5))
+    layer[0].set_gating(locality=2.0)
+    torch.testing.assert_close(iso.analysis.attention_spans(layer)["0"], torch.full((9,), 0.5))
     torch.testing.assert_close(iso.gates(layer)["0"], torch.full((9,), 0.7310586))
     assert iso.attention_maps(layer, torch.randn(1, 20, 36))["0"].shape == (1, 9, 20, 20)
 
@@ -108,7 +108,7 @@ class TestNonlocality:
         found, maps = iso.nonlocality(vit, batch), iso.attention_maps(vit, batch)
         expected = (maps["blocks.1.attn"][:, :, 1:, 1:] * grid_distances(4, 6)).sum(-1).mean((0, 2))
         torch.testing.assert_close(found["blocks.1.attn"], expected)
-        for look in (iso.gates, iso.analysis.spans, iso.analysis.centres):
+        for look in (iso.gates, iso.analysis.attention_spans, iso.analysis.centres):
             with pytest.raises(iso.UserError, match="no gated attention layer"):
                 look(vit)
 
@@ -149,7 +149,7 @@ def test_the_grid_of_a_call_counts():
         def __init__(self):
             super().__init__()
             self.layer = iso.layers.GPSA(36, 9, (4, 6))
-            self.layer.set_dials(gate=60.0, locality=60.0)
+            self.layer.set_gating(gate=60.0, locality=60.0)
 
         def forward(self, x):
             return self.layer(x, (2, 12))

@@ -132,8 +132,8 @@ def test_there_and_back():
     assert not back.patch_embed._forward_pre_hooks
     assert back.blocks[0].attn.proj.weight is not new.blocks[0].attn.proj.weight
     assert torch.equal(back.eval()(x), model.eval()(x))
-    new.blocks[1].attn.set_dials(gate=0.0)
-    with pytest.raises(iso.UserError, match=r"blocks.1.attn: .*deviates by \d"):
+    new.blocks[1].attn.set_gating(gate=0.0)
+    with pytest.raises(iso.UserError, match=r"blocks.1.attn: .*deviation is \d"):
         iso.revert(new)
 
 
@@ -247,20 +247,20 @@ def test_dtype_and_mode_are_kept(dtype):
 
 
 def test_masks_are_refused():
-    with pytest.raises(ValueError, match="takes no mask"):
+    with pytest.raises(ValueError, match="does not support attn_mask"):
         ViTGPSA(24, 3, (2, 2))(torch.randn(1, 4, 24), is_causal=True)
 
 
 def test_dials_of_a_layer():
     layer = GPSA(36, 9, (4, 4))
-    layer.set_dials(locality=3.0, gate=-2.0)
+    layer.set_gating(locality=3.0, gate=-2.0)
     assert torch.equal(layer.locality, torch.full((9,), 3.0))
     assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
     with pytest.raises(ValueError, match="locality 0"):
-        layer.set_dials(locality=0)
+        layer.set_gating(locality=0)
     layer.position.data[:2] = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 2.0]])  # no peak, and a valley
     assert layer.centre[:2].isnan().all()
-    layer.set_dials(locality=1.0)
+    layer.set_gating(locality=1.0)
     assert layer.centre.tolist() == [[y, x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
 
 

@@ -60,7 +60,7 @@ def test_every_form_is_equal_saved_and_reverted(form, tmp_path):
 
 def test_no_way_back_for_what_has_been_refined():
     new = iso.recast(vit(), iso.AttentionToRefined(init="paper"), "blocks.0.attn")
-    with pytest.raises(iso.UserError, match=r"blocks\.0\.attn: this layer is no plain attention: it deviates by"):
+    with pytest.raises(iso.UserError, match=r"blocks\.0\.attn: this layer is not plain attention: the relative deviation is"):
         iso.revert(new)
 
 

@@ -124,11 +124,14 @@ def test_pretrained_points_at_timms_weights():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (lambda: timm.create_model("cifar_resnet20").state_dict(), "not of a ConViT"),
-        (lambda: timm.create_model("deit_tiny_patch16_224").state_dict(), "GPSA in 0 blocks, the model in 10"),
+        (lambda: timm.create_model("cifar_resnet20").state_dict(), "not a ConViT's"),
+        (
+            lambda: timm.create_model("deit_tiny_patch16_224").state_dict(),
+            "GPSA in 0 blocks, which are not the model's 10",
+        ),
         (lambda: timm.create_model("convit_s").state_dict(), "another shape"),
-        (lambda: timm.create_model("convit_ti", img_size=(64, 96)).state_dict(), "24 patches, no square"),
-        (lambda: {"state_dict": {"a": torch.ones(1)}}, "not of a ConViT"),
+        (lambda: timm.create_model("convit_ti", img_size=(64, 96)).state_dict(), "24 patches, not a square"),
+        (lambda: {"state_dict": {"a": torch.ones(1)}}, "not a ConViT's"),
     ],
 )
 def test_a_checkpoint_of_another_family_is_refused_in_a_line(state, message, tmp_path):
@@ -333,7 +336,7 @@ def test_pruning_drops_a_class_token_that_would_not_join():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        (dict(num_heads=6), "num_heads 6 is no square"),
+        (dict(num_heads=6), "num_heads 6 is not a square"),
         (dict(num_heads=16), "does not divide embed_dim 36"),
         (dict(local_up_to_layer=5), "between 0 and the 4 blocks"),
         (dict(local_up_to_layer=4), "none for the class token"),
@@ -344,7 +347,7 @@ def test_pruning_drops_a_class_token_that_would_not_join():
         (dict(reg_tokens=2, local_up_to_layer=0), "reg_tokens=2 is not available"),
         (dict(proj_bias=False), "proj_bias=False is not available"),
         (dict(pos_embed="none"), "use_pos_embed says"),
-        (dict(dynamic_img_size=False), "every size at every call"),
+        (dict(dynamic_img_size=False), "images of any size"),
         (dict(img_size=(64, 8)), "64 x 8 image is smaller than the 16 x 16 patch"),
         (dict(img_size=33, patch_size=4), "33 x 33 image is no multiple of the 4 x 4"),
         (dict(img_size="32"), "must be whole numbers"),

@@ -6,7 +6,7 @@ from torch import nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, stack_module_state, vmap
 
 from isomorph.layers import PyramidConv2d, PyramidLinear
-from isomorph.layers.affine_chain import uses_batch
+from isomorph.layers.affine_chain import uses_batch_statistics
 from small_models import MODELS, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's own, for timm's ViT too
@@ -55,7 +55,7 @@ class TestEveryModel:
     def test_train_mode(self, name):
         """BatchNorm keeps one set of statistics: it raises, as in timm's networks, unless it keeps none."""
         model = build(name).train()
-        if any(map(uses_batch, model.modules())):
+        if any(map(uses_batch_statistics, model.modules())):
             for call in (vmap(model), lambda x: per_sample(model, x)):
                 with pytest.raises(RuntimeError, match=r"[Bb]atch ?[Nn]orm|in-place operation"):
                     call(some(name))
@@ -110,7 +110,7 @@ class ByLayers(nn.Module):
 
     def forward(self, x):
         total = sum(branch(x) for branch in self.pyramid.branches) + self.pyramid.skip(x)
-        return self.pyramid.norm(total) if self.pyramid.norm else total * self.pyramid.factor
+        return self.pyramid.norm(total) if self.pyramid.norm else total * self.pyramid.output_scale
 
 
 @pytest.mark.parametrize("rectify", ["rescale", "batchnorm"])

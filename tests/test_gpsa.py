@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import references
-from isomorph.layers import GPSA, PSA, GPSA2d, gpsa2d, mix
-from isomorph.layers.position import attend_by_axis, attend_dense, attend_shared, kronecker
+from isomorph.layers import GPSA, PSA, GPSA2d, gated_mix, gpsa2d
+from isomorph.layers.positional_attention import attend_by_axis, attend_dense, attend_shared_values, kronecker
 
 GRIDS_2D = [  # height, width, kernel, stride, padding
     (7, 7, 3, 1, 1),
@@ -43,7 +43,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
 def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
-    monkeypatch.setattr(gpsa2d, "DENSE_PAIRS", FORMS[form])
+    monkeypatch.setattr(gpsa2d, "MAX_DENSE_PAIRS", FORMS[form])
     H, W, *sizes = grid
     layer = perturbed(GPSA2d(10, 6, *sizes).double())
     x = torch.randn(2, 10, H, W, dtype=torch.float64, requires_grad=True)
@@ -65,7 +65,7 @@ def test_gpsa2d_attention_is_the_map_of_the_formula(grid):
 @pytest.mark.parametrize("prefix", [0, 1, 3])
 @pytest.mark.parametrize(("H", "W", "heads"), [(4, 4, 4), (5, 7, 9), (9, 3, 1), (14, 6, 4), (1, 5, 4)])
 def test_gpsa_is_the_papers_formula(H, W, heads, prefix, form, monkeypatch):
-    monkeypatch.setattr(mix, "DENSE_TOKENS", FORMS[form])
+    monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
     layer = perturbed(GPSA(36, heads, (H, W), qkv_bias=heads == 4, prefix_tokens=prefix).double())
     x = torch.randn(2, prefix + H * W, 36, dtype=torch.float64, requires_grad=True)
     expected = output_and_gradients(lambda x: references.gpsa(layer, x, (H, W)), x, layer)
@@ -90,7 +90,7 @@ def test_psa_is_born_as_gpsa_with_closed_gates():
     for each in (gated, layer):
         each.reset_attention(locality=2.0)
         each.qk.weight.data.zero_()
-    gated.set_dials(gate=50.0)
+    gated.set_gating(gate=50.0)
     torch.testing.assert_close(layer.attention(x), gated.attention(x))
     torch.testing.assert_close(layer.centre, gated.centre)
     torch.testing.assert_close(layer.locality, gated.locality)
@@ -120,25 +120,25 @@ def test_gpsa_takes_another_grid_at_any_call():
 
 def test_gpsa_is_born_looking_at_its_window():
     layer = GPSA(36, 9, (5, 5))
-    layer.set_dials(locality=30.0, gate=30.0)
+    layer.set_gating(locality=30.0, gate=30.0)
     centre_query = layer.attention(torch.randn(1, 25, 36))[0, :, 12]  # (heads, 25)
     assert centre_query.argmax(-1).tolist() == [6, 7, 8, 11, 12, 13, 16, 17, 18]
 
 
 def test_gpsa_at_locality_1_keeps_the_published_share_on_its_tap():
     layer = GPSA(36, 9, (14, 14))
-    layer.set_dials(gate=50.0)
+    layer.set_gating(gate=50.0)
     middle = layer.attention(torch.randn(1, 196, 36))[0, 4, 7 * 14 + 7]
     assert middle.max().item() == pytest.approx(0.318, abs=1e-3)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_mix_has_both_derivatives(form, monkeypatch):
-    monkeypatch.setattr(mix, "DENSE_TOKENS", FORMS[form])
+    monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
     shapes = [(2, 6, 3, 2), (2, 6, 3, 2), (3, 2, 2), (3, 3, 3), (3,)]
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    assert torch.autograd.gradcheck(mix.mix_by_place, inputs)
-    assert torch.autograd.gradgradcheck(mix.mix_by_place, inputs)
+    assert torch.autograd.gradcheck(gated_mix.gated_mix_by_axis, inputs)
+    assert torch.autograd.gradgradcheck(gated_mix.gated_mix_by_axis, inputs)
 
 
 def test_the_mix_keeps_nothing_but_its_arguments():
@@ -172,7 +172,7 @@ def test_axis_forms_agree():
     torch.testing.assert_close(attend_by_axis(rows, columns, values), attend_dense(rows, columns, values))
     shared = torch.randn(2, 42, 8)
     expected = torch.einsum("hqk,bkc->bhqc", kronecker(rows, columns), shared)
-    torch.testing.assert_close(attend_shared(rows, columns, shared), expected)
+    torch.testing.assert_close(attend_shared_values(rows, columns, shared), expected)
 
 
 def layers_and_inputs():
@@ -189,15 +189,15 @@ def layers_and_inputs():
 class TestTorchCitizens:
     @pytest.fixture(autouse=True)
     def prepare(self, which, form, monkeypatch):
-        monkeypatch.setattr(gpsa2d, "DENSE_PAIRS", FORMS[form])
-        monkeypatch.setattr(mix, "DENSE_TOKENS", FORMS[form])
+        monkeypatch.setattr(gpsa2d, "MAX_DENSE_PAIRS", FORMS[form])
+        monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
         self.layer, self.x = layers_and_inputs()[which]
 
     def test_autocast_keeps_geometry_in_float32(self):
         with torch.autocast("cpu", torch.bfloat16):
             y = self.layer(self.x)
             if isinstance(self.layer, PSA):
-                maps = [self.layer.bias(self.x, None)]
+                maps = [self.layer.position_bias(self.x, None)]
             else:
                 maps = self.layer.axis_maps(*([(9, 7)] if isinstance(self.layer, GPSA) else (9, 7)))
         assert y.dtype == torch.bfloat16
@@ -288,4 +288,4 @@ def test_wrong_sizes_are_refused_in_words():
     with pytest.raises(ValueError, match="smaller than the 5-wide window"):
         GPSA2d(4, 4, 5)(torch.randn(1, 4, 4, 9))
     with pytest.raises(ValueError, match="must be above 0"):
-        GPSA2d(4, 4, 3).set_dials(locality=0)
+        GPSA2d(4, 4, 3).set_gating(locality=0)

@@ -71,10 +71,10 @@ def test_some_images_at_a_time_in_evaluation(build, images, monkeypatch):
     layer = perturbed(build(4, 8)).eval()
     x = torch.randn(5, 4, 4, 4, dtype=torch.float64)
     expected, parts = layer(x), []
-    whole, stride = layer.block, 2 if hasattr(layer, "conv1") else 1
+    whole, stride = layer.forward_chunk, 2 if hasattr(layer, "conv1") else 1
     numbers = (8 if hasattr(layer, "conv1") else 32) * 16 // stride**2
-    monkeypatch.setattr(mbconv, "CACHED_BYTES", images * numbers * 8)
-    monkeypatch.setattr(layer, "block", lambda y: parts.append(len(y)) or whole(y))
+    monkeypatch.setattr(mbconv, "FEATURE_CHUNK_BYTES", images * numbers * 8)
+    monkeypatch.setattr(layer, "forward_chunk", lambda y: parts.append(len(y)) or whole(y))
     with torch.no_grad():
         torch.testing.assert_close(layer(x), expected)
         assert parts == [images] * (5 // images) + [5 % images] * (5 % images > 0)
@@ -101,15 +101,15 @@ def test_norms_that_look_at_the_batch_see_all_of_it(norm, monkeypatch):
     else:
         block.norm1.track_running_stats, block.norm1.running_mean, block.norm1.running_var = False, None, None
     twin, x = copy.deepcopy(block), torch.randn(5, 4, 4, 4, dtype=torch.float64)
-    monkeypatch.setattr(mbconv, "CACHED_BYTES", 1)
+    monkeypatch.setattr(mbconv, "FEATURE_CHUNK_BYTES", 1)
     with torch.no_grad():
-        torch.testing.assert_close(block(x), twin.block(x))
+        torch.testing.assert_close(block(x), twin.forward_chunk(x))
     assert all(torch.equal(a, b) for a, b in zip(block.buffers(), twin.buffers(), strict=True))
 
 
 def test_hooks_on_all_modules_see_the_batch(monkeypatch):
     block, seen = perturbed(MBConv(4, 4)).eval(), []
-    monkeypatch.setattr(mbconv, "CACHED_BYTES", 1)
+    monkeypatch.setattr(mbconv, "FEATURE_CHUNK_BYTES", 1)
     handle = torch.nn.modules.module.register_module_forward_hook(lambda m, args, out: seen.append(len(out)))
     with torch.no_grad():
         block(torch.randn(5, 4, 4, 4, dtype=torch.float64))
@@ -148,7 +148,7 @@ def test_widths():
 
 @pytest.mark.parametrize("wrong", [dict(stride=3), dict(expand_ratio=0), dict(se_ratio=-1), dict(stride_on="project")])
 def test_what_cannot_be_built_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"must be 1 or 2, the ratios above 0|choose 'expand' or 'depthwise'"):
+    with pytest.raises(ValueError, match=r"must be 1 or 2, expand_ratio and se_ratio above 0|choose 'expand' or 'depthwise'"):
         MBConv(4, 4, **wrong)
 
 

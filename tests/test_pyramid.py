@@ -94,8 +94,8 @@ def test_cumulative_and_absent_statistics():
 def test_joint_pyramids_measure_once(monkeypatch):
     q, k, v = (PyramidLinear(5, 9, rectify=r).double() for r in ("batchnorm", "batchnorm", "rescale"))
     joint = JointPyramid(copy.deepcopy([q, k, v]))
-    calls, measure = [], moments.Measure.apply
-    monkeypatch.setattr(moments.Measure, "apply", lambda *a: calls.append(a) or measure(*a))
+    calls, measure = [], moments.MeasureMoments.apply
+    monkeypatch.setattr(moments.MeasureMoments, "apply", lambda *a: calls.append(a) or measure(*a))
     x = torch.randn(4, 7, 5, dtype=torch.float64)
     got = step(joint, joint, x)
     assert len(calls) == 1
@@ -103,7 +103,7 @@ def test_joint_pyramids_measure_once(monkeypatch):
     same(got, step(apart, lambda t: torch.cat([references.pyramid(p, t) for p in apart], -1), x), rtol=0, atol=1e-10)
     joint.eval()
     torch.testing.assert_close(joint.fuse()(x), joint(x), rtol=0, atol=1e-12)
-    with pytest.raises(iso.UserError, match=r"read one width.*\[4, 5\]"):
+    with pytest.raises(iso.UserError, match=r"input widths \[4, 5\]"):
         JointPyramid([q, PyramidLinear(4, 9)])
 
 
@@ -148,9 +148,9 @@ def test_float16_does_not_overflow():
 
 
 def test_other_shapes_are_refused():
-    with pytest.raises(iso.UserError, match=r"reads 5 features, .* \(4, 6\)"):
+    with pytest.raises(iso.UserError, match=r"shape \(4, 6\); the pyramid needs 5 features"):
         PyramidLinear(5, 9)(torch.randn(4, 6))
-    with pytest.raises(iso.UserError, match=r"reads \(B, 5, H, W\)"):
+    with pytest.raises(iso.UserError, match=r"needs \(B, 5, H, W\)"):
         PyramidConv2d(5, 9)(torch.randn(5, 4, 4))
 
 

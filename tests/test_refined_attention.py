@@ -13,10 +13,10 @@ from isomorph.layers import (
     ExpandedAttention,
     LocalAttention,
     RefinedAttention,
-    ReusedAttention,
     SpatialAttention,
-    headed_attention,
+    attention_base,
 )
+from isomorph.layers.refined_attention import ReusedAttention
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.released_refiner import ReleasedDLA
 
@@ -72,13 +72,13 @@ def test_image_by_image_is_the_same(name, monkeypatch):
     layer, x = build(name), torch.randn(5, 9, DIM, dtype=torch.float64)
     real = torch.arange(9) < torch.tensor([9, 6, 4, 9, 1])[:, None]
     expected = [outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x) for mask in (None, real)]
-    monkeypatch.setattr(headed_attention, "CACHED_BYTES", 2 * HEADS * 81 * 8)
-    assert headed_attention.images_at_once(layer.heads(x)[0]) == 2
+    monkeypatch.setattr(attention_base, "MAP_CHUNK_BYTES", 2 * HEADS * 81 * 8)
+    assert attention_base.map_chunk_size(layer.queries_keys_values(x)[0]) == 2
     for layer.recompute in (False, True):
         for mask, wanted in zip((None, real), expected, strict=True):
             same(outcome(layer, lambda t, mask=mask: layer(t, attn_mask=mask)[real], x), wanted)
         if name.startswith("expanded"):
-            y, maps = layer(x, hand_out=True)
+            y, maps = layer(x, return_maps=True)
             torch.testing.assert_close(y, layer(x))
             torch.testing.assert_close(maps, layer.attention(x))
 
@@ -123,14 +123,14 @@ def test_nothing_leaks_across_padding(name, where):
     assert not maps.masked_select(~real[:, None, None]).any()
 
 
-def test_masks_that_are_no_padding_are_refused():
+def test_masks_other_than_padding_masks_are_rejected():
     layer, x = build("talking heads"), torch.randn(2, 9, DIM, dtype=torch.float64)
     with pytest.raises(ValueError, match="cannot be causal"):
         layer(x, is_causal=True)
     for mask in (torch.ones(2, 1, 9, 9, dtype=torch.bool), torch.zeros(2, 9), torch.ones(9, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="no padding mask"):
+        with pytest.raises(ValueError, match="give a boolean padding mask"):
             layer(x, attn_mask=mask)
-    with pytest.raises(ValueError, match="take no mask"):
+    with pytest.raises(ValueError, match="does not support attn_mask"):
         build("spatial")(x, attn_mask=torch.ones(2, 9, dtype=torch.bool))
 
 
@@ -139,11 +139,11 @@ def test_masks_that_are_no_padding_are_refused():
     [
         (lambda: Refiner(4, ratio=0), "whole number"),
         (lambda: Refiner(4, ratio=1.5), "whole number"),
-        (lambda: MapConvolution(4, kernel_size=4), "no middle"),
+        (lambda: MapConvolution(4, kernel_size=4), "odd number"),
         (lambda: Refiner(4, init="exact"), "init 'exact' is unknown"),
-        (lambda: ExpandedAttention(12, 4, gated=True), "no gate"),
-        (lambda: ExpandedAttention(12, 4)(torch.randn(1, 5, 12), hand_out=True), "not handed out"),
-        (lambda: RefinedAttention(12, 4, refine=Refiner(3)), "for 3 heads, the attention has 4"),
+        (lambda: ExpandedAttention(12, 4, gated=True), "does not support gated"),
+        (lambda: ExpandedAttention(12, 4)(torch.randn(1, 5, 12), return_maps=True), "does not support return_maps"),
+        (lambda: RefinedAttention(12, 4, refine=Refiner(3)), "for 3 heads, num_heads is 4"),
         (lambda: SpatialAttention(12, 4, (2, 2))(torch.randn(1, 5, 12)), "do not fill"),
     ],
 )
@@ -176,7 +176,7 @@ def test_shared_maps():
     """The next block weighs its own values with the map handed over; gradients reach the first block's queries."""
     layer, reuse = build("expanded, convolved, reduced"), ReusedAttention(DIM, HEADS).double()
     x, z = torch.randn(2, 2, 9, DIM, dtype=torch.float64)
-    y, maps = layer(x, hand_out=True)
+    y, maps = layer(x, return_maps=True)
     torch.testing.assert_close(y, layer(x))
     v = reuse.v(z).chunk(HEADS, -1)
     expected = reuse.proj(torch.cat([maps[:, h] @ v[h] for h in range(HEADS)], -1))
@@ -201,7 +201,7 @@ def kept_mib(layer, x):
 
 
 def test_norms_of_maps_see_the_whole_batch(monkeypatch):
-    monkeypatch.setattr(headed_attention, "CACHED_BYTES", 1)
+    monkeypatch.setattr(attention_base, "MAP_CHUNK_BYTES", 1)
     layer = RefinedAttention(DIM, HEADS, refine=ReleasedDLA(HEADS))
     layer(torch.randn(5, 9, DIM))
     assert layer.refine.bn1.num_batches_tracked == 1

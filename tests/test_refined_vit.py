@@ -127,7 +127,7 @@ def test_positions_follow_the_size(name, tmp_path):
     torch.testing.assert_close(larger.eval()(x), model(x))
     model.set_input_size((64, 48))
     torch.testing.assert_close(larger(x), model(x))
-    with pytest.raises(iso.UserError, match="the patches of a convolved image stay"):
+    with pytest.raises(iso.UserError, match="create a new model with it"):
         model.set_input_size(patch_size=4)
     with pytest.raises(iso.UserError, match="no multiple of the 8 x 8 patch"):
         model(torch.randn(1, 3, 33, 32))

@@ -8,7 +8,7 @@ import torch
 
 import references
 from isomorph.layers import PostRelativeAttention, RelativeAttention, relative_attention
-from isomorph.layers.relative_attention import attend, attend_flex, resize_table, spread
+from isomorph.layers.relative_attention import attend_flex, attend_with_bias, expand_table, resize_table
 
 GRIDS = [(4, 3), (1, 5), (6, 6), (3, 2)]
 """As the table, one row, larger, smaller."""
@@ -43,8 +43,8 @@ def test_equals_the_paper_with_gradients(kind, grid, wider):
 def test_hands_out_its_map(kind):
     layer, x = build(kind), torch.randn(2, 5, 4, 12, dtype=torch.float64)
     maps = layer.attention(x)
-    v = layer.heads(x.flatten(1, 2))[2]
-    torch.testing.assert_close(layer.finish(maps @ v, x.flatten(1, 2)).unflatten(1, (5, 4)), layer(x))
+    v = layer.queries_keys_values(x.flatten(1, 2))[2]
+    torch.testing.assert_close(layer.project_output(maps @ v, x.flatten(1, 2)).unflatten(1, (5, 4)), layer(x))
     if kind is RelativeAttention:
         torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 20, dtype=torch.float64))
 
@@ -56,7 +56,8 @@ def test_a_table_alone_is_a_convolution():
         layer.relative_bias.zero_()
         layer.relative_bias[:, 3 - 1, 2 + 1] = 1.0  # query - key = (-1, 1): the key lies one below, one to the left
         values = torch.randn(1, 3, 12, 4, dtype=torch.float64)
-        moved = relative_attention.convolve(layer.bias((4, 3), torch.float64), values).unflatten(2, (4, 3))
+        bias = layer.position_bias((4, 3), torch.float64)
+        moved = relative_attention.convolve_values(bias, values).unflatten(2, (4, 3))
     grid = values.unflatten(2, (4, 3))
     torch.testing.assert_close(moved[:, :, :-1, 1:], grid[:, :, 1:, :-1])
     assert not moved[:, :, -1].any()
@@ -91,7 +92,7 @@ class TestKeptBias:
     def kept(self, layer, x):
         with torch.no_grad():
             layer(x)
-        return layer.kept.bias
+        return layer.cached_bias.bias
 
     def test_is_made_once(self):
         layer, x = build().eval(), torch.randn(1, 4, 3, 12, dtype=torch.float64)
@@ -142,10 +143,10 @@ class TestKeptBias:
         expected = layer(x)
         self.kept(layer, x)
         for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-            assert twin.kept is None
+            assert twin.cached_bias is None
             torch.testing.assert_close(twin(x), expected)
         assert set(layer.state_dict()) == set(build().state_dict())
-        assert layer.train().kept is None
+        assert layer.train().cached_bias is None
 
     def test_under_inference_mode_and_functional_call(self):
         layer, x = build().eval(), torch.randn(1, 4, 3, 12, dtype=torch.float64)
@@ -192,23 +193,23 @@ class TestKeptBias:
     def test_versions_tell_writes_where_the_table_is_not_looked_at(self):
         """What a GPU goes by."""
         table = build().relative_bias
-        seen = relative_attention.version_of(table)
-        assert relative_attention.version_of(table) == seen
+        seen = relative_attention.storage_version(table)
+        assert relative_attention.storage_version(table) == seen
         with torch.no_grad():
             table.add_(1)
-        assert relative_attention.version_of(table) != seen
+        assert relative_attention.storage_version(table) != seen
 
 
 def test_flex_attention_is_for_large_maps_in_compiled_inference(monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with torch.no_grad():
-        assert relative_attention.flexes(1024, 0.0)
-        assert not relative_attention.flexes(196, 0.0)
-        assert not relative_attention.flexes(1024, 0.1)
-    assert not relative_attention.flexes(1024, 0.0)  # gradients are wanted
+        assert relative_attention.uses_flex_attention(1024, 0.0)
+        assert not relative_attention.uses_flex_attention(196, 0.0)
+        assert not relative_attention.uses_flex_attention(1024, 0.1)
+    assert not relative_attention.uses_flex_attention(1024, 0.0)  # gradients are wanted
     monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
     with torch.no_grad():
-        assert not relative_attention.flexes(1024, 0.0)
+        assert not relative_attention.uses_flex_attention(1024, 0.0)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -220,17 +221,20 @@ def test_flex_attention_is_the_same(grid):
     table = torch.randn(2, 2 * grid[0] - 1, 2 * grid[1] - 1)
     with torch.no_grad():
         torch.testing.assert_close(
-            attend_flex(table, grid, q, k, v), attend(spread(table, grid), 0.0, q, k, v), rtol=1e-5, atol=1e-5
+            attend_flex(table, grid, q, k, v),
+            attend_with_bias(expand_table(table, grid), 0.0, q, k, v),
+            rtol=1e-5,
+            atol=1e-5,
         )
 
 
 def test_the_kernel_of_other_devices_is_the_same():
-    """`attend` forms the map on a CPU; elsewhere it is scaled_dot_product_attention."""
+    """`attend_with_bias` forms the map on a CPU; elsewhere it is scaled_dot_product_attention."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 2, 2, 12, 16, dtype=torch.float64).unbind(0)
     bias = torch.randn(2, 12, 12, dtype=torch.float64)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    torch.testing.assert_close(attend(bias, 0.0, q, k, v), expected)
+    torch.testing.assert_close(attend_with_bias(bias, 0.0, q, k, v), expected)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +247,7 @@ def test_what_cannot_be_built_is_refused(arguments, message):
 
 
 def test_tokens_are_no_map():
-    with pytest.raises(ValueError, match="maps come as"):
+    with pytest.raises(ValueError, match="give a feature map"):
         build()(torch.zeros(1, 12, 12, dtype=torch.float64))
 
 
@@ -254,11 +258,11 @@ def test_dropout_drops_in_training_only():
 
 
 def test_some_images_at_a_time(monkeypatch):
-    from isomorph.layers import headed_attention
+    from isomorph.layers import attention_base
 
     layer, x = build(), torch.randn(5, 4, 3, 12, dtype=torch.float64)
     expected = layer(x)
-    monkeypatch.setattr(headed_attention, "CACHED_BYTES", 2 * 3 * 144 * 8)
+    monkeypatch.setattr(attention_base, "MAP_CHUNK_BYTES", 2 * 3 * 144 * 8)
     torch.testing.assert_close(layer(x), expected)
 
 
@@ -267,8 +271,8 @@ def test_options_of_timms_attention_are_kept():
     layer.eval()
     x = torch.randn(2, 4, 3, 12, dtype=torch.float64)
     tokens = x.flatten(1, 2)
-    maps, v = layer.attention(x), layer.heads(tokens)[2]
-    torch.testing.assert_close(layer(x), layer.finish(maps @ v, tokens).unflatten(1, (4, 3)))
+    maps, v = layer.attention(x), layer.queries_keys_values(tokens)[2]
+    torch.testing.assert_close(layer(x), layer.project_output(maps @ v, tokens).unflatten(1, (4, 3)))
 
 
 class TestPlaces:

@@ -144,7 +144,7 @@ def test_fused_it_is_the_same(slope, tmp_path):
 
 @pytest.mark.parametrize("slope", [-0.1, 1.1, float("nan")])
 def test_impossible_slopes_are_refused(slope):
-    with pytest.raises(iso.UserError, match="must be between 0 \(a ReLU\) and 1"):
+    with pytest.raises(iso.UserError, match=r"must be between 0 \(a ReLU\) and 1"):
         AnnealedReLU(slope)
 
 

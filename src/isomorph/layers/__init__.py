@@ -1,4 +1,4 @@
-"""nn.Modules that know tensors only."""
+"""Layers: attention with gates, refined maps or relative positions, pyramids of linear layers, convolution blocks."""
 
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.gpsa import GPSA
@@ -8,7 +8,7 @@ from isomorph.layers.mbconv import LayerNormMBConv, MBConv
 from isomorph.layers.psa import PSA
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
-from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttention, ReusedAttention, SpatialAttention
+from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttention, SpatialAttention
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.relative_attention import PostRelativeAttention, RelativeAttention
 from isomorph.layers.vit_gpsa import ViTGPSA
@@ -33,9 +33,13 @@ __all__ = [
     "RefinedAttention",
     "Refiner",
     "RelativeAttention",
-    "ReusedAttention",
     "SeriesActivation",
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -1,12 +1,14 @@
-"""Chains of linear and BatchNorm layers as one affine map of their input, in training too.
+"""Collapse a chain of linear and BatchNorm layers into one affine map of its input, also in train mode.
 
-Given the moments of the batch, a chain is x -> A (x - mean) + c, and stays of that form through every layer:
+Given the mean and covariance S of the tokens in a batch, every chain has the form x -> A (x - mean) + c:
 
     linear      A <- W A,                    c <- W c + b
     BatchNorm   s = gamma / sqrt(diag(A S A^T) + eps),    A <- s A,    c <- beta
 
-which is what running the tokens through the layers gives, at the price of products of weights. A BatchNorm in eval
-mode scales and shifts by its running statistics instead; with all of them so, mean = 0 and no moments are needed.
+This equals running the tokens through the layers, but costs only products of weight matrices. A BatchNorm in eval mode
+scales and shifts by its running statistics instead; if all are in eval mode, mean = 0 and no moments are needed.
+
+Letters: C channels, G groups (left out where there is one), `weight` A, `bias` c.
 """
 
 from collections.abc import Sequence
@@ -17,14 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.chunked import in_eager_mode
+from isomorph.layers.chunked import is_eager
 from isomorph.layers.moments import Moments, row_variance, scaled_product
 
 
-def matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
-    """The weight of a linear layer or of a convolution on its patches, one matrix a group.
+def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
+    """Return the weight of a linear layer, or of a convolution acting on its patches, as one matrix per group.
 
-    Shape: -> (out, C), or (G, out / G, C / G) of a grouped convolution
+    Shape: -> (out, C), or (G, out / G, C / G) for a grouped convolution
     """
     groups = getattr(layer, "groups", 1)
     weight = layer.weight.flatten(1)
@@ -32,43 +34,49 @@ def matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:
     return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
-def vector(values: Tensor, like: Tensor) -> Tensor:
-    """A bias or the like, laid out and computed with as the rows of a matrix. Shape: (out,) -> (G, out / G)"""
+def _shape_like_rows(values: Tensor, like: Tensor) -> Tensor:
+    """Reshape and cast a bias or a scale to match the rows of a matrix. Shape: (out,) -> (G, out / G)"""
     return (values if like.ndim == 2 else values.view(like.shape[:-1])).to(like.dtype)
 
 
-def times(weight: Tensor, column: Tensor) -> Tensor:
-    """W c. Shape: (G, out, C), (G, C) -> (G, out)"""
+def matvec(weight: Tensor, column: Tensor) -> Tensor:
+    """Return the product W c of a matrix and a vector per group. Shape: (G, out, C), (G, C) -> (G, out)"""
     return weight.mv(column) if weight.ndim == 2 else (weight @ column.unsqueeze(-1)).squeeze(-1)
 
 
-def recomputing() -> bool:
-    """Whether this forward pass is gradient checkpointing's second one: statistics have been updated by the first.
+def _is_recomputing() -> bool:
+    """True during the second forward pass of gradient checkpointing, whose first pass has updated the statistics.
 
-    The second one runs within a backward pass; torch.utils.checkpoint itself asks the same private question.
+    The second pass runs within a backward pass; torch.utils.checkpoint itself asks autograd in the same private way.
     """
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _check_vmap(running: Tensor, new: Tensor) -> None:
-    """Raises: RuntimeError when one set of statistics is to keep those of every sample of a vmap, as torch's would."""
+    """Check that per-sample statistics of vmap are not written into shared running statistics.
+
+    Raises: RuntimeError, as torch's BatchNorm does.
+    """
     batched = torch._C._functorch.is_batchedtensor
-    if in_eager_mode() and batched(new) and not batched(running):
+    if is_eager() and batched(new) and not batched(running):
         raise RuntimeError(
-            "BatchNorm in train mode cannot keep the statistics of each sample of vmap: call eval(), or "
-            "torch.func.replace_all_batch_norm_modules_(model)"
+            "BatchNorm in train mode cannot update its running statistics from each sample of vmap; call model.eval() "
+            "or torch.func.replace_all_batch_norm_modules_(model)"
         )
 
 
 @torch.no_grad()
 def _update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
-    """Running mean and unbiased variance, as BatchNorm keeps them. Shape: mean, variance (G, out / G)"""
-    if norm.running_mean is None or norm.running_var is None or recomputing():
+    """Update the running mean and the running unbiased variance as torch's BatchNorm does.
+
+    Shape: mean, variance (G, out / G)
+    """
+    if norm.running_mean is None or norm.running_var is None or _is_recomputing():
         return
     assert norm.num_batches_tracked is not None
     _check_vmap(norm.running_mean, mean)
     norm.num_batches_tracked.add_(1)
-    if not count:  # torch's BatchNorm counts an empty batch and learns nothing from it
+    if not count:  # torch's BatchNorm counts an empty batch but does not update its statistics
         return
     momentum: Any = norm.momentum
     if momentum is None:  # the average over all batches so far
@@ -77,43 +85,45 @@ def _update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: 
         running.lerp_(new.reshape(-1).to(running.dtype), momentum)
 
 
-def normalise(norm: _BatchNorm, weight: Tensor, centre: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """BatchNorm of h = A (x - mean) + c: the scale of its rows, and its new c.
+def apply_batchnorm(norm: _BatchNorm, weight: Tensor, bias: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor]:
+    """Apply BatchNorm to h = A (x - mean) + c; return the scale of the rows of A and the new c.
 
-    Shape: weight A (G, out, C), centre c (G, out) -> (G, out), (G, out)
+    Shape: weight A (G, out, C), bias c (G, out) -> (G, out), (G, out)
     Source: Ioffe and Szegedy (2015) algorithm 1; Tan et al. (TDRL) eq. 1
     """
-    gamma, beta = (None if p is None else vector(p, weight) for p in (norm.weight, norm.bias))
-    if uses_batch(norm):
+    gamma, beta = (None if p is None else _shape_like_rows(p, weight) for p in (norm.weight, norm.bias))
+    if uses_batch_statistics(norm):
         assert moments is not None
-        mean, variance = centre, row_variance(weight, moments.covariance)
+        mean, variance = bias, row_variance(weight, moments.covariance)
         _update_statistics(norm, mean.detach(), variance.detach(), moments.total)
     else:
-        mean, variance = (vector(t, weight) for t in (norm.running_mean, norm.running_var))  # type: ignore[arg-type]
+        mean, variance = (_shape_like_rows(t, weight) for t in (norm.running_mean, norm.running_var))  # type: ignore[arg-type]
     scale = torch.rsqrt(variance + norm.eps)
     scale = scale if gamma is None else scale * gamma
-    centre = (centre - mean) * scale
-    return scale, centre if beta is None else centre + beta
+    bias = (bias - mean) * scale
+    return scale, bias if beta is None else bias + beta
 
 
-def uses_batch(norm: nn.Module | None) -> bool:
-    """Whether a BatchNorm normalises by the batch: in train mode, or where it keeps no statistics."""
+def uses_batch_statistics(norm: nn.Module | None) -> bool:
+    """True if a module is a BatchNorm that normalises by the batch: in train mode, or without running statistics."""
     return isinstance(norm, _BatchNorm) and (norm.training or norm.running_mean is None)
 
 
 def collapse_chain(layers: Sequence[nn.Module], moments: Moments | None, start: Tensor) -> tuple[Tensor, Tensor]:
-    """A chain of linear and BatchNorm layers, each BatchNorm after a linear layer, as A and c.
+    """Collapse a chain of linear and BatchNorm layers, each BatchNorm after a linear layer, into A and c.
 
-    `start`: the mean of the input, 0 where no moments are needed. Shape: (G, C) -> (G, out, C), (G, out)
+    `start` is the mean of the input, or 0 where no moments are needed.
+
+    Shape: start (G, C) -> (G, out, C), (G, out)
     """
-    weight, scale, centre = None, None, start
+    weight, scale, bias = None, None, start
     for layer, after in pairwise([*layers, None]):
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            own = matrix(layer)
+            own = weight_matrix(layer)
             weight = own if weight is None else own @ weight if scale is None else scaled_product(own, scale, weight)
-            # the batch takes W c and b out again: their gradient is 0, which for W is not worth an outer product
-            centre = times(own.detach() if uses_batch(after) else own, centre)
-            scale, centre = None, centre if layer.bias is None else centre + vector(layer.bias, own)
+            # batch statistics subtract W c and b again: their gradient is 0, so skip the outer product for W
+            bias = matvec(own.detach() if uses_batch_statistics(after) else own, bias)
+            scale, bias = None, bias if layer.bias is None else bias + _shape_like_rows(layer.bias, own)
         elif layer is not None:
-            scale, centre = normalise(layer, weight, centre, moments)  # type: ignore[arg-type]
-    return (weight if scale is None else weight * scale.unsqueeze(-1)), centre  # type: ignore[operator, return-value]
+            scale, bias = apply_batchnorm(layer, weight, bias, moments)  # type: ignore[arg-type]
+    return (weight if scale is None else weight * scale.unsqueeze(-1)), bias  # type: ignore[operator, return-value]

@@ -1,4 +1,4 @@
-"""Work on a batch some images at a time: on a CPU, what stays in its cache and its allocator is fast."""
+"""Process a batch in chunks of images, which on a CPU keeps intermediate results in its cache."""
 
 from collections.abc import Callable
 from itertools import repeat
@@ -8,35 +8,38 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 
-def in_eager_mode() -> bool:
-    """Whether this call is what it seems to be, not a compiler, exporter or tracer that looks at it once for ever."""
+def is_eager() -> bool:
+    """True if torch runs eagerly: nothing is compiling, exporting or tracing this call."""
     return not torch.compiler.is_compiling() and not torch.jit.is_tracing()
 
 
-def transformed(tensor: Tensor) -> bool:
-    """Whether it is a stand-in that torch.func (vmap, jvp and the like) computes with."""
-    return in_eager_mode() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+def is_functorch_tensor(tensor: Tensor) -> bool:
+    """True if the tensor is a wrapper of torch.func (vmap, jvp and the like)."""
+    return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def images_within(limit: int, numbers: int, x: Tensor) -> int:
-    """How many images go together when each makes so many numbers like x's; the whole batch but in eager CPU code."""
-    if x.device.type != "cpu" or not in_eager_mode():
+def chunk_size(max_bytes: int, elements: int, x: Tensor) -> int:
+    """Return how many images to process together so that they need at most `max_bytes`.
+
+    Each image needs `elements` numbers of the dtype of x. The whole batch, unless torch runs eagerly on a CPU.
+    """
+    if x.device.type != "cpu" or not is_eager():
         return x.shape[0]
-    return max(1, limit // (numbers * x.element_size()))
+    return max(1, max_bytes // (elements * x.element_size()))
 
 
-def watched(module: nn.Module) -> bool:
-    """Whether a hook inside, or on all modules, would see that the batch comes in parts."""
+def has_inner_hooks(module: nn.Module) -> bool:
+    """True if a hook on a submodule, or a global hook, would notice that the batch is processed in chunks."""
     if _global_forward_hooks or _global_forward_pre_hooks:
         return True
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module)
 
 
-def by_images(function: Callable[..., Tensor], number: int, *tensors: Tensor | None) -> Tensor:
-    """The function of a batch, `number` images at a time."""
+def run_in_chunks(function: Callable[..., Tensor], size: int, *tensors: Tensor | None) -> Tensor:
+    """Call `function` on `size` images at a time and concatenate the results."""
     first = tensors[0]
     assert first is not None
-    if number >= first.shape[0]:
+    if size >= first.shape[0]:
         return function(*tensors)
-    parts = [t.split(number) if t is not None else repeat(None) for t in tensors]
+    parts = [t.split(size) if t is not None else repeat(None) for t in tensors]
     return torch.cat([function(*part) for part in zip(*parts, strict=False)])

@@ -1,4 +1,4 @@
-"""Evaluation for a while: every module gets back the mode it had, a frozen BatchNorm its eval mode too."""
+"""Put a model into eval mode temporarily, and compare the outputs of two layers in eval mode."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode within the block."""
+    """Put a model into eval mode within the block, then restore the mode of every module, a frozen BatchNorm's too."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -20,10 +20,10 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def deviation(layer: nn.Module, other: nn.Module, shape: tuple[int, ...], like: Tensor) -> float:
-    """Largest |difference| of two layers in eval mode, relative to the largest |output| of `other`.
+def relative_deviation(layer: nn.Module, other: nn.Module, shape: tuple[int, ...], like: Tensor) -> float:
+    """Return the largest |difference| of two layers in eval mode, relative to the largest |output| of `other`.
 
-    On standard normal input of that shape, of the kind of `like`.
+    The input is standard normal, with the given shape and the device and dtype of `like`.
     """
     probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
     with eval_mode(layer), eval_mode(other):  # dropout would differ from itself

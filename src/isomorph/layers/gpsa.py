@@ -1,11 +1,13 @@
-"""Gated positional self-attention on tokens (ConViT): attention born as a convolution, free to leave.
+"""Gated positional self-attention on tokens (ConViT): attention initialised as a convolution and free to become global.
 
-    A_h = (1 - sigma(gate_h)) softmax(q_h k_h^T / sqrt(d)) + sigma(gate_h) softmax(v_pos_h . r)
+    A_h = (1 - sigma(gate_h)) softmax(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(v_pos_h . r)
 
-The re-normalisation printed in ConViT eq. 7 divides a convex mix of two softmaxes by 1, so it is left out. How this
-differs from the released layer: the positional half is computed once per grid, never per image, and in closed form
-(`position.py`, `mix.py`); the content half is `scaled_dot_product_attention`; grids are rectangles.
-Letters: B batch, N tokens, C channels, nh heads, hd head width, p prefix tokens.
+ConViT eq. 7 then re-normalises each row; that divides a convex combination of two softmaxes by 1 and is left out.
+Differences from the released layer: position attention is computed once per grid instead of once per image, and in
+closed form (`positional_attention.py`, `gated_mix.py`); content attention is `scaled_dot_product_attention`; grids may
+be rectangular.
+
+Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
 """
 
 import math
@@ -15,25 +17,40 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from isomorph.layers.gated_mix import gated_mix, gated_mix_by_axis
 from isomorph.layers.grid import axis_offsets, square_window, window_centres
-from isomorph.layers.mix import mix, mix_by_place
-from isomorph.layers.position import geometry_dtype, kronecker, quadratic_axis
+from isomorph.layers.positional_attention import geometry_dtype, kronecker, quadratic_axis_attention
 
 
 @register_notrace_module
 class GPSA(nn.Module):
-    """Gated positional self-attention on tokens: each head mixes looking by content with looking by place.
+    """Self-attention that a transformer can start training with as if it were a convolution (ConViT).
 
-    y = proj(lerp(softmax(q k^T / sqrt(hd)) v, softmax(v_pos . (dx, dy, dx^2 + dy^2)) v, sigma(gate)))
+    Each head mixes content attention (which tokens are similar) with position attention (which tokens are near a fixed
+    offset), and learns how much of each to use:
 
-    `position` holds v_pos; at birth head h looks at tap h of a sqrt(nh) x sqrt(nh) window with strength `locality`,
-    as a convolution does. `grid_size` (H, W) places the tokens; pass another one to `forward` at any call.
-    `prefix_tokens` lead the sequence and have no place (class token, registers): they look by content only, whatever
-    the gates, and are looked at by content only.
+        y = proj((1 - s) softmax(q k^T / sqrt(hd)) v + s softmax(v_pos . (dx, dy, dx^2 + dy^2)) v),    s = sigmoid(gate)
+
+    Gating parameters, per head: `gate` sets the share of position attention, `locality` how sharply it peaks, `centre`
+    the offset (row, column) where it peaks. At initialisation head h attends to tap h of a sqrt(nh) x sqrt(nh) window,
+    as a convolution does. The parameter `position` holds v_pos, from which `locality` and `centre` are read.
+
+    `grid_size` (H, W) is the grid of the tokens; pass another one to `forward` at any call. `prefix_tokens` (class
+    token, registers) lead the sequence and have no position: they attend, and are attended to, by content only.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
-    Source: ConViT eq. 5 and 7; differs: 1/sqrt(hd) as in its code, taps row-major, any rectangle, prefix tokens.
-    Raises: ValueError when nh is not a square, does not divide C, or N is not prefix_tokens + H W.
+    Source: ConViT eq. 5 and 7; differs: 1/sqrt(hd) as in its code, taps row-major, any rectangle, prefix tokens
+    Raises: ValueError if the number of heads is not a square or does not divide C, or if N is not prefix_tokens + H W.
+
+    Example:
+        >>> layer = iso.layers.GPSA(dim=32, num_heads=4, grid_size=(6, 8))
+        >>> layer(torch.randn(2, 48, 32)).shape
+        torch.Size([2, 48, 32])
+        >>> layer.centre.tolist()  # offset (row, column) of each head's tap
+        [[-0.5, -0.5], [-0.5, 0.5], [0.5, -0.5], [0.5, 0.5]]
+        >>> layer.set_gating(locality=2.0, gate=-1.0)  # sharper, but mostly content attention
+        >>> layer.attention(torch.randn(2, 20, 32), grid_size=(4, 5)).shape
+        torch.Size([2, 4, 20, 20])
     """
 
     def __init__(
@@ -59,69 +76,72 @@ class GPSA(nn.Module):
         self.gate = nn.Parameter(torch.empty(num_heads))
         self.reset_attention()
 
-    def taps(self) -> Tensor:
-        """Where the heads look at birth, (row, column) steps from the query. Shape: -> (nh, 2)"""
+    def tap_offsets(self) -> Tensor:
+        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
         return window_centres(square_window(self.num_heads))
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
-        """Puts every head on its tap with the given dials, and the values to the identity (ConViT eq. 5)."""
+        """Centre every head on its tap, set locality and gate, and set the values to the identity (ConViT eq. 5)."""
         nn.init.eye_(self.v.weight)
-        self.place(self.taps(), locality)
-        self.set_dials(gate=gate)
+        self._set_position(self.tap_offsets(), locality)
+        self.set_gating(gate=gate)
 
     @torch.no_grad()
-    def place(self, centre: Tensor, locality: float) -> None:
-        """Centres every head on an offset (row, column). Shape: centre (nh, 2)"""
+    def _set_position(self, centre: Tensor, locality: float) -> None:
+        """Centre every head on an offset (row, column). Shape: centre (nh, 2)"""
         row, column = centre.unbind(1)
         self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
 
-    def set_dials(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Sets the locality and the gate of every head; None leaves one as it is.
+    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
+        """Set the locality and the gate of every head; None leaves a parameter unchanged.
 
-        Centres stay; a head that has lost its centre (locality not positive) goes back to its tap.
+        Centres are unchanged; a head that has lost its centre (locality not positive) is centred on its initial tap
+        again.
+
+        Raises: ValueError if the locality is not above 0 and finite.
         """
         if locality is not None:
             if not 0 < locality < math.inf:
                 raise ValueError(f"locality {locality} must be above 0 and finite")
             centre = self.centre.detach()
-            self.place(torch.where(centre.isfinite(), centre, self.taps().to(centre)), locality)
+            self._set_position(torch.where(centre.isfinite(), centre, self.tap_offsets().to(centre)), locality)
         if gate is not None:
             nn.init.constant_(self.gate, gate)
 
     @property
     def locality(self) -> Tensor:
-        """Strength of each head's pull to its centre; not positive where a head has lost its centre. Shape: -> (nh,)"""
+        """Sharpness of each head's position attention; not positive where a head has no centre. Shape: -> (nh,)"""
         return -self.position[:, 2]
 
     @property
     def centre(self) -> Tensor:
-        """Offset (row, column) that each head's position looks at most; NaN where it has none. Shape: -> (nh, 2)"""
+        """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
         locality = self.locality[:, None]
         return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
     def no_weight_decay(self) -> set[str]:
-        """Decay would pull the centres and strengths to 0."""
+        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
         return {"position", "gate"}
 
     def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Positional attention along rows and columns.
+        """Return the position attention maps along rows and along columns.
 
         Shape: -> (nh, H, H), (nh, W, W)
         """
         H, W = grid_size
         dtype, device = geometry_dtype(self.position), self.position.device
         along_x, along_y, square = self.position.to(dtype).unbind(1)
-        rows = quadratic_axis(axis_offsets(H, H, device=device, dtype=dtype), along_y, square)
-        columns = quadratic_axis(axis_offsets(W, W, device=device, dtype=dtype), along_x, square)
+        rows = quadratic_axis_attention(axis_offsets(H, H, device=device, dtype=dtype), along_y, square)
+        columns = quadratic_axis_attention(axis_offsets(W, W, device=device, dtype=dtype), along_x, square)
         return rows, columns
 
     def split_heads(self, x: Tensor) -> Tensor:
-        """Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
+        """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
         return x.unflatten(-1, (self.num_heads, -1))
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
         return self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2)
 
@@ -130,13 +150,13 @@ class GPSA(nn.Module):
         q, k = self.queries_keys(x)
         v, p = self.split_heads(self.v(x)), self.prefix_tokens  # (B, N, nh, hd)
         content = F.scaled_dot_product_attention(q, k, v.transpose(1, 2)).transpose(1, 2)  # (B, N, nh, hd)
-        mixed = mix_by_place(content[:, p:], v[:, p:], rows, columns, self.gate)
+        mixed = gated_mix_by_axis(content[:, p:], v[:, p:], rows, columns, self.gate)
         if p:
             mixed = torch.cat([content[:, :p], mixed], dim=1)
         return self.proj_drop(self.proj(mixed.flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        """The map that `forward` applies, formed on request.
+        """Return the attention map that `forward` applies; it is formed only here.
 
         Shape: x (B, N, C) -> (B, nh, N, N)
         """
@@ -145,9 +165,10 @@ class GPSA(nn.Module):
         content = torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
         p = self.prefix_tokens
         position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
-        return torch.cat([content[:, :, :p], mix(content[:, :, p:], position, self.gate)], dim=2)
+        return torch.cat([content[:, :, :p], gated_mix(content[:, :, p:], position, self.gate)], dim=2)
 
     def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
         H, W = grid_size or self.grid_size
         if x.shape[1] != self.prefix_tokens + H * W:
             prefix = f" after {self.prefix_tokens} prefix tokens" if self.prefix_tokens else ""

@@ -1,8 +1,8 @@
-"""The geometry of rectangular, strided, padded grids: the one place that knows where queries and keys lie.
+"""Geometry of rectangular, strided and padded grids: offsets between queries and keys, and the taps of a window.
 
-Every attention here looks at a key through its offset `delta = key - query`, in steps of the key grid. Offsets
-split by axis (rows, then columns), and so do the quadratic position scores built on them: the softmax over an
-H x W grid is then the outer product of one softmax over H and one over W.
+All attention layers describe a key by its offset `delta = key - query`, in steps of the key grid. Offsets split by
+axis (rows, then columns), and so do the quadratic position scores built on them: their softmax over an H x W grid is
+the outer product of a softmax over H and a softmax over W.
 """
 
 import math
@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 
-def output_size(size: int, kernel_size: int, stride: int, padding: int) -> int:
-    """Number of queries that a strided, padded convolution window places along an axis of `size` keys.
+def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> int:
+    """Return the number of positions of a strided, padded convolution window along an axis of `size` keys.
 
-    Raises: ValueError when the window does not fit.
+    Raises: ValueError if the window does not fit.
     """
     if size + 2 * padding < kernel_size:
         raise ValueError(
-            f"a map of {size} along one axis, padded by {padding}, is smaller than the {kernel_size}-wide window"
+            f"a feature map of size {size} with padding {padding} is smaller than the {kernel_size}-wide window; "
+            "use a larger input"
         )
     return (size + 2 * padding - kernel_size) // stride + 1
 
@@ -31,7 +32,7 @@ def axis_offsets(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Offsets key - query along one axis; query i stands on key position `start + i * stride`.
+    """Return the offsets key - query along one axis, for queries at the key positions `start + i * stride`.
 
     Shape: -> (num_queries, num_keys)
     """
@@ -41,28 +42,26 @@ def axis_offsets(
 
 
 def square_window(num_taps: int) -> tuple[int, int]:
-    """Height and width of a square window of so many taps.
+    """Return the height and width of a square window of `num_taps` taps.
 
-    Raises: ValueError when num_taps is not a square.
+    Raises: ValueError if num_taps is not a square number.
     """
     size = math.isqrt(num_taps)
     if size * size != num_taps:
-        raise ValueError(
-            f"{num_taps} heads do not form a square window; use a square number of heads (1, 4, 9, 16, ...)"
-        )
+        raise ValueError(f"{num_taps} heads do not form a square window; use a square number (1, 4, 9, 16, ...)")
     return size, size
 
 
 def squarest_window(num_taps: int) -> tuple[int, int]:
-    """Height and width of the rectangle of so many taps that is nearest to a square, never higher than wide."""
+    """Return the height and width of the rectangle of `num_taps` taps closest to a square, with height <= width."""
     height = next(n for n in range(math.isqrt(num_taps), 0, -1) if num_taps % n == 0)
     return height, num_taps // height
 
 
 def window_centres(window: tuple[int, int]) -> Tensor:
-    """Offsets (row, column) of the taps of a window, row-major like `conv.weight.flatten(2)`.
+    """Return the offsets (row, column) of the taps of a window, in row-major order as in `conv.weight.flatten(2)`.
 
-    An even side has its centres on half steps: no tap then lies on exactly one key.
+    A side of even length has its centres at half steps, so that no tap lies exactly on one key.
 
     Shape: -> (height width, 2)
     """

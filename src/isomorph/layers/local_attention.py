@@ -1,9 +1,11 @@
-"""Distributed local attention (Refiner section 3.3) without a map: a convolution of the map is two of tokens.
+"""Distributed local attention (Refiner section 3.3) computed without forming an attention map.
+
+A convolution of the map splits into a convolution of the values and a sum over the output:
 
     y_h = (D_h * A_h) v_h = sum_a shift_a(A_h sum_b D_h[a, b] shift_-b(v_h))
 
-The columns of a kernel move to the values, its rows to the output; between them stands plain attention with values k
-times as wide, through `scaled_dot_product_attention`. Memory is O(N). Letters as in `refiner.py`.
+The columns of the kernel are applied to the values and its rows to the output. Between them is ordinary attention with
+values k times as wide, through `scaled_dot_product_attention`. Memory is O(N). Letters as in `refiner.py`.
 """
 
 import torch.nn.functional as F
@@ -14,30 +16,41 @@ from isomorph.layers.refiner import MapConvolution
 
 
 class LocalAttention(RefinedAttention):
-    """Distributed local attention: each head's map is convolved on its own, and no map is ever formed.
+    """Attention whose maps are smoothed or sharpened locally: each head's map is convolved with its own small kernel.
 
     y = proj((D * softmax(q k^T / sqrt(hd))) v)
 
-    `refine` holds the kernels D; other arguments are RefinedAttention's.
+    The convolution lets neighbouring queries and keys share their attention, which gives each head a local pattern. No
+    map is formed, so memory grows linearly with the number of tokens. The kernels D are in `refine`, a
+    `MapConvolution`; the other arguments are those of `RefinedAttention`.
 
     Shape: x (B, N, C) -> (B, N, C); attn_mask (B, N) or (B, 1, 1, N), True for real tokens
     Source: Refiner section 3.3, Table 2 "+ DLA"
     Raises: as RefinedAttention.
+
+    Example:
+        >>> layer = iso.layers.LocalAttention(dim=64, num_heads=4)
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+        >>> wide = iso.layers.LocalAttention(64, 4, refine=iso.layers.MapConvolution(4, kernel_size=5))
     """
 
     refine: MapConvolution
     default_refiner = MapConvolution
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        mask = None if real is None else real[..., None, :]  # (B, 1, 1, N)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the convolved maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
+        mask = None if token_mask is None else token_mask[..., None, :]  # (B, 1, 1, N)
         drop = self.attn_drop.p if self.training else 0.0
-        values = widen(v if real is None else v * real[..., None], self.refine.local())  # (B, H, N, k hd)
-        mixed = _attend_wide(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
-        return gather(mixed if real is None else mixed * real[..., None], v.shape[-1])
+        values = _convolve_values(
+            v if token_mask is None else v * token_mask[..., None], self.refine.local()
+        )  # (B, H, N, k hd)
+        mixed = _attend_wide_values(q, k, values, mask, drop, self.scale)  # (B, H, N, k hd)
+        return _sum_shifted(mixed if token_mask is None else mixed * token_mask[..., None], v.shape[-1])
 
 
-def widen(v: Tensor, taps: Tensor) -> Tensor:
-    """sum_b D[a, b] shift_-b(v) for every row a of the kernel, side by side.
+def _convolve_values(v: Tensor, taps: Tensor) -> Tensor:
+    """Return sum_b D[a, b] shift_-b(v) for every kernel row a, concatenated along the width.
 
     Shape: v (B, H, N, hd), taps (H, k, k) -> (B, H, N, k hd)
     """
@@ -47,19 +60,19 @@ def widen(v: Tensor, taps: Tensor) -> Tensor:
     return moved.unflatten(1, (H, k)).transpose(2, 3).flatten(3)
 
 
-def gather(wide: Tensor, width: int) -> Tensor:
-    """sum_a shift_a of the a-th part. Shape: wide (B, H, N, k hd) -> (B, H, N, hd)"""
+def _sum_shifted(wide: Tensor, width: int) -> Tensor:
+    """Sum the k parts of the width, part a shifted by a tokens. Shape: wide (B, H, N, k hd) -> (B, H, N, hd)"""
     parts = wide.unflatten(-1, (-1, width))  # (B, H, N, k, hd)
     N, k = parts.shape[2:4]
     padded = F.pad(parts, (0, 0, 0, 0, k // 2, k // 2))
     return sum((padded[:, :, a : a + N, a] for a in range(1, k)), padded[:, :, :N, 0])
 
 
-def _attend_wide(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
-    """softmax(scale q k^T) values, without its map, for values of any width.
+def _attend_wide_values(q: Tensor, k: Tensor, values: Tensor, mask: Tensor | None, drop: float, scale: float) -> Tensor:
+    """Return softmax(scale q k^T) values for values of any width, without forming the map.
 
-    Torch's kernel for the CPU wants one width for all, those for GPUs want multiples of 8, or else they form the map;
-    zeros make them so.
+    Torch's fused CPU kernel requires q, k and v of one width, and its GPU kernels widths that are multiples of 8;
+    otherwise they form the map. Zero padding meets both requirements.
 
     Shape: q, k (B, H, N, hd), values (B, H, N, D) -> (B, H, N, D)
     """

@@ -1,4 +1,4 @@
-"""The convolutional half of CoAtNet: pre-activation inverted bottlenecks with squeeze and excitation, and the stem."""
+"""Convolution blocks of CoAtNet: pre-activation inverted bottlenecks with squeeze-and-excitation, and the stem."""
 
 import copy
 import math
@@ -13,76 +13,85 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from isomorph.layers.affine_chain import uses_batch
+from isomorph.layers.affine_chain import uses_batch_statistics
 from isomorph.layers.chunked import (
-    by_images,
-    images_within,
-    in_eager_mode,
-    watched,
+    chunk_size,
+    has_inner_hooks,
+    is_eager,
+    run_in_chunks,
 )
 
-CACHED_BYTES = 8 * 2**20
-"""The widest map of the images that a block takes at a time in evaluation: more than this is fetched page by page."""
+FEATURE_CHUNK_BYTES = 8 * 2**20
+"""Most bytes of a block's largest feature map in evaluation on a CPU: above this, allocation is slow, page by page."""
 
 
-def activation(width: int) -> nn.Module:
-    """What folding leaves of a norm with its activation."""
+def gelu_without_norm(width: int) -> nn.Module:
+    """Return a GELU: what remains of a norm with activation once the norm is folded into a convolution.
+
+    `width` is accepted because it replaces a norm layer's constructor.
+    """
     return nn.GELU()
 
 
-def _sees_the_batch(module: nn.Module) -> bool:
-    """Whether a norm inside looks at the whole batch, or a hook would see it come in parts."""
-    return watched(module) or any(map(uses_batch, module.modules()))
+def _needs_whole_batch(module: nn.Module) -> bool:
+    """True if a norm in the module uses batch statistics, or a hook would notice that the batch comes in chunks."""
+    return has_inner_hooks(module) or any(map(uses_batch_statistics, module.modules()))
 
 
-def _some_at_a_time(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
-    """function(x) in parts where that is faster and nothing tells: in evaluation on a CPU, with no hook inside.
+def _run_chunked(module: nn.Module, function: Callable[[Tensor], Tensor], first: nn.Conv2d, x: Tensor) -> Tensor:
+    """Compute function(x) in chunks of images where that is faster and unobservable: CPU evaluation without hooks.
 
-    `first` is the convolution whose map is the largest. Shape: x (B, C, H, W) -> (B, ...)
+    `first` is the convolution with the largest feature map. Shape: x (B, C, H, W) -> (B, ...)
     """
-    traced = isinstance(x, Proxy) or not in_eager_mode()
-    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or _sees_the_batch(module):
+    traced = isinstance(x, Proxy) or not is_eager()
+    if traced or x.device.type != "cpu" or torch.is_grad_enabled() or _needs_whole_batch(module):
         return function(x)
-    numbers = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
-    return by_images(function, images_within(CACHED_BYTES, numbers, x), x)
+    elements = first.out_channels * math.prod(x.shape[-2:]) // math.prod(first.stride)
+    return run_in_chunks(function, chunk_size(FEATURE_CHUNK_BYTES, elements, x), x)
 
 
 class MaxPool(nn.Module):
-    """Maximum of every 2 x 2 places, at the rim of those there are: as many places as a stride of 2 leaves.
+    """Max pooling over 2 x 2 windows that also covers the last row and column of odd sizes.
+
+    The output has as many positions as a convolution of stride 2 would give.
 
     Shape: x (B, C, H, W) -> (B, C, ceil(H / 2), ceil(W / 2))
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():  # the same, and torch proves its size where an export leaves the map's open
+        if (
+            torch.compiler.is_exporting()
+        ):  # the same values; torch can derive this output size if the export leaves sizes open
             return F.max_pool2d(F.pad(x, (0, 1, 0, 1), mode="replicate"), 2)
         return F.max_pool2d(x, 2, ceil_mode=True)
 
 
-def pool(stride: int) -> nn.Module:
-    """Halves a map, or leaves it."""
+def make_pool(stride: int) -> nn.Module:
+    """Return max pooling for stride 2, the identity for stride 1."""
     return MaxPool() if stride == 2 else nn.Identity()
 
 
-def shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
-    """Proj(Pool(x)), as much of it as the shapes need. Shape: (B, dim, H, W) -> (B, dim_out, H / stride, W / stride)
+def make_shortcut(dim: int, dim_out: int, stride: int) -> nn.Module:
+    """Return Proj(Pool(x)), without the parts that the shapes do not require.
 
+    Shape: (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
     Source: CoAtNet eq. 4 and 5
     """
-    return pool(stride) if dim == dim_out else nn.Sequential(pool(stride), nn.Conv2d(dim, dim_out, 1))
+    return make_pool(stride) if dim == dim_out else nn.Sequential(make_pool(stride), nn.Conv2d(dim, dim_out, 1))
 
 
 class InvertedBottleneck(nn.Module):
-    """Widen, look around, weigh the channels, narrow; a subclass says in which norm.
+    """Inverted bottleneck: expand, depthwise convolution, reweight the channels, project; subclasses choose the norm.
 
     y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
 
-    It is `expand_ratio` times `dim_out` wide, its squeeze and excitation `se_ratio` times. `stride_on`: "expand" halves
-    in the first 1x1 convolution (the paper's choice), "depthwise" in the 3x3 (Table 9: slower, better in small models).
+    The block is `expand_ratio` times `dim_out` wide, its squeeze-and-excitation (SE) `se_ratio` times. `stride_on`:
+    "expand" puts the stride on the first 1x1 convolution (the paper's choice), "depthwise" on the 3x3 convolution
+    (Table 9: slower, better in small models).
 
     Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
-    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is the one that gives the published sizes
-    Raises: ValueError for a stride but 1 and 2, a ratio that is not positive, or an unknown place of the stride.
+    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is chosen to give the published model sizes
+    Raises: ValueError for a stride other than 1 and 2, a ratio that is not positive, or an unknown `stride_on`.
     """
 
     norm_layer: ClassVar[Any]
@@ -103,7 +112,7 @@ class InvertedBottleneck(nn.Module):
             raise ValueError(f"stride_on {stride_on!r} is unknown; choose 'expand' or 'depthwise'")
         if stride not in (1, 2) or expand_ratio <= 0 or se_ratio <= 0:
             given = f"stride {stride}, expand_ratio {expand_ratio:g}, se_ratio {se_ratio:g}"
-            raise ValueError(f"{given}: the stride must be 1 or 2, the ratios above 0")
+            raise ValueError(f"{given}: stride must be 1 or 2, expand_ratio and se_ratio above 0")
         dim_out = dim_out or dim
         width = int(expand_ratio * dim_out)
         first, second = (stride, 1) if stride_on == "expand" else (1, stride)
@@ -115,32 +124,50 @@ class InvertedBottleneck(nn.Module):
         self.se = SqueezeExcite(width, rd_channels=max(1, int(se_ratio * dim_out)), act_layer=nn.GELU)
         self.project = nn.Conv2d(width, dim_out, 1)
         self.drop_path = DropPath(drop_path)
-        self.shortcut = shortcut(dim, dim_out, stride)
+        self.shortcut = make_shortcut(dim, dim_out, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _some_at_a_time(self, self.block, self.expand, x)
+        return _run_chunked(self, self.forward_chunk, self.expand, x)
 
-    def block(self, x: Tensor) -> Tensor:
-        """The formula. Shape: as `forward`"""
+    def forward_chunk(self, x: Tensor) -> Tensor:
+        """Compute the formula. Shape: as `forward`"""
         y = self.norm1(self.expand(self.norm(x)))  # (B, width, H, W)
         y = self.norm2(self.depthwise(y))
         return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
 
 
 class FusedMBConv(InvertedBottleneck):
-    """The block without norms, for inference: what `MBConv.fuse` gives.
+    """An MBConv block with its norms folded away, for inference: the result of `MBConv.fuse`.
 
-    Formula, shapes and source are InvertedBottleneck's.
+    Formula, shapes and source as `InvertedBottleneck`.
     """
 
     norm_layer = nn.Identity
-    norm_act_layer = staticmethod(activation)
+    norm_act_layer = staticmethod(gelu_without_norm)
 
 
 class MBConv(InvertedBottleneck):
-    """The block with BatchNorm, which folds into the convolutions.
+    """The convolution block of CoAtNet, MobileNet's inverted bottleneck with BatchNorm before each convolution.
 
-    Formula, shapes and source are InvertedBottleneck's.
+    It mixes neighbouring positions cheaply, with a depthwise convolution, and reweights channels by what the whole
+    feature map contains (squeeze-and-excitation, SE):
+
+        y = shortcut(x) + project(SE(norm2(depthwise(norm1(expand(norm(x)))))))        (norm1 and norm2 end in GELU)
+
+    `expand_ratio` and `se_ratio` are the widths of the block and of the SE relative to `dim_out`. `stride_on`: "expand"
+    puts the stride on the first 1x1 convolution (the paper's choice), "depthwise" on the 3x3 convolution (Table 9).
+
+    Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
+    Source: CoAtNet A.1, eq. 5, Table 3; the width of the SE is chosen to give the published model sizes
+    Raises: ValueError for a stride other than 1 and 2, a ratio that is not positive, or an unknown `stride_on`.
+
+    Example:
+        >>> block = iso.layers.MBConv(dim=16, dim_out=32, stride=2)
+        >>> block(torch.randn(2, 16, 9, 9)).shape
+        torch.Size([2, 32, 5, 5])
+        >>> fused = block.eval().fuse()  # for inference: BatchNorm folded into the convolutions
+        >>> isinstance(fused.norm1, torch.nn.GELU)
+        True
     """
 
     norm_layer = nn.BatchNorm2d
@@ -148,25 +175,33 @@ class MBConv(InvertedBottleneck):
 
     @torch.no_grad()
     def fuse(self) -> InvertedBottleneck:
-        """The block in eval mode, its norms folded in float64: three passes over maps fewer.
+        """Return the block in eval mode with its norms folded in float64, which saves three passes over feature maps.
 
-        What was recast inside is fused first; where it still is no convolution then, the norms stay.
+        Recast layers inside are fused first; if they are still not convolutions after that, the norms stay.
         """
-        twin: Any = _fuse_inside(copy.deepcopy(self).double().eval())
-        if not folds(twin.expand, twin.depthwise):
-            return twin.to(self.norm.weight.dtype)
-        fused = FusedMBConv(1)  # every part is replaced
-        fused.expand = _fold_after(_fold_before(twin.norm, twin.expand), twin.norm1)
-        fused.depthwise = _fold_after(twin.depthwise, twin.norm2)
+        copied: Any = _fuse_inside(copy.deepcopy(self).double().eval())
+        if not _are_convolutions(copied.expand, copied.depthwise):
+            return copied.to(self.norm.weight.dtype)
+        fused = FusedMBConv(1)  # every submodule is replaced below
+        fused.expand = _fold_after(_fold_before(copied.norm, copied.expand), copied.norm1)
+        fused.depthwise = _fold_after(copied.depthwise, copied.norm2)
         for name in ("se", "project", "drop_path", "shortcut"):
-            setattr(fused, name, getattr(twin, name))
+            setattr(fused, name, getattr(copied, name))
         return fused.to(self.norm.weight.dtype).eval()
 
 
 class LayerNormMBConv(InvertedBottleneck):
-    """The block with LayerNorm over the channels of every place (CoAtNet Table 8).
+    """The convolution block of CoAtNet with LayerNorm over the channels of every position instead of BatchNorm.
 
-    Formula, shapes and source are InvertedBottleneck's.
+    Formula, arguments, shapes and errors as `MBConv`. It has no batch statistics, so its output does not depend on the
+    other images of a batch; it cannot be fused.
+
+    Source: CoAtNet Table 8
+
+    Example:
+        >>> block = iso.layers.LayerNormMBConv(dim=16, dim_out=32, stride=2)
+        >>> block(torch.randn(2, 16, 8, 8)).shape
+        torch.Size([2, 32, 4, 4])
     """
 
     norm_layer = LayerNorm2d
@@ -174,39 +209,39 @@ class LayerNormMBConv(InvertedBottleneck):
 
 
 def _fuse_inside(module: nn.Module) -> nn.Module:
-    """Replaces whatever has a fused form inside a module in eval mode by it."""
+    """Replace every submodule that has a fused form by it, and put the module into eval mode."""
     for name, child in module.named_children():
         fuse = getattr(child, "fuse", None)
         setattr(module, name, fuse() if callable(fuse) else _fuse_inside(child))
     return module.eval()
 
 
-def folds(*layers: nn.Module) -> bool:
-    """Whether a norm beside these layers folds into them: they are convolutions, not attention in their place."""
+def _are_convolutions(*layers: nn.Module) -> bool:
+    """True if all layers are convolutions, so that norms next to them can be folded."""
     return all(isinstance(layer, nn.Conv2d) for layer in layers)
 
 
 def _fold_after(conv: nn.Conv2d, norm: Any) -> nn.Conv2d:
-    """A convolution that gives what the norm after it gives; as trainable as it was, its bias too."""
+    """Fold the norm that follows a convolution into it; the new bias requires gradients if the weight does."""
     folded = fuse_conv_bn_eval(conv, norm)
     folded.bias.requires_grad_(conv.weight.requires_grad)  # type: ignore[union-attr]
     return folded
 
 
 def _fold_before(norm: Any, conv: nn.Conv2d) -> nn.Conv2d:
-    """A 1x1 convolution that reads what the norm before it reads: W (s x + t) = (W s) x + W t."""
+    """Fold the norm before a 1x1 convolution into it: W (s x + t) = (W s) x + W t."""
     scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)  # (C,)
     shift = norm.bias - norm.running_mean * scale
     folded = copy.deepcopy(conv)
     bias = (conv.weight.flatten(1) @ shift) + (0 if conv.bias is None else conv.bias)
-    learns = conv.weight.requires_grad
-    folded.weight = nn.Parameter(conv.weight * scale[:, None, None], learns)
-    folded.bias = nn.Parameter(bias, learns)
+    trainable = conv.weight.requires_grad
+    folded.weight = nn.Parameter(conv.weight * scale[:, None, None], trainable)
+    folded.bias = nn.Parameter(bias, trainable)
     return folded
 
 
 class Stem(nn.Module):
-    """Two 3x3 convolutions, the first strided: what an image becomes before the first stage.
+    """The first layers of the network: two 3x3 convolutions, the first of them strided.
 
     y = conv2(norm(conv1(x)))        (the norm, which a subclass chooses, ends in GELU)
 
@@ -223,36 +258,36 @@ class Stem(nn.Module):
         self.conv2 = nn.Conv2d(dim, dim, 3, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _some_at_a_time(self, self.block, self.conv1, x)
+        return _run_chunked(self, self.forward_chunk, self.conv1, x)
 
-    def block(self, x: Tensor) -> Tensor:
-        """The formula. Shape: as `forward`"""
+    def forward_chunk(self, x: Tensor) -> Tensor:
+        """Compute the formula. Shape: as `forward`"""
         return self.conv2(self.norm(self.conv1(x)))
 
 
 class FusedStem(Stem):
-    """The stem without its norm, for inference."""
+    """The stem without a norm, for inference."""
 
-    norm_act_layer = staticmethod(activation)
+    norm_act_layer = staticmethod(gelu_without_norm)
 
 
 class BatchNormStem(Stem):
-    """The stem with BatchNorm, which folds."""
+    """The stem with BatchNorm, which `fuse` folds into the first convolution."""
 
     norm_act_layer = MBConv.norm_act_layer
 
     @torch.no_grad()
     def fuse(self) -> Stem:
-        """The stem in eval mode, its norm folded in float64, what was recast inside fused first."""
-        twin: Any = _fuse_inside(copy.deepcopy(self).double().eval())
-        if not folds(twin.conv1):
-            return twin.to(self.norm.weight.dtype)
-        fused = FusedStem(1, 1)  # every part is replaced
-        fused.conv1, fused.conv2 = _fold_after(twin.conv1, twin.norm), twin.conv2
+        """Return the stem in eval mode with its norm folded in float64; recast layers inside are fused first."""
+        copied: Any = _fuse_inside(copy.deepcopy(self).double().eval())
+        if not _are_convolutions(copied.conv1):
+            return copied.to(self.norm.weight.dtype)
+        fused = FusedStem(1, 1)  # every submodule is replaced below
+        fused.conv1, fused.conv2 = _fold_after(copied.conv1, copied.norm), copied.conv2
         return fused.to(self.norm.weight.dtype).eval()
 
 
 class LayerNormStem(Stem):
-    """The stem with LayerNorm over the channels of every place."""
+    """The stem with LayerNorm over the channels of every position."""
 
     norm_act_layer = LayerNormMBConv.norm_act_layer

@@ -1,7 +1,7 @@
-"""Mean and covariance of the tokens a layer reads: all that BatchNorm after linear layers ever asks about them.
+"""Mean and covariance of the tokens that a layer reads, from which all BatchNorm statistics of linear chains follow.
 
-For h = A (x - mean) + c over the tokens of a batch: mean(h) = c and var(h) = diag(A S A^T), S the covariance of x. So
-the statistics of every hidden unit of a chain of linear layers follow from (mean, S), in weight space, without h.
+For h = A (x - mean) + c over the tokens of a batch: mean(h) = c and var(h) = diag(A S A^T), with S the covariance of x.
+So the statistics of every hidden unit of a chain of linear layers follow from (mean, S), without computing h.
 
 Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
 """
@@ -14,20 +14,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-NARROWEST_STRIP = 96
-"""Symmetric products are computed in up to four strips from the diagonal on (0.6 of the work), none narrower."""
+MIN_STRIP_WIDTH = 96
+"""Narrowest strip of a symmetric product, which is computed in up to four strips to save 0.4 of the work."""
 
-
-ROUNDING = 4
-"""Units of rounding of the sum of its terms below which a variance is not known."""
+VARIANCE_FLOOR_ULPS = 4
+"""Smallest variance that can be told from 0, in rounding units of the sum of its terms."""
 
 
 class Moments(NamedTuple):
-    """First and second moments of what a layer reads. Shape: mean (G, C), covariance (G, C, C)
+    """First and second moments of the tokens that a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
-    `source` is the input to go on with: less its mean where every position reads whole channels (`offset` None), else
-    as it came, with `offset` the mean of what is read of it. `total` is the number of tokens, over all processes where
-    these share statistics.
+    `source` is the input for the layer. If every position reads whole channels, the mean is subtracted from it and
+    `offset` is None; otherwise it is unchanged and `offset` is the mean. `total` is the number of tokens, over all
+    processes if these share statistics.
     """
 
     source: Tensor
@@ -38,7 +37,7 @@ class Moments(NamedTuple):
 
 
 class Window(NamedTuple):
-    """The patches that a convolution reads as its tokens."""
+    """The window of a convolution: the patches that it reads as its tokens."""
 
     kernel_size: tuple[int, int]
     stride: tuple[int, int]
@@ -47,45 +46,51 @@ class Window(NamedTuple):
     groups: int
 
     @property
-    def pointwise(self) -> bool:
+    def is_pointwise(self) -> bool:
+        """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
-    """What each output position reads. Shape: x (*, C) -> (M, C), or x (B, C, H, W) -> (M, C k k), (G, M, C k k / G)"""
+    """Return the inputs of each output position as tokens.
+
+    Shape: x (*, C) -> (M, C); with a window x (B, C, H, W) -> (M, C k k), or (G, M, C k k / G) with groups
+    """
     if window is None:
         return x.flatten(0, -2)  # (M, C)
     groups = window.groups
     patches = (
-        x.flatten(2) if window.pointwise else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
+        x.flatten(2)
+        if window.is_pointwise
+        else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
     )
     if groups == 1:
         return patches.transpose(1, 2).flatten(0, 1)  # (B L, C k k)
     return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)
 
 
-def _spread_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
-    """The adjoint of `read_tokens`: every token's values added where they were read. Shape: -> `shape`"""
+def _scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
+    """Add every token's values where they were read: the adjoint of `read_tokens`. Shape: -> `shape`"""
     if window is None:
         return tokens.view(shape)
     batch, rest = shape[0], tokens.shape[:-2]
     patches = tokens.unflatten(-2, (batch, tokens.shape[-2] // max(batch, 1)))  # (G, B, L, C k k / G)
     patches = patches.permute(1, 0, 3, 2).flatten(1, 2) if rest else patches.transpose(1, 2)  # (B, C k k, L)
-    if window.pointwise or not batch:
-        return patches.reshape(shape)  # torch's fold takes no empty batch
+    if window.is_pointwise or not batch:
+        return patches.reshape(shape)  # torch's fold does not accept an empty batch
     return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
 
 
 def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right where that is known to be symmetric: strips from the diagonal on, then mirrored.
+    """Return left^T right, known to be symmetric: compute strips right of the diagonal and mirror them.
 
     Shape: left, right (M, C) -> (C, C); groups may lead
     """
     width = right.shape[-1]
-    step = max(NARROWEST_STRIP, -(-width // 4))
+    step = max(MIN_STRIP_WIDTH, -(-width // 4))
     if step >= width or right.ndim > 2:
         return left.mT @ right
-    product = left.new_empty(width, width)  # in vmap it is the left one that is sure to differ by sample
+    product = left.new_empty(width, width)  # from left: under vmap it is the one that always has a sample axis
     for start in range(0, width, step):
         stop = min(start + step, width)
         strip = left[:, start:stop].mT @ right[:, start:]
@@ -95,21 +100,22 @@ def _symmetric_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scale_by(gradient: Tensor, factor: Any) -> Tensor:
-    """The product, in place where no second derivative is to be taken."""
+    """Return the product, computed in place unless a second derivative may be needed."""
     return gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
 
 
-def _sum_over(group: Any, *tensors: Tensor) -> None:
-    """Sums over the processes of a group, in place. None: this process alone."""
+def _all_reduce(group: Any, *tensors: Tensor) -> None:
+    """Sum tensors over the processes of a group, in place; None stands for this process alone."""
     if group is not None:
         for tensor in tensors:
             dist.all_reduce(tensor, group=group)
 
 
-class Measure(torch.autograd.Function):
-    """x -> x (less its mean, in the type `centred_as`, if any), mean and covariance of its tokens; keeps only that x.
+class MeasureMoments(torch.autograd.Function):
+    """Compute mean and covariance of the tokens of x; if `centred_as` is a dtype, also x minus its mean in that dtype.
 
-    Backwards, with K = (dS + dS^T) / M, every token gets (token - mean) K + d_mean / M.
+    Only that x is saved for backward. With K = (dS + dS^T) / M, the gradient of a token is (token - mean) K + d_mean /
+    M.
 
     Shape: x (*, C) or (B, C, H, W) -> as x, (G, C), (G, C, C)
     """
@@ -122,11 +128,11 @@ class Measure(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens = read_tokens(x, window).to(torch.promote_types(x.dtype, torch.float32))
         mean = tokens.sum(-2) / count
-        _sum_over(group, mean)
+        _all_reduce(group, mean)
         centred = tokens - mean.unsqueeze(-2)
         covariance = _symmetric_product(centred, centred).div_(count)
-        _sum_over(group, covariance)
-        source = _spread_tokens(centred, x.shape, window).to(centred_as) if centred_as else x.view_as(x)
+        _all_reduce(group, covariance)
+        source = _scatter_tokens(centred, x.shape, window).to(centred_as) if centred_as else x.view_as(x)
         return source, mean, covariance
 
     @staticmethod
@@ -138,77 +144,82 @@ class Measure(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.group is not None and torch.is_grad_enabled():
-            raise RuntimeError("statistics that several processes share have first derivatives only")
+            raise RuntimeError(
+                "statistics shared by several processes have no second derivatives; do not use create_graph=True"
+            )
         source, mean = ctx.saved_tensors
         slope = (d_covariance + d_covariance.mT) / ctx.count  # (G, C, C)
         tokens = read_tokens(source, ctx.window).to(slope.dtype)
         if ctx.centring:
             d_mean = d_mean - read_tokens(d_source, ctx.window).to(slope.dtype).sum(-2)
         shift = d_mean / ctx.count
-        _sum_over(ctx.group, shift, slope)
+        _all_reduce(ctx.group, shift, slope)
         if not ctx.centring:
             shift = shift - (mean.unsqueeze(-2) @ slope).squeeze(-2)
         d_tokens = (torch.addmm if tokens.ndim == 2 else torch.baddbmm)(shift.unsqueeze(-2), tokens, slope)
-        d_x = d_source.to(ctx.dtype) + _spread_tokens(d_tokens, source.shape, ctx.window).to(ctx.dtype)
+        d_x = d_source.to(ctx.dtype) + _scatter_tokens(d_tokens, source.shape, ctx.window).to(ctx.dtype)
         return d_x, None, None, None, None
 
 
-def full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Statistics and weight-space products are computed as they are written, under autocast too."""
+def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast: statistics and products of weights keep the dtype of their inputs."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
-def measure(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
-    """Mean and covariance of what a layer reads, in float32 at least, over the processes of `group` where one is given.
+def measure_moments(x: Tensor, window: Window | None = None, group: Any = None) -> Moments:
+    """Return the mean and covariance of what a layer reads, in float32 at least.
+
+    They are taken over the processes of `group` if it is given.
 
     Shape: x (*, C), or (B, C, H, W) with the window of a convolution
-
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
     """
     count = _count_tokens(x, window)
     if group is not None:
         counts = torch.tensor([count], device=x.device)
-        _sum_over(group, counts)
+        _all_reduce(group, counts)
         count = int(counts.item())
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    centred_as = product_dtype(x) if window is None or (window.pointwise and window.groups == 1) else None
-    with full_precision(x.device):
-        source, mean, covariance = Measure.apply(x, window, centred_as, max(count, 1), group)  # no tokens: all zero
+    centred_as = autocast_dtype(x) if window is None or (window.is_pointwise and window.groups == 1) else None
+    with disable_autocast(x.device):
+        source, mean, covariance = MeasureMoments.apply(
+            x, window, centred_as, max(count, 1), group
+        )  # max: no tokens give zeros
     return Moments(source, mean, covariance, None if centred_as else mean, count)
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a linear layer on x is computed: autocast's, or that of x."""
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which torch computes a linear layer on x: autocast's if enabled, otherwise that of x."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(kind)
 
 
-def within_range(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight in another type, at its largest number where it would overflow: infinity times 0 is no number."""
+def cast_clamped(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a weight, clamped to the range of the new dtype: an overflow to infinity would turn 0 inputs into NaN."""
     limit = torch.finfo(dtype).max
     return (weight if limit >= torch.finfo(weight.dtype).max else weight.clamp(-limit, limit)).to(dtype)
 
 
 def _count_tokens(x: Tensor, window: Window | None) -> int:
-    """M, the tokens of `read_tokens`."""
+    """Return the number of tokens that `read_tokens` gives."""
     if window is None:
         return x.shape[:-1].numel()
-    places = 1
+    positions = 1
     for size, k, s, p, d in zip(x.shape[-2:], *window[:4], strict=True):
-        places *= (size + 2 * p - d * (k - 1) - 1) // s + 1
-    return x.shape[0] * places
+        positions *= (size + 2 * p - d * (k - 1) - 1) // s + 1
+    return x.shape[0] * positions
 
 
-class RowVariance(torch.autograd.Function):
-    """diag(A S A^T), keeping A and S only: A S is one small product away.
+class _RowVariance(torch.autograd.Function):
+    """Compute diag(A S A^T), saving only A and S: A S is recomputed with one small product.
 
-    Never below what rounding makes of it, a few units of diag(A diag(S) A^T): channels that cancel almost wholly would
-    else come out as 0 and be blown up. Such a row is held there, and has no gradient.
+    The result is at least a few rounding units of diag(A diag(S) A^T). Without that floor, channels that cancel almost
+    exactly would get variance 0, and BatchNorm would amplify them. A row at the floor gets no gradient.
 
-    Shape: weight A (G, out, C), covariance S (G, C, C) -> (G, out), and which are known
+    Shape: weight A (G, out, C), covariance S (G, C, C) -> variance (G, out), and a mask of the rows above the floor
     """
 
     generate_vmap_rule = True
@@ -217,7 +228,7 @@ class RowVariance(torch.autograd.Function):
     def forward(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         variance = (weight @ covariance).mul_(weight).sum(-1)  # (G, out)
         spread = covariance.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (G, C, 1)
-        floor = (weight.square() @ spread).squeeze(-1).mul_(ROUNDING * torch.finfo(weight.dtype).eps)
+        floor = (weight.square() @ spread).squeeze(-1).mul_(VARIANCE_FLOOR_ULPS * torch.finfo(weight.dtype).eps)
         return torch.maximum(variance, floor), variance >= floor
 
     @staticmethod
@@ -227,15 +238,15 @@ class RowVariance(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None]:
-        weight, covariance, known = ctx.saved_tensors
-        scaled = weight * (grad * known).unsqueeze(-1)  # (G, out, C)
+        weight, covariance, above_floor = ctx.saved_tensors
+        scaled = weight * (grad * above_floor).unsqueeze(-1)  # (G, out, C)
         d_weight = _scale_by(scaled @ covariance, 2) if ctx.needs_input_grad[0] else None
         d_covariance = _symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
         return d_weight, d_covariance
 
 
-class ScaledProduct(torch.autograd.Function):
-    """(W diag(scale)) A, keeping W, scale and A only.
+class _ScaledProduct(torch.autograd.Function):
+    """Compute (W diag(scale)) A, saving only W, scale and A.
 
     Shape: W (G, out, hidden), scale (G, hidden), A (G, hidden, C) -> (G, out, C)
     """
@@ -260,10 +271,13 @@ class ScaledProduct(torch.autograd.Function):
 
 
 def row_variance(weight: Tensor, covariance: Tensor) -> Tensor:
-    """Variance of every output of a linear layer over the batch. Shape: (G, out, C), (G, C, C) -> (G, out)"""
-    return RowVariance.apply(weight, covariance)[0]
+    """Return the variance of every output of a linear layer over the batch.
+
+    Shape: weight (G, out, C), covariance (G, C, C) -> (G, out)
+    """
+    return _RowVariance.apply(weight, covariance)[0]
 
 
 def scaled_product(weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
-    """(W diag(scale)) A. Shape: (G, out, hidden), (G, hidden), (G, hidden, C) -> (G, out, C)"""
-    return ScaledProduct.apply(weight, scale, inner)
+    """Return (W diag(scale)) A. Shape: (G, out, hidden), (G, hidden), (G, hidden, C) -> (G, out, C)"""
+    return _ScaledProduct.apply(weight, scale, inner)

@@ -1,9 +1,11 @@
 """Positional self-attention on tokens (ConViT eq. 4): content and position in one softmax, the ablation of GPSA.
 
-    A_h = softmax(q_h k_h^T / sqrt(d) + v_pos_h . r)
+    A_h = softmax(q_h k_h^T / sqrt(hd) + v_pos_h . r)
 
-The larger of the two terms decides alone where a head attends; GPSA (`gpsa.py`) sums two softmaxes instead, so that a
-gate can weigh them. Letters: B batch, N tokens, C channels, nh heads, hd head width.
+The larger of the two terms alone decides where a head attends. GPSA (`gpsa.py`) mixes two softmaxes instead, so that a
+gate can weigh them.
+
+Letters: B batch, N tokens, C channels, nh heads, hd head width.
 """
 
 import math
@@ -14,11 +16,11 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.grid import axis_offsets, square_window, window_centres
-from isomorph.layers.position import geometry_dtype
+from isomorph.layers.positional_attention import geometry_dtype
 
 
 def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
-    """v_pos . (dx, dy, dx^2 + dy^2) for every query and key: the sum of a part along rows and one along columns.
+    """Return v_pos . (dx, dy, dx^2 + dy^2) for every query and key, as the sum of a row part and a column part.
 
     Shape: position (nh, 3) -> (nh, H W, H W)
     """
@@ -32,18 +34,27 @@ def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 @register_notrace_module
 class PSA(nn.Module):
-    """Positional self-attention on tokens: each head adds scores of content and of position in one softmax.
+    """Self-attention with a learnt position score for each head, which can start out local like a convolution.
 
-    y = proj(softmax(q k^T / sqrt(hd) + v_pos . (dx, dy, dx^2 + dy^2)) v)
+    It is GPSA without the gate: each head adds the scores of content and position before one softmax.
+
+        y = proj(softmax(q k^T / sqrt(hd) + v_pos . (dx, dy, dx^2 + dy^2)) v)
 
     Parameters, arguments and initialisation are those of GPSA without gates and prefix tokens: `position` holds v_pos,
-    and head h starts on tap h of a sqrt(nh) x sqrt(nh) window with strength `locality`. `grid_size` (H, W) is that of
-    the tokens; pass another one to `forward` at any call.
+    and head h starts at tap h of a sqrt(nh) x sqrt(nh) window with sharpness `locality`. `grid_size` (H, W) is the grid
+    of the tokens; pass another one to `forward` at any call.
 
     Shape: x (B, N, C) -> (B, N, C) with N = H W
     Source: ConViT eq. 4 and 5; differs: 1/sqrt(hd) as in GPSA; W_qry and W_key keep their usual initialisation, since
-    at 0 the gradient of each is 0 and they would stay there; taps row-major, any rectangle.
-    Raises: ValueError when nh is not a square, does not divide C, or N is not H W.
+    at 0 the gradient of each is 0 and they would stay there; taps row-major, any rectangle
+    Raises: ValueError if the number of heads is not a square or does not divide C, or if N is not H W.
+
+    Example:
+        >>> layer = iso.layers.PSA(dim=32, num_heads=4, grid_size=(6, 8))
+        >>> layer(torch.randn(2, 48, 32)).shape
+        torch.Size([2, 48, 32])
+        >>> layer.attention(torch.randn(1, 20, 32), grid_size=(4, 5)).shape
+        torch.Size([1, 4, 20, 20])
     """
 
     def __init__(
@@ -68,52 +79,53 @@ class PSA(nn.Module):
 
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0) -> None:
-        """Puts every head on its tap with the given locality, and the values to the identity (ConViT eq. 5)."""
+        """Centre every head on its tap with the given locality, and set the values to the identity (ConViT eq. 5)."""
         nn.init.eye_(self.v.weight)
         row, column = window_centres(square_window(self.num_heads)).unbind(1)
         self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
 
     @property
     def locality(self) -> Tensor:
-        """Strength of each head's pull to its centre; not positive where a head has lost its centre. Shape: -> (nh,)"""
+        """Sharpness of each head's position score; not positive where a head has no centre. Shape: -> (nh,)"""
         return -self.position[:, 2]
 
     @property
     def centre(self) -> Tensor:
-        """Offset (row, column) whose score of position is highest; NaN where there is none. Shape: -> (nh, 2)"""
+        """Offset (row, column) with the highest position score of each head; NaN without one. Shape: -> (nh, 2)"""
         locality = self.locality[:, None]
         return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
     def no_weight_decay(self) -> set[str]:
-        """Decay would pull the centres and strengths to 0."""
+        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
         return {"position"}
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
+        """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return q, k
 
-    def bias(self, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
-        """Scores of position, the same for all images. Shape: x (B, N, C) -> (1, nh, N, N)"""
+    def position_bias(self, x: Tensor, grid_size: tuple[int, int] | None) -> Tensor:
+        """Return the position scores, which are the same for all images. Shape: x (B, N, C) -> (1, nh, N, N)"""
         return _quadratic_bias(self.position, self.check_grid(x, grid_size))[None]
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        bias = self.bias(x, grid_size)
+        bias = self.position_bias(x, grid_size)
         q, k = self.queries_keys(x)
         v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, nh, N, hd)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))  # (B, nh, N, hd)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 
     def attention(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
-        """The map that `forward` applies, formed on request.
+        """Return the attention map that `forward` applies; it is formed only here.
 
         Shape: x (B, N, C) -> (B, nh, N, N)
         """
-        bias = self.bias(x, grid_size)
+        bias = self.position_bias(x, grid_size)
         q, k = self.queries_keys(x)
         return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias.to(q.dtype), dim=-1)
 
     def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
         H, W = grid_size or self.grid_size
         if x.shape[1] != H * W:
             raise ValueError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid; pass grid_size=(height, width)")

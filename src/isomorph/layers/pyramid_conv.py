@@ -6,24 +6,37 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.moments import Moments, Window, full_precision, measure, product_dtype, within_range
+from isomorph.layers.moments import Moments, Window, autocast_dtype, cast_clamped, disable_autocast, measure_moments
 from isomorph.layers.pyramid import Pyramid, Rectify
 
 
 class PyramidConv2d(Pyramid):
-    """A convolution as a pyramid of branches that fuses to one nn.Conv2d.
+    """A convolution with extra branches during training, which fuse to one nn.Conv2d for inference.
 
-    y = Rectify(Conv(x) + sum_n f_n(x)), f_n of Conv + BatchNorm, further 1x1 Conv + BatchNorm units, a last 1x1 Conv.
-    A convolution is a linear layer on the patches it reads, and is trained in closed form as such. With `groups` every
-    layer has them, so that a depthwise convolution fuses to a depthwise one.
+    The extra parameters and BatchNorms make training easier; the trained model costs the same as one with a plain
+    convolution.
 
-    The first unit is as wide as the input, or as the rank of the map (min(C k k, out)) where that is more: the patch
-    embedding of an image does not squeeze 768 numbers through 3.
+        y = Rectify(Conv(x) + sum_n f_n(x))
 
-    Shape: x (B, C, H, W) -> (B, out, H', W')
+    Branch f_n is Conv + BatchNorm, further 1x1 Conv + BatchNorm units, and a last 1x1 Conv. A convolution is a linear
+    layer on the patches that it reads, so the arguments `layout`, `rectify`, `affine` and `rescale_by`, and training in
+    closed form, are those of `PyramidLinear`. With `groups`, every layer of a branch is grouped, so that a depthwise
+    convolution fuses to a depthwise one.
+
+    The first unit is as wide as the input, or as the rank of the map (min(C k k, out)) if that is larger: a patch
+    embedding of 768 input values per patch is not squeezed through 3 channels.
+
+    Shape: x (B, C, H, W) -> (B, out, H', W'), sizes as nn.Conv2d
     Source: TDRL eq. 8 and appendix A.3, A.4; differs: computed in closed form, exactly
     Raises: UserError for an unknown layout or rectification, or an input of another shape; ValueError when training on
     a single patch.
+
+    Example:
+        >>> layer = iso.layers.PyramidConv2d(8, 16, kernel_size=3, padding=1)
+        >>> layer(torch.randn(2, 8, 6, 6)).shape
+        torch.Size([2, 16, 6, 6])
+        >>> layer.eval().fuse()
+        Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
     def __init__(
@@ -45,7 +58,7 @@ class PyramidConv2d(Pyramid):
         reads, gives = in_channels // groups, out_channels // groups
         first = max(reads, min(reads * taps, gives)) * groups
         super().__init__(in_channels, out_channels, first, layout, rectify, affine, rescale_by)
-        # under nn.Conv2d's names too: networks read them
+        # also under the names of nn.Conv2d, which networks read
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride, self.padding, self.dilation, self.groups = self.window
 
@@ -58,7 +71,7 @@ class PyramidConv2d(Pyramid):
     def make_norm(self, features: int, affine: bool) -> nn.BatchNorm2d:
         return nn.BatchNorm2d(features, affine=affine)
 
-    def origin(self) -> Tensor:
+    def zero_mean(self) -> Tensor:
         weight = next(self.parameters())
         groups, taps = self.window.groups, self.window.kernel_size[0] * self.window.kernel_size[1]
         reads = self.in_features // groups * taps
@@ -66,25 +79,28 @@ class PyramidConv2d(Pyramid):
         return weight.new_zeros(shape, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def as_filters(self, weight: Tensor) -> Tensor:
-        """Shape: (out, C k k) or (G, out / G, C k k / G) -> (out, C / G, k, k)"""
+        """Reshape a matrix on patches into filters.
+
+        Shape: (out, C k k) or (G, out / G, C k k / G) -> (out, C / G, k, k)
+        """
         return weight.reshape(self.out_features, self.in_features // self.window.groups, *self.window.kernel_size)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_features:
-            raise UserError(f"the pyramid reads (B, {self.in_features}, H, W), the input has shape {tuple(x.shape)}")
+            raise UserError(f"the input has shape {tuple(x.shape)}; the pyramid needs (B, {self.in_features}, H, W)")
         moments: Moments | None = None
         if self.needs_moments:
-            moments = measure(x, self.window, self.group)
+            moments = measure_moments(x, self.window, self.sync_group)
             x = moments.source
-        with full_precision(x.device):
+        with disable_autocast(x.device):
             weight, bias = self.collapse(moments)
-        dtype = product_dtype(x)
-        return F.conv2d(x, within_range(self.as_filters(weight), dtype), bias.flatten().to(dtype), *self.window[1:])
+        dtype = autocast_dtype(x)
+        return F.conv2d(x, cast_clamped(self.as_filters(weight), dtype), bias.flatten().to(dtype), *self.window[1:])
 
     @torch.no_grad()
     def fuse(self) -> nn.Conv2d:
-        """The same function as one nn.Conv2d, computed in float64. Raises: UserError in train mode."""
-        weight, bias = self.collapse_exactly()
+        """Return one nn.Conv2d that computes the same function, fused in float64. Raises: UserError in train mode."""
+        weight, bias = self.collapse_in_float64()
         conv = self.make_linear(self.in_features, self.out_features, reads_input=True).to(next(self.parameters()))
         conv.weight.copy_(self.as_filters(weight))
         conv.bias.copy_(bias.flatten())  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""How a pyramid is born: freshly drawn, or computing a given affine map in eval mode, ready to learn."""
+"""Initialisation of a pyramid: at random, or so that it computes a given affine map and can still be trained."""
 
 from typing import Any
 
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.affine_chain import collapse_chain, matrix, times
+from isomorph.layers.affine_chain import collapse_chain, matvec, weight_matrix
 from isomorph.layers.pyramid import Pyramid
 
 
 @torch.no_grad()
-def draw(pyramid: Pyramid) -> None:
-    """Every linear layer Xavier-uniform without bias, every BatchNorm at rest: the start of a network from scratch.
+def init_random(pyramid: Pyramid) -> None:
+    """Initialise a pyramid for training from scratch: linear layers Xavier-uniform with zero biases, BatchNorms reset.
 
-    Source: MAE, whose code TDRL trains with; the paper itself is silent
+    Source: MAE, whose code TDRL trains with; the paper itself does not say
     """
     for layer in pyramid.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
@@ -27,72 +27,79 @@ def draw(pyramid: Pyramid) -> None:
 
 
 @torch.no_grad()
-def carry(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
-    """Makes the pyramid compute y = weight x + bias in eval mode; its branches are drawn, and free to learn.
+def init_from_affine(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
+    """Initialise a pyramid so that it computes y = weight x + bias in eval mode and its branches can be trained.
 
-    With a skip, the skip carries the map and every branch ends in zeros, so train mode computes it too. Without one the
-    branches share the map. A BatchNorm in the way (on queries and keys, in the naive layout) is at rest for inputs that
-    are white, as behind a LayerNorm: in train mode it normalises by what comes, so recalibrate it on data first.
+    With a skip, the skip computes the map and the last layer of every branch is zero, so train mode gives the same
+    output. Without a skip, the branches share the map. A BatchNorm on the path (on queries and keys, or in the naive
+    layout) is the identity for white inputs, such as the output of a LayerNorm. In train mode it normalises by the
+    actual batch, so recalibrate it on data first.
 
     Shape: weight (out, C), bias (out,), with a leading group axis where there are groups
     """
-    draw(pyramid)
-    weight, bias = weight / pyramid.factor, bias / pyramid.factor
+    init_random(pyramid)
+    weight, bias = weight / pyramid.output_scale, bias / pyramid.output_scale
     if pyramid.skip is not None:
-        assign(pyramid.skip, weight, bias)
+        _set_affine(pyramid.skip, weight, bias)
         for branch in pyramid.branches:
             nn.init.zeros_(branch[-1].weight)  # type: ignore[index]
     else:
-        share(pyramid, weight, bias)
+        _distribute_map(pyramid, weight, bias)
     if pyramid.norm is not None:
-        rest(pyramid.norm, weight, bias)
+        _make_identity(pyramid.norm, weight, bias)
 
 
-def assign(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
-    """Sets a layer's map. Shape: weight (G, out, C), bias (G, out)"""
+def _set_affine(layer: nn.Linear | nn.Conv2d, weight: Tensor, bias: Tensor) -> None:
+    """Set the weight and bias of a layer. Shape: weight (G, out, C), bias (G, out)"""
     layer.weight.copy_(weight.reshape(layer.weight.shape))
     assert layer.bias is not None
     layer.bias.copy_(bias.flatten())
 
 
-def rest(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
-    """Makes a BatchNorm of weight x + bias the identity: statistics of white inputs, undone by its own weights."""
+def _make_identity(norm: _BatchNorm, weight: Tensor, bias: Tensor) -> None:
+    """Set a BatchNorm to the identity on weight x + bias: statistics of white inputs x, undone by its own weights.
+
+    Raises: UserError for a BatchNorm without weights or running statistics.
+    """
     if norm.weight is None or norm.running_mean is None or norm.running_var is None:
-        raise UserError("a BatchNorm without weights or statistics cannot be brought to rest; make the pyramid affine")
+        raise UserError(
+            "a BatchNorm without weights or running statistics cannot be made the identity; use affine=True"
+        )
     norm.running_mean.copy_(bias.flatten())
     norm.running_var.copy_(weight.square().sum(-1).flatten())
     norm.weight.copy_((norm.running_var + norm.eps).sqrt())
     norm.bias.copy_(norm.running_mean)
 
 
-def share(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
-    """Deals the map out to branches without a skip, no two of them alike."""
+def _distribute_map(pyramid: Pyramid, weight: Tensor, bias: Tensor) -> None:
+    """Initialise branches without a skip so that they sum to the map, and no two of them are equal."""
     branches: list[list[Any]] = [list(branch) for branch in pyramid.branches]  # type: ignore[call-overload]
     parts = len(branches)
     if isinstance(branches[0][-1], _BatchNorm):
         noise = torch.randn(parts, *weight.shape).to(weight) * weight.square().mean().sqrt()
         for (linear, norm), extra in zip(branches, noise - noise.mean(0), strict=True):
-            assign(linear, weight / parts + extra, bias / parts)
-            rest(norm, weight / parts + extra, bias / parts)
+            _set_affine(linear, weight / parts + extra, bias / parts)
+            _make_identity(norm, weight / parts + extra, bias / parts)
         return
-    basis = torch.linalg.svd(weight.double(), full_matrices=True).Vh  # (G, C, C), rows that span those of the map first
+    # (G, C, C), first the rows that span those of the map
+    basis = torch.linalg.svd(weight.double(), full_matrices=True).Vh
     for *inner, last in branches:
         for layer in inner:
-            rotate(layer)
-        kept = matrix(inner[0]).shape[-2]
-        turn = torch.linalg.qr(matrix(inner[0]).double()[..., :kept]).Q  # (G, kept, kept)
-        assign(inner[0], turn @ basis[..., :kept, :], bias.new_zeros(turn.shape[:-1]))
+            _init_orthogonal(layer)
+        width = weight_matrix(inner[0]).shape[-2]
+        rotation = torch.linalg.qr(weight_matrix(inner[0]).double()[..., :width]).Q  # (G, width, width)
+        _set_affine(inner[0], rotation @ basis[..., :width, :], bias.new_zeros(rotation.shape[:-1]))
         for layer in inner:
             layer.eval()
-        chain, centre = collapse_chain(inner, None, weight.new_zeros(weight.shape[:-2] + weight.shape[-1:]))
+        chain, inner_bias = collapse_chain(inner, None, weight.new_zeros(weight.shape[:-2] + weight.shape[-1:]))
         outer = weight.double() / parts @ torch.linalg.pinv(chain.double())
-        assign(last, outer, bias / parts - times(outer, centre.double()))
+        _set_affine(last, outer, bias / parts - matvec(outer, inner_bias.double()))
         for layer in inner:
             layer.train(pyramid.training)
 
 
-def rotate(layer: nn.Module) -> None:
-    """Orthonormal rows or columns, group by group, of a linear layer; a BatchNorm is left alone."""
+def _init_orthogonal(layer: nn.Module) -> None:
+    """Initialise a linear layer with orthonormal rows or columns in each group; other layers are unchanged."""
     if not isinstance(layer, nn.Linear | nn.Conv2d):
         return
     for group in layer.weight.view(getattr(layer, "groups", 1), -1, *layer.weight.shape[1:]):

@@ -1,9 +1,9 @@
-"""A linear layer trained as a pyramid of Linear + BatchNorm branches, run as one linear layer on the tokens.
+"""A linear layer trained as a pyramid of Linear + BatchNorm branches, and computed as one linear layer.
 
     y = Rectify(Linear(x) + sum_n f_n(x)),    f_n = n x (Linear + BatchNorm), Linear
 
-The tokens pass through one linear layer in training too: given the mean and covariance of the batch the whole pyramid
-is one affine map (layers/affine_chain.py), with the same output, gradients and running statistics.
+The tokens pass through one linear layer in training too: given the mean and covariance of the batch, the whole pyramid
+is one affine map (layers/affine_chain.py) with the same output, gradients and running statistics.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,40 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers.affine_chain import matrix, times
-from isomorph.layers.moments import Moments, full_precision, measure, product_dtype, within_range
+from isomorph.layers.affine_chain import matvec, weight_matrix
+from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
 from isomorph.layers.pyramid import Pyramid, Rectify
 
 
 class PyramidLinear(Pyramid):
-    """A linear layer with far more weights to train than to run: a pyramid of branches that fuses to one nn.Linear.
+    """A linear layer with extra branches during training, which fuse to one nn.Linear for inference.
 
-    y = Rectify(Linear(x) + sum_n f_n(x)), f_n of as many Linear + BatchNorm units as `layout` says, then a Linear.
+    The extra parameters and BatchNorms make training easier; the trained model costs the same as one with a plain
+    linear layer.
 
-    `layout`: P-WNS, P-WN, R-DLWNS, R-DLWN or naive-WN. `rectify`: batchnorm on the sum (queries and keys), rescale by
-    1 / sqrt(`rescale_by`), which is by default N, or none. `affine`: whether BatchNorm has weights. To BatchNorm, every
-    axis but the last is batch.
+        y = Rectify(Linear(x) + sum_n f_n(x)),    f_n = (Linear + BatchNorm) units, then a Linear
+
+    `layout` names the branches: P-WNS is a pyramid of N branches of depth 1 to N with a skip Linear, P-WN the same
+    without the skip, R-DLWNS and R-DLWN have N branches of depth L, naive-WN has N branches of one unit without a last
+    Linear. `rectify` keeps the scale of the sum: "batchnorm" (for queries and keys), "rescale" by 1 /
+    sqrt(`rescale_by`), by default N, or "none". `affine`: whether the BatchNorms have weights. BatchNorm treats every
+    axis but the last as batch.
 
     Shape: x (*, C) -> (*, out)
     Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly
     Raises: UserError for an unknown layout or rectification, or an input of another width; ValueError when training on
     a single token.
+
+    Example:
+        >>> layer = iso.layers.PyramidLinear(64, 128, layout="P-W2S")
+        >>> x = torch.randn(2, 10, 64)
+        >>> layer(x).shape  # in train mode this updates the BatchNorm statistics
+        torch.Size([2, 10, 128])
+        >>> linear = layer.eval().fuse()
+        >>> linear
+        Linear(in_features=64, out_features=128, bias=True)
+        >>> torch.allclose(linear(x), layer(x), atol=1e-4)
+        True
     """
 
     def __init__(
@@ -52,17 +68,17 @@ class PyramidLinear(Pyramid):
     def make_norm(self, features: int, affine: bool) -> nn.BatchNorm1d:
         return nn.BatchNorm1d(features, affine=affine)
 
-    def origin(self) -> Tensor:
+    def zero_mean(self) -> Tensor:
         weight = next(self.parameters())
         return weight.new_zeros(self.in_features, dtype=torch.promote_types(weight.dtype, torch.float32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_together([self], x)
+        return _apply_jointly([self], x)
 
     @torch.no_grad()
     def fuse(self) -> nn.Linear:
-        """The same function as one nn.Linear, computed in float64. Raises: UserError in train mode."""
-        weight, bias = self.collapse_exactly()
+        """Return one nn.Linear that computes the same function, fused in float64. Raises: UserError in train mode."""
+        weight, bias = self.collapse_in_float64()
         linear = nn.Linear(self.in_features, self.out_features).to(next(self.parameters()))
         linear.weight.copy_(weight)
         linear.bias.copy_(bias)
@@ -71,28 +87,38 @@ class PyramidLinear(Pyramid):
 
 @register_notrace_module
 class JointPyramid(nn.Module):
-    """Pyramids that read the same input, as one layer: moments measured once, one linear layer on the tokens.
+    """Several pyramids that read the same input, run as one layer: the joint qkv projection of attention, for example.
 
-    y = [pyramid_1(x), pyramid_2(x), ...], the queries, keys and values of a joint qkv projection for example. Parts
-    that stay plain are nn.Linear: with pyramids for the values alone, [Linear, Linear, PyramidLinear].
+    y = [pyramid_1(x), pyramid_2(x), ...], concatenated. The moments of the batch are measured once and the tokens pass
+    through one linear layer, which is faster than separate pyramids. Parts may be plain nn.Linear layers: with a
+    pyramid for the values only, [Linear, Linear, PyramidLinear].
 
     Shape: x (*, C) -> (*, sum of out)
-    Raises: UserError when the parts read different widths.
+    Raises: UserError if the parts have different input widths.
+
+    Example:
+        >>> qkv = iso.layers.JointPyramid([iso.layers.PyramidLinear(64, 64) for _ in range(3)])
+        >>> qkv(torch.randn(2, 10, 64)).shape
+        torch.Size([2, 10, 192])
+        >>> qkv.eval().fuse()
+        Linear(in_features=64, out_features=192, bias=True)
     """
 
     def __init__(self, pyramids: Sequence[PyramidLinear | nn.Linear]) -> None:
         super().__init__()
         widths = {part.in_features for part in pyramids}
         if len(widths) != 1:
-            raise UserError(f"joint pyramids must read one width, these read {sorted(widths)}")
+            raise UserError(
+                f"the parts of a JointPyramid have the input widths {sorted(widths)}; give parts of one width"
+            )
         self.pyramids = nn.ModuleList(pyramids)
 
     def forward(self, x: Tensor) -> Tensor:
-        return _run_together(list(self.pyramids), x)  # type: ignore[arg-type]
+        return _apply_jointly(list(self.pyramids), x)  # type: ignore[arg-type]
 
     @torch.no_grad()
     def fuse(self) -> nn.Linear:
-        """The same function as one nn.Linear, outputs in order. Raises: UserError in train mode."""
+        """Return one nn.Linear with the outputs in order. Raises: UserError in train mode."""
         fused: list[Any] = [part.fuse() if isinstance(part, PyramidLinear) else part for part in self.pyramids]
         joint = nn.Linear(fused[0].in_features, sum(linear.out_features for linear in fused)).to(fused[0].weight)
         joint.weight.copy_(torch.cat([linear.weight for linear in fused]))
@@ -102,33 +128,33 @@ class JointPyramid(nn.Module):
         return joint
 
 
-def _run_together(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
-    """Pyramids and linear layers over one input: moments once, each part as an affine map, one linear layer.
+def _apply_jointly(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
+    """Apply pyramids and linear layers to one input as one linear layer, measuring the moments once.
 
     Shape: x (*, C) -> (*, sum of out)
     """
     width = parts[0].in_features
     if x.shape[-1] != width:
-        raise UserError(f"the pyramid reads {width} features, the input has shape {tuple(x.shape)}")
+        raise UserError(f"the input has shape {tuple(x.shape)}; the pyramid needs {width} features in the last axis")
     pyramids = [part for part in parts if isinstance(part, PyramidLinear)]
     moments: Moments | None = None
     if any(pyramid.needs_moments for pyramid in pyramids):
-        moments = measure(x, group=pyramids[0].group)
+        moments = measure_moments(x, group=pyramids[0].sync_group)
         x = moments.source
-    with full_precision(x.device):
+    with disable_autocast(x.device):
         weights, biases = zip(*(_affine_map(part, moments) for part in parts), strict=True)
         weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (weights, biases))
-    dtype = product_dtype(x)
-    return F.linear(x, within_range(weight, dtype), bias.to(dtype))
+    dtype = autocast_dtype(x)
+    return F.linear(x, cast_clamped(weight, dtype), bias.to(dtype))
 
 
 def _affine_map(part: PyramidLinear | nn.Linear, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """A part as A and c of A x + c, x the input, or the input less its mean where moments are given.
+    """Return a part as A and c of A x + c, where the mean is subtracted from x if moments are given.
 
     Shape: -> (out, C), (out,)
     """
     if isinstance(part, PyramidLinear):
         return part.collapse(moments)
-    weight = matrix(part)
-    centre = weight.new_zeros(part.out_features) if moments is None else times(weight, moments.mean)
-    return weight, centre if part.bias is None else centre + part.bias
+    weight = weight_matrix(part)
+    bias = weight.new_zeros(part.out_features) if moments is None else matvec(weight, moments.mean)
+    return weight, bias if part.bias is None else bias + part.bias

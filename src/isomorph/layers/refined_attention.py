@@ -1,10 +1,12 @@
-"""Refined attention (Refiner): attention whose maps are expanded, convolved and reduced before they weigh the values.
+"""Refined attention (Refiner): attention maps are expanded, convolved and reduced before they weigh the values.
 
-Each layer is timm's Attention, same arguments and weights, with a refiner (`refiner.py`) between softmax and values, so
-a ViT's checkpoint fits but for the refiner. Letters as there, and C channels, hd head width.
+Each layer is timm's Attention, with the same arguments and weights and a refiner (`refiner.py`) between softmax and
+values, so a ViT's checkpoint provides all of its weights except the refiner's.
 
-Padding: `attn_mask` is a boolean padding mask, True where a token is real. Padded tokens give no query and no key to
-the convolution, before or after it, so real tokens compute what they would without the padding.
+Padding: `attn_mask` is a boolean padding mask, True for real tokens. Padded tokens contribute neither queries nor keys
+to the convolution, so real tokens get the same output as without the padding.
+
+Letters: B batch, H heads, M = ratio H maps, N tokens, k kernel size, C channels, hd head width.
 """
 
 import copy
@@ -17,71 +19,84 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from isomorph.layers.chunked import by_images, transformed
-from isomorph.layers.eval_mode import deviation
-from isomorph.layers.headed_attention import HeadedAttention, images_at_once, placement
+from isomorph.layers.attention_base import AttentionBase, factory_kwargs, map_chunk_size
+from isomorph.layers.chunked import is_functorch_tensor, run_in_chunks
+from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.refiner import Expansion, Refiner, SpatialRefiner
 
 
 def _padding_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor | None:
-    """Real tokens of padded sequences. Shape: attn_mask (B, N) or (B, 1, 1, N) -> (B, 1, N), or None
+    """Return the mask of the real tokens of padded sequences, or None.
 
-    Raises: ValueError for a mask that is no padding: a convolved map would look past it.
+    Shape: attn_mask (B, N) or (B, 1, 1, N) -> (B, 1, N)
+    Raises: ValueError for any other mask, which the convolution of the map would carry information across.
     """
     if is_causal:
-        raise ValueError("a refined map mixes neighbouring queries, so it cannot be causal")
+        raise ValueError("is_causal is not supported: a refined map mixes neighbouring queries and cannot be causal")
     if attn_mask is None:
         return None
     B, N = x.shape[:2]
     if attn_mask.dtype != torch.bool or attn_mask.shape not in ((B, N), (B, 1, 1, N)):
-        kind = f"{attn_mask.dtype} mask of shape {tuple(attn_mask.shape)}"
-        raise ValueError(f"a {kind} is no padding mask; give a boolean one of shape ({B}, {N}), True for real tokens")
+        given = f"attn_mask is {attn_mask.dtype} of shape {tuple(attn_mask.shape)}"
+        raise ValueError(f"{given}; give a boolean padding mask of shape ({B}, {N}), True for real tokens")
     return attn_mask.view(B, 1, N)
 
 
-PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
-"""What timm's Attention consists of."""
+ATTENTION_PARTS = ("qkv", "q_norm", "k_norm", "attn_drop", "norm", "gate", "proj", "proj_drop")
+"""The submodules of timm's Attention."""
 
 
-def refuse_heads(refine: nn.Module, num_heads: int) -> None:
-    """Raises: ValueError for a refiner of another number of heads."""
-    known = getattr(refine, "num_heads", num_heads)
-    if known != num_heads:
-        raise ValueError(f"the refiner is for {known} heads, the attention has {num_heads}; give both the same")
+def _check_refiner_heads(refine: nn.Module, num_heads: int) -> None:
+    """Check that a refiner is for `num_heads` heads. Raises: ValueError if it is for another number."""
+    refiner_heads = getattr(refine, "num_heads", num_heads)
+    if refiner_heads != num_heads:
+        raise ValueError(f"refine is for {refiner_heads} heads, num_heads is {num_heads}; give both the same number")
 
 
-def carry_parts(source: Attention, target: Attention) -> None:
-    """Gives an attention layer the parts of another of the same widths."""
-    for name in PARTS:
+def copy_parts(source: Attention, target: Attention) -> None:
+    """Copy the submodules of an attention layer to another of the same widths."""
+    for name in ATTENTION_PARTS:
         setattr(target, name, copy.deepcopy(getattr(source, name)))
 
 
-def shape_arguments(attention: Attention) -> dict[str, Any]:
-    """Arguments that make an attention layer of the same widths."""
+def attention_kwargs(attention: Attention) -> dict[str, Any]:
+    """Return the arguments that create an attention layer of the same widths."""
     kind = dict(device=attention.qkv.weight.device, dtype=attention.qkv.weight.dtype)
     sizes = dict(dim=attention.qkv.in_features, dim_out=attention.proj.out_features)
     sizes |= dict(num_heads=attention.num_heads, attn_head_dim=attention.head_dim)
     return sizes | dict(proj_bias=attention.proj.bias is not None) | kind
 
 
-def bind(function: Callable[..., Tensor], more: dict[str, Any]) -> Callable[..., Tensor]:
-    """The function with further arguments, itself where there are none: compilers prefer it."""
+def _bind(function: Callable[..., Tensor], more: dict[str, Any]) -> Callable[..., Tensor]:
+    """Bind keyword arguments to a function, if there are any: torch.compile handles a plain function better."""
     return partial(function, **more) if more else function
 
 
 @register_notrace_module
-class RefinedAttention(HeadedAttention):
-    """Attention whose maps are refined: diverse, with local patterns, and free to be negative.
+class RefinedAttention(AttentionBase):
+    """Self-attention whose heads exchange their attention maps and smooth or sharpen them locally (Refiner).
 
-    y = proj(refine(softmax(q k^T / sqrt(hd))) v)
+    In deep ViTs the maps of different layers and heads grow alike. Refining them keeps them diverse, adds local
+    patterns, and allows negative weights:
 
-    `refine` is any module from maps to as many maps (default: `Refiner`); other arguments are timm's Attention's. With
-    `recompute` the maps are not kept for the backward pass but computed again, from queries and keys; what is handed
-    out is kept.
+        y = proj(refine(softmax(q k^T / sqrt(hd))) v)
+
+    `refine` is any module that turns H maps into H maps (default: `Refiner`); the other arguments are those of timm's
+    Attention. With `recompute`, maps are not stored for the backward pass but computed again from queries and keys,
+    which saves memory. `forward(x, return_maps=True)` also returns the refined maps, which are stored then.
 
     Shape: x (B, N, C) -> (B, N, C); attn_mask (B, N) or (B, 1, 1, N), True for real tokens
     Source: Refiner Fig. 3
-    Raises: ValueError for a refiner of other heads, or a mask that is no padding mask.
+    Raises: ValueError if the refiner is for another number of heads, or if `attn_mask` is not a padding mask.
+
+    Example:
+        >>> layer = iso.layers.RefinedAttention(dim=64, num_heads=4)
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+        >>> mask = torch.arange(50) < torch.tensor([[50], [30]])  # the second sequence has 30 tokens
+        >>> y, maps = layer(torch.randn(2, 50, 64), attn_mask=mask, return_maps=True)
+        >>> maps.shape
+        torch.Size([2, 4, 50, 50])
     """
 
     default_refiner: ClassVar[Callable[..., nn.Module]] = Refiner
@@ -90,92 +105,114 @@ class RefinedAttention(HeadedAttention):
         self, dim: int, num_heads: int = 8, refine: nn.Module | None = None, recompute: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(dim, num_heads, **kwargs)
-        self.refine = self.default_refiner(num_heads, **placement(kwargs)) if refine is None else refine
+        self.refine = self.default_refiner(num_heads, **factory_kwargs(kwargs)) if refine is None else refine
         self.recompute = recompute
-        self.reverts = True
-        self.whole = any(True for _ in self.refine.buffers())  # norms of maps look at the whole batch
-        refuse_heads(self.refine, num_heads)
+        self.is_revertible = True
+        # buffers are taken for statistics of the batch, such as those of a BatchNorm on maps
+        self.needs_whole_batch = any(True for _ in self.refine.buffers())
+        _check_refiner_heads(self.refine, num_heads)
 
-    def maps(self, q: Tensor, k: Tensor, real: Tensor | None) -> Tensor:
-        """The refined map. Shape: q, k (B, H, N, hd), real (B, 1, N) or None -> (B, H, N, N)"""
+    def refined_maps(self, q: Tensor, k: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the refined maps. Shape: q, k (B, H, N, hd), token_mask (B, 1, N) or None -> (B, H, N, N)"""
         logits = (q * self.scale) @ k.mT  # (B, H, N, N)
-        if real is None:
+        if token_mask is None:
             return self.refine(self.attn_drop(logits.softmax(-1)))
-        pair = real[..., :, None] & real[..., None, :]  # (B, 1, N, N)
-        plain = logits.masked_fill(~real[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
-        return self.refine(self.attn_drop(plain)).masked_fill(~pair, 0)
+        pair = token_mask[..., :, None] & token_mask[..., None, :]  # (B, 1, N, N)
+        maps = logits.masked_fill(~token_mask[..., None, :], -torch.inf).softmax(-1).masked_fill(~pair, 0)
+        return self.refine(self.attn_drop(maps)).masked_fill(~pair, 0)
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """The refined map times the values. Shape: -> (B, H, N, hd)"""
-        return self.maps(q, k, real) @ v
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
+        return self.refined_maps(q, k, token_mask) @ v
 
-    def run(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
-        """The function of a batch, some images at a time; with `recompute` only its arguments are kept."""
+    def _run_chunked(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        """Call `function` on some images at a time; with `recompute`, only its arguments are stored for backward."""
         q = tensors[0]
         assert q is not None
-        kept = self.recompute and torch.is_grad_enabled() and not transformed(q)  # torch.func has no checkpoints
-        call = partial(checkpoint, function, use_reentrant=False) if kept else function
-        return by_images(call, q.shape[0] if self.whole else images_at_once(q), *tensors)
+        # torch.func does not support checkpoint
+        recompute = self.recompute and torch.is_grad_enabled() and not is_functorch_tensor(q)
+        call = partial(checkpoint, function, use_reentrant=False) if recompute else function
+        return run_in_chunks(call, q.shape[0] if self.needs_whole_batch else map_chunk_size(q), *tensors)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False, **more: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **more: Any,
     ) -> Any:
-        """With `hand_out` the map too, for other blocks to use; `more` is for the `maps` of a subclass.
+        """Apply refined attention; `more` goes to the `refined_maps` of a subclass.
 
-        Shape: (B, N, C) -> (B, N, C), with `hand_out` also (B, H, N, N)
+        Shape: x (B, N, C) -> (B, N, C), and with `return_maps` also the refined maps (B, H, N, N)
         """
-        real = _padding_mask(x, attn_mask, is_causal)
-        q, k, v = self.heads(x)
-        if not hand_out:
-            return self.finish(self.run(bind(self.weigh, more), q, k, v, real), x)
-        maps = self.run(bind(self.maps, more), q, k, real)
-        return self.finish(maps @ v, x), maps
+        token_mask = _padding_mask(x, attn_mask, is_causal)
+        q, k, v = self.queries_keys_values(x)
+        if not return_maps:
+            return self.project_output(self._run_chunked(_bind(self.attend, more), q, k, v, token_mask), x)
+        maps = self._run_chunked(_bind(self.refined_maps, more), q, k, token_mask)
+        return self.project_output(maps @ v, x), maps
 
     def attention(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False
+        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, return_maps: bool = False
     ) -> Tensor:
-        """The map that `forward` applies, handed out or not. Shape: x (B, N, C) -> (B, H, N, N)"""
-        q, k, _ = self.heads(x)
-        return self.maps(q, k, _padding_mask(x, attn_mask, is_causal))
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
+        q, k, _ = self.queries_keys_values(x)
+        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal))
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
-        """The plain attention that this layer still is.
+        """Return the plain attention that this layer equals.
 
-        Raises: ValueError naming the measured deviation (largest |difference| on standard normal tokens, relative to
-        the largest output) when it is above `atol`: the maps are refined.
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
+        largest |output|) if it is above `atol`, and for layers of a Refined-ViT.
         """
-        if not self.reverts:
-            raise ValueError("it belongs to a Refined-ViT, not to a recast; a plain one has ratio=0, kernel=0, share=0")
-        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
-            raise ValueError("its projections are no linear layers any more; fuse the model first")
-        atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)
-        plain = Attention(**shape_arguments(self))
-        carry_parts(self, plain)
-        self.reduce_projection(plain)
-        found = deviation(self, plain, (1, self.probe_tokens(), self.qkv.in_features), self.qkv.weight)
-        if not found <= atol:
+        if not self.is_revertible:
             raise ValueError(
-                f"this layer is no plain attention: it deviates by {found:.2g} (relative), above {atol:g}; keep it"
+                "it is part of a Refined-ViT and was not recast; create that model with ratio=0, kernel=0, share=0"
+            )
+        if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
+            raise ValueError("its projections are not linear layers any more; fuse the model first")
+        atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)
+        plain = Attention(**attention_kwargs(self))
+        copy_parts(self, plain)
+        self.reduce_projection(plain)
+        deviation = relative_deviation(self, plain, (1, self.num_probe_tokens(), self.qkv.in_features), self.qkv.weight)
+        if not deviation <= atol:
+            raise ValueError(
+                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; keep it"
             )
         return plain.train(self.training)
 
     def reduce_projection(self, plain: Attention) -> None:
-        """Hook for a projection that is wider than plain attention's."""
+        """Adapt the projection of plain attention where this layer's is wider; subclasses override it."""
 
-    def probe_tokens(self) -> int:
-        """Number of tokens to try the layer on."""
+    def num_probe_tokens(self) -> int:
+        """Return the number of tokens to compare the layer with plain attention on."""
         return 64
 
 
 class ExpandedAttention(RefinedAttention):
-    """Refined attention without reduction: every head's values are weighed by `ratio` maps, side by side.
+    """Refined attention in which every head applies `ratio` different maps to its values and concatenates the results.
 
-    y = proj([A'_m v_(m // ratio)] for all maps m); `proj` reads ratio C channels.
+    The maps of a `Refiner` are reduced to one per head again; here the projection reads all of them:
+
+        y = proj([A'_m v_(m // ratio)] for all maps m)
+
+    `refine` is an `Expansion`, which has the ratio; `proj` reads ratio C channels; other arguments as
+    `RefinedAttention`.
 
     Shape: x (B, N, C) -> (B, N, C), its map (B, ratio H, N, N)
-    Source: Refiner Table 3, "w/o reduction"; differs: the paper does not say which values the further maps weigh
-    Raises: as RefinedAttention; ValueError for a gate or a norm of its output, whose width is another here.
+    Source: Refiner Table 3, "w/o reduction"; differs: the paper does not say which values the further maps are applied
+    to
+    Raises: as RefinedAttention; ValueError for `gated` or `scale_norm`, which need an output of C channels.
+
+    Example:
+        >>> layer = iso.layers.ExpandedAttention(64, 4, refine=iso.layers.Expansion(4, ratio=2))
+        >>> layer(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 50, 64])
+        >>> layer.attention(torch.randn(2, 50, 64)).shape
+        torch.Size([2, 8, 50, 50])
     """
 
     refine: Expansion
@@ -183,21 +220,28 @@ class ExpandedAttention(RefinedAttention):
 
     def __init__(self, dim: int, num_heads: int = 8, refine: Expansion | None = None, **kwargs: Any) -> None:
         if kwargs.get("gated") or kwargs.get("scale_norm"):
-            raise ValueError("attention without reduction has no gate and no norm: its output is wider than theirs")
+            raise ValueError(
+                "ExpandedAttention does not support gated or scale_norm, which need an output of C channels"
+            )
         super().__init__(dim, num_heads, refine=refine, **kwargs)
         width, bias = self.refine.ratio * self.attn_dim, kwargs.get("proj_bias", True)
-        self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **placement(kwargs))
+        self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))
 
-    def weigh(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        maps = self.maps(q, k, real).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
 
     def forward(
-        self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, hand_out: bool = False, **more: Any
+        self,
+        x: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        return_maps: bool = False,
+        **more: Any,
     ) -> Any:
-        """Shape: x (B, N, C) -> (B, N, C). Raises: ValueError when the maps are to be handed out."""
-        if hand_out:
-            raise ValueError("maps without reduction are more than other blocks have heads: they are not handed out")
+        """Apply attention. Shape: x (B, N, C) -> (B, N, C). Raises: ValueError for `return_maps`."""
+        if return_maps:
+            raise ValueError("ExpandedAttention does not support return_maps: it has more maps than heads")
         return super().forward(x, attn_mask, is_causal, **more)
 
     def reduce_projection(self, plain: Attention) -> None:
@@ -205,22 +249,32 @@ class ExpandedAttention(RefinedAttention):
         plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
 
     def expand_projection(self, proj: nn.Linear) -> None:
-        """Takes over a plain projection: the maps of a head share its part, unequally lest they learn alike."""
+        """Copy a plain projection to the maps of each head, plus noise that cancels: equal copies would stay equal."""
         weight = proj.weight.unflatten(1, (self.num_heads, 1, -1)).expand(-1, -1, self.refine.ratio, -1)
-        lean = torch.randn_like(weight) * proj.weight.std()
-        self.proj.weight.copy_((weight / self.refine.ratio + lean - lean.mean(2, keepdim=True)).flatten(1))
+        noise = torch.randn_like(weight) * proj.weight.std()
+        self.proj.weight.copy_((weight / self.refine.ratio + noise - noise.mean(2, keepdim=True)).flatten(1))
         if proj.bias is not None:
             self.proj.bias.copy_(proj.bias)
 
 
 class SpatialAttention(RefinedAttention):
-    """Refined attention whose maps are convolved over the image, query by query, not over the order of tokens.
+    """Refined attention whose maps are convolved over the image, so that neighbouring positions share attention.
 
-    `grid_size` (H, W) places the tokens after the `prefix_tokens`; pass another one to `forward` at any call.
+    For each query, the attention over the grid of keys is treated as an image and convolved. `RefinedAttention`
+    convolves along the order of the tokens instead. `grid_size` (H, W) is the grid of the tokens after the
+    `prefix_tokens`; pass another one to `forward` at any call. The other arguments are those of `RefinedAttention`,
+    `refine` a `SpatialRefiner`.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: Refiner Table 4, "Spatial"
-    Raises: ValueError when the tokens do not fill the grid, and for any mask.
+    Raises: ValueError if the tokens do not fill the grid, or for any mask.
+
+    Example:
+        >>> layer = iso.layers.SpatialAttention(64, 4, grid_size=(6, 8), prefix_tokens=1)
+        >>> layer(torch.randn(2, 49, 64)).shape
+        torch.Size([2, 49, 64])
+        >>> layer(torch.randn(2, 21, 64), grid_size=(4, 5)).shape
+        torch.Size([2, 21, 64])
     """
 
     refine: SpatialRefiner
@@ -237,39 +291,44 @@ class SpatialAttention(RefinedAttention):
         super().__init__(dim, num_heads, **kwargs)
         self.grid_size, self.prefix_tokens = grid_size, prefix_tokens
 
-    def maps(self, q: Tensor, k: Tensor, real: Tensor | None, grid_size: tuple[int, int] | None = None) -> Tensor:
-        H, W = grid_size or self.grid_size
-        if real is not None:
-            raise ValueError("maps convolved over an image take no mask: every place of the grid is real")
-        if k.shape[2] != self.prefix_tokens + H * W:
-            raise ValueError(f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} others")
-        plain = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
-        return self.refine(plain, (H, W), self.prefix_tokens)
-
-    def weigh(
-        self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, grid_size: tuple[int, int] | None = None
+    def refined_maps(
+        self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
     ) -> Tensor:
-        return self.maps(q, k, real, grid_size) @ v
+        H, W = grid_size or self.grid_size
+        if token_mask is not None:
+            raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
+        if k.shape[2] != self.prefix_tokens + H * W:
+            raise ValueError(
+                f"{k.shape[2]} tokens do not fill the {H} x {W} grid after {self.prefix_tokens} prefix tokens; "
+                "pass grid_size=(height, width)"
+            )
+        maps = self.attn_drop(((q * self.scale) @ k.mT).softmax(-1))  # (B, H, N, N)
+        return self.refine(maps, (H, W), self.prefix_tokens)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
+    ) -> Tensor:
+        return self.refined_maps(q, k, token_mask, grid_size) @ v
 
     def attention(
         self,
         x: Tensor,
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        hand_out: bool = False,
+        return_maps: bool = False,
         grid_size: tuple[int, int] | None = None,
     ) -> Tensor:
-        q, k, _ = self.heads(x)
-        return self.maps(q, k, _padding_mask(x, attn_mask, is_causal), grid_size)
+        q, k, _ = self.queries_keys_values(x)
+        return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), grid_size)
 
-    def probe_tokens(self) -> int:
+    def num_probe_tokens(self) -> int:
         return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
 
 
 class ReusedAttention(nn.Module):
-    """Attention with the maps of an earlier block: values and projection only.
+    """Attention that applies the maps of an earlier block, with values and a projection of its own.
 
-    y = proj(maps v)
+    y = proj(maps v). It saves the queries, keys and softmax of a block.
 
     Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
     Source: Refiner B.4, Table 13
@@ -295,5 +354,5 @@ class ReusedAttention(nn.Module):
         return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
 
     def attention(self, x: Tensor, maps: Tensor) -> Tensor:
-        """The map that `forward` applies: the one given. Shape: -> (B, H, N, N)"""
+        """Return the attention map that `forward` applies: the given one. Shape: maps (B, H, N, N) -> (B, H, N, N)"""
         return maps

@@ -1,8 +1,8 @@
-"""The refiner as its authors released it: another function than the paper's, with norms and clipped ReLUs on the maps.
+"""The refiner of the authors' released code, which differs from the paper: it has BatchNorms and ReLU6 on the maps.
 
-Blocks come in pairs. The first is plain attention; its maps, with those of the pair before added, go on unrefined. The
-second has values only, and weighs them with those maps refined. Names are those of the authors' checkpoints. Letters
-as in `refiner.py`, hd head width.
+Blocks come in pairs. The first is plain attention that adds the maps of the previous pair to its own, and passes on the
+sum unrefined. The second has only values, and applies the refined maps to them. Parameter names are those of the
+authors' checkpoints. Letters as in `refiner.py`, and hd head width.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 
 class Residual(nn.Sequential):
-    """What it is given, and layers of it. x + f(x). Shape: as f's."""
+    """Add the input to the output of the layers: x + f(x). Shape: as f"""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x)
 
 
 class ReleasedDLA(nn.Module):
-    """Expands, convolves and reduces maps with BatchNorm after each and ReLU6 between, and adds the maps themselves.
+    """Expand, convolve and reduce maps with BatchNorm after each and ReLU6 between, and add the input.
 
     A + BN(R ReLU6(BN(D * ReLU6(BN(E A))))). Shape: maps (B, H, N, N) -> (B, H, N, N)
     Source: Refiner code
@@ -45,27 +45,30 @@ class ReleasedDLA(nn.Module):
         return maps + self.bn3(self.conv_pro(y))
 
     def fuse(self) -> Residual:
-        """The same function in eval mode, the norms within the convolutions."""
+        """Return the same function in eval mode, with the norms folded into the convolutions."""
         expand = fuse_conv_bn_eval(self.conv_exp, self.bn1)
         local = fuse_conv_bn_eval(self.depth_sep_conv, self.bn2)
         return Residual(expand, nn.ReLU6(), local, nn.ReLU6(), fuse_conv_bn_eval(self.conv_pro, self.bn3)).eval()
 
 
 class ReleasedAttention(Attention):
-    """The first of a pair: plain attention, with the maps of the pair before added to its own.
+    """The first layer of a pair: plain attention that adds the maps of the previous pair to its own.
 
-    y = proj((softmax(q k^T / sqrt(hd)) + maps / sqrt(hd)) v); arguments are timm's Attention's.
+    y = proj((softmax(q k^T / sqrt(hd)) + maps / sqrt(hd)) v); arguments are those of timm's Attention.
 
     Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, N, C) and the map that was applied
     Source: Refiner code
     """
 
     def attention(self, x: Tensor, maps: Tensor | None = None) -> Tensor:
-        """The map that `forward` applies. Shape: -> (B, H, N, N)"""
+        """Return the attention map that `forward` applies. Shape: -> (B, H, N, N)"""
         return self.maps_and_values(x, maps)[0]
 
     def maps_and_values(self, x: Tensor, maps: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)"""
+        """Return the maps to apply and the values.
+
+        Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)
+        """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         own = torch.softmax((q * self.scale) @ k.mT, dim=-1)
         return self.attn_drop(own if maps is None else own + maps * self.scale), v
@@ -76,9 +79,9 @@ class ReleasedAttention(Attention):
 
 
 class ReleasedReuse(nn.Module):
-    """The second of a pair: values only, weighed by the refined maps of the first, which go on as they came.
+    """The second layer of a pair: values only, to which the refined maps of the first layer are applied.
 
-    y = proj(BN(DLA(maps)) / sqrt(hd) v), v = qkv(x)
+    y = proj(BN(DLA(maps)) / sqrt(hd) v), v = qkv(x); the maps are returned unrefined.
 
     Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C), maps
     Source: Refiner code
@@ -103,7 +106,7 @@ class ReleasedReuse(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
 
     def attention(self, x: Tensor, maps: Tensor) -> Tensor:
-        """The map that `forward` applies. Shape: -> (B, H, N, N)"""
+        """Return the attention map that `forward` applies. Shape: -> (B, H, N, N)"""
         return self.adapt_bn(self.DLA(maps)) * self.scale
 
     def forward(self, x: Tensor, maps: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""GPSA in the place of a ViT's attention: same call, same weights, and a grid that follows the image."""
+"""GPSA as a replacement for the attention of a ViT: same call, same weights, and a grid that follows the image."""
 
 import copy
 from typing import Any
@@ -7,21 +7,31 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from isomorph.layers.eval_mode import deviation
+from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.grid import squarest_window, window_centres
 
 
 class ViTGPSA(GPSA):
-    """Gated positional self-attention where a ViT has timm's Attention; with open gates it is that attention.
+    """Gated positional self-attention to replace timm's Attention in a ViT, which can make a trained ViT more local.
 
-    The formula is GPSA's. Heads need not be a square number: they look at the taps of the rectangle nearest to a
-    square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm` are the attention's. In a recast model every
-    call gets the grid of its image; `grid_size`, which may be assigned, is that of a call on its own.
+    With open gates (gate far below 0) it computes the same as the attention that it replaces; training can close the
+    gates. The formula and the gating parameters are those of `GPSA`. The number of heads need not be a square: heads
+    start at the taps of the rectangle closest to a square (3 heads: 1 x 3, 6: 2 x 3, 12: 3 x 4). `q_norm` and `k_norm`
+    are those of the attention. In a recast model every call gets the grid of its image; `grid_size` is used for other
+    calls and can be set.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: ConViT eq. 7; differs: as GPSA, and prefix tokens attend by content only
-    Raises: ValueError for a mask, which no position here could honour.
+    Raises: ValueError for a mask, which position attention cannot obey.
+
+    Example:
+        >>> layer = iso.layers.ViTGPSA(dim=48, num_heads=6, grid_size=(4, 5), prefix_tokens=1)
+        >>> layer(torch.randn(2, 21, 48)).shape
+        torch.Size([2, 21, 48])
+        >>> layer.set_gating(gate=-20.0)  # open: content attention only
+        >>> type(layer.to_attention()).__name__
+        'Attention'
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +39,8 @@ class ViTGPSA(GPSA):
         self.q_norm: nn.Module = nn.Identity()
         self.k_norm: nn.Module = nn.Identity()
 
-    def taps(self) -> Tensor:
+    def tap_offsets(self) -> Tensor:
+        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
         return window_centres(squarest_window(self.num_heads))
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +55,7 @@ class ViTGPSA(GPSA):
         grid_size: tuple[int, int] | None = None,
     ) -> Tensor:
         if attn_mask is not None or is_causal:
-            raise ValueError("gated positional self-attention takes no mask: its positions look everywhere")
+            raise ValueError("ViTGPSA does not support attn_mask or is_causal; leave them out")
         return super().forward(x, grid_size)
 
     def attention(  # type: ignore[override]
@@ -54,15 +65,15 @@ class ViTGPSA(GPSA):
         is_causal: bool = False,
         grid_size: tuple[int, int] | None = None,
     ) -> Tensor:
-        """The map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
         return super().attention(x, grid_size)
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
-        """The plain attention that this layer still is.
+        """Return the plain attention that this layer equals.
 
-        Raises: ValueError naming the measured deviation (largest |difference| on standard normal tokens, relative to
-        the largest output) when it is above `atol`: some gates look at places.
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
+        largest |output|) if it is above `atol`: some gates are not open.
         """
         dim, bias = self.v.in_features, self.v.bias is not None
         attention = Attention(dim, self.num_heads, qkv_bias=bias)
@@ -75,16 +86,19 @@ class ViTGPSA(GPSA):
         deviation = self.deviation_from(attention)
         if not deviation <= atol:
             raise ValueError(
-                f"this layer is no plain attention: it deviates by {deviation:.2g} (relative), above {atol:g}; "
-                "open the gates (set_dials(gate=-15)), or keep it"
+                f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; "
+                "keep it, or open the gates with set_gating(gate=-15)"
             )
         attention.qkv.requires_grad_(self.qk.weight.requires_grad)
         return attention
 
     def deviation_from(self, attention: nn.Module) -> float:
-        """Largest |difference| to `attention` on standard normal tokens, relative to its largest |output|."""
+        """Return the largest |difference| to `attention`, relative to the largest |output| of `attention`.
+
+        Both run on standard normal tokens.
+        """
         H, W = self.grid_size
-        return deviation(self, attention, (1, self.prefix_tokens + H * W, self.v.in_features), self.v.weight)
+        return relative_deviation(self, attention, (1, self.prefix_tokens + H * W, self.v.in_features), self.v.weight)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"

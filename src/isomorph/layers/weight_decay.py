@@ -1,10 +1,10 @@
-"""Which parameters weight decay must not touch: each layer says so itself, wherever surgery has put it."""
+"""The parameters that weight decay must not change, as declared by the layers themselves."""
 
 from torch import nn
 
 
-def undecayed(model: nn.Module) -> set[str]:
-    """Full names of the parameters that the model's layers exempt by a `no_weight_decay()` of their own."""
+def parameters_without_decay(model: nn.Module) -> set[str]:
+    """Return the full names of the parameters that layers of the model exempt by a `no_weight_decay()` method."""
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

@@ -29,29 +29,33 @@ from isomorph.models.coatnet_layout import (
 from isomorph.models.staged import StagedNet
 from isomorph.models.vit_cfg import require_images, unwrap_state_dict, vit_cfg
 
-torch.fx.wrap("require_images")  # it reads sizes, so a tracer calls it
+# Both read sizes or layouts, so torch.fx must call them rather than trace into them.
+torch.fx.wrap("require_images")
 torch.fx.wrap("to_channels_last")
 
 BLOCKS_BY_NORM: dict[str, tuple[type[Stem], type[InvertedBottleneck]]] = {
     "batch": (BatchNormStem, MBConv),
     "layer": (LayerNormStem, LayerNormMBConv),
 }
-"""Stem and convolutional block in each norm (Table 8)."""
+"""Stem and convolutional block for each norm (Table 8)."""
 BLOCKS_BY_ATTENTION: dict[str, type[TransformerBlock]] = {
     "pre": TransformerBlock,
     "post": PostTransformerBlock,
     "none": PlainTransformerBlock,
 }
-"""Transformer block with each kind of relative attention (eq. 3, Table 6)."""
+"""Transformer block for each kind of relative attention (eq. 3, Table 6)."""
 
 
 def to_channels_last(x: Tensor) -> Tensor:
-    """The images laid out with channels last, where tensors have a layout: in vmap they have none."""
+    """Return the images in channels-last memory format; unchanged in torch.func transforms, where it does not exist."""
     return x if is_functorch_tensor(x) else x.contiguous(memory_format=torch.channels_last)
 
 
 def _init_weights(module: nn.Module) -> None:
-    """Convolutions at EfficientNet's scale (normal, by fan out), linear layers at Xavier's; the paper does not say."""
+    """Initialise convolutions as EfficientNet does (normal, by fan out), linear layers with Xavier's uniform.
+
+    The paper does not say how.
+    """
     if isinstance(module, nn.Conv2d):
         fan_out = math.prod(module.kernel_size) * module.out_channels // module.groups
         nn.init.normal_(module.weight, std=math.sqrt(2 / fan_out))
@@ -62,17 +66,18 @@ def _init_weights(module: nn.Module) -> None:
 
 
 class CoAtNet(StagedNet):
-    """Convolution, then attention, for images of any size; a full timm citizen with features of every resolution.
+    """CoAtNet: stages of convolution, then stages of attention, for images of any size, with timm's interface.
 
-    `layout`: see coatnet_layout; `depths` and `widths`, one for each of its letters, the stem's first. `head_dim`:
-    channels of an attention head. `norm`: "batch" or "layer", of stem and convolutional blocks. `stride_on`:
-    InvertedBottleneck's. `relative`: "pre" or "post" the softmax, or "none". `stem_stride` is that of the stem S,
-    `patch_size` of P. `head_hidden_size`: a layer and a tanh before the classifier, as timm's CoAtNets have. Relative
-    attention is made for `img_size` and resized for other images at every call.
+    `layout` is described in coatnet_layout.py; `depths` and `widths` have one number for each of its letters, the
+    stem's first. `head_dim` is the number of channels of an attention head. `norm`, "batch" or "layer", is that of the
+    stem and the convolutional blocks. `stride_on` is InvertedBottleneck's. `relative` adds relative attention "pre" or
+    "post" the softmax, or not at all ("none"). `stem_stride` is for the stem S, `patch_size` for P. `head_hidden_size`
+    adds a linear layer and a tanh before the classifier, as in timm's CoAtNets. Relative attention has tables for
+    `img_size`, which are resized at every call for other images.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     Source: CoAtNet Fig. 4, Tables 3, 11, 12
-    Raises: UserError for a form that does not exist, or heads that do not divide a width.
+    Raises: UserError for an unknown option, or a head_dim that does not divide a width.
     """
 
     def __init__(
@@ -119,7 +124,7 @@ class CoAtNet(StagedNet):
     def build_stages(
         self, stages: list[list[BlockGroup]], dim: int, make: dict[str, Callable[..., nn.Module]], drop_path: float
     ) -> None:
-        """The blocks of every resolution, and what timm's feature extraction wants to know of them."""
+        """Build the blocks of every resolution, and `feature_info` for timm's feature extraction."""
         rates = iter(calculate_drop_path_rates(drop_path, sum(group.depth for groups in stages for group in groups)))
         self.stages = nn.Sequential()
         self.feature_info: list[dict[str, Any]] = []
@@ -137,12 +142,12 @@ class CoAtNet(StagedNet):
             self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
 
     def grid_at(self, reduction: int) -> tuple[int, int]:
-        """Size of the map at a reduction, for the image size the network is made for."""
+        """Return the size of the feature map at a reduction, for the image size that the network is created for."""
         height, width = self.img_size
         return -(-height // reduction), -(-width // reduction)
 
     def set_input_size(self, img_size: int | tuple[int, int]) -> None:
-        """Resizes the tables of relative attention for good; other sizes are resized at each call."""
+        """Resize the tables of relative attention permanently, which saves resizing at each call."""
         self.img_size = parse_image_size(img_size)
         for stage, info in zip(self.stages, self.feature_info, strict=False):  # later ones may have been pruned
             for module in stage.modules():
@@ -150,26 +155,27 @@ class CoAtNet(StagedNet):
                     module.set_grid_size(self.grid_at(info["reduction"]))
 
     def embed(self, x: Tensor) -> Tensor:
-        """The first level: the stem's map, laid out with channels last, as all that follow it.
+        """Return the first feature map, which like all that follow is in channels-last memory format.
 
-        Raises: UserError for what is no batch of images.
+        Raises: UserError if x is not a batch of images.
         """
         return self.run_stage(self.stages[0], self.stem(to_channels_last(require_images(x))))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """One for each resolution."""
+        """Return one function for each resolution."""
         return [self.embed, *(partial(self.run_stage, stage) for stage in self.stages[1:])]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Shape: x (B, C, H, W) -> (B, num_classes)"""
+        """Pool and classify. Shape: x (B, C, H, W) -> (B, num_classes)"""
         return self.head(x, pre_logits=pre_logits)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the stages after the last one wanted and, if asked, pool and classifier, and the norm between them.
+        """Drop the stages after the last index; return the indices.
 
-        A head that was made for another width goes with the stages. Returns the indices kept.
+        `prune_head` also drops pooling and classifier, `prune_norm` the norm between them. When stages are dropped the
+        head goes too, as its width no longer fits.
         """
         take, last = feature_take_indices(len(self.stages), indices)
         pruned = last + 1 < len(self.stages)
@@ -182,26 +188,27 @@ class CoAtNet(StagedNet):
         return take
 
     def get_classifier(self) -> nn.Module:
+        """Return the classifier."""
         return self.head.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new, untrained classifier; 0 classes give the pooled features."""
+        """Replace the classifier by an untrained one; with 0 classes the model returns pooled features."""
         self.num_classes = num_classes
-        place = next(self.stem.parameters())
-        self.head.reset(num_classes, global_pool, device=place.device, dtype=place.dtype)
+        like = next(self.stem.parameters())
+        self.head.reset(num_classes, global_pool, device=like.device, dtype=like.dtype)
 
     def no_weight_decay(self) -> set[str]:
-        """The tables of relative attention."""
+        """Return the names of the tables of relative attention."""
         return parameters_without_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Parameter groups for layer decay: the stem, then stages or blocks, then the head."""
+        """Return the parameter groups for layer decay: the stem, then stages or blocks, then the head."""
         blocks = r"^stages\.(\d+)" if coarse else r"^stages\.(\d+)\.(\d+)"
         return dict(stem=r"^stem", blocks=[(blocks, None), (r"^head\.norm", (99999,))])
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: CoAtNet) -> dict[str, Tensor]:
-    """A CoAtNet's checkpoint, its tables resized to the model's image size (CoAtNet A.1)."""
+    """Convert a CoAtNet's checkpoint: resize its tables to the model's image size (CoAtNet A.1)."""
     state = unwrap_state_dict(state_dict)
     for name, module in model.named_modules():
         table = state.get(f"{name}.relative_bias")
@@ -229,7 +236,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create_coatnet(variant: str, pretrained: bool, **kwargs: Any) -> CoAtNet:
-    """Builds a variant through timm, with features of every resolution."""
+    """Build a variant through timm, with features of every resolution."""
     arguments = VARIANTS[variant] | kwargs
     levels = tuple(range(count_resolutions(arguments.get("layout", "C-C-T-T"))))
     features = dict(out_indices=arguments.pop("out_indices", levels), feature_cls="getter", flatten_sequential=True)

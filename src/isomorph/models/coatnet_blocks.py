@@ -1,4 +1,4 @@
-"""The attention half of CoAtNet: Transformer blocks on maps, with relative attention or without; and ViT_REL's stem."""
+"""CoAtNet's Transformer blocks on feature maps, with or without relative attention, and the patch stem of ViT_REL."""
 
 from functools import partial
 
@@ -14,6 +14,7 @@ LayerNorm = partial(nn.LayerNorm, eps=1e-6)
 
 
 def _check_head_dim(width: int, head_dim: int) -> None:
+    """Raises: UserError if head_dim does not divide the width."""
     if width % head_dim:
         raise UserError(f"head_dim {head_dim} does not divide the width {width}")
 
@@ -29,11 +30,11 @@ def _as_channels_first(x: Tensor) -> Tensor:
 
 
 class TransformerBlock(nn.Module):
-    """Attention of the places of a map, then an MLP, both pre-activated; the first block of a stage halves the map.
+    """Attention between the positions of a feature map, then an MLP, both pre-activated; stride 2 halves the map.
 
     x = Proj(Pool(x)) + attn(Pool(norm1(x))),    x = x + mlp(norm2(x))
 
-    `grid_size` is that of the map it gives, at the image size the network is made for.
+    `grid_size` is the height and width of the output, at the image size that the network is created for.
 
     Shape: x (B, dim, H, W) -> (B, dim_out, ceil(H / stride), ceil(W / stride))
     Source: CoAtNet A.1, eq. 4
@@ -58,44 +59,47 @@ class TransformerBlock(nn.Module):
         self.drop_path = DropPath(drop_path)
 
     def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
-        """Queries, keys and values are as wide as what comes out. Raises: UserError for heads that do not divide it."""
+        """Build the attention, whose queries, keys and values have dim_out channels.
+
+        Raises: UserError if head_dim does not divide dim_out.
+        """
         _check_head_dim(dim_out, head_dim)
-        form = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
-        return self.relative(dim, dim_out // head_dim, grid_size, **form)
+        arguments = dict(attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
+        return self.attention_class(dim, dim_out // head_dim, grid_size, **arguments)
 
-    relative: type[RelativeAttention] = RelativeAttention
+    attention_class: type[RelativeAttention] = RelativeAttention
 
-    def mix(self, x: Tensor) -> Tensor:
-        """Shape: x (B, H, W, dim) -> (B, H, W, dim_out)"""
+    def attend(self, x: Tensor) -> Tensor:
+        """Apply attention. Shape: x (B, H, W, dim) -> (B, H, W, dim_out)"""
         return self.attn(x)
 
     def forward(self, x: Tensor) -> Tensor:
         y = _as_channels_last(self.pool(_as_channels_first(self.norm1(_as_channels_last(x)))))  # (B, H', W', dim)
-        x = _as_channels_last(self.shortcut(x)) + self.drop_path(self.mix(y))  # (B, H', W', dim_out)
+        x = _as_channels_last(self.shortcut(x)) + self.drop_path(self.attend(y))  # (B, H', W', dim_out)
         return _as_channels_first(x + self.drop_path(self.mlp(self.norm2(x))))
 
 
 class PostTransformerBlock(TransformerBlock):
-    """The block with offsets weighed after the softmax (eq. 3, post)."""
+    """A Transformer block whose attention adds the relative bias after the softmax (eq. 3, post)."""
 
-    relative = PostRelativeAttention
+    attention_class = PostRelativeAttention
 
 
 class PlainTransformerBlock(TransformerBlock):
-    """The block with plain attention, which does not know where things are (Table 6, without relative attention)."""
+    """A Transformer block with plain attention, which ignores positions (Table 6, without relative attention)."""
 
     def build_attention(self, dim: int, dim_out: int, head_dim: int, grid_size: tuple[int, int]) -> Attention:
         _check_head_dim(dim_out, head_dim)
         return Attention(dim, dim_out // head_dim, attn_head_dim=head_dim, dim_out=dim_out, qkv_bias=True)
 
-    def mix(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
         return self.attn(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
 
 
 class PatchStem(nn.Module):
-    """An image as patches: the aggressive stem of a ViT.
+    """Patch embedding, the stem of a ViT; the image is padded with zeros to a multiple of the patch size.
 
-    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / size), ceil(W / size)), the rim filled up with zeros
+    Shape: x (B, in_chans, H, W) -> (B, dim, ceil(H / size), ceil(W / size))
     Source: CoAtNet section 2.2, ViT stem
     """
 

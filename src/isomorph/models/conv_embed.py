@@ -1,4 +1,4 @@
-"""Patches of a convolved image: the patch embedding of Refined-ViT (after T2T-ViT and LV-ViT)."""
+"""The patch embedding of Refined-ViT (after T2T-ViT and LV-ViT): three convolutions, then patches."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from isomorph.layers.attention_base import factory_kwargs
 
 
 class ConvPatchEmbed(PatchEmbed):
-    """Three convolutions with BatchNorm and ReLU, the first of stride 2, then patches of the map.
+    """Three convolutions with BatchNorm and ReLU, the first with stride 2, then a patch embedding of the feature map.
 
-    conv 7x7 / 2 -> conv 3x3 -> conv 3x3 -> (p/2 x p/2) / (p/2) conv; arguments are timm's PatchEmbed's, and `widths` of
-    the three. Keys are those of the authors' checkpoints.
+    conv 7x7 / 2 -> conv 3x3 -> conv 3x3 -> (p/2 x p/2) / (p/2) conv. The arguments are those of timm's PatchEmbed;
+    `widths` are the channels of the three convolutions. Keys are those of the authors' checkpoints.
 
     Shape: x (B, in_chans, height, width) -> (B, H, W, C)
     Source: Refiner code; 3 convolutions in Refiner Table 11, "More convs for patch embedding"
-    Raises: UserError for an odd patch size, or another one later: the filters stand on the map.
+    Raises: UserError for an odd patch size, or when the patch size is changed later.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class ConvPatchEmbed(PatchEmbed):
         self.proj = nn.Conv2d(third, embed_dim, half, half, bias=kwargs.get("bias", True), **kind)
 
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """Change the image size. Raises: UserError for another patch size."""
         if patch_size is not None and to_2tuple(patch_size) != self.patch_size:
-            raise UserError(f"the patches of a convolved image stay {self.patch_size}; create a model of others")
+            raise UserError(f"patch_size {patch_size} cannot replace {self.patch_size}; create a new model with it")
         super().set_input_size(img_size)
 
     def forward(self, x: Tensor) -> Tensor:

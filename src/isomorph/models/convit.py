@@ -1,8 +1,8 @@
-"""ConViT: a ViT whose first blocks are gated positional self-attention, convolutional at birth, free to leave.
+"""ConViT: a ViT whose first blocks have gated positional self-attention, initialised as convolutions.
 
-timm's VisionTransformer with three changes: the first `local_up_to_layer` blocks attend with `GPSA`, the class token
-joins after the last of them, and the absolute position embedding, on patches only, may be left out. Every image size is
-taken at every call. Checkpoints of the authors and of timm's convit_* load through `checkpoint_filter_fn`.
+It is timm's VisionTransformer with three changes: the first `local_up_to_layer` blocks use `GPSA`, the class token is
+added after the last of them, and the absolute position embedding, on patches only, is optional. Images may have any
+size. Checkpoints of the authors and of timm's convit_* load through `checkpoint_filter_fn`.
 """
 
 from typing import Any
@@ -23,14 +23,14 @@ from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, vit_cfg
 
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
-"""What the first blocks may attend with: two softmaxes and a gate (eq. 7), or one softmax (eq. 4)."""
+"""Attention of the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4)."""
 
 
 class LocalBlock(Block):
-    """A ViT block whose attention is GPSA or PSA; it has to be told the grid.
+    """A ViT block whose attention is GPSA or PSA, and which is called with the grid size.
 
     Shape: x (B, H W, C) -> (B, H W, C)
-    Source: ConViT Fig. 4 and eq. 5; `local_init` False is the random start of Table 3 (c, d, g)
+    Source: ConViT Fig. 4 and eq. 5; `local_init=False` is the random initialisation of Table 3 (c, d, g)
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LocalBlock(Block):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialises positions, values and gates; timm calls it once the linear layers are drawn."""
+        """Initialise positions, values and gates; timm calls it after it has initialised the linear layers."""
         if self.local_init:
             self.attn.reset_attention(self.locality_strength)
         else:
@@ -69,15 +69,16 @@ class LocalBlock(Block):
 
 
 class ConViT(ForeignCheckpoints, BlockwiseViT):
-    """Vision transformer that starts as a convolutional network and may stop being one, a full timm citizen.
+    """Vision transformer whose attention is initialised as convolution and can learn not to be, with timm's interface.
 
-    `local_up_to_layer` blocks with GPSA lead (0: a plain ViT), or with PSA (`local_attention="psa"`, one softmax and no
-    gates). `locality_strength` and `gate` (lambda, before the sigmoid) are theirs at initialisation, `local_init=False`
-    leaves centres and values random. Other arguments are VisionTransformer's.
+    The first `local_up_to_layer` blocks have GPSA (0: a plain ViT), or PSA with `local_attention="psa"`, which has one
+    softmax and no gates. `locality_strength` and `gate` (lambda, before the sigmoid) are their values at
+    initialisation; `local_init=False` initialises centres and values randomly. Other arguments are those of
+    VisionTransformer.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: ConViT section 3; differs: rectangles, any size per call; GPSA exempt from weight decay
-    Raises: UserError for a head count that is no square, or an argument that GPSA cannot honour.
+    Raises: UserError if num_heads is not a square number, or for an argument that GPSA does not support.
     """
 
     def __init__(
@@ -110,19 +111,19 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         return checkpoint_filter_fn(state, self)
 
     def no_weight_decay(self) -> set[str]:
-        """timm's, and places and gates: decay would pull them to 0, which is another function."""
+        """Return timm's names and those of positions and gates, for which 0 is not neutral."""
         return super().no_weight_decay() | parameters_without_decay(self)
 
-    def place_patches(self, x: Tensor) -> Tensor:
-        """Patches with their absolute positions. Shape: x (B, H, W, C) -> (B, H W, C)"""
-        return self.pos_drop(x.flatten(1, 2) + self.resized_positions(x.shape[1], x.shape[2]))
+    def add_positions(self, x: Tensor) -> Tensor:
+        """Add the absolute position embedding; the class token comes later. Shape: x (B, H, W, C) -> (B, H W, C)"""
+        return self.pos_drop(x.flatten(1, 2) + self.resize_positions(x.shape[1], x.shape[2]))
 
-    def start(self, grid_size: tuple[int, int]) -> tuple[int, int]:
-        """Every block is told the grid."""
+    def initial_state(self, grid_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid size, which every block gets."""
         return grid_size
 
     def run_block(self, i: int, x: Tensor, grid_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
-        """Block i; before the first plain one the class token joins. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
+        """Run block i; add the class token before the first plain one. Shape: x (B, N, C) -> (B, N or N + 1, C)"""
         if i == self.local_up_to_layer and self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         arguments = (x, grid_size) if i < self.local_up_to_layer else (x,)
@@ -131,13 +132,13 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the blocks after the last one wanted, with a class token that would not join any more."""
-        kept = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        """Drop the blocks after the last index, and a class token that only they would add; return the indices."""
+        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if len(self.blocks) <= self.local_up_to_layer:
             self.cls_token, self.num_prefix_tokens, self.has_class_token = None, 0, False
             if self.global_pool == "token":
                 self.reset_classifier(0, "")
-        return kept
+        return take
 
     def update_grid(self) -> None:
         super().update_grid()
@@ -148,14 +149,14 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
 
 VARIANTS = {"convit_ti": (4, 48), "convit_s": (9, 48), "convit_b": (16, 48)}
 VARIANTS |= {"convit_ti_plus": (4, 64), "convit_s_plus": (9, 64), "convit_b_plus": (16, 64)}
-"""Heads and width of a head (ConViT Table 1)."""
+"""Number of heads and channels per head (ConViT Table 1)."""
 
 TIMM_NAMES = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
-"""Where timm keeps the authors' weights; the larger heads have none."""
+"""timm's models with the authors' weights; there are none for the variants with larger heads."""
 
 
 def _convit_cfg(name: str) -> dict[str, Any]:
-    """The pretrained entry of a variant."""
+    """Return the pretrained_cfg of a variant."""
     weights = {"hf_hub_id": f"timm/{TIMM_NAMES[name]}.fb_in1k", "license": "apache-2.0"} if name in TIMM_NAMES else {}
     return vit_cfg(**weights)
 
@@ -164,7 +165,7 @@ default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in TIMM_NAMES else n: 
 
 
 def _create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:
-    """Builds a variant through timm."""
+    """Build a variant through timm."""
     heads, width = VARIANTS[variant]
     arguments = {"num_heads": heads, "embed_dim": heads * width, **kwargs}
     return build_vit(ConViT, variant, pretrained, checkpoint_filter_fn, arguments)

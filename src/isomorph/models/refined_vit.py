@@ -24,7 +24,7 @@ from isomorph.surgery import AttentionToRefined
 
 
 class RefinedBlock(Block):
-    """A ViT block with the given attention, called with the grid size if it is spatial; it neither uses nor passes maps.
+    """A ViT block with the given attention, called with the grid size if it is spatial; it passes no maps on.
 
     Shape: x (B, N, C), maps (B, nh, N, N) of an earlier block or None, grid_size (H, W) -> (B, N, C), maps or None
     """

@@ -56,7 +56,7 @@ class Anneal:
                 if self.start is None and type(layer) is GPSA:
                     raise UserError("this layer was recast from nothing, so nothing is exact; give the anneal a start")
                 named = CONV_GATING if isinstance(layer, GPSA2d) else ATTENTION_GATING
-                layer.set_dials(*self.at(step, named["exact"]))
+                layer.set_gating(*self.at(step, named["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
         """Sets the slopes of annealed ReLUs after so many steps, of averaged weights too: a slope is not averaged."""

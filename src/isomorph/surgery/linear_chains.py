@@ -1,4 +1,4 @@
-"""Modules that are one linear map in several pieces: recognised, and merged into one layer."""
+"""Chains of linear layers that are one linear map: recognise them, and merge them into one layer."""
 
 import copy
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from isomorph.layers.affine_chain import collapse_chain, weight_matrix
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 
 BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-"""BatchNorms that are known to compute nothing else, a subclass before its base."""
+"""BatchNorm classes of torch and timm, a subclass before its base."""
 
 
 def _chain_layers(module: nn.Module, annealed: bool = False) -> Iterator[nn.Module]:
-    """The layers of a chain in order, identities left out; with `annealed` also ReLUs that are yet to become one."""
+    """Yield the layers of a chain in order, without identities; `annealed` also leaves out annealed ReLUs."""
     if isinstance(module, nn.Sequential) and not overridden_methods(module, nn.Sequential):
         for child in module:
             yield from _chain_layers(child, annealed)
@@ -37,7 +37,7 @@ def _chain_layers(module: nn.Module, annealed: bool = False) -> Iterator[nn.Modu
 
 
 def is_plain_norm(module: nn.Module) -> bool:
-    """Whether a module is BatchNorm with statistics and nothing more: timm's may carry an activation."""
+    """True if a module is BatchNorm with running statistics and no activation or dropout, which timm's may have."""
     extras = (getattr(module, name, None) for name in ("act", "drop"))
     kind = next((known for known in BATCH_NORMS if isinstance(module, known)), None)
     if kind is None or overridden_methods(module, kind) or module.running_mean is None:
@@ -46,29 +46,29 @@ def is_plain_norm(module: nn.Module) -> bool:
 
 
 def _is_pointwise(conv: nn.Module) -> bool:
-    """Whether a module is a full 1x1 convolution of every place."""
+    """True if a module is a 1x1 convolution of every pixel, without groups."""
     if not isinstance(conv, nn.Conv2d) or conv.groups > 1:
         return False
     return conv.kernel_size == conv.stride == (1, 1) and conv_padding(conv) == (0, 0)
 
 
 def linear_mismatch(module: nn.Module) -> str | None:
-    """Why a layer is no linear map of its input or patches that its own weight tells, or None."""
+    """Return why a layer is not a plain linear layer or convolution, or None if it is."""
     if isinstance(module, nn.Linear):
         return layer_mismatch(module, nn.Linear, "nn.Linear")
     if not isinstance(module, nn.Conv2d):
-        return f"{type(module).__name__} is no linear layer or convolution"
+        return f"{type(module).__name__} is not a linear layer or convolution"
     if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
         return reason
     if module.padding_mode != "zeros":
-        return f"padding_mode={module.padding_mode!r}, only 'zeros' is linear on patches"
+        return f"padding_mode={module.padding_mode!r} is not 'zeros'"
     if conv_padding(module) is None:
         return f"padding={module.padding!r} pads one side more than the other"
     return None
 
 
 def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
-    """Padding of a convolution in numbers, None where one side has more of it than the other."""
+    """Return the padding of a convolution in pixels, or None if it differs between sides."""
     if conv.padding == "valid":
         return (0, 0)
     if conv.padding == "same":
@@ -78,9 +78,9 @@ def conv_padding(conv: nn.Conv2d) -> tuple[int, int] | None:
 
 
 def is_chain(module: nn.Module, annealed: bool = False) -> bool:
-    """Whether a module is two or more linear maps in a row, with BatchNorm or nothing between them.
+    """True if a module is a sequence of two or more linear maps, with at most a BatchNorm between them.
 
-    `annealed`: ReLUs that an anneal will make the identity count as nothing.
+    `annealed`: ignore ReLUs that an anneal turns into the identity.
     """
     layers = list(_chain_layers(module, annealed))
     linear = [layer for layer in layers if not isinstance(layer, _BatchNorm)]
@@ -99,7 +99,7 @@ def is_chain(module: nn.Module, annealed: bool = False) -> bool:
 
 @torch.no_grad()
 def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Conv2d:
-    """A chain in eval mode as one layer with a bias, computed in float64; `annealed` as in `is_chain`."""
+    """Merge a chain in eval mode into one layer with a bias, computed in float64; `annealed` as in `is_chain`."""
     dtype = next(module.parameters()).dtype
     layers = list(_chain_layers(copy.deepcopy(module).double().eval(), annealed))
     first = layers[0]
@@ -111,7 +111,7 @@ def merge_chain(module: nn.Module, annealed: bool = False) -> nn.Linear | nn.Con
 
 
 def _new_layer_like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Conv2d:
-    """A layer that reads as this one does, of another width and with a bias."""
+    """Return a new layer with the same input window, `out` outputs and a bias."""
     if isinstance(layer, nn.Linear):
         return nn.Linear(layer.in_features, out)
     window = (layer.kernel_size, layer.stride, conv_padding(layer), layer.dilation, layer.groups)
@@ -120,7 +120,7 @@ def _new_layer_like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Co
 
 @torch.no_grad()
 def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
-    """All branches of a MobileOne block in eval mode as one convolution."""
-    twin = copy.deepcopy(block).double().eval()
-    twin.reparameterize()
-    return twin.reparam_conv.to(next(block.parameters()).dtype)
+    """Merge all branches of a MobileOne block in eval mode into one convolution."""
+    fused = copy.deepcopy(block).double().eval()
+    fused.reparameterize()
+    return fused.reparam_conv.to(next(block.parameters()).dtype)

@@ -1,4 +1,4 @@
-"""BatchNorm statistics of the model as it is now, on the data it will see: before fusing, after averaging weights."""
+"""Recompute the BatchNorm statistics of a model on given data, for example after averaging weights."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,16 +18,25 @@ from isomorph.surgery.recast import outermost_modules
 
 @torch.no_grad()
 def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = False) -> nn.Module:
-    """A copy of the model whose BatchNorms have the statistics of these batches, averaged over them.
+    """Return a copy of the model whose BatchNorms have the statistics of these batches, averaged over the batches.
 
-    For weights that are averages themselves, and for a model that was pre-trained on masked images: running statistics
-    are then not its own. All else stays in eval mode. `keep_function` takes the change up in the weights of BatchNorm:
-    eval mode computes what it computed, and train mode comes near to it, for pyramids born with the same function.
+    For models whose running statistics are not those of their weights: averaged weights, or pre-training on masked
+    images. Everything else runs in eval mode.
 
-    `batches`: tensors, or (images, labels), as a loader gives them.
+    Args:
+        model: a model with BatchNorm.
+        batches: images (B, C, H, W), or (images, labels), as from a loader.
+        keep_function: change the weights and biases of BatchNorm so that eval mode computes the same function with the
+            new statistics. Train mode then nearly does too: use it for pyramids with `init="same-function"`.
 
-    Raises: UserError without a BatchNorm that keeps statistics, without a batch, or, to keep the function, where a
-    BatchNorm has no weights.
+    Raises: UserError if the model has no BatchNorm with statistics, if there is no batch, or, with keep_function, if a
+        BatchNorm has no weights.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> new = iso.recalibrate(cnn, [torch.randn(8, 3, 32, 32) for _ in range(2)])
+        >>> bool((new.bn1.running_mean == cnn.bn1.running_mean).all())
+        False
     """
     model = copy_model(model)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
@@ -35,38 +44,41 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         raise UserError("the model has no BatchNorm statistics to recalibrate")
     if keep_function and any(norm.weight is None for norm in norms):
         raise UserError(
-            "a BatchNorm without weights cannot take up a change of its statistics; leave keep_function off"
+            "keep_function needs BatchNorms with weights, and one has affine=False; recalibrate without keep_function"
         )
     if isinstance(batches, Tensor):
-        raise UserError("recalibrate takes several batches: give [images], or a loader")
+        raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
     images = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
     with eval_mode(model):
-        seen = (
+        count = (
             _recompute_keeping_function(model, images)
             if keep_function
             else _recompute_running_statistics(model, norms, images)
         )
-    if not seen:
+    if not count:
         raise UserError("recalibrate needs at least one batch")
     return model
 
 
 def _recompute_running_statistics(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
-    """Statistics from nothing, every BatchNorm in train mode: each sees what those before it make in training."""
-    momenta, seen = [norm.momentum for norm in norms], 0
+    """Recompute running statistics with every BatchNorm in train mode, and return the number of batches."""
+    momenta, count = [norm.momentum for norm in norms], 0
     for norm in norms:
         norm.reset_running_stats()
-        norm.momentum, norm.training = None, True
+        norm.momentum, norm.training = None, True  # torch: momentum None is the mean over all batches
     for batch in images:
         model(batch)
-        seen += 1
+        count += 1
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
-    return seen
+    return count
 
 
 def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> int:
-    """Statistics of what every BatchNorm receives in eval mode, in one pass: the function stays, so do its inputs."""
+    """Set the statistics that every BatchNorm receives in eval mode, and return the number of batches.
+
+    One pass is enough: the function stays the same, and so do the inputs of every BatchNorm.
+    """
     found: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -74,22 +86,22 @@ def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> i
             found.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
-    handles, seen = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
+    handles, count = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
     try:
         for batch in images:
             model(batch)
-            seen += 1
+            count += 1
     finally:
         for handle in handles:
             handle.remove()
     for norm, pairs in found.items():
         means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
         _set_statistics(norm, means, variances)
-    return seen
+    return count
 
 
 def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
-    """The BatchNorms of a layer with mean and unbiased variance of what each receives when the layer reads x."""
+    """Yield the BatchNorms of a layer with mean and unbiased variance of their inputs, for an input x of the layer."""
     if isinstance(module, _BatchNorm):
         channels = x.movedim(1, -1).flatten(0, -2) if x.ndim > 2 else x
         yield module, channels.mean(0), channels.var(0)
@@ -102,7 +114,7 @@ def _norm_inputs(module: nn.Module, x: Tensor) -> Iterator[tuple[_BatchNorm, Ten
 
 
 def _set_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    """Gives a BatchNorm new statistics, and the weights with which they scale and shift as the old ones did."""
+    """Set the statistics of a BatchNorm, and change its weight and bias so that it computes the same function."""
     if norm.running_mean is None or norm.running_var is None:
         return
     slope = norm.weight * torch.rsqrt(norm.running_var + norm.eps)

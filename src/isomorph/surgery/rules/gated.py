@@ -12,11 +12,12 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, ViTGPSA
-from isomorph.layers.refined_attention import PARTS
+from isomorph.layers.refined_attention import ATTENTION_PARTS
 from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
+from isomorph.surgery.rules.registry import register_rule
 
 NamedGating = Mapping[str, tuple[float, float]]
 """(locality, gate) for every value of `init`; the gate is the logit, before the sigmoid."""
@@ -56,6 +57,7 @@ def check_gating(locality: float, gate: float) -> None:
     check_number("gate", gate, GATE)
 
 
+@register_rule
 @dataclass(frozen=True)
 class ConvToGPSA:
     """Replace a k x k convolution by gated positional self-attention with k*k heads (T-CNN eq. 4-7).
@@ -88,6 +90,11 @@ class ConvToGPSA:
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
+
+    @property
+    def keeps_function(self) -> bool:
+        """True for the exact initialisation with its own locality and gate."""
+        return self.init == "exact" and self.locality is None and self.gate is None
 
     def __post_init__(self) -> None:
         initial_gating(self.init, self.locality, self.gate)
@@ -133,7 +140,7 @@ class ConvToGPSA:
             named_padding[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
             bias=module.bias is not None,
         )
-        gpsa.set_dials(*initial_gating(self.init, self.locality, self.gate))
+        gpsa.set_gating(*initial_gating(self.init, self.locality, self.gate))
         gpsa.to(module.weight.dtype)
         gpsa.weight = nn.Parameter(module.weight.detach().clone())
         if module.bias is not None:
@@ -147,7 +154,9 @@ def attention_mismatch(module: nn.Module) -> str | None:
         return f"{type(module).__name__} is not timm's Attention"
     if methods := " and ".join(overridden_methods(module, Attention)):
         return f"{type(module).__name__} overrides {methods} of timm's Attention"
-    if extra := [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in PARTS]:
+    if extra := [
+        name for name in (*module._modules, *module._parameters, *module._buffers) if name not in ATTENTION_PARTS
+    ]:
         return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
     if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
         kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
@@ -169,6 +178,7 @@ def projection_mismatch(module: Attention, name: str) -> str | None:
     return f"its {name}: {reason}" if reason else None
 
 
+@register_rule
 @dataclass(frozen=True)
 class AttentionToGPSA:
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
@@ -212,6 +222,11 @@ class AttentionToGPSA:
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = Attention
+
+    @property
+    def keeps_function(self) -> bool:
+        """True for the exact initialisation with its own locality and gate."""
+        return self.init == "exact" and self.locality is None and self.gate is None
 
     def __post_init__(self) -> None:
         initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
@@ -261,7 +276,7 @@ class AttentionToGPSA:
         bias = qkv.bias is not None
         arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens)
         gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
-        gpsa.set_dials(*initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING))
+        gpsa.set_gating(*initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING))
         for name, tensor in qkv.named_parameters():
             qk, v = tensor.split([2 * dim, dim])
             gpsa.qk.get_parameter(name).copy_(qk)
@@ -274,10 +289,3 @@ class AttentionToGPSA:
         for name in ("proj", "proj_drop", "q_norm", "k_norm"):
             setattr(gpsa, name, copy.deepcopy(getattr(module, name)))
         return gpsa
-
-
-GATED_RULES: dict[str, type[ConvToGPSA] | type[AttentionToGPSA]] = {
-    "ConvToGPSA": ConvToGPSA,
-    "AttentionToGPSA": AttentionToGPSA,
-}
-"""Rules whose result is gated attention, by name; they share the fields init, locality and gate."""

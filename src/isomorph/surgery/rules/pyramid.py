@@ -15,9 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.affine_chain import matrix
+from isomorph.layers.affine_chain import weight_matrix
 from isomorph.layers.pyramid import Layout
-from isomorph.layers.pyramid_init import carry, draw
+from isomorph.layers.pyramid_init import init_from_affine, init_random
 from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
 from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
 from isomorph.surgery.layer_checks import overridden_methods
@@ -30,6 +30,7 @@ from isomorph.surgery.linear_chains import (
     merge_chain,
 )
 from isomorph.surgery.recast import match_original
+from isomorph.surgery.rules.registry import register_rule
 
 _LOGIT_PROJECTIONS = {
     f"{before}{name}{after}" for name in "qk" for before in ("", "to_", "proj_", "w") for after in ("", "_proj")
@@ -108,6 +109,7 @@ def _is_pointwise_block(block: MobileOneBlock) -> bool:
     return block.conv_kxk[0].conv.kernel_size == (1, 1)
 
 
+@register_rule
 @dataclass(frozen=True)
 class LinearToPyramid:
     """Replace a linear layer by a pyramid of Linear + BatchNorm branches, which trains better and fuses back (TDRL).
@@ -154,6 +156,11 @@ class LinearToPyramid:
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
+
+    @property
+    def keeps_function(self) -> bool:
+        """True for the same-function initialisation."""
+        return self.init == "same-function"
 
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
@@ -308,9 +315,9 @@ class _BoundRule:
         weight = linear.weight
         pyramid = PyramidLinear(linear.in_features, linear.out_features, **self._arguments(name, joint)).to(weight)
         if self.rule.init == "paper":
-            draw(pyramid)
+            init_random(pyramid)
         else:
-            carry(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
+            init_from_affine(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
         return pyramid
 
     def _build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
@@ -320,11 +327,11 @@ class _BoundRule:
         window = (conv.kernel_size, conv.stride, padding, conv.dilation, conv.groups)
         pyramid = PyramidConv2d(conv.in_channels, conv.out_channels, *window, **self._arguments(name)).to(conv.weight)  # type: ignore[arg-type]
         if self.rule.init == "paper":
-            draw(pyramid)
+            init_random(pyramid)
         else:
-            weight = matrix(conv)
+            weight = weight_matrix(conv)
             bias = weight.new_zeros(weight.shape[:-1]) if conv.bias is None else conv.bias.view(weight.shape[:-1])
-            carry(pyramid, weight, bias)
+            init_from_affine(pyramid, weight, bias)
         return pyramid
 
     def _build_block(self, block: MobileOneBlock) -> nn.Module:

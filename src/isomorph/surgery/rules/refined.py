@@ -9,13 +9,14 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.headed_attention import placement
-from isomorph.layers.refined_attention import carry_parts, shape_arguments
+from isomorph.layers.attention_base import factory_kwargs
+from isomorph.layers.refined_attention import copy_parts, attention_kwargs
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
 from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch
+from isomorph.surgery.rules.registry import register_rule
 
 Span = Literal["map", "spatial", "row+column"]
 """Values of the field `span`: what the kernel slides over."""
@@ -40,6 +41,7 @@ def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
         raise UserError(f"span={span!r} needs reduce=True; give span='map' with reduce=False")
 
 
+@register_rule
 @dataclass(frozen=True)
 class AttentionToRefined:
     """Replace the attention of a ViT by refined attention: the same weights, and a refiner after the softmax (Refiner).
@@ -91,6 +93,11 @@ class AttentionToRefined:
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = Attention
 
+    @property
+    def keeps_function(self) -> bool:
+        """True for the same-function initialisation."""
+        return self.init == "same-function"
+
     def __post_init__(self) -> None:
         _check_form(self.ratio, self.kernel, self.reduce, self.span, self.init)
         check_bool("recompute", self.recompute)
@@ -133,9 +140,9 @@ class AttentionToRefined:
         if reason := self.rejection_reason(module):
             raise UserError(f"AttentionToRefined cannot recast this module: {reason}")
         assert isinstance(module, Attention)
-        refined = self.new_layer(**shape_arguments(module))
+        refined = self.new_layer(**attention_kwargs(module))
         proj = refined.proj
-        carry_parts(module, refined)
+        copy_parts(module, refined)
         if isinstance(refined, ExpandedAttention):
             refined.proj = proj
             refined.expand_projection(module.proj)
@@ -144,7 +151,7 @@ class AttentionToRefined:
     def new_layer(self, **arguments: Any) -> RefinedAttention:
         """Return a new layer; the arguments are those of timm's Attention."""
         heads = arguments["num_heads"]
-        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **placement(arguments))
+        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **factory_kwargs(arguments))
         arguments = dict(recompute=self.recompute, **arguments)
         if self.ratio == 0:
             return LocalAttention(refine=MapConvolution(heads, **form), **arguments)
