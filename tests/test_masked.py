@@ -491,7 +491,7 @@ def test_evaluation_is_the_same_whatever_the_batches(cifar):
     assert torch.equal(state, torch.get_rng_state())
     assert found["reconstruction"] == pytest.approx(other["reconstruction"], rel=1e-5)
     assert found["reconstruction"] != evaluate_reconstruction(model, cifar, seed=1)["reconstruction"]
-    with pytest.raises(UserError, match="nothing to evaluate"):
+    with pytest.raises(UserError, match="has no batches"):
         evaluate_reconstruction(model, [])
 
 

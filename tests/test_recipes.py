@@ -133,8 +133,8 @@ class TestSchedules:
         kept["augment"]["auto_augment"] = "rand-m15-n2"
         del kept["optim"]["schedule_from"]
         assert changed_fields(add_defaults(kept), json.loads(identity_json(new))) == [
-            "augment.auto_augment rand-m10-n2 there, rand-m15-n2-p1.0-mmax30 here",
-            "optim.schedule_from start there, peak here",
+            "augment.auto_augment was rand-m10-n2, is now rand-m15-n2-p1.0-mmax30",
+            "optim.schedule_from was start, is now peak",
         ]
         same = iso.load_recipe("coatnet_0", ["augment.auto_augment=rand-m10-n2", "optim.schedule_from=start"])
         assert not changed_fields(add_defaults(kept), json.loads(identity_json(same)))

@@ -157,12 +157,12 @@ class TestAlone:
 
         monkeypatch.setattr("fcntl.flock", unknown)
         iso.train(tiny(tmp_path / "run", epochs=1))
-        assert "has no locks: start no second run in it" in " ".join(capsys.readouterr().out.split())
+        assert "has no locks; do not start a second run in it" in " ".join(capsys.readouterr().out.split())
 
     def test_a_file_is_not_a_folder(self, tmp_path):
         (tmp_path / "file").touch()
         for out in ("file", "file/run"):
-            with pytest.raises(iso.UserError, match="is a file, or lies in one; give `out` a folder"):
+            with pytest.raises(iso.UserError, match="is a file or inside one; give `out` a folder"):
                 iso.train(tiny(tmp_path / out), show=False)
 
     def test_where_no_folder_can_be_made(self):
@@ -605,7 +605,7 @@ class TestStart:
     def test_weights_are_asked_for_before_anything_is_written(self, tmp_path):
         for name in ("tcnn_resnet50_224", "refined_vit_s_384", "coatnet_0_384", "tdrl_fused_100ep", "digits_exact"):
             assert iso.load_recipe(name).model.start == "weights"
-            with pytest.raises(iso.UserError, match=f"{name} starts from trained weights; give --model.weights FILE"):
+            with pytest.raises(iso.UserError, match=f"{name} requires trained weights; give --model.weights FILE"):
                 iso.train(iso.load_recipe(name, [f"out={tmp_path / name}", "data.source=digits"]), show=False)
         assert not list(tmp_path.iterdir())
 

@@ -23,7 +23,7 @@ from isomorph.training.objectives.token_labels import (
     MapLabelTask,
     MapOnlyTask,
     TokenLabelTask,
-    cut,
+    crop_label_maps,
     dense_scores,
 )
 from isomorph.training.recipe.objective_fields import TokenLabelPart
@@ -104,7 +104,7 @@ class TestGeometry:
     @pytest.mark.parametrize("grid_size", [(4, 4), (3, 5), (1, 1), (9, 8)])
     def test_cut_is_what_loops_say(self, grid_size):
         target = targets()
-        found = cut(dense_scores(target.maps, 5), target, grid_size)
+        found = crop_label_maps(dense_scores(target.maps, 5), target, grid_size)
         for b in range(4):
             wanted = slow_cut(target.maps[b], target.box[b], target.flipped[b], grid_size, 5)
             torch.testing.assert_close(found[b].view(*grid_size, 5), wanted, rtol=1e-9, atol=1e-12)
@@ -123,7 +123,7 @@ class TestGeometry:
             flips.add(flipped)
             target = MapLabels(0, maps, box, flipped)
             batch = default_collate([target])
-            found = cut(dense_scores(batch.maps, 4), batch, (4, 4)).log().view(4, 4, 4)
+            found = crop_label_maps(dense_scores(batch.maps, 4), batch, (4, 4)).log().view(4, 4, 4)
             seen = (image * 0.5 + 0.5).view(3, 4, 8, 4, 8).mean((2, 4)) * 255
             for c, scale in ((0, 48 * 4), (1, 64 * 3)):
                 score = found[..., c + 1] - found[..., 0]  # a class that no map names has a score of 0
@@ -210,8 +210,8 @@ class TestFiles:
         mapped = LabelMapSource(source, tmp_path / "maps", 3)
         assert isinstance(mapped.subset([7]), LabelMapSource)
         for index, label in enumerate(mapped.labels):
-            assert torch.equal(mapped.map(index), drawn_map(10 * int(label) + index % 5))
-        assert torch.equal(mapped.subset([7]).map(0), drawn_map(12))
+            assert torch.equal(mapped.label_map(index), drawn_map(10 * int(label) + index % 5))
+        assert torch.equal(mapped.subset([7]).label_map(0), drawn_map(12))
 
     def test_members_without_a_class_in_their_name_have_maps_below_it(self, tmp_path, caches):
         as_shards(tmp_path)
@@ -221,8 +221,8 @@ class TestFiles:
             (below / "deep").mkdir(exist_ok=True)
             (below / f"{i}.pt").rename(below / f"deep/{label}_{i}.pt")
         mapped = LabelMapSource(open_source("webdataset", "train", tmp_path), tmp_path / "maps", 3)
-        assert [mapped.map_name(i) for i in (0, 7)] == ["ant/deep/0_0.pt", "bee/deep/1_2.pt"]
-        assert torch.equal(mapped.map(7), drawn_map(12))
+        assert [mapped._relative_path(i) for i in (0, 7)] == ["ant/deep/0_0.pt", "bee/deep/1_2.pt"]
+        assert torch.equal(mapped.label_map(7), drawn_map(12))
 
     @pytest.mark.parametrize("workers", [0, 2])
     def test_batches_are_the_same_images_with_maps_beside_them(self, workers, data):
@@ -258,18 +258,18 @@ class TestFiles:
             path.unlink()
         (data / "maps/ant").rmdir()
         assert ": 7, the first of them" in self.problem(data)
-        with pytest.raises(iso.UserError, match=r"no folder .*elsewhere; give token_labels.maps"):
+        with pytest.raises(iso.UserError, match=r"there is no folder .*elsewhere; token_labels.maps"):
             LabelMapSource(open_source("imagefolder", "train", data), data / "elsewhere", 3)
 
     @pytest.mark.parametrize("place", ["ant/0.pt", "bee/3.pt"])
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            (torch.zeros(3, 2, 6, 6), "it must be 2 x K x H x W .* found 3 x 2 x 6 x 6"),
-            (torch.zeros(5), "it must be 2 x K x H x W .* found 5"),
-            ({"scores": 1}, "found dict"),
-            (drawn_map(0, classes=9, likeliest=9), "names class [3-8]; there are 3, counted from 0"),
-            (drawn_map(0) - 0.5, "names class"),
+            (torch.zeros(3, 2, 6, 6), "it is 3 x 2 x 6 x 6, but must be 2 x K x H x W"),
+            (torch.zeros(5), "it is 5, but must be 2 x K x H x W"),
+            ({"scores": 1}, "it is dict"),
+            (drawn_map(0, classes=9, likeliest=9), "has class [3-8]; classes must be whole numbers from 0 to 2"),
+            (drawn_map(0) - 0.5, "has class"),
             (drawn_map(0) / 0, "not finite"),
             (None, "cannot read the label map"),
         ],
@@ -282,7 +282,7 @@ class TestFiles:
 
     def test_maps_of_two_sizes_are_refused(self, data):
         torch.save(drawn_map(0, size=(7, 6)), data / "maps/bee/0.pt")
-        assert "bee/0.pt is 2 x 2 x 7 x 6, the first image's map 2 x 2 x 6 x 6" in self.problem(data)
+        assert "bee/0.pt is 2 x 2 x 7 x 6, but the first image's label map is 2 x 2 x 6 x 6" in self.problem(data)
 
     def test_images_without_names_are_refused(self, data):
         with pytest.raises(iso.UserError, match="needs images with file names"):

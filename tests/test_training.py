@@ -388,7 +388,7 @@ class TestRun:
         (tmp_path / "run/model.safetensors").unlink()
         for i in range(8):
             (tmp_path / f"data/train/dark/{i}.png").unlink()
-        with pytest.raises(iso.UserError, match=r"on other data .images 48 there, 40 here; steps 6 there, 5 here"):
+        with pytest.raises(iso.UserError, match=r"on other data .images was 48, is now 40; steps was 6, is now 5"):
             iso.train(tiny(tmp_path / "run", data=data), show=False)
 
     def test_unreadable_images_are_counted_up_to_a_limit(self, tmp_path):
@@ -541,14 +541,14 @@ class TestRun:
 
     def test_another_recipe_in_the_same_folder_is_refused(self, tmp_path):
         iso.train(tiny(tmp_path, epochs=1), show=False)
-        with pytest.raises(iso.UserError, match=r"epochs 1 there, 2 here; seed 0 there, 1 here"):
+        with pytest.raises(iso.UserError, match=r"epochs was 1, is now 2; seed was 0, is now 1"):
             iso.train(tiny(tmp_path, epochs=2, seed=1), show=False)
 
     def test_problems_are_found_before_anything_is_written(self, tmp_path):
         for changes, message in (
             (dict(model=dict(name="cifar_resnet20", recast=dict(where="layer9.*"))), "matches no module"),
             (dict(model=dict(name="cifar_resnet20", num_classes=3)), "10 classes, model.num_classes is 3"),
-            (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "no checkpoint none"),
+            (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "none.safetensors does not exist"),
             (dict(model=dict(name="cifar_resnet20", kwargs=dict(blob=1))), "timm cannot create"),
             (dict(device="tpu"), "device 'tpu' cannot be used"),
             (dict(data=dict(source="imagefolder", root=str(tmp_path / "no"))), "no folder"),

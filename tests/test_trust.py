@@ -271,7 +271,7 @@ def test_a_run_of_before_a_field_existed_goes_on(tmp_path):
     del kept["loss"], kept["data"]["test_crop"]
     assert not changed_fields(add_defaults(kept), json.loads(identity_json(recipe)))
     other = json.loads(identity_json(tiny(tmp_path, loss="sigmoid")))
-    assert changed_fields(add_defaults(kept), other) == ["loss softmax there, sigmoid here"]
+    assert changed_fields(add_defaults(kept), other) == ["loss was softmax, is now sigmoid"]
     assert add_defaults({"gone": 1}) == {"gone": 1}
 
 

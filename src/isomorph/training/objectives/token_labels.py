@@ -77,9 +77,9 @@ class MixedLabelMaps(NamedTuple):
 
 
 class LabelMapMixup(Mixup):
-    """timm's mixup and cutmix for images whose labels are maps: says how much of each image is its own.
+    """timm's mixup and cutmix for images with label maps; returns the label maps with each image's own share.
 
-    Shape: x (B, C, H, W), target -> the same, mixed in place, MixedMaps
+    Shape: x (B, C, H, W), target -> x, mixed in place, MixedLabelMaps
     """
 
     def __call__(self, x: Tensor, target: MapLabels) -> tuple[Tensor, MixedLabelMaps]:

@@ -1,7 +1,7 @@
-"""A recipe: everything a run depends on, as plain checked values.
+"""Recipes: all fields of a run, their validation, files and command-line overrides.
 
-Files are YAML or TOML; every field is documented here and is a flag of `isomorph train`. A recipe is checked as a
-whole: all problems are reported at once, an unknown field with the closest known one.
+Files are YAML or TOML, and every field is an option of `isomorph train`. Validation reports all problems at once, and
+suggests the closest name for an unknown field.
 """
 
 import difflib
@@ -36,10 +36,19 @@ from isomorph.training.recipe.text import load_toml, load_yaml, read_text
 
 
 class Recipe(Part):
-    """One run."""
+    """All settings of a training run, validated.
+
+    The fields are those of recipe files and the options of `isomorph train`; groups such as `optim` take a mapping.
+
+    Raises: pydantic.ValidationError for invalid fields; use `iso.load_recipe` for errors in one line (`UserError`).
+
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data={"source": "digits"}, epochs=5)
+    >>> recipe.optim.name, recipe.folder
+    ('adamw', PosixPath('runs/run'))
+    """
 
     name: str = "run"
-    """Name of the run; its folder is runs/NAME unless `out` says otherwise."""
+    """Name of the run; its folder is runs/NAME unless `out` is given."""
     model: ModelPart
     data: DataPart = DataPart()
     augment: AugmentPart = AugmentPart()
@@ -51,90 +60,93 @@ class Recipe(Part):
     map_similarity: MapSimilarityPart | None = None
     mask: MaskPart | None = None
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """Classes against each other, or each on its own, summed over classes (large label sets)."""
+    """Softmax cross-entropy, or sigmoid cross-entropy summed over classes (for large label sets)."""
     epochs: Epochs = 50
     """Passes over the training data."""
     evaluate_every: Count = 1
-    """Epochs between two evaluations; the last one is always evaluated."""
+    """Epochs between evaluations; the last epoch is always evaluated."""
     keep_every: Count | None = None
-    """Keep the weights too, as epoch-N.safetensors, every so many epochs."""
+    """Epochs between checkpoints epoch-N.safetensors; by default none are saved."""
     monitor_every: Count | None = None
-    """Steps between two lines of monitor.jsonl: largest attention logit, largest attention and entropy, by block."""
+    """Steps between lines of monitor.jsonl: largest attention logit, largest attention and entropy, by block."""
     log_every: Count = 50
-    """Steps between two lines of steps.jsonl: loss, rate, images a second, share of the time spent waiting for them."""
+    """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
     checkpoint_minutes: NotNegative = 10.0
-    """Minutes between two snapshots within an epoch; 0 takes one after every step. One follows every epoch anyway."""
+    """Minutes between snapshots within an epoch, 0 for one after every step; every epoch ends with one."""
     tensorboard: bool = False
-    """Write the curves for TensorBoard too (the extra `track`)."""
+    """Write TensorBoard logs too (pip install 'isomorph[track]')."""
     divergence: Positive | None = 10.0
-    """Stop when the loss of ten steps is so many times that of the first ten (at least 1)."""
+    """Stop when the mean loss of ten steps exceeds this multiple of that of the first ten (at least 1)."""
     drop_path: Rate = 0.0
-    """Stochastic depth at the last block."""
+    """Drop-path rate (stochastic depth) of the last block."""
     ema: Rate | None = None
-    """Decay of the averaged weights; they are then what is evaluated and kept."""
+    """Decay of an exponential moving average of the weights, which is then evaluated and saved."""
     amp: Literal["none", "bf16"] = "none"
-    """Precision of the forward pass."""
+    """Automatic mixed precision of the forward pass."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Seeds initialisation, order, augmentation and the class fraction."""
+    """Seed of initialisation, image order, augmentation and data.fraction."""
     device: str = "auto"
-    """auto takes a GPU when there is one."""
+    """Device, e.g. cpu or cuda; auto takes a GPU if there is one."""
     out: File | None = None
-    """Folder of the run."""
+    """Folder of the run; by default runs/NAME."""
     source: str = ""
-    """Where the recipe comes from (paper, table)."""
+    """Source of the recipe (paper, table); for information only."""
     expected: str = ""
-    """The number it should give, as published."""
+    """Published result; for information only."""
 
     @model_validator(mode="after")
-    def coherent(self) -> "Recipe":
+    def check_fields(self) -> "Recipe":
         if self.optim.warmup_epochs >= self.epochs:
             raise ValueError(
-                f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it too"
+                f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
             )
         if self.augment.mixes and self.data.batch_size % 2:
             raise ValueError(f"data.batch_size {self.data.batch_size} must be even when mixup or cutmix is on")
         if self.model.recast_epoch > self.epochs:
             raise ValueError(f"model.recast_epoch {self.model.recast_epoch} must be at most epochs {self.epochs}")
         if self.model.recast_epoch and not (self.model.recast or self.model.unstride):
-            raise ValueError("model.recast_epoch needs a model.recast or model.unstride to make then")
+            raise ValueError("model.recast_epoch needs a model.recast or model.unstride; give one, or leave it at 0")
         if self.model.recast_epoch and (self.scale.parallel == "fsdp" or self.scale.sync_batch_norm):
             raise ValueError("model.recast_epoch needs scale.parallel ddp and scale.sync_batch_norm false")
         if self.model.recast_epoch and self.mask:
-            raise ValueError("model.recast_epoch is for runs with labels; recast before masked pre-training (0)")
+            raise ValueError(
+                "model.recast_epoch is for runs with labels; leave it at 0 to recast before masked pre-training"
+            )
         if self.drop_path and "drop_path_rate" in self.model.kwargs:
-            raise ValueError("drop_path and model.kwargs.drop_path_rate are the same; give one")
+            raise ValueError("drop_path is also given as model.kwargs.drop_path_rate; give drop_path only")
         if self.monitor_every and self.mask and self.scale.parallel == "fsdp":
-            raise ValueError("monitor_every cannot look into a sharded autoencoder; leave it out, or use ddp")
+            raise ValueError("monitor_every does not work with mask and fsdp; leave it out, or set scale.parallel ddp")
         if self.augment.repeats > 1 and self.data.streamed:
             raise ValueError(
-                f"augment.repeats shows images again, {self.data.source} reads each in passing; leave it at 1"
+                f"augment.repeats {self.augment.repeats} does not work with {self.data.source}, a stream; leave it at 1"
             )
         if self.augment.scale[0] > self.augment.scale[1]:
-            raise ValueError("augment.scale must give the smaller share first")
+            raise ValueError("augment.scale must have the smaller fraction first")
         if self.anneal and self.anneal.epochs > self.epochs:
             raise ValueError(f"anneal.epochs {self.anneal.epochs:g} must be at most epochs {self.epochs}")
         objectives = [name for name in ("token_labels", "distill", "mask") if getattr(self, name)]
         if len(objectives) > 1:
-            raise ValueError(f"{' and '.join(objectives)} are {len(objectives)} objectives; give one")
+            raise ValueError(f"{' and '.join(objectives)} exclude each other; give one of them")
         if self.map_similarity and (self.distill or self.mask):
-            raise ValueError("map_similarity goes with labels or token_labels; leave it out with distill or mask")
+            raise ValueError("map_similarity does not work with distill or mask; leave it out")
         if self.mask and self.augment.mixes:
-            raise ValueError("mask knows no labels to mix: leave augment.mixup and augment.cutmix at 0")
+            raise ValueError("mask trains without labels to mix; leave augment.mixup and augment.cutmix at 0")
         if self.token_labels and self.loss == "sigmoid":
-            raise ValueError("token_labels has a loss of its own; leave loss at softmax")
+            raise ValueError("token_labels works with the softmax loss only; leave loss at softmax")
         if self.token_labels and self.token_labels.maps:
-            self.refuse_unmappable()
+            self._check_label_maps()
         return self
 
-    def refuse_unmappable(self) -> None:
-        """Raises: ValueError for what label maps cannot follow."""
+    def _check_label_maps(self) -> None:
+        """Raise ValueError for data or augmentation that label maps do not support."""
         if self.data.streamed:
             raise ValueError(f"token_labels.maps needs images with file names; {self.data.source} has none")
         if self.augment.crop_padding:
-            raise ValueError("token_labels.maps follow resized crops only: leave augment.crop_padding at 0")
+            raise ValueError("token_labels.maps supports random resized crops only; leave augment.crop_padding at 0")
 
     @property
     def folder(self) -> Path:
+        """Folder of the run: `out`, or runs/NAME."""
         return self.out or Path("runs") / self.name
 
 
@@ -151,16 +163,16 @@ CHANGEABLE: dict[str, Any] = {
     "data": {"workers", "root", "unreadable"},
     "model": {"start"},
 }
-"""Fields that may change between a run and its resumption."""
+"""Fields that may change when a run is resumed."""
 
 
 def identity_json(recipe: Recipe) -> str:
-    """The recipe without what may change between a run and its resumption."""
+    """Return the recipe as JSON, without the fields that may change when a run is resumed."""
     return recipe.model_dump_json(exclude=CHANGEABLE)
 
 
 def add_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as it was kept, with the fields that have come since; one that is none any more stays as it is."""
+    """Return a saved recipe with defaults for fields added since; an invalid one is returned unchanged."""
     try:
         return json.loads(identity_json(Recipe.model_validate(_convert_old_fields(recipe))))
     except ValidationError:
@@ -168,7 +180,10 @@ def add_defaults(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def _convert_old_fields(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A kept recipe in the words of today: schedules began at the first step, and magnitudes above 10 were 10."""
+    """Return a saved recipe of an older version with today's fields.
+
+    In old versions, schedules began at the first step, and augmentation magnitudes above 10 were clamped to 10.
+    """
     optim, augment = ({**(recipe.get(name) or {})} for name in ("optim", "augment"))
     if optim.get("warmup_epochs"):
         optim.setdefault("schedule_from", "start")
@@ -179,19 +194,19 @@ def _convert_old_fields(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """The fields that differ, each with its value there and here."""
-    found = []
+    """Return the fields that differ, each with both values, e.g. "epochs was 5, is now 10"."""
+    changed = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += changed_fields(a, b, f"{prefix}{name}.")
+            changed += changed_fields(a, b, f"{prefix}{name}.")
         elif a != b:
-            found.append(f"{prefix}{name} {a} there, {b} here")
-    return found
+            changed.append(f"{prefix}{name} was {a}, is now {b}")
+    return changed
 
 
 def validate(values: dict[str, Any]) -> Recipe:
-    """A Recipe from plain values. Raises: UserError listing every problem on one line."""
+    """Return a Recipe from plain values. Raises: UserError with all problems in one line."""
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
@@ -201,14 +216,14 @@ def validate(values: dict[str, Any]) -> Recipe:
 
 
 def _describe_problem(problem: Any) -> str:
-    """One problem in words: the field, what was given, what is allowed, the closest name."""
+    """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        known = list(_fields_of(groups))
-        close = difflib.get_close_matches(last, known, n=1)
+        names = list(_fields_of(groups))
+        close = difflib.get_close_matches(last, names, n=1)
         return f"{field} is not a field" + (
-            f" (did you mean {close[0]}?)" if close else f" (known: {', '.join(known)})"
+            f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
         )
     if problem["type"] == "missing":
         return f"{field} is missing"
@@ -216,7 +231,7 @@ def _describe_problem(problem: Any) -> str:
     if message.partition(" ")[0].istitle():
         message = message[0].lower() + message[1:]
     if problem["type"] == "int_parsing_size":
-        message = "input is far too large"
+        message = "the number is too large"
     if isinstance(problem["input"], dict):
         return f"{field}: {message}" if problem["loc"] else message
     given = str(problem["input"])[:80] if isinstance(problem["input"], int) else repr(problem["input"])[:80]
@@ -224,7 +239,7 @@ def _describe_problem(problem: Any) -> str:
 
 
 def _fields_of(groups: list[str]) -> dict[str, Any]:
-    """Fields of a nested part, by the names that lead to it."""
+    """Return the fields of a nested group, given the names that lead to it."""
     part: Any = Recipe
     for group in groups:
         kinds = typing.get_args(part.model_fields[group].annotation) or (part.model_fields[group].annotation,)
@@ -233,7 +248,7 @@ def _fields_of(groups: list[str]) -> dict[str, Any]:
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The values of a YAML or TOML recipe. Raises: UserError when it is missing, unreadable or no mapping."""
+    """Return the values of a YAML or TOML file. Raises: UserError when it is missing, unreadable or not a mapping."""
     try:
         text = read_text(path)
         values = load_toml(text) if path.suffix == ".toml" else load_yaml(text)
@@ -247,7 +262,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """Values with dotted assignments `group.field=value` (value as YAML) laid over them. Raises: UserError."""
+    """Return values with assignments `group.field=value` applied, the value as YAML. Raises: UserError."""
     result = yaml.safe_load(yaml.safe_dump(values))
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
@@ -266,12 +281,12 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
 
 
 def _parse_value(text: str) -> Any:
-    """A value as YAML reads it, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
+    """Return a value parsed as YAML, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
     try:
         value = load_yaml(text)
     except UserError:
         raise
-    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is no YAML: it is text
+    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
         return text
     if isinstance(value, str):
         try:
@@ -282,7 +297,7 @@ def _parse_value(text: str) -> Any:
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
-    """One line per field: its flag, what it is, its default; groups of fields after the others, under their names."""
+    """Return Markdown with a line per field: option, description, default; groups follow under their names."""
     lines, groups = [], []
     for name, field in part.documented_fields().items():
         kinds = [field.annotation, *typing.get_args(field.annotation)]
@@ -294,6 +309,6 @@ def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
             )
         else:
             default = "" if field.is_required() else f" [{field.default}]"
-            text = (field.description or "").replace("*", r"\*")  # globs are no emphasis: the help is Markdown
+            text = (field.description or "").replace("*", r"\*")  # the help is Markdown, and globs are not emphasis
             lines.append(f"* `{prefix}{name}` {text}{default}")
     return "\n".join([*lines, *groups])

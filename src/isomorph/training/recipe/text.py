@@ -1,4 +1,4 @@
-"""Recipes as YAML and TOML text, of a length, depth and number of values that recipes have."""
+"""Read YAML and TOML text with limits on length, depth and number of values."""
 
 import tomllib
 from pathlib import Path
@@ -9,15 +9,15 @@ import yaml
 from isomorph.errors import UserError
 
 MAX_CHARACTERS = 100_000
-"""Characters of a recipe."""
+"""Most characters in a recipe."""
 MAX_DEPTH = 32
-"""Levels of groups and lists."""
+"""Most levels of groups and lists."""
 MAX_VALUES = 10_000
-"""Values, those that YAML aliases stand for counted each time."""
+"""Most values, with YAML aliases counted each time they expand."""
 
 
 def read_text(path: Path) -> str:
-    """The text of a file. Raises: UserError when it is too long for a recipe; OSError, ValueError when unreadable."""
+    """Return the text of a file. Raises: UserError when it is too long; OSError, ValueError when it is unreadable."""
     with path.open(encoding="utf-8") as file:
         text = file.read(MAX_CHARACTERS + 1)
     if len(text) > MAX_CHARACTERS:
@@ -26,7 +26,7 @@ def read_text(path: Path) -> str:
 
 
 def load_yaml(text: str) -> Any:
-    """The values of YAML text, once what its aliases stand for is known to be little.
+    """Return the values of YAML text, after a check of the size of its expanded aliases.
 
     Raises: UserError for too many values or levels; YAMLError, ValueError for text that is not YAML.
     """
@@ -40,7 +40,7 @@ def load_yaml(text: str) -> Any:
 
 
 def load_toml(text: str) -> dict[str, Any]:
-    """The values of TOML text. Raises: UserError for too many levels; ValueError for text that is not TOML."""
+    """Return the values of TOML text. Raises: UserError for too many levels; ValueError for invalid TOML."""
     try:
         return tomllib.loads(text)
     except RecursionError:
@@ -48,16 +48,16 @@ def load_toml(text: str) -> dict[str, Any]:
 
 
 def _check_expansion(root: yaml.Node | None) -> None:
-    """Raises: UserError when a document, its aliases written out, has too many values or levels."""
-    waiting, count = [(root, 1)] if root else [], 0
-    while waiting:
-        node, depth = waiting.pop()
+    """Raise UserError if a document has too many values or levels, with its aliases expanded."""
+    pending, count = [(root, 1)] if root else [], 0
+    while pending:
+        node, depth = pending.pop()
         count += 1
         if count > MAX_VALUES:
-            raise UserError(f"a recipe has at most {MAX_VALUES:,} values, aliases written out; this has more")
+            raise UserError(f"a recipe has at most {MAX_VALUES:,} values, with aliases expanded; this has more")
         if depth > MAX_DEPTH:
             raise UserError(f"a recipe has at most {MAX_DEPTH} levels of groups and lists; this has more")
         if isinstance(node, yaml.MappingNode):
-            waiting += [(part, depth + 1) for pair in node.value for part in pair]
+            pending += [(part, depth + 1) for pair in node.value for part in pair]
         elif isinstance(node, yaml.SequenceNode):
-            waiting += [(part, depth + 1) for part in node.value]
+            pending += [(part, depth + 1) for part in node.value]

@@ -1,4 +1,4 @@
-"""What can end a run before its time: a signal, or a loss that has left all bounds."""
+"""Early ends of a run: signals and divergence."""
 
 import math
 import signal
@@ -10,21 +10,30 @@ from types import FrameType
 from isomorph.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-"""SIGHUP: the terminal or the connection has been closed."""
+"""Signals that stop a run; SIGHUP means that the terminal or connection was closed."""
 
 LOSS_WINDOW = 10
-"""Steps that say what a loss is like at the start, and how many each later look takes together."""
-
+"""Steps over which the loss is averaged: the first ones, then every later group of as many."""
 
 NOT_FINITE = "the loss is not finite"
 
 
 class Diverged(UserError):
-    """The loss is not finite, or far above where it started; the last snapshot is as it was."""
+    """The loss or the weights are not finite, or the loss is far above its start; the last snapshot is unchanged.
+
+    >>> issubclass(iso.training.Diverged, iso.UserError)
+    True
+    """
 
 
 class Stopped(UserError):
-    """A signal ended the run after a step; it has been saved and goes on when it is started again."""
+    """A signal (Ctrl-C, SIGTERM or SIGHUP) stopped the run; if it is started again, it resumes from its snapshot.
+
+    `number` is that of the signal.
+
+    >>> iso.training.Stopped("stopped by SIGTERM", number=15).number
+    15
+    """
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -32,7 +41,7 @@ class Stopped(UserError):
 
 
 class StopRequest:
-    """Whether someone has asked the run to stop: the number of the signal, or 0."""
+    """The number of the signal that asks the run to stop, or 0."""
 
     number = 0
 
@@ -42,40 +51,43 @@ Handler = Callable[[int, FrameType | None], None]
 
 @contextmanager
 def _handle_signals(numbers: Iterable[int], handler: Handler) -> Iterator[None]:
-    """Handles these signals so; SIGHUP stays ignored where it is (nohup). Nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():  # Python lets only this one have handlers
+    """Install a handler for these signals; a SIGHUP that is ignored (nohup) stays so.
+
+    Does nothing outside the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
-    before = {number: signal.getsignal(number) for number in numbers}
-    if before.get(signal.SIGHUP) is signal.SIG_IGN:
-        del before[signal.SIGHUP]
-    for number in before:
+    previous = {number: signal.getsignal(number) for number in numbers}
+    if previous.get(signal.SIGHUP) is signal.SIG_IGN:
+        del previous[signal.SIGHUP]
+    for number in previous:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number, old in previous.items():
             signal.signal(number, old)
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Notes SIGTERM, SIGHUP and the first Ctrl-C instead of dying of them; a second Ctrl-C works as it did before."""
+    """Record SIGTERM, SIGHUP and the first Ctrl-C instead of ending the process; a second Ctrl-C ends it."""
     request = StopRequest()
     interrupt = signal.getsignal(signal.SIGINT)
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         request.number = number
         if number == signal.SIGINT:  # schedulers send SIGTERM twice: to the processes, and through torchrun
             signal.signal(signal.SIGINT, interrupt)
 
-    with _handle_signals(SIGNALS, note):
+    with _handle_signals(SIGNALS, record):
         yield request
 
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Raises Stopped on SIGTERM and SIGHUP, which end a start that has written nothing yet; Ctrl-C raises already."""
+    """Raise Stopped on SIGTERM and SIGHUP, before anything is written; Ctrl-C raises KeyboardInterrupt already."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(f"stopped by {signal.Signals(number).name} before the first step; nothing was written", number)
@@ -85,20 +97,20 @@ def raise_on_signals() -> Iterator[None]:
 
 
 class LossGuard:
-    """Says when the mean loss of some steps is not finite, or more than `factor` times that of the first (at least 1).
+    """Detects a mean loss that is not finite, or more than `factor` times the first one (at least 1).
 
-    `first` is that loss once it is known, and belongs into a snapshot.
+    `first` is the first mean loss, None until it is known; snapshots save it.
     """
 
     def __init__(self, factor: float | None, first: float | None = None) -> None:
         self.factor, self.first = factor, first
 
     def problem(self, loss: float) -> str:
-        """What is wrong with the mean loss of the latest steps, or nothing."""
+        """Return the problem with the mean loss of the latest steps, or an empty string."""
         if not math.isfinite(loss):
             return NOT_FINITE
         if self.first is None:
             self.first = max(loss, 1.0)
         if self.factor is not None and loss > self.factor * self.first:
-            return f"the loss is {loss:.3g}, {self.factor:g} times what it was at the start (divergence)"
+            return f"the loss is {loss:.3g}, more than divergence {self.factor:g} times the loss at the start"
         return ""

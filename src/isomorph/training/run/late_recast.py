@@ -1,7 +1,7 @@
-"""A recast in the middle of a run (T-CNN section 5): what stays keeps its history, what is new starts fresh.
+"""Recast the model in the middle of a run (T-CNN section 5).
 
-A parameter stays when it has the name, the shape and the values that it had. Averaged weights are recast themselves,
-with the same draws for what is new, so that their function too is what it was.
+Parameters whose name, shape and values are unchanged keep their optimiser state. Averaged weights are recast too, with
+the same random draws for new parameters, so that their function is kept as well.
 
 Source: T-CNN section 5, Table 3: "we keep the same optimizer and learning rate after the reparametrization"
 """
@@ -25,7 +25,7 @@ from isomorph.training.run.state import Run
 
 
 def recast_run(run: Run) -> tuple[Run, str]:
-    """The run with its model recast, optimiser and averages carried over; and what is said about it."""
+    """Return the run with its model recast, and a message; optimiser state and averages carry over."""
     recipe, before = run.recipe, run.trained
     tensors, values = split_optimizer(before, run.optimizer)
     model, averaged = _recast_copy(before, run), None if run.averaged is None else _recast_copy(run.averaged, run)
@@ -43,19 +43,19 @@ def recast_run(run: Run) -> tuple[Run, str]:
     load_optimizer(run.trained, optimizer, owned, values)
     run.progress.recast = True
     new = sum(1 for name, _ in run.trained.named_parameters() if name not in kept)
-    said = f"recast after epoch {run.progress.closed}: {len(kept)} parameter tensors go on, {new} are new"
-    return run, "; ".join((said, *notes(run.trained)))
+    message = f"recast after epoch {run.progress.closed}: {len(kept)} parameter tensors are unchanged, {new} are new"
+    return run, "; ".join((message, *notes(run.trained)))
 
 
 def _recast_copy(model: nn.Module, run: Run) -> nn.Module:
-    """The model after the recipe's surgery; every call draws the same for what is new."""
+    """Return a recast copy of the model; every call draws the same values for new parameters."""
     seed_everything("recast", run.recipe.seed)
     training = model.training
     return apply_surgery(copy.deepcopy(model), run.recipe.model).train(training)
 
 
 def unchanged_parameters(before: nn.Module, after: nn.Module) -> set[str]:
-    """Names of the parameters that surgery has left as they were."""
+    """Return the names of the parameters whose shape and values did not change."""
     old: dict[str, Tensor] = dict(before.named_parameters())
     return {
         name

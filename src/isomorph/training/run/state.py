@@ -97,7 +97,7 @@ class Run:
     @property
     def lanes(self) -> int:
         """Into how many lanes a stream is split: a run within an epoch needs as many again."""
-        return self.share.of * max(self.recipe.data.workers, 1) if self.recipe.data.streamed else 0
+        return self.share.total * max(self.recipe.data.workers, 1) if self.recipe.data.streamed else 0
 
     @property
     def counts(self) -> dict[str, int]:

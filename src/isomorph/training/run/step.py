@@ -1,4 +1,4 @@
-"""One step of the optimiser: the parts of a batch, forward and backward, and what follows them."""
+"""One training step: forward and backward over the parts of a batch, then the optimiser step."""
 
 import time
 from contextlib import nullcontext
@@ -12,11 +12,11 @@ from isomorph.training.run.state import Run
 
 
 def train_step(run: Run) -> tuple[float, Tensor]:
-    """One step over this process's parts of a batch; returns the seconds spent waiting, and the last part's images.
+    """Train one step on this process's parts of a batch; return the seconds spent loading, and the last images.
 
-    All that is drawn in it (mixing, dropout) follows from seed, step and part: whoever takes the part, and whenever.
+    Random draws (mixing, dropout) are seeded by seed, step and part, so they do not depend on the number of processes.
     """
-    recipe, step, parts = run.recipe, run.progress.step, run.share.mine
+    recipe, step, parts = run.recipe, run.progress.step, run.share.own
     since = step - recipe.model.recast_epoch * run.order.steps
     anneal = recipe.anneal.schedule(run.order.steps) if recipe.anneal and run.progress.recast else None
     if anneal:
@@ -43,12 +43,12 @@ def train_step(run: Run) -> tuple[float, Tensor]:
 
 
 def backward(run: Run, images: Tensor, labels: Labels) -> Tensor:
-    """Adds the gradients of one part of a batch; returns its share of the step's loss."""
+    """Add the gradients of one part of a batch; return its contribution to the mean loss of the step."""
     device = run.runtime.device
     images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
     if run.mixup:
         images, labels = run.mixup(images, labels)
     with run.runtime.autocast():
-        loss = run.task(images, labels)["loss"] / len(run.share.mine)
+        loss = run.task(images, labels)["loss"] / len(run.share.own)
     loss.backward()
     return loss.detach()
