@@ -63,7 +63,7 @@ def test_what_can_stay_tied_in_attention_does():
     gated = iso.recast(vit, iso.AttentionToGPSA(), "blocks.*.attn")
     assert len({id(block.attn.proj.weight) for block in gated.blocks}) == 1
     weights = ", ".join(f"blocks.{i}.attn.qkv.weight" for i in range(3))
-    assert iso.surgery.notes(gated)[0] == f"{weights} were tied; no longer, so they train apart"
+    assert iso.surgery.notes(gated)[0] == f"{weights} were tied; they are no longer tied and train separately"
     assert "qkv.bias" in iso.surgery.notes(gated)[1]
     report = iso.verify(vit, gated, torch.randn(1, 3, 32, 32))
     assert report.notes == iso.surgery.notes(gated)
@@ -75,7 +75,7 @@ def test_a_tied_head_is_reported():
     net = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
     net.head.weight = net.embed.weight
     wide = iso.recast(net, iso.LinearToPyramid(), "head")
-    assert iso.surgery.notes(wide) == ("head.weight was tied to embed.weight; no longer, so they train apart",)
+    assert iso.surgery.notes(wide) == ("head.weight was tied to embed.weight; they are no longer tied and train separately",)
     assert iso.surgery.notes(net) == ()
     assert iso.surgery.notes(iso.fuse(wide.eval())) == iso.surgery.notes(wide)
 
@@ -92,7 +92,7 @@ def test_what_has_learnt_apart_goes_back_apart_and_says_so():
     tcnn[0].value.weight.data += 0.1 * torch.randn(4, 4)
     back = iso.revert(tcnn)
     assert back[0].weight is not back[1].weight
-    assert iso.surgery.notes(back) == ("1.weight was tied to 0.weight; no longer, so they train apart",)
+    assert iso.surgery.notes(back) == ("1.weight was tied to 0.weight; they are no longer tied and train separately",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

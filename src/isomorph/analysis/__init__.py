@@ -13,10 +13,10 @@ from isomorph.analysis.evolution import feature_evolution, map_similarity
 from isomorph.analysis.gating import (
     Trajectory,
     along,
+    attention_spans,
     centres,
     gates,
     gating_along,
-    attention_spans,
 )
 from isomorph.analysis.logits import LogitStats, logit_stats
 from isomorph.analysis.map_statistics import attention_entropy, effective_rank, head_similarity
@@ -30,6 +30,7 @@ __all__ = [
     "attention_entropy",
     "attention_from",
     "attention_maps",
+    "attention_spans",
     "attention_windows",
     "branch_similarity",
     "centres",
@@ -45,5 +46,4 @@ __all__ = [
     "map_similarity",
     "nonlocality",
     "pooled",
-    "attention_spans",
 ]

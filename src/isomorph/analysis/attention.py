@@ -12,7 +12,7 @@ from isomorph.analysis.captured import Applied
 from isomorph.analysis.token_grid import Places, image_grid, places
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 
 def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from isomorph.analysis.captured import (
 from isomorph.analysis.timm_layouts import hides_map, laid_out, refusal
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.surgery.recast import Where, describe_where, matches_where, nearest_names
+from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
 SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
 PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}

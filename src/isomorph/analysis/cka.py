@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import batches
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 LARGEST = 2**28
 """Numbers that `covariance_cka` may keep: 2 GiB."""

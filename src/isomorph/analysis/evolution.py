@@ -12,7 +12,7 @@ from isomorph.analysis.batches import batches, mean_over
 from isomorph.analysis.cka import linear_cka
 from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 DRAWS, DRAWN = 10, 32
 """Batches that F_k is the mean of in the paper's measurement, and images of each."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from isomorph.analysis.capture import run_hooked
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where, matches_where, nearest_names
+from isomorph.surgery.where import Where, matches_where, nearest_names
 
 
 def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dict[str, nn.Module]:

@@ -10,7 +10,7 @@ from isomorph.analysis.batches import mean_over
 from isomorph.analysis.capture import Frame, observe
 from isomorph.analysis.captured import Applied, Scores
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 QUERIES_AT_ONCE = 64
 """Rows of the map that exist at the same time."""

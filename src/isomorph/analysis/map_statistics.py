@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.analysis.batches import mean_over
 from isomorph.analysis.capture import Frame, observe
 from isomorph.analysis.captured import Applied
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 
 def _mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[Frame, Applied], Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isomorph.analysis import attention_entropy, gates, logit_stats, nonlocality, attention_spans
+from isomorph.analysis import attention_entropy, attention_spans, gates, logit_stats, nonlocality
 from isomorph.analysis.evolution import DRAWN, DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation.cost_tables import cost_table, static_cost
@@ -29,7 +29,7 @@ from isomorph.report.page_models import (
     prediction_texts,
 )
 from isomorph.report.robustness_charts import RobustnessData, robustness_charts, robustness_table
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 
 def _values_or_empty(analysis: Callable[..., Mapping[str, Any]], *arguments: Any) -> Mapping[str, Any]:
@@ -64,7 +64,9 @@ def _gating_charts(models: Sequence[PageModel]) -> list[Chart]:
 
 def _centreless_text(models: Sequence[PageModel]) -> str:
     """Return a sentence on the heads without a centre, which have no span; empty where all have one."""
-    counts = {m.name: sum(int(v.isnan().sum()) for v in _values_or_empty(attention_spans, m.model).values()) for m in models}
+    counts = {
+        m.name: sum(int(v.isnan().sum()) for v in _values_or_empty(attention_spans, m.model).values()) for m in models
+    }
     return " ".join(
         f"{count} heads of {name} have lost their centre: they have no span." for name, count in counts.items() if count
     )

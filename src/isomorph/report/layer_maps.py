@@ -1,4 +1,4 @@
-"""Attention maps for the page: every query of every head, in 256 levels a row, deflated."""
+"""Attention maps as the page stores them: every query of every head, in 256 levels per row, deflated."""
 
 import base64
 import zlib
@@ -14,25 +14,24 @@ from isomorph.analysis.captured import Applied
 from isomorph.analysis.token_grid import Places, image_grid, places
 from isomorph.analysis.windows import Windows, attention_windows
 from isomorph.errors import UserError
-from isomorph.surgery.recast import Where
+from isomorph.surgery.where import Where
 
 LEVELS = 255
 MAX_MAP_CHARACTERS = 7_300_000
-"""Characters that all maps of a page may take."""
+"""Default limit of the characters of all maps of a page."""
 
 
 def first_stored_query(grid: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
-    """The first row and column of queries that is kept: the middle of the first block."""
+    """Return the row and column of the first stored query: the middle of the first block of step[0] x step[1]."""
     return min(step[0] // 2, grid[0] - 1), min(step[1] // 2, grid[1] - 1)
 
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """The maps of one layer, rounded to levels between the smallest and the largest value of each row.
+    """The attention maps of one layer, rounded to levels between the smallest and the largest value of each row.
 
-    Keys are the prefix tokens, then the places without padding; what attention gives to padding is left out.
-
-    Of a layer that looks in windows, the keys of a query are those of its window.
+    Keys are the prefix tokens, then the grid positions without padding; attention to padding is left out. In a layer
+    with window attention, the keys of a query are those of its window.
 
     Shape: levels (B, heads, queries, keys), ranges (B, heads, queries, 2)
     """
@@ -45,49 +44,49 @@ class LayerMaps:
 
     @property
     def keys(self) -> tuple[int, int]:
-        """Rows and columns of the keys, without padding."""
+        """Rows and columns of the grid of keys, without padding."""
         (height, width), (ph, pw) = self.where.keys, self.where.padding
         return height - 2 * ph, width - 2 * pw
 
     @property
     def rounding(self) -> float:
-        """The largest difference to the map before rounding."""
+        """The largest error of a rounded value."""
         return float((self.ranges[..., 1] - self.ranges[..., 0]).max()) / LEVELS / 2
 
-    def place_of(self, row: float, column: float) -> tuple[int, int]:
-        """Row and column of the query at a place that is given as shares of height and width."""
+    def query_at(self, y: float, x: float) -> tuple[int, int]:
+        """Return the row and column of the query at a point, given as fractions of height and width."""
         rows, columns = self.where.queries
-        return min(int(row * rows), rows - 1), min(int(column * columns), columns - 1)
+        return min(int(y * rows), rows - 1), min(int(x * columns), columns - 1)
 
-    def seen_from(self, image: int, row: float, column: float) -> np.ndarray:
-        """What every head looks at from a place, given as shares of height and width. Shape: -> (heads, h, w)"""
-        (rows, columns), (down, across) = self.where.queries, self.place_of(row, column)
-        query = self.where.prefix + down * columns + across
+    def maps_from(self, image: int, y: float, x: float) -> np.ndarray:
+        """Return the map of every head from the query at a point, as in `query_at`. Shape: -> (heads, h, w)"""
+        (rows, columns), (row, column) = self.where.queries, self.query_at(y, x)
+        query = self.where.prefix + row * columns + column
         low, high = np.moveaxis(self.ranges[image][:, query, :, None], 1, 0)  # (heads, 1)
         values = low + self.levels[image][:, query, self.where.prefix :] * ((high - low) / LEVELS)
         if self.windows:
             keys = self.windows.keys_of(query).numpy()
-            seen = np.zeros((len(values), rows * columns), values.dtype)
-            seen[:, keys[keys >= 0]] = values[:, keys >= 0]
-            values = seen
+            on_grid = np.zeros((len(values), rows * columns), values.dtype)
+            on_grid[:, keys[keys >= 0]] = values[:, keys >= 0]
+            values = on_grid
         return values.reshape(len(values), *self.keys)
 
-    def kept(self, step: tuple[int, int]) -> list[int]:
-        """Queries that are kept: the prefix tokens, and the middle of every block of step[0] x step[1] places."""
+    def stored_queries(self, step: tuple[int, int]) -> list[int]:
+        """Return the stored queries: the prefix tokens, and the middle of every block of step[0] x step[1] queries."""
         (rows, columns), prefix = self.where.queries, self.where.prefix
         first = first_stored_query(self.where.queries, step)
         grid = np.arange(rows * columns).reshape(rows, columns)[first[0] :: step[0], first[1] :: step[1]]
         return [*range(prefix), *(prefix + grid.ravel()).tolist()]
 
-    def packed(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
-        """The maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
-        queries = self.kept(step)
-        ranges, levels = (part[image][:, queries] for part in (self.ranges, self.levels))
+    def pack(self, image: int, step: tuple[int, int] = (1, 1)) -> str:
+        """Return the maps of one image as text: base64 of deflated ranges (float32, little-endian) and levels."""
+        queries = self.stored_queries(step)
+        ranges, levels = (array[image][:, queries] for array in (self.ranges, self.levels))
         return base64.b64encode(zlib.compress(ranges.astype("<f4").tobytes() + levels.tobytes(), 9)).decode()
 
 
 def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels of the values between the smallest (or 0) and the largest of each row, and these.
+    """Round values to levels between the smallest (or 0) and the largest of each row; return levels and ranges.
 
     Shape: (..., keys) -> uint8 (..., keys), (..., 2)
     """
@@ -98,7 +97,7 @@ def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def drop_padded_keys(maps: Tensor, where: Places) -> Tensor:
-    """The maps without padded keys. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
+    """Return the maps without keys in the padding. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
     (height, width), (ph, pw) = where.keys, where.padding
     grid = maps[..., where.prefix :].unflatten(-1, where.keys)[..., ph : height - ph, pw : width - pw]
     return torch.cat([maps[..., : where.prefix], grid.flatten(-2)], dim=-1)
@@ -107,21 +106,21 @@ def drop_padded_keys(maps: Tensor, where: Places) -> Tensor:
 def capture_layer_maps(
     model: nn.Module, batch: Tensor, layers: Where | None = None
 ) -> tuple[dict[str, LayerMaps], dict[str, str]]:
-    """The maps of the attention layers for a batch of images, by layer name; and why others are not drawn.
+    """Return the maps of the attention layers for a batch of images, and for other layers why they have none.
 
     Shape: batch (B, C, H, W)
-    Raises: UserError when `layers` is given and selects none that has a map.
+    Raises: UserError when `layers` is given and selects no layer with a map.
     """
     problems: dict[str, str] = {}
-    grid, cut = image_grid(model, batch), attention_windows(model, batch)
+    grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
 
-    def look(frame: Frame, applied: Applied) -> LayerMaps | None:
+    def read_layer(frame: Frame, applied: Applied) -> LayerMaps | None:
         try:
-            maps, windows = applied.map().float(), cut.get(frame.name)
+            maps, windows = applied.map().float(), windows_of.get(frame.name)
             if windows and len(maps) == len(batch) * len(windows.members):
                 where, maps = Places(windows.grid, windows.grid), windows.on_grid(maps)
             elif len(maps) != len(batch):
-                raise UserError(f"it attends in {len(maps) // len(batch)} windows of each image")
+                raise UserError(f"it attends in {len(maps) // len(batch)} windows per image of unknown position")
             else:
                 where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
                 maps, windows = drop_padded_keys(maps, where), None
@@ -132,7 +131,7 @@ def capture_layer_maps(
         return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows)
 
     try:
-        return observe(model, batch, look, "*" if layers is None else layers), problems
+        return observe(model, batch, read_layer, "*" if layers is None else layers), problems
     except UserError:
         if layers is not None:
             raise
@@ -140,15 +139,16 @@ def capture_layer_maps(
 
 
 def pack_layer_maps(
-    layers: Sequence[LayerMaps], images: int, budget: int = MAX_MAP_CHARACTERS
+    layers: Sequence[LayerMaps], images: int, max_characters: int = MAX_MAP_CHARACTERS
 ) -> tuple[tuple[int, int], dict[tuple[int, int], str]]:
-    """Packs all maps within a budget of characters: every query, or every second row, then column, and so on.
+    """Pack all maps into at most `max_characters`: every query, or every second row, then column, and so on.
 
     Returns the steps along rows and columns, and the text of every (layer, image).
     """
     step = (1, 1)
     while True:
-        packed = {(i, b): layer.packed(b, step) for i, layer in enumerate(layers) for b in range(images)}
-        if sum(map(len, packed.values())) <= budget or all(len(m.kept(step)) <= m.where.prefix + 1 for m in layers):
+        packed = {(i, b): layer.pack(b, step) for i, layer in enumerate(layers) for b in range(images)}
+        thinnest = all(len(layer.stored_queries(step)) <= layer.where.prefix + 1 for layer in layers)
+        if sum(map(len, packed.values())) <= max_characters or thinnest:
             return step, packed
         step = (step[0] + 1, step[1]) if step[0] == step[1] else (step[0], step[1] + 1)

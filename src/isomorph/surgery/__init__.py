@@ -1,43 +1,25 @@
 """Surgery: model in, new model out, function kept."""
 
-import dataclasses
-from typing import Any
+from collections import ChainMap
 
-from isomorph.errors import UserError
 from isomorph.surgery.anneal import Anneal, annealed_layers, gpsa_layers
-from isomorph.surgery.compiled import notes
-from isomorph.surgery.fuse import Fuse, fuse, fusible
+from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
+from isomorph.surgery.notes import notes
 from isomorph.surgery.recalibrate import recalibrate
-from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, revert, targets
-from isomorph.surgery.rules.gated import GATED_RULES, AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
+from isomorph.surgery.revert import revert
+from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
+from isomorph.surgery.rules.registry import RULES, build_rule, register_rule
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
-RULES: dict[str, type[Rule]] = {
-    **GATED_RULES,
-    **{rule.__name__: rule for rule in (AttentionToRefined, LinearToPyramid, Fuse, Unstride)},
-}
-"""Rules by name, as checkpoints and recipes store them."""
-
-
-def build_rule(name: str, **fields: Any) -> Rule:
-    """A rule by name with the fields that are not None.
-
-    Raises: UserError for a field that the rule does not have, or a value it does not take.
-    """
-    kind = RULES[name]
-    given = {field: value for field, value in fields.items() if value is not None}
-    known = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    for field in given:
-        if field not in known:
-            raise UserError(f"{name} has no {field}; it has {', '.join(known)}")
-    return kind(**given)
-
+EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "Unstride": Unstride})
+"""Rules by name, as checkpoints store them: the registered ones, and those of `fuse` and `unstride`."""
 
 __all__ = [
-    "GATED_RULES",
+    "EDIT_RULES",
     "RULES",
     "Anneal",
     "AttentionToGPSA",
@@ -56,11 +38,12 @@ __all__ = [
     "edits",
     "edits_since",
     "fuse",
-    "fusible",
+    "fusible_modules",
     "gpsa_layers",
     "notes",
     "recalibrate",
     "recast",
+    "register_rule",
     "replay",
     "revert",
     "targets",

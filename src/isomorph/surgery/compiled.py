@@ -1,4 +1,4 @@
-"""Models under `torch.compile`: surgery takes the model inside, and its copies are not compiled."""
+"""Surgery on models under `torch.compile`: unwrap them, and copy them uncompiled."""
 
 import copy
 from typing import Any
@@ -7,15 +7,16 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.attachments import hooks_on
+from isomorph.surgery.notes import add_notes
 
 _RECOMPILE_NOTE = "the model was compiled and its copy is not: compile the copy"
 """The note on a copy of a compiled model."""
 
 
 def unwrap_compiled(model: Any) -> Any:
-    """The model out of `torch.compile`: itself, what the wrapper holds, or a copy where a wrapper lies inside.
+    """Return the model without the wrappers of `torch.compile`; a copy if a submodule is wrapped.
 
-    Names of modules are then those of the model as it was before it was compiled.
+    Its modules have the names that they had before compilation.
     """
     if not isinstance(model, nn.Module):
         return model
@@ -31,28 +32,34 @@ def unwrap_compiled(model: Any) -> Any:
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    """Whether a module is torch.compile's; never its truth value, which it may not have."""
+    """True if a module is a wrapper of torch.compile, which keeps the original module as `_orig_mod`."""
     return "_orig_mod" in module._modules
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
-    """What torch.compile's wrappers hold. Raises: UserError when a wrapper has hooks, which would be lost."""
+    """Return the module inside torch.compile's wrappers.
+
+    Raises: UserError if a wrapper has hooks, which would be lost.
+    """
     while (inner := module._modules.get("_orig_mod")) is not None:
         if hooks := hooks_on(module):
-            raise UserError(f"the compiled model has hooks ({', '.join(hooks)}); register them on the model inside")
+            raise UserError(
+                f"the compiled model has hooks ({', '.join(hooks)}); register them on the model before it is compiled"
+            )
         module = inner
     return module
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a part of it is compiled, by `torch.compile(model)` or by `model.compile()`."""
+    """True if the model or a submodule is compiled, by `torch.compile(model)` or by `model.compile()`."""
+    # model.compile() sets a private attribute of torch's and wraps nothing
     return any(_is_wrapper(m) or m._compiled_call_impl is not None for m in model.modules())
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A copy of the model for surgery, not compiled; a note says so where the model was.
+    """Return an uncompiled copy of the model, with a note if the model was compiled.
 
-    Raises: UserError when torch cannot copy it: the weight of a pruned layer is the result of a computation.
+    Raises: UserError if torch cannot copy it, as with pruned layers, whose weight is the result of a computation.
     """
     new = _deepcopy(unwrap_compiled(model))
     if _is_compiled(model):
@@ -61,6 +68,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def _deepcopy(model: nn.Module) -> nn.Module:
+    """Return a deep copy of the model, with torch's error as a UserError."""
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:
@@ -68,13 +76,3 @@ def _deepcopy(model: nn.Module) -> nn.Module:
             f"the model cannot be copied ({' '.join(str(error).split())[:120]}); make pruning and weight norms "
             "permanent first (prune.remove, remove_weight_norm)"
         ) from None
-
-
-def notes(model: nn.Module) -> tuple[str, ...]:
-    """What surgery has changed besides the form of the model, oldest first: ties that are gone, compilation."""
-    return getattr(model, "isomorph_notes", ())
-
-
-def add_notes(model: nn.Module, *said: str) -> None:
-    """Adds sentences to the notes on a model, each once."""
-    model.isomorph_notes = tuple(dict.fromkeys((*notes(model), *said)))  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Which values the options of the rules take: numbers within bounds beyond which nothing is gained and much breaks."""
+"""Bounds of the fields of rules, and checks of their values."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -6,29 +6,32 @@ from typing import Any
 from isomorph.errors import UserError
 
 LOCALITY = (1e-4, 1e3)
-"""At 1,000 a head's pull to its centre is exp(-1000): 0 in float64. Below, no head tells one position from another."""
+"""At 1,000 the attention to the next position is exp(-1000), 0 in float64; below 1e-4 it is nearly uniform."""
 
 GATE = (-1e3, 1e3)
-"""Before the sigmoid, which is 0 or 1 in float64 long before."""
+"""Bounds of the logit; beyond them the sigmoid is exactly 0 or 1 in float64."""
 
 RATIO = (0, 64)
-"""Maps for every head; Refiner goes to 6."""
+"""Attention maps for every head; Refiner uses up to 6."""
 
 KERNEL = (1, 127)
-"""Size of a kernel on attention maps; Refiner's is 3."""
+"""Side of a kernel on attention maps; Refiner uses 3."""
 
 GRID = (1, 4096)
 """Height and width of a grid of tokens."""
 
 PREFIX = (0, 4096)
-"""Tokens before the grid."""
+"""Number of tokens before the grid."""
 
 RESCALE = (1e-6, 1e6)
-"""What a sum of branches is divided by the square root of."""
+"""N, where a sum of branches is divided by sqrt(N)."""
 
 
 def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
-    """Raises: UserError when a value is not a number within bounds."""
+    """Check that a value is a number within bounds.
+
+    Raises: UserError otherwise.
+    """
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (number and bounds[0] <= value <= bounds[1]):
         above = number and value <= 0 < bounds[0]
@@ -38,26 +41,38 @@ def check_number(name: str, value: Any, bounds: tuple[float, float]) -> None:
 
 
 def check_int(name: str, value: Any, bounds: tuple[int, int], hint: str = "") -> None:
-    """Raises: UserError when a value is not a whole number within bounds; the hint explains special values."""
+    """Check that a value is a whole number within bounds; the hint explains special values.
+
+    Raises: UserError otherwise.
+    """
     if type(value) is not int or not bounds[0] <= value <= bounds[1]:
         raise UserError(f"{name} {_short_repr(value)} must be a whole number from {bounds[0]} to {bounds[1]}{hint}")
 
 
 def check_bool(name: str, value: Any) -> None:
-    """Raises: UserError when a value is neither true nor false."""
+    """Check that a value is true or false.
+
+    Raises: UserError otherwise.
+    """
     if not isinstance(value, bool):
         raise UserError(f"{name} {_short_repr(value)} must be true or false")
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
-    """Raises: UserError when a value is none of the choices."""
+    """Check that a value is one of the choices.
+
+    Raises: UserError otherwise.
+    """
     if not isinstance(value, str) or value not in choices:
         *first, last = map(repr, choices)
         raise UserError(f"{name} {_short_repr(value)} is unknown; choose {', '.join(first)} or {last}")
 
 
 def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
-    """Raises: UserError for an impossible grid of tokens, or number of tokens before it; None is possible."""
+    """Check a grid of tokens and the number of prefix tokens; None is allowed.
+
+    Raises: UserError otherwise.
+    """
     if grid_size is not None:
         if not isinstance(grid_size, Sequence) or isinstance(grid_size, str) or len(grid_size) != 2:
             raise UserError(f"grid_size {_short_repr(grid_size)} must be (height, width)")
@@ -68,7 +83,7 @@ def check_grid(grid_size: Any, prefix_tokens: Any) -> None:
 
 
 def _short_repr(value: Any) -> str:
-    """A value for a message, in at most 40 characters."""
+    """Return the repr of a value in at most 40 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python prints no whole number of more than 4,300 digits

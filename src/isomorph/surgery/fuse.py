@@ -1,4 +1,4 @@
-"""The way back: every layer that knows its fused form gives it, and the model computes what it computed."""
+"""Fuse the branches of a model: replace every layer that has a method `fuse()` by its result."""
 
 import copy
 from dataclasses import dataclass
@@ -14,21 +14,34 @@ from isomorph.surgery.recast import Edit, outermost_modules, replay
 
 @dataclass(frozen=True)
 class Fuse:
-    """A layer becomes its fused form: the result of its `fuse()`, with the same function in eval mode."""
+    """Rule that replaces a layer by the result of its method `fuse()`, with the same function in eval mode.
+
+    Raises: UserError from `build` if the module has no `fuse()`.
+
+    Example:
+        >>> pyramid = iso.layers.PyramidLinear(4, 8).eval()
+        >>> type(iso.surgery.Fuse().build(pyramid)).__name__
+        'Linear'
+    """
 
     atol: ClassVar[float] = 1e-4
 
     def accepts(self, module: nn.Module) -> bool:
+        """Return True if the module has a method `fuse()`."""
         return callable(getattr(module, "fuse", None))
 
     def build(self, module: nn.Module) -> nn.Module:
-        """Raises: UserError when the module has no `fuse()`, or one that does not know its forward or its parts."""
+        """Return the fused form of a copy of the module in eval mode.
+
+        Raises: UserError if the module has no `fuse()`, or overrides the forward that its `fuse()` is for.
+        """
         kind = type(module)
         if not self.accepts(module):
             raise UserError(f"{kind.__name__} has no fused form")
         owner = next((base for base in kind.__mro__ if "fuse" in vars(base)), kind)
+        # a subclass with its own forward may compute something that the inherited fuse() does not know
         if any("forward" in vars(base) for base in kind.__mro__[: kind.__mro__.index(owner)]):
-            raise UserError(f"{kind.__name__} has its own forward, which {owner.__name__}.fuse() does not know")
+            raise UserError(f"{kind.__name__} overrides forward, which {owner.__name__}.fuse() does not know")
         try:
             return copy.deepcopy(module).eval().fuse()  # type: ignore[operator]
         except RuntimeError:
@@ -38,25 +51,39 @@ class Fuse:
 
 
 def fuse(model: nn.Module) -> nn.Module:
-    """A copy of the model with every module that has a `fuse()` replaced by its result, root included, outermost first.
+    """Return a copy of the model with every layer that can be fused replaced by its fused form.
 
-    `fuse()` on a layer returns a new module and needs no rule, so it works on any checkpoint; a layer whose way back
-    holds only under a condition has a named method instead (`GPSA2d.to_conv()`) and is left alone here. Of a compiled
-    model the model inside is fused, and not compiled again. Hooks and shared parameters are treated as by `recast`.
+    These are the layers with a method `fuse()`, such as pyramids: the outermost ones, which may be the model itself.
+    In eval mode the function is the same. A layer that converts back only under a condition, such as GPSA2d, is left
+    as it is; see `revert`. A compiled model is unwrapped and not compiled again. Hooks and tied parameters are treated
+    as in `recast`.
 
-    Raises: UserError in train mode: BatchNorm would fuse the statistics of one batch; or when hooks would be lost.
+    Raises: UserError if the model is in train mode, where BatchNorm uses the statistics of a batch, or if hooks would
+        be lost.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> wide = iso.recast(cnn, iso.LinearToPyramid(), where="fc")
+        >>> type(wide.fc).__name__, type(iso.fuse(wide).fc).__name__
+        ('PyramidLinear', 'Linear')
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r} is not a model; load it first, with iso.load")
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         raise UserError(
-            f"fuse needs eval mode, and {training or 'the model'} is in train mode; call model.eval() first"
+            f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval() first"
         )
     names = fusible_modules(model)
     return replay(copy_model(model), Edit(Fuse(), names)) if names else copy_model(model)
 
 
 def fusible_modules(model: nn.Module) -> tuple[str, ...]:
-    """Names of the outermost modules that have a fused form."""
+    """Return the names of the modules that `fuse` would replace.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="fc"))
+        ('fc',)
+    """
     return tuple(outermost_modules(unwrap_compiled(model), Fuse().accepts))

@@ -1,4 +1,4 @@
-"""Joint projections by their parts: the queries, keys or values of one `qkv` layer as targets of their own."""
+"""Joint projections (`qkv`) and their parts, each of which can be a target of a rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from torch import nn
 from isomorph.layers import JointPyramid
 
 JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-"""Projections that are one linear layer in a model, by their last name, and the names of their parts."""
+"""Last names of joint projections, and the names of their parts in order."""
 
 
 @dataclass(frozen=True)
 class JointPart:
-    """One part of a joint projection, as a target of a rule: `blocks.0.attn.v` of the layer `blocks.0.attn.qkv`."""
+    """One part of a joint projection as a target: `blocks.0.attn.v` of the layer `blocks.0.attn.qkv`."""
 
     joint: nn.Linear | JointPyramid
     joint_name: str
@@ -21,12 +21,12 @@ class JointPart:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all parts of the layer, in their order."""
+        """The names of all parts of the layer, in order."""
         return JOINT_PARTS[self.joint_name.rpartition(".")[2]]
 
 
 def joint_parts(model: nn.Module) -> dict[str, JointPart]:
-    """Return the parts of every joint projection by name, but for names that are modules themselves."""
+    """Return the parts of every joint projection by name, without names that are modules themselves."""
     named = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, JointPart] = {}
     for name, module in named.items():
@@ -37,7 +37,7 @@ def joint_parts(model: nn.Module) -> dict[str, JointPart]:
 
 
 def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
-    """Return the module of that name, else the part of a joint projection, else None."""
+    """Return the module of that name, or else the part of a joint projection, or else None."""
     try:
         return model.get_submodule(name)
     except AttributeError:

@@ -1,11 +1,10 @@
-"""Surgery from model to new model: find targets, rebuild each by a rule, leave the input untouched.
+"""Recast a model: select modules with `where`, replace each by a rule, and record the edits on a copy.
 
-*Can* a module be rebuilt? The rule answers. *Should* it be? The user answers, with `where`: one glob, several, or a
-`(name, module) -> bool`. The edits made are kept on the new model (`edits(model)`), by module name, so that a
-checkpoint can be rebuilt: create the base, replay the edits, load the tensors.
+The rule decides which modules can be recast, the user which of them are, with `where`: a glob, several, or a function
+`(name, module) -> bool`. The edits are recorded on the new model (`edits(model)`) by module name, from which a
+checkpoint is rebuilt: create the base model, replay the edits, load the tensors.
 """
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -15,39 +14,67 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.attachments import check_attached
-from isomorph.surgery.compiled import add_notes, copy_model, notes, unwrap_compiled
+from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.joint_projections import JointPart, find_target, joint_parts
-from isomorph.surgery.layer_checks import first_altered_part
+from isomorph.surgery.notes import add_notes, notes
 from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
-
-Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
+from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
 
 class Rule(Protocol):
-    """Rebuilds a module as another that computes the same function.
+    """Protocol of the rules: replace a module by another that computes the same function.
 
-    A rule is a frozen dataclass: it prints, hashes and is stored with the model. With a `kind: ClassVar` too, a type
-    or several, modules that it cannot take are an error if of that kind and passed over in silence if not. With
-    `within(model) -> Rule` it completes itself with what a module alone does not tell; with `attach(model)` it ties
-    its replacements to the rest of the model, and unties what a revert has left idle. With `takes_parts = True` globs
-    may name the parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule gets as a `JointPart`.
+    A rule is a frozen dataclass, which prints, hashes and is stored with the model. Optional members:
+
+    - `kind: ClassVar`, a module class or a tuple of them: selected modules that the rule does not accept are an error
+      if they are of this kind, and skipped otherwise.
+    - `within(model) -> Rule` returns the rule completed with facts about the model.
+    - `attach(model)` connects the replacements to the rest of the model, with hooks for example, and removes
+      connections that a revert made unnecessary.
+    - `takes_parts = True`: globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule
+      receives as a `JointPart`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from typing import ClassVar
+        >>> @dataclass(frozen=True)
+        ... class ReLUToLeakyReLU:
+        ...     atol: ClassVar[float] = 1e-5
+        ...     def accepts(self, module):
+        ...         return isinstance(module, torch.nn.ReLU)
+        ...     def build(self, module):
+        ...         return torch.nn.LeakyReLU(0.0)
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> new = iso.recast(cnn, ReLUToLeakyReLU(), where="layer3.*")
+        >>> iso.verify(cnn, new, torch.randn(1, 3, 32, 32)).passed
+        True
     """
 
     atol: ClassVar[float]
-    """Largest |difference| of the whole model's output that `verify` accepts by default."""
+    """Largest difference of the model's output that `verify` accepts by default."""
 
     def accepts(self, module: nn.Module) -> bool:
-        """Whether the module can be rebuilt."""
+        """Return True if the module can be recast."""
         ...
 
     def build(self, module: nn.Module) -> nn.Module:
-        """The replacement, on new parameters. Raises UserError with the reason when the module is not accepted."""
+        """Return the replacement, with new parameters.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One recast: the rule, and the names of the modules, or parts of joint projections, that it rebuilt."""
+    """A rule, and the names of the modules or parts of joint projections that it replaced.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> edit = iso.edits(iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv?"))[0]
+        >>> edit.names
+        ('layer3.0.conv1', 'layer3.0.conv2')
+    """
 
     rule: Rule
     names: tuple[str, ...]
@@ -59,28 +86,36 @@ def keeps_function(rule: Rule) -> bool:
 
 
 def edits(model: nn.Module) -> tuple[Edit, ...]:
-    """The recasts that made this model, oldest first."""
+    """Return the edits by which the model was made from its base, oldest first.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> iso.edits(iso.recast(cnn, iso.LinearToPyramid(), where="fc"))[0].names
+        ('fc',)
+        >>> iso.edits(cnn)
+        ()
+    """
     return getattr(model, "isomorph_edits", ())
 
 
 def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
-    """The recasts that made the model from `base`."""
+    """Return the edits by which `model` was made from `base`.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+        >>> wide = iso.recast(tcnn, iso.LinearToPyramid(), where="fc")
+        >>> [edit.names for edit in iso.surgery.edits_since(wide, tcnn)]
+        [('fc',)]
+    """
     return edits(model)[len(edits(base)) :]
-
-
-def matches_where(where: Where, name: str, module: nn.Module) -> bool:
-    """Whether `where` selects this module."""
-    if callable(where):
-        return bool(where(name, module))
-    globs = [where] if isinstance(where, str) else where
-    return any(fnmatchcase(name, glob) for glob in globs)
 
 
 _Target = nn.Module | JointPart
 
 
 def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str, _Target]]:
-    """Every module once, under the first name given."""
+    """Yield every module once, under its first name."""
     seen: set[_Target] = set()
     for name, module in pairs:
         if module not in seen:
@@ -89,7 +124,7 @@ def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str,
 
 
 def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """The modules that are wanted and lie inside no other such, by name."""
+    """Return the modules for which `wanted` is True and that are not inside another such module, by name."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
@@ -99,48 +134,46 @@ def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> 
 
 
 def _bind_rule(rule: Rule, model: nn.Module) -> Rule:
-    """The rule with what it has to know of the model, where it asks."""
+    """Return the rule completed with facts about the model, if it has a method `within`."""
     within = getattr(rule, "within", None)
     return within(model) if within else rule
 
 
-def _attach_rule(rule: Rule, model: nn.Module) -> None:
-    """Ties the rule's replacements to the model, or unties what is not needed any more, where the rule does that."""
+def attach_rule(rule: Rule, model: nn.Module) -> None:
+    """Connect the rule's replacements to the model, if the rule has a method `attach`."""
     if hook := getattr(rule, "attach", None):
         hook(model)
 
 
-def describe_where(where: Where) -> str:
-    """`where` for a message."""
-    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
-
-
 def _check_arguments(rule: Rule, where: Where) -> None:
-    """Raises: UserError when the rule is no rule, or `where` nothing that selects."""
+    """Check that the rule is a rule and that `where` can select modules.
+
+    Raises: UserError otherwise.
+    """
     if isinstance(rule, type) or not callable(getattr(rule, "build", None)):
         raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
     if not callable(where) and not (isinstance(where, str) or (isinstance(where, Sequence) and where)):
-        raise UserError(f"where={where!r} selects nothing; give a glob, several, or a (name, module) -> bool")
-
-
-def nearest_names(where: Where, names: Sequence[str]) -> str:
-    """A hint for a `where` that selects nothing: the module names most like it."""
-    globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
-    close = [name for glob in globs for name in difflib.get_close_matches(glob, names, n=3, cutoff=0.4)]
-    return f"; nearest names: {', '.join(dict.fromkeys(close))}" if close else ""
+        raise UserError(
+            f"where={where!r} selects nothing; give a glob, several globs, or a function (name, module) -> bool"
+        )
 
 
 def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
-    """Names of the modules of the rule's kind that `where` selects, in the order of named_modules().
+    """Return the names of the modules that `recast` would replace, in the order of `model.named_modules()`.
 
-    For a rule that takes them, globs select parts of joint projections too, which follow, unless all of the layer is
-    selected.
+    For a rule with `takes_parts`, globs select parts of joint projections too. They come last, and are left out if the
+    whole layer is selected.
 
-    Raises: UserError when there is none (naming the nearest names), when the rule cannot take one (naming it and the
-    reason), or when one lies inside another.
+    Raises: UserError if `where` selects no module of the rule's kind (with the nearest names), if the rule does not
+        accept one (with its name and the reason), or if one is inside another.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> iso.targets(cnn, iso.ConvToGPSA(), where="layer3.0.*")
+        ['layer3.0.conv1', 'layer3.0.conv2']
     """
     _check_arguments(rule, where)
-    _check_model(model)
+    check_model(model)
     model = unwrap_compiled(model)
     given, rule = rule, _bind_rule(rule, model)
     named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
@@ -156,10 +189,11 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
     found = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
     if not found:
-        wanted, ours = " and ".join(k.__name__ for k in kind) or "other modules", type(given).__name__
-        seen = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
+        wanted = " and ".join(k.__name__ for k in kind) or "other modules"
+        classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         raise UserError(
-            f"{ours} rebuilds {wanted}, and {describe_where(where)} matches none among {len(selected)} modules ({seen})"
+            f"{type(given).__name__} recasts {wanted}, but {describe_where(where)} selects {len(selected)} modules of "
+            f"other classes ({classes})"
         )
     for name, module in found:
         if not rule.accepts(module):
@@ -169,30 +203,33 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
 
 
 def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """The selection without parts of joint projections that are selected as a whole."""
+    """Return the selection without parts of joint projections whose whole layer is selected."""
     modules = {module for _, module in selected}
     return [(n, m) for n, m in selected if not (isinstance(m, JointPart) and m.joint in modules)]
 
 
-def _check_model(model: object) -> None:
-    """Raises: UserError when it is not a model."""
+def check_model(model: object) -> None:
+    """Check that the argument is a model.
+
+    Raises: UserError otherwise.
+    """
     if not isinstance(model, nn.Module):
         raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
 
 
 def _rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
-    """The rule's `kind`, none or several."""
+    """Return the module classes of the rule's `kind`, if any."""
     kind = getattr(rule, "kind", ())
     return kind if isinstance(kind, tuple) else (kind,)
 
 
 def _class_name(kind: type, wanted: str) -> str:
-    """A module's class, with where it comes from if only that tells it from the wanted one."""
+    """Return the name of a class, with its module if it has the same name as the wanted one."""
     return f"another {kind.__module__}.{kind.__name__}" if kind.__name__ == wanted else kind.__name__
 
 
 def _rejection_reason(rule: Rule, module: Any) -> str:
-    """Why the rule cannot take the module: what `build` says."""
+    """Return why the rule does not accept the module: the error of its `build`."""
     try:
         rule.build(module)
     except UserError as error:
@@ -201,20 +238,21 @@ def _rejection_reason(rule: Rule, module: Any) -> str:
 
 
 def _check_not_nested(names: Sequence[str]) -> None:
-    """Raises: UserError when a target lies inside another."""
+    """Check that no target is inside another.
+
+    Raises: UserError otherwise.
+    """
     for outer in names:
         inner = next((name for name in names if name != outer and (name.startswith(f"{outer}.") or not outer)), None)
         if inner:
-            raise UserError(
-                f"target {inner} lies inside target {outer or 'the model itself'}; narrow where to one of them"
-            )
+            raise UserError(f"target {inner} is inside target {outer or 'the model itself'}; select only one of them")
 
 
 def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
-    """Gives the replacement the original's device, dtype, mode and requires_grad (parameter by parameter where it can).
+    """Give the replacement the original's device, dtype, train or eval mode and requires_grad, and return it.
 
-    A replacement of the original's own type is the original, altered: it has them already. Where the original has
-    several dtypes, what it carries over keeps its own.
+    requires_grad goes by parameter name where the original has the parameter. A replacement of the same class is an
+    altered copy of the original and is left as it is. If the original has several dtypes, each parameter keeps its own.
     """
     if type(replacement) is type(original):
         return replacement
@@ -230,46 +268,67 @@ def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
 
 
 def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
-    """A copy of the model in which every target is rebuilt by the rule; the model itself is left as it was.
+    """Return a copy of the model with the selected modules replaced by a rule; the model itself is unchanged.
 
-    Device, dtype, train / eval mode and requires_grad are those of each target; a module used in several places is
-    rebuilt once. The root may be a target. Of a compiled model (`torch.compile`) the model inside is recast, under its
-    own names; the copy is not compiled.
+    Each replacement has the device, dtype, train or eval mode and requires_grad of the module that it replaces. A
+    module that is used several times is replaced once, and the model itself may be a target (`where=""`). A compiled
+    model (`torch.compile`) is unwrapped; the copy is not compiled.
 
-    Hooks and methods set on a module stay where the replacement carries that module over, and are an error where it
-    does not. Parameters that modules share (tied weights) stay shared where the replacement has the parameter under
-    the same name, with the same shape and values; where it has not, they train apart, and `notes` of the copy says so.
+    Hooks and patched methods of a module stay if the replacement contains the same module, and are an error if it does
+    not. Tied parameters stay tied if the replacement has a parameter of the same name, shape and values; otherwise
+    they train separately, and `iso.surgery.notes(copy)` says so.
 
-    Raises: UserError as `targets` does, or when hooks or methods of a target's own would be lost.
+    Args:
+        model: any model; timm's, isomorph's or your own.
+        rule: such as `ConvToGPSA(init="exact")`; see `Rule`.
+        where: a glob over module names ("layer3.*.conv?"), several, or a function `(name, module) -> bool`.
+
+    Raises: UserError as in `targets`, or if hooks or patched methods of a target would be lost.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+        >>> type(cnn.layer3[0].conv1).__name__, type(tcnn.layer3[0].conv1).__name__
+        ('Conv2d', 'GPSA2d')
     """
     edit = Edit(rule, tuple(targets(model, rule, where)))
     return replay(copy_model(model), edit)
 
 
 def replay(model: nn.Module, edit: Edit) -> nn.Module:
-    """Makes one edit in place and returns the model: what loading a checkpoint does to the base it has just created."""
+    """Apply an edit in place and return the model; `load` rebuilds a checkpoint from its base model with it.
+
+    Raises: UserError if the model does not have a module of the edit, or the rule does not accept it.
+
+    Example:
+        >>> edit = iso.surgery.Edit(iso.ConvToGPSA(), ("layer3.0.conv1",))
+        >>> tcnn = iso.surgery.replay(timm.create_model("cifar_resnet20"), edit)
+        >>> type(tcnn.layer3[0].conv1).__name__
+        'GPSA2d'
+    """
     rule, tied = _bind_rule(edit.rule, model), tied_parameters(model)
     for name in edit.names:
         target: Any = find_target(model, name)
         if target is None:
-            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} is to rebuild")
-        original, own = (target.joint, target.joint_name) if isinstance(target, JointPart) else (target, name)
+            raise UserError(f"the model has no module {name}, which {type(edit.rule).__name__} should recast")
+        part = isinstance(target, JointPart)
+        original, path = (target.joint, target.joint_name) if part else (target, name)
         try:
             replacement = rule.build(target)
         except UserError as error:
             raise UserError(f"{name or 'the model'}: {error}") from None
-        model = _replace_module(model, own, original, match_original(replacement, original))
+        model = replace_module(model, path, original, match_original(replacement, original))
     add_notes(model, *restore_ties(model, tied))
     model.isomorph_edits = (*edits(model), edit)  # type: ignore[assignment]
-    for made in edits(model):
-        _attach_rule(made.rule, model)
+    for applied in edits(model):
+        attach_rule(applied.rule, model)
     return model
 
 
-def _replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
-    """Puts the replacement in every place of the original; gives the model, or the replacement of all of it.
+def replace_module(model: nn.Module, name: str, original: nn.Module, replacement: nn.Module) -> nn.Module:
+    """Replace a module under all its names, and return the model (the replacement itself if the name is "").
 
-    Raises: UserError when hooks or methods set on the original, or on a part of it, would be lost.
+    Raises: UserError if hooks or patched methods of the original or a submodule would be lost.
     """
     check_attached(name, original, replacement)
     if not name:
@@ -281,47 +340,5 @@ def _replace_module(model: nn.Module, name: str, original: nn.Module, replacemen
 
 
 def _module_names(model: nn.Module, module: nn.Module) -> list[str]:
-    """Every name under which the model holds this very module."""
+    """Return all names of a module in the model."""
     return [name for name, other in model.named_modules(remove_duplicate=False) if other is module]
-
-
-_REVERT_METHODS = ("to_conv", "to_attention")
-"""Methods of recast layers that give the original form while the layer still has its function."""
-
-
-def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
-    """The layer's conditional way back, if it has one."""
-    return next((getattr(layer, name) for name in _REVERT_METHODS if callable(getattr(layer, name, None))), None)
-
-
-def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
-    """A copy of the model in which every recast layer with a conditional way back (WAYS_BACK) has taken it.
-
-    The edits that made those layers are taken off the record, so the model is saved as what it is again.
-
-    Raises: UserError when `where` matches no such layer, or naming the first that has another function by now, with
-    the measured deviation.
-    """
-    _check_model(model)
-    model = copy_model(model)
-    tied = tied_parameters(model)
-    found = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
-    if not found:
-        raise UserError(f"{describe_where(where)} matches no layer with a way back; pyramids go back with fuse")
-    for name in found:
-        layer = model.get_submodule(name)
-        try:
-            original = _revert_method(layer)(atol)  # type: ignore[misc]
-        except ValueError as error:
-            raise UserError(f"{name or 'the model'}: {error}") from None
-        except (RuntimeError, TypeError, KeyError):  # of parts that do not let themselves be merged
-            if reason := first_altered_part(layer):
-                raise UserError(f"{name or 'the model'} has no way back: {reason}") from None
-            raise
-        model = _replace_module(model, name, layer, original)
-    add_notes(model, *restore_ties(model, tied))
-    for edit in edits(model):
-        _attach_rule(edit.rule, model)
-    kept = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
-    model.isomorph_edits = tuple(edit for edit in kept if edit.names)  # type: ignore[assignment]
-    return model

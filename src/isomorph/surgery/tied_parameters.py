@@ -1,4 +1,4 @@
-"""Parameters that several modules share: kept so by surgery where both still have them, reported where not."""
+"""Parameters that several modules share: tie them again after surgery, and report ties that are lost."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of every parameter that two or more modules hold; a module in several places counts once."""
+    """Return the names of each parameter that two or more modules share; a module used twice counts once."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in _parameters_by_module(model):
         found.setdefault(parameter, []).append(name)
@@ -16,7 +16,7 @@ def tied_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter with the name that each module has for it."""
+    """Yield every parameter under its name in each module that has it."""
     for path, module in model.named_modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
@@ -24,39 +24,39 @@ def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
 
 
 def restore_ties(model: nn.Module, before: list[list[str]]) -> tuple[str, ...]:
-    """Ties again what was tied before, where it has its name, shape and values still; says what is tied no more.
+    """Tie parameters again if name, shape and values are unchanged, and return a sentence for every lost tie.
 
-    `before`: what `tied_parameters` gave of the model before its modules were replaced.
+    `before`: result of `tied_parameters` before the modules of the model were replaced.
     """
-    held, said = dict(_parameters_by_module(model)), []
+    current, messages = dict(_parameters_by_module(model)), []
     for names in before:
-        now = [held[name] for name in names if name in held]
-        shared = Counter(now).most_common(1)[0][0] if now else None
-        kept = [name for name in names if name in held and shared is not None and _are_equal(held[name], shared)]
-        for name in kept:
+        candidates = [current[name] for name in names if name in current]
+        shared = Counter(candidates).most_common(1)[0][0] if candidates else None
+        tied = [name for name in names if name in current and shared is not None and _are_equal(current[name], shared)]
+        for name in tied:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, shared)
-        if lost := [name for name in names if name not in kept]:
-            said.append(_describe_lost_tie(lost, kept))
-    return tuple(said)
+        if lost := [name for name in names if name not in tied]:
+            messages.append(_describe_lost_tie(lost, tied))
+    return tuple(messages)
 
 
 def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
-    """Whether two parameters are alike, in values too where they have any."""
+    """True if two parameters have the same shape, dtype, device and values (on the meta device there are none)."""
     if a is b:
         return True
-    alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
-    return alike and (a.is_meta or torch.equal(a, b))
+    same_form = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return same_form and (a.is_meta or torch.equal(a, b))
 
 
-def _describe_lost_tie(lost: list[str], kept: list[str]) -> str:
-    """A sentence about parameters that shared one tensor and do not any more."""
-    verb = "was" if kept and len(lost) == 1 else "were"
-    return (
-        f"{_join_names(lost)} {verb} tied{f' to {_join_names(kept)}' if kept else ''}; no longer, so they train apart"
-    )
+def _describe_lost_tie(lost: list[str], tied: list[str]) -> str:
+    """Return a sentence about parameters that no longer share one tensor."""
+    verb = "was" if tied and len(lost) == 1 else "were"
+    partners = f" to {_join_names(tied)}" if tied else ""
+    return f"{_join_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"
 
 
 def _join_names(names: list[str]) -> str:
+    """Return at most three names in a row, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more

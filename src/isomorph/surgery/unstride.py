@@ -1,7 +1,4 @@
-"""The one step of a T-ResNet that changes the function: the last stage keeps its input's resolution (as in BoTNet).
-
-It is kept apart from `recast`, which changes nothing: measure the CNN, the unstrided CNN and the T-CNN one by one.
-"""
+"""Remove the strides of a stage, as T-ResNets and BoTNet do; unlike `recast`, this changes the function."""
 
 import copy
 from dataclasses import dataclass
@@ -12,29 +9,37 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import copy_model
-from isomorph.surgery.recast import Edit, Where, replay, targets
+from isomorph.surgery.recast import Edit, replay, targets
+from isomorph.surgery.where import Where
 
 
 @dataclass(frozen=True)
 class Unstride:
-    """A stage with every convolution and average pool at stride 1; a pool that only down-sampled becomes nothing."""
+    """Rule that sets the stride of every convolution of a stage to 1, and removes its strided average pools.
+
+    It changes the function. See `unstride`.
+    """
 
     atol: ClassVar[float] = 0.0
     kind: ClassVar[type[nn.Module]] = nn.Module
 
     def accepts(self, module: nn.Module) -> bool:
+        """Return True if the module has strides, and no pool that Unstride does not support."""
         parts = list(module.modules())
         return any(map(_is_strided, parts)) and not any(isinstance(part, nn.MaxPool2d | BlurPool2d) for part in parts)
 
     def build(self, module: nn.Module) -> nn.Module:
+        """Return a copy of a stage without strides.
+
+        Raises: UserError if the module has no stride, or a pool that is not supported.
+        """
         if not any(map(_is_strided, module.modules())):
-            raise UserError("Unstride cannot rebuild it: it has no stride to remove")
+            raise UserError("Unstride cannot recast this module: it has no stride to remove")
         stage = copy.deepcopy(module)
         for name, part in list(stage.named_modules()):
             if isinstance(part, nn.MaxPool2d | BlurPool2d):
-                raise UserError(
-                    f"Unstride cannot rebuild it: {name} is a {type(part).__name__}, which it leaves strided"
-                )
+                kind = type(part).__name__
+                raise UserError(f"Unstride cannot recast this module: it cannot remove the stride of {name} ({kind})")
             if isinstance(part, nn.Conv2d) and _is_strided(part):
                 part.stride = (1, 1)
             elif _is_strided(part) and not name:
@@ -45,14 +50,25 @@ class Unstride:
 
 
 def _is_strided(module: nn.Module) -> bool:
-    """Whether the module is a convolution or an average pool that reduces resolution."""
+    """True if the module is a convolution or an average pool with a stride above 1."""
     return isinstance(module, nn.Conv2d | nn.AvgPool2d) and module.stride not in (1, (1, 1))
 
 
 def unstride(model: nn.Module, where: Where) -> nn.Module:
-    """A copy of the model in which the stages that `where` selects keep their input's resolution; the weights stay.
+    """Return a copy of the model in which the selected stages keep the resolution of their input.
 
-    Raises: UserError when `where` matches nothing, or a stage without a stride, or when hooks on a pool would be lost.
+    The weights stay, but it changes the function: evaluate the model before and after it. A T-ResNet is an unstrided
+    ResNet whose last stage is then recast.
+
+    Source: T-CNN section 3.2; BoTNet
+    Raises: UserError if `where` selects nothing or a stage without a stride, or if hooks on a pool would be lost.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> wide = iso.unstride(cnn, where="layer3")
+        >>> x = torch.randn(1, 3, 32, 32)
+        >>> tuple(cnn.forward_features(x).shape), tuple(wide.forward_features(x).shape)
+        ((1, 64, 8, 8), (1, 64, 16, 16))
     """
     edit = Edit(Unstride(), tuple(targets(model, Unstride(), where)))
     return replay(copy_model(model), edit)

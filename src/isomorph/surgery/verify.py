@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.surgery.compiled import notes, unwrap_compiled
+from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
+from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import edits_since
 
 

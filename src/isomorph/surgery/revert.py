@@ -1,0 +1,62 @@
+"""Convert recast layers back to their original form."""
+
+from collections.abc import Callable
+
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.surgery.compiled import copy_model
+from isomorph.surgery.layer_checks import first_altered_part
+from isomorph.surgery.notes import add_notes
+from isomorph.surgery.recast import Edit, attach_rule, check_model, edits, replace_module
+from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
+from isomorph.surgery.where import Where, describe_where, matches_where
+
+_REVERT_METHODS = ("to_conv", "to_attention")
+"""Methods by which a recast layer converts back to its original form, if it still computes the same function."""
+
+
+def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
+    """Return the method by which a layer converts back to its original form, or None."""
+    return next((getattr(layer, name) for name in _REVERT_METHODS if callable(getattr(layer, name, None))), None)
+
+
+def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
+    """Return a copy of the model with the selected recast layers converted back to their original form.
+
+    Gated attention whose gates are still closed becomes a convolution (`GPSA2d.to_conv`), refined or gated attention of
+    a ViT becomes plain attention (`to_attention`), if each computes the same function within `atol`. Their edits are
+    removed from `edits(model)`. Pyramids are converted by `fuse` instead.
+
+    Raises: UserError if `where` selects no such layer, or if a layer does not compute the same function any more, with
+        its name and the deviation.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+        >>> type(iso.revert(tcnn).layer3[0].conv1).__name__
+        'Conv2d'
+    """
+    check_model(model)
+    model = copy_model(model)
+    tied = tied_parameters(model)
+    found = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
+    if not found:
+        raise UserError(f"{describe_where(where)} selects no layer that can be reverted; for pyramids use fuse")
+    for name in found:
+        layer = model.get_submodule(name)
+        try:
+            original = _revert_method(layer)(atol)  # type: ignore[misc]
+        except ValueError as error:
+            raise UserError(f"{name or 'the model'}: {error}") from None
+        except (RuntimeError, TypeError, KeyError):  # torch's errors for weights that cannot be merged
+            if reason := first_altered_part(layer):
+                raise UserError(f"{name or 'the model'} cannot be reverted: {reason}") from None
+            raise
+        model = replace_module(model, name, layer, original)
+    add_notes(model, *restore_ties(model, tied))
+    for edit in edits(model):
+        attach_rule(edit.rule, model)
+    remaining = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
+    model.isomorph_edits = tuple(edit for edit in remaining if edit.names)  # type: ignore[assignment]
+    return model

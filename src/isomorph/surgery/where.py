@@ -1,0 +1,30 @@
+"""Selection of modules by name: globs, or a function of name and module."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
+"""A glob over module names, several globs, or a function (name, module) -> bool."""
+
+
+def matches_where(where: Where, name: str, module: nn.Module) -> bool:
+    """Return True if `where` selects the module of this name."""
+    if callable(where):
+        return bool(where(name, module))
+    globs = [where] if isinstance(where, str) else where
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def describe_where(where: Where) -> str:
+    """Return a description of `where` for a message."""
+    return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
+
+
+def nearest_names(where: Where, names: Sequence[str]) -> str:
+    """Return a hint with the module names nearest to a `where` that selects nothing."""
+    globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
+    close = [name for glob in globs for name in difflib.get_close_matches(glob, names, n=3, cutoff=0.4)]
+    return f"; nearest names: {', '.join(dict.fromkeys(close))}" if close else ""
