@@ -111,7 +111,7 @@ def test_the_page_holds_the_maps_of_windows():
     layer, windows = found["layers.0.blocks.1.attn"], attention_windows(model, x)["layers.0.blocks.1.attn"]
     exact = windows.on_grid(iso.attention_maps(model, x)["layers.0.blocks.1.attn"])[1, :, 3 * 12 + 5]
     keys = windows.keys_of(3 * 12 + 5)
-    drawn = torch.from_numpy(layer.seen_from(1, 3.5 / 10, 5.5 / 12)).flatten(1)
+    drawn = torch.from_numpy(layer.maps_from(1, 3.5 / 10, 5.5 / 12)).flatten(1)
     assert drawn.shape == (2, 120)
     assert (drawn[:, keys[keys >= 0]] - exact[:, keys >= 0]).abs().max() <= layer.rounding * 1.001
     assert drawn.count_nonzero(1).max() <= (keys >= 0).sum()

@@ -141,7 +141,7 @@ class TestMaps:
     def test_a_budget_thins_queries_and_says_so(self):
         found, _ = capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48))
         layers, pictures = list(found.values()), [PageImage("a", torch.rand(3, 32, 48))]
-        step, packed = pack_layer_maps(layers, 1, budget=4000)
+        step, packed = pack_layer_maps(layers, 1, max_characters=4000)
         assert step[0] > 1
         assert sum(map(len, packed.values())) <= 4000
         assert "only" not in build_viewer([ViewerModel("m", found)], pictures).note
@@ -255,10 +255,7 @@ class TestWords:
 
     def test_nothing_is_cut_where_all_is_shown(self):
         said = framing_text(CONFIG | {"input_size": (3, 64, 64), "crop_mode": "squash", "crop_pct": 1.0})
-        assert (
-            said
-            == "Each image is stretched to 64 x 64 px (bicubic)."
-        )
+        assert said == "Each image is stretched to 64 x 64 px (bicubic)."
 
     def test_classes_have_names(self):
         class Fixed(torch.nn.Module):

@@ -140,7 +140,7 @@ class TestAttention:
             tab.hover(tile(1, model, head) + " canvas", *at(key))
             said = readout(tab)
             assert f"From row {query[0] + 1}, column {query[1] + 1}" in said
-            assert f"Head {head + 1} looks at row {key[0] + 1}, column {key[1] + 1} with" in said
+            assert f"Head {head + 1} attends to row {key[0] + 1}, column {key[1] + 1} with" in said
             for maps, name in zip(page[1], NAMES, strict=True):
                 expected = maps["blocks.1.attn"][0, head]
                 shown = float(re.search(rf"([\d.e-]+) \({re.escape(name)}\)", said)[1])
@@ -212,7 +212,7 @@ class TestAttention:
 
     def test_the_class_token_looks_too_and_images_change(self, tab, page):
         tab.open(page[0])
-        choose(tab, "Look from", 1)
+        choose(tab, "Query", 1)
         choose(tab, "Image", 1)
         tab.hover(tile(1, 0, 2) + " canvas", *at((1, 4)))
         said = readout(tab)
@@ -274,7 +274,7 @@ def test_strides_padding_and_stages_of_a_t_cnn(tab, tmp_path):
     sections = analyze_sections([PageModel("T-CNN", tcnn, config), PageModel("CNN", cnn, config)], pictures)
     write_page(tmp_path / "page.html", "T-CNN", "", sections)
     tab.open(tmp_path / "page.html")
-    assert "CNN has no attention here" in tab.run("document.body.textContent")
+    assert "CNN has no attention map in this layer" in tab.run("document.body.textContent")
     tab.run("document.querySelector('[type=range]').value = 0")
     tab.run("document.querySelector('[type=range]').dispatchEvent(new Event('input'))")
     tab.settle()
@@ -286,7 +286,7 @@ def test_strides_padding_and_stages_of_a_t_cnn(tab, tmp_path):
     tab.hover(tile(0, 0, 4) + " canvas", *at((7, 12), (20, 16)))
     said = readout(tab)
     assert f"From row 4, column 7 of 10 {TIMES} 8" in said
-    assert "looks at row 8, column 13" in said
+    assert "attends to row 8, column 13" in said
     shown = float(re.search(r"with ([\d.e-]+)", said)[1])
     assert abs(shown - places[7, 12]) <= row.max() / 510 + 1e-3 * row.max()
     padding = float(re.search(r"; ([\d.e-]+) goes to the padding", said)[1])
@@ -332,17 +332,17 @@ def test_windows_lie_where_they_are_in_the_image(tab, tmp_path):
 
 
 def test_layers_that_are_not_drawn_are_folded_away(tab, tmp_path):
-    section = Section("Attention", "None.", fold=Details("2 layers", ["a, b: windows.", "c: unknown."]))
+    section = Section("Attention", "None.", details=Details("2 layers", ["a, b: windows.", "c: unknown."]))
     write_page(tmp_path / "page.html", "Swin", "", [section])
     tab.open(tmp_path / "page.html")
     assert not tab.run("document.querySelector('details').open")
-    assert tab.run("[...document.querySelectorAll('details li')].map(e => e.textContent)") == section.fold.lines
+    assert tab.run("[...document.querySelectorAll('details li')].map(e => e.textContent)") == section.details.lines
 
 
 def test_thinned_maps_show_a_query_that_is_kept(tab, tmp_path):
     model, pictures = small_vit(), [PageImage("x", torch.rand(3, 32, 48))]
     batch = normalise_images(pictures, CONFIG)
-    viewer = build_viewer([ViewerModel("ViT", capture_layer_maps(model, batch)[0])], pictures, budget=4000)
+    viewer = build_viewer([ViewerModel("ViT", capture_layer_maps(model, batch)[0])], pictures, max_map_characters=4000)
     assert viewer.data["step"] != (1, 1)
     write_page(tmp_path / "page.html", "ViT", "", [Section("Attention", viewer.note, viewer=viewer)])
     tab.open(tmp_path / "page.html")
@@ -351,7 +351,7 @@ def test_thinned_maps_show_a_query_that_is_kept(tab, tmp_path):
     said = readout(tab)
     query = tuple(int(n) - 1 for n in re.match(r"From row (\d), column (\d)", said).groups())
     row = iso.attention_maps(model, batch)["blocks.1.attn"][0, 0]
-    assert token(query) in next(iter(capture_layer_maps(model, batch)[0].values())).kept(viewer.data["step"])
+    assert token(query) in next(iter(capture_layer_maps(model, batch)[0].values())).stored_queries(viewer.data["step"])
     assert abs(float(re.search(r"with ([\d.e-]+)", said)[1]) - row[token(query), token((2, 2))]) <= level(
         row, token(query)
     )
@@ -442,7 +442,7 @@ def test_the_hint_is_below_the_first_chart_only(tab, tmp_path):
     write_page(tmp_path / "page.html", "Hints", "", sections)
     tab.open(tmp_path / "page.html")
     said = tab.run("[...document.querySelectorAll('.reading')].map(e => e.textContent)")
-    assert said == ["Point at it or use the arrow keys to read values.", "", ""]
+    assert said == ["Point at the chart or use the arrow keys to read values.", "", ""]
     labels = tab.run("[...document.querySelectorAll('.chart svg')].map(e => e.getAttribute('aria-label'))")
     assert labels == [f"{name}. {said[0]}" for name in "xyz"]
 
@@ -458,7 +458,7 @@ def test_all_layers_leave_a_model_without_maps_out(tab, tmp_path):
     choose(tab, "Show", 1)
     tab.settle()
     assert tab.run(headings) == ["ViT"]
-    assert "CNN has no attention that can be drawn." in tab.run("document.querySelector('.heads').textContent")
+    assert "CNN has no attention maps to draw." in tab.run("document.querySelector('.heads').textContent")
     width = "document.querySelector('{}').getBoundingClientRect().width"
     assert tab.run(width.format(".heads .row")) == tab.run(width.format(".heads"))
 

@@ -1,4 +1,4 @@
-"""The part of the page where a patch of an image shows what every head looks at from there."""
+"""Data of the attention viewer: the part of a page where pointing at a patch shows what every head attends to."""
 
 import base64
 import io
@@ -15,23 +15,29 @@ from torch import Tensor
 from isomorph.report.charts import json_numbers
 from isomorph.report.layer_maps import MAX_MAP_CHARACTERS, LayerMaps, first_stored_query, pack_layer_maps
 
-ORDINAL = {2: "second", 3: "third"}
-SMALL = 96
-"""Pictures with sides up to this are kept as they are (PNG), larger ones as JPEG."""
+ORDINALS = {2: "second", 3: "third"}
+MAX_PNG_SIDE = 96
+"""Images with larger sides are embedded as JPEG, others as PNG."""
 
 
 @dataclass(frozen=True)
 class PageImage:
-    """An image as the models see it, with its name. Shape: pixels (C, H, W) in 0..1, C 1 or 3"""
+    """An image on the page, cut and resized as the models take it.
+
+    Shape: pixels (C, H, W) in 0..1, C 1 or 3
+
+    >>> iso.report.PageImage("noise", torch.rand(3, 32, 48)).data_uri()[:22]
+    'data:image/png;base64,'
+    """
 
     name: str
     pixels: Tensor = field(repr=False)
 
-    def uri(self) -> str:
-        """The picture inside a data: address."""
+    def data_uri(self) -> str:
+        """Return the image as a data: URI."""
         pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
-        colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)
-        small = max(pixels.shape[1:]) <= SMALL
+        colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
+        small = max(pixels.shape[1:]) <= MAX_PNG_SIDE
         file = io.BytesIO()
         Image.fromarray(np.ascontiguousarray(colour)).save(file, "PNG" if small else "JPEG", quality=88)
         return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -39,48 +45,50 @@ class PageImage:
 
 @dataclass(frozen=True)
 class ViewerModel:
-    """One model: its name, its maps by layer, its gates, and what it says to each image."""
+    """A model in the viewer: its name, attention maps and gates by layer, and its prediction for each image."""
 
     name: str
     maps: Mapping[str, LayerMaps]
     gates: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    said: Sequence[str] = ()
+    predictions: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Viewer:
-    """Data of the page's script, the packed maps by name, a sentence on what was rounded; and what it was made of."""
+    """Data of the page's script, packed maps by name, a sentence on rounding; and the models and images they show."""
 
     data: dict[str, Any] = field(repr=False)
     blobs: dict[str, str] = field(repr=False)
-    rounding_note: str = ""
-    seen: Sequence[ViewerModel] = field(default=(), repr=False)
-    pictures: Sequence[PageImage] = field(default=(), repr=False)
+    note: str = ""
+    models: Sequence[ViewerModel] = field(default=(), repr=False)
+    images: Sequence[PageImage] = field(default=(), repr=False)
 
 
-def _paired(seen: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMaps | None]]]:
-    """Layers of the models side by side: by name, or by depth where no name is shared."""
-    names = [list(model.maps) for model in seen]
+def _pair_layers(models: Sequence[ViewerModel]) -> list[tuple[str, list[LayerMaps | None]]]:
+    """Return the models' maps side by side: by layer name, or by depth where two models share no name."""
+    names = [list(model.maps) for model in models]
     if len(names) == 2 and all(names) and not set(names[0]) & set(names[1]):
-        pairs = list(zip_longest(*names))
-        return [(" | ".join(n or "-" for n in p), [s.maps.get(n) for s, n in zip(seen, p, strict=True)]) for p in pairs]
+        return [
+            (" | ".join(n or "-" for n in pair), [m.maps.get(n) for m, n in zip(models, pair, strict=True)])
+            for pair in zip_longest(*names)
+        ]
     union = dict.fromkeys(name for layers in names for name in layers)
-    return [(name, [model.maps.get(name) for model in seen]) for name in union]
+    return [(name, [model.maps.get(name) for model in models]) for name in union]
 
 
-def geometry(
+def _layer_geometry(
     maps: LayerMaps, step: tuple[int, int], gates: Sequence[float] | None, layouts: list[list[list[int]]]
 ) -> dict[str, Any]:
-    """What the script has to know of a layer to find a value in its maps; windows by their place among the layouts."""
+    """Return what the script needs to find a value in a layer's maps; `windows` is an index into `layouts`."""
     queries = maps.where.queries
     first = first_stored_query(queries, step)
-    kept = [len(range(start, size, each)) for start, size, each in zip(first, queries, step, strict=True)]
+    stored = [len(range(start, size, each)) for start, size, each in zip(first, queries, step, strict=True)]
     return {
         "heads": maps.levels.shape[1],
         "prefix": maps.where.prefix,
         "queries": list(queries),
         "first": list(first),
-        "kept": kept,
+        "stored": stored,
         "keys": list(maps.keys),
         "padded": any(maps.where.padding) or bool(maps.windows and (maps.windows.members < 0).any()),
         "windows": maps.windows and layouts.index(maps.windows.members.tolist()),
@@ -89,56 +97,57 @@ def geometry(
     }
 
 
-def _layouts_of(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
-    """The ways in which layers are cut into windows, each once."""
-    found = {maps.windows.members.numpy().tobytes(): maps.windows for maps in layers if maps.windows}
-    return [windows.members.tolist() for windows in found.values()]
+def _window_layouts(layers: Sequence[LayerMaps]) -> list[list[list[int]]]:
+    """Return the distinct ways in which layers are cut into windows."""
+    distinct = {maps.windows.members.numpy().tobytes(): maps.windows for maps in layers if maps.windows}
+    return [windows.members.tolist() for windows in distinct.values()]
 
 
 def build_viewer(
-    seen: Sequence[ViewerModel], pictures: Sequence[PageImage], budget: int = MAX_MAP_CHARACTERS
+    models: Sequence[ViewerModel], images: Sequence[PageImage], max_map_characters: int = MAX_MAP_CHARACTERS
 ) -> Viewer | None:
-    """The viewer of some models' maps of the same images; None where no model has any."""
-    pairs = _paired(seen)
-    flat = [maps for _, of in pairs for maps in of if maps is not None]
-    if not flat:
+    """Return the viewer of some models' maps of the same images; None if no model has any map."""
+    pairs = _pair_layers(models)
+    all_maps = [maps for _, of in pairs for maps in of if maps is not None]
+    if not all_maps:
         return None
-    layouts = _layouts_of(flat)
-    step, packed = pack_layer_maps(flat, len(pictures), budget - len(json.dumps(layouts)))
-    number = {id(maps): i for i, maps in enumerate(flat)}
+    layouts = _window_layouts(all_maps)
+    step, packed = pack_layer_maps(all_maps, len(images), max_map_characters - len(json.dumps(layouts)))
+    number = {id(maps): i for i, maps in enumerate(all_maps)}
     layers = []
     for name, of in pairs:
-        parts: list[dict[str, Any] | None] = []
-        for model, maps in zip(seen, of, strict=True):
-            found = maps and geometry(maps, step, model.gates.get(maps.name), layouts) | {"maps": number[id(maps)]}
-            parts.append(found or None)
-        layers.append({"name": name, "of": parts})
-    images = [
-        {
-            "name": picture.name,
-            "uri": picture.uri(),
-            "size": list(picture.pixels.shape[1:]),
-            "said": [model.said[b] if model.said else "" for model in seen],
-        }
-        for b, picture in enumerate(pictures)
-    ]
+        by_model = [
+            maps and _layer_geometry(maps, step, model.gates.get(maps.name), layouts) | {"maps": number[id(maps)]}
+            for model, maps in zip(models, of, strict=True)
+        ]
+        layers.append({"name": name, "byModel": by_model})
     data = {
-        "models": [model.name for model in seen],
+        "models": [model.name for model in models],
         "layers": layers,
-        "images": images,
+        "images": [_image_data(image, i, models) for i, image in enumerate(images)],
         "step": step,
         "windows": layouts,
     }
-    return Viewer(
-        data, {f"{i}-{b}": text for (i, b), text in packed.items()}, rounding_note(flat, step), seen, pictures
-    )
+    blobs = {f"{layer}-{image}": text for (layer, image), text in packed.items()}
+    return Viewer(data, blobs, rounding_note(all_maps, step), models, images)
 
 
-def rounding_note(flat: Sequence[LayerMaps], step: tuple[int, int]) -> str:
-    """One or two sentences on what was rounded or left out."""
-    worst = max(maps.rounding for maps in flat)
-    text = f"Attention is stored in 256 levels of each row's range, rounded by {worst:.1g} at most on this page."
+def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> dict[str, Any]:
+    return {
+        "name": image.name,
+        "uri": image.data_uri(),
+        "size": list(image.pixels.shape[1:]),
+        "predictions": [model.predictions[number] if model.predictions else "" for model in models],
+    }
+
+
+def rounding_note(layers: Sequence[LayerMaps], step: tuple[int, int]) -> str:
+    """Return one or two sentences on how far the stored maps are rounded and thinned."""
+    worst = max(maps.rounding for maps in layers)
+    text = f"Each row of a map is stored in 256 levels; the largest rounding error on this page is {worst:.1g}."
     if step == (1, 1):
         return text
-    rows, columns = ("every" if n == 1 else f"every {ORDINAL.get(n, f'{n}th')}" for n in step)
-    return f"{text} To keep the page small, {rows} row and {columns} column of queries is kept (see --megabytes)."
+    rows, columns = ("every" if n == 1 else f"every {ORDINALS.get(n, f'{n}th')}" for n in step)
+    return (
+        f"{text} To keep the page small, only {rows} row and {columns} column of queries is stored (see --megabytes)."
+    )

@@ -1,4 +1,4 @@
-"""What a chart shows, apart from how it is drawn: the page draws it in the browser, papers through matplotlib."""
+"""Charts as data: one class for each kind, independent of the browser and matplotlib, which draw them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,17 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 Table = list[list[str]]
-NUMBERS = 40
-"""Points of a curve up to which its numbers are listed under it."""
+"""Rows of cells; the first row is the head."""
+MAX_TABLE_POINTS = 40
+"""Longer curves have no table of numbers under the chart."""
 
 
 class Line(NamedTuple):
-    """A line, and the range around it where there is one."""
+    """A line of a `Panel`: values `y` at `x`, and optionally the range `low` to `high` around it.
+
+    >>> iso.report.Line(x=[1, 2, 3], y=[2.3, 1.1, 0.7]).y
+    [2.3, 1.1, 0.7]
+    """
 
     x: Sequence[float]
     y: Sequence[float]
@@ -21,7 +26,14 @@ class Line(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """One pair of axes with lines. `ordered` lines (blocks by depth) go from light to dark."""
+    """A chart of lines by name, on one pair of axes.
+
+    `ordered` lines, such as blocks by depth, are coloured from light to dark.
+
+    >>> loss = {"run": iso.report.Line([1, 2, 3], [2.3, 1.1, 0.7])}
+    >>> iso.report.Panel("Training loss", "epoch", "loss", loss).title
+    'Training loss'
+    """
 
     title: str
     x_label: str
@@ -32,9 +44,14 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True)
 class Dots:
-    """One value per head and layer (gates, spans, nonlocality): layers across, a dot a head, a line through the means.
+    """A chart of one value per head and layer, such as gates or spans: {series: {layer: a value for each head}}.
 
-    A layer that a series does not have is left open. `limit` is the top of the axis where it has one.
+    Layers run along the x axis; each dot is a head, and a line joins the means of the layers. Layers that a series does
+    not have are left empty. `limit` is the top of the y axis, by default that of the values.
+
+    >>> gates = {name: values.tolist() for name, values in iso.gates(timm.create_model("t_cifar_resnet20")).items()}
+    >>> iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": gates}, limit=1.0).layers[0]
+    'layer3.0.conv1'
     """
 
     title: str
@@ -44,13 +61,18 @@ class Dots:
 
     @property
     def layers(self) -> list[str]:
-        """Names of the layers of all series, in their order."""
+        """Names of the layers of all series, in order of appearance."""
         return list(dict.fromkeys(layer for values in self.series.values() for layer in values))
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A group of bars for each name, a bar for each series: {series: {name: value}}."""
+    """A bar chart with one group per name and one bar per series: {series: {name: value}}.
+
+    >>> top1 = {"CNN": {"fog": 71.0, "snow": 64.5}, "T-CNN": {"fog": 73.2, "snow": 66.0}}
+    >>> iso.report.Bars("Robustness", "top-1 (%)", top1).groups
+    ['fog', 'snow']
+    """
 
     title: str
     y_label: str
@@ -58,13 +80,20 @@ class Bars:
 
     @property
     def groups(self) -> list[str]:
-        """Names of the groups of all series, in their order."""
+        """Names of the groups of all series, in order of appearance."""
         return list(dict.fromkeys(name for values in self.series.values() for name in values))
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Numbers in rows and columns, by colour from `low` to `high`; around a middle of 0 where low is negative."""
+    """A heat map of numbers in rows and columns, coloured from `low` to `high`.
+
+    With a negative `low` the colours diverge from the middle of the range.
+
+    >>> values = [[1.0, 0.6], [0.6, 1.0]]
+    >>> iso.report.Matrix("CKA", "layers of a", "layers of b", ["0", "1"], ["0", "1"], values).high
+    1.0
+    """
 
     title: str
     row_label: str
@@ -77,10 +106,13 @@ class Matrix:
 
 
 class Paths(NamedTuple):
-    """Ways in the plane around a query at (0, 0), in steps of the grid: a ring where each begins, a dot where it ends.
+    """A chart of paths around a query at (0, 0), in grid steps: {layer: a path for each head}.
 
-    {layer: a path for each head, of finite (row, column) places, empty for a head without any}; rows go down. Layers go
-    from light to dark.
+    A path is a sequence of finite (row, column) positions, empty for a head without any; rows grow downwards. A ring
+    marks its first position, a dot its last. Layers are coloured from light to dark.
+
+    >>> iso.report.Paths("Centres", {"blocks.0.attn": [[(0.0, 1.0), (0.5, 2.0)]]}).reach
+    2.0
     """
 
     title: str
@@ -88,14 +120,18 @@ class Paths(NamedTuple):
 
     @property
     def reach(self) -> float:
-        """The largest row or column, either way; 1 at least."""
-        return max(
-            [1.0, *(abs(v) for heads in self.series.values() for path in heads for place in path for v in place)]
-        )
+        """The largest distance from the query along rows or columns, at least 1."""
+        paths = (path for heads in self.series.values() for path in heads)
+        return max([1.0, *(abs(value) for path in paths for position in path for value in position)])
 
 
 class Scatter(NamedTuple):
-    """Named points on a pair of axes, a colour for each series: {series: {name: (x, y)}}."""
+    """A chart of named points, coloured by series: {series: {name: (x, y)}}.
+
+    >>> points = {"cifar10": {"resnet20": (0.041, 92.6), "resnet32": (0.069, 93.5)}}
+    >>> iso.report.Scatter("Accuracy and cost", "GMACs per image", "top-1 (%)", points).title
+    'Accuracy and cost'
+    """
 
     title: str
     x_label: str
@@ -107,47 +143,48 @@ Chart = Panel | Dots | Bars | Matrix | Paths | Scatter
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a log is a finite number."""
+    """True if a value of a log is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def json_number(value: float) -> float | None:
-    """The number to six digits, or None where it is none: JSON has no NaN."""
+    """Return the number to six digits, None where it is not finite: JSON has no NaN."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def json_numbers(values: Sequence[float] | None) -> list[float | None] | None:
-    """Several of them."""
+    """Return several numbers as `json_number` does; None for None."""
     return None if values is None else [json_number(value) for value in values]
 
 
 @singledispatch
 def chart_json(chart: Any) -> dict[str, Any]:
-    """The chart as the page's script takes it."""
-    raise TypeError(f"{type(chart).__name__} is no chart")
+    """Return the chart as the dictionary that charts.js draws."""
+    raise TypeError(f"{type(chart).__name__} is not a chart")
 
 
 @chart_json.register
-def panel_json(chart: Panel) -> dict[str, Any]:
+def _panel_json(chart: Panel) -> dict[str, Any]:
     series = [
-        {"name": name, **{k: json_numbers(v) for k, v in line._asdict().items()}} for name, line in chart.lines.items()
+        {"name": name, **{key: json_numbers(values) for key, values in line._asdict().items()}}
+        for name, line in chart.lines.items()
     ]
-    found = {"kind": "lines", "title": chart.title, "x": chart.x_label, "y": chart.y_label}
-    return {**found, "ordered": chart.ordered, "series": series}
+    labels = {"kind": "lines", "title": chart.title, "x": chart.x_label, "y": chart.y_label}
+    return {**labels, "ordered": chart.ordered, "series": series}
 
 
 @chart_json.register
-def dots_json(chart: Dots) -> dict[str, Any]:
+def _dots_json(chart: Dots) -> dict[str, Any]:
     series = [
         {"name": name, "values": [json_numbers(values.get(layer)) for layer in chart.layers]}
         for name, values in chart.series.items()
     ]
-    found = {"kind": "dots", "title": chart.title, "y": chart.y_label, "layers": chart.layers}
-    return {**found, "limit": chart.limit, "series": series}
+    labels = {"kind": "dots", "title": chart.title, "y": chart.y_label, "layers": chart.layers}
+    return {**labels, "limit": chart.limit, "series": series}
 
 
 @chart_json.register
-def bars_json(chart: Bars) -> dict[str, Any]:
+def _bars_json(chart: Bars) -> dict[str, Any]:
     series = [
         {"name": name, "values": [json_number(values.get(group, math.nan)) for group in chart.groups]}
         for name, values in chart.series.items()
@@ -156,28 +193,23 @@ def bars_json(chart: Bars) -> dict[str, Any]:
 
 
 @chart_json.register
-def matrix_json(chart: Matrix) -> dict[str, Any]:
+def _matrix_json(chart: Matrix) -> dict[str, Any]:
     labels = {"x": chart.column_label, "y": chart.row_label, "rows": list(chart.rows), "columns": list(chart.columns)}
     values = [json_numbers(row) for row in chart.values]
     return {"kind": "matrix", "title": chart.title, **labels, "values": values, "low": chart.low, "high": chart.high}
 
 
-def format_number(value: float | None) -> str:
-    """A number as tables show it."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
-
-
 @chart_json.register
-def paths_json(chart: Paths) -> dict[str, Any]:
+def _paths_json(chart: Paths) -> dict[str, Any]:
     series = [
-        {"name": layer, "paths": [[json_numbers(place) for place in path] for path in heads]}
+        {"name": layer, "paths": [[json_numbers(position) for position in path] for path in heads]}
         for layer, heads in chart.series.items()
     ]
     return {"kind": "paths", "title": chart.title, "ordered": True, "reach": chart.reach, "series": series}
 
 
 @chart_json.register
-def scatter_json(chart: Scatter) -> dict[str, Any]:
+def _scatter_json(chart: Scatter) -> dict[str, Any]:
     series = [
         {
             "name": name,
@@ -188,26 +220,29 @@ def scatter_json(chart: Scatter) -> dict[str, Any]:
     return {"kind": "scatter", "title": chart.title, "x": chart.x_label, "y": chart.y_label, "series": series}
 
 
+def format_number(value: float | None) -> str:
+    """Return the number to four digits, a dash for None and for what is not finite."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
 @singledispatch
 def chart_table(chart: Any) -> Table:
-    """The chart's numbers as a table, the first row its head; none where they are too many to be read."""
-    raise TypeError(f"{type(chart).__name__} is no chart")
+    """Return the chart's numbers as a table; an empty one for curves of more than `MAX_TABLE_POINTS` points."""
+    raise TypeError(f"{type(chart).__name__} is not a chart")
 
 
 @chart_table.register
-def panel_numbers(chart: Panel) -> Table:
-    places = sorted({x for line in chart.lines.values() for x in line.x})
-    if len(places) > NUMBERS:
+def _panel_table(chart: Panel) -> Table:
+    xs = sorted({x for line in chart.lines.values() for x in line.x})
+    if len(xs) > MAX_TABLE_POINTS:
         return []
-    found = [dict(zip(line.x, line.y, strict=True)) for line in chart.lines.values()]
-    return [
-        [chart.x_label, *chart.lines],
-        *([format_number(x), *(format_number(y.get(x)) for y in found)] for x in places),
-    ]
+    lines = [dict(zip(line.x, line.y, strict=True)) for line in chart.lines.values()]
+    rows = [[format_number(x), *(format_number(line.get(x)) for line in lines)] for x in xs]
+    return [[chart.x_label, *chart.lines], *rows]
 
 
 @chart_table.register
-def dots_numbers(chart: Dots) -> Table:
+def _dots_table(chart: Dots) -> Table:
     rows = []
     for layer in chart.layers:
         cells = [", ".join(map(format_number, values.get(layer, ()))) or "-" for values in chart.series.values()]
@@ -216,19 +251,19 @@ def dots_numbers(chart: Dots) -> Table:
 
 
 @chart_table.register
-def bars_numbers(chart: Bars) -> Table:
+def _bars_table(chart: Bars) -> Table:
     rows = [[group, *(format_number(values.get(group)) for values in chart.series.values())] for group in chart.groups]
     return [["", *chart.series], *rows]
 
 
 @chart_table.register
-def matrix_numbers(chart: Matrix) -> Table:
+def _matrix_table(chart: Matrix) -> Table:
     head = [f"{chart.row_label} \\ {chart.column_label}", *chart.columns]
     return [head, *([name, *map(format_number, row)] for name, row in zip(chart.rows, chart.values, strict=True))]
 
 
 @chart_table.register
-def paths_numbers(chart: Paths) -> Table:
+def _paths_table(chart: Paths) -> Table:
     rows = [
         [f"{layer}, head {i + 1}", *(", ".join(map(format_number, path[end])) if path else "-" for end in (0, -1))]
         for layer, heads in chart.series.items()
@@ -238,6 +273,6 @@ def paths_numbers(chart: Paths) -> Table:
 
 
 @chart_table.register
-def scatter_numbers(chart: Scatter) -> Table:
+def _scatter_table(chart: Scatter) -> Table:
     rows = [[name, *map(format_number, point)] for points in chart.series.values() for name, point in points.items()]
     return [["", chart.x_label, chart.y_label], *rows]

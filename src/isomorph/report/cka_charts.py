@@ -1,4 +1,4 @@
-"""CKA between the layers of two models, from features that are averaged over the image; how features evolve in each."""
+"""CKA between the layers of two models on features averaged over the image, and how features evolve with depth."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -20,10 +20,10 @@ from isomorph.report.charts import Line, Matrix, Panel, Table, format_number
 
 @torch.no_grad()
 def pairwise_cka(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable[Any]]) -> dict[tuple[str, str], CKA]:
-    """Unbiased linear CKA of `iso.cka` with read=pooled, between two models and within each, in one pass.
+    """Return unbiased linear CKA between two models and within each (`iso.cka` with read=pooled), in one pass.
 
-    Each model has its own loader of the same images, made as it takes them. Gram matrices of one batch are all that is
-    kept. One model is compared with itself.
+    Each model has its own loader of the same images, normalised for it. Only the Gram matrices of one batch are in
+    memory at a time. A single model is compared with itself.
 
     Shape: loaders of (images (B, C, H, W), ...) -> {(model, model): (layers, layers)}
     Raises: UserError when a model has no layers that timm names, or no batch has 4 images.
@@ -42,26 +42,24 @@ def pairwise_cka(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable
     }
 
 
-def cka_chart(names: tuple[str, str], found: CKA) -> Matrix:
-    """CKA of every layer of one model (down) with every layer of the other (across)."""
+def cka_chart(names: tuple[str, str], cka: CKA) -> Matrix:
+    """Return a chart of CKA between every layer of one model (down) and every layer of the other (across)."""
     a, b = names
-    return Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, found.rows, found.columns, found.matrix.tolist())
+    return Matrix(f"{a} x {b}" if a != b else f"Within {a}", a, b, cka.rows, cka.columns, cka.matrix.tolist())
 
 
 Evolution = Mapping[str, Mapping[str, float]]
-"""F_k of every layer, by model: what `iso.analysis.feature_evolution` gives."""
+"""F_k of every layer by model, as `iso.analysis.feature_evolution` returns it for each."""
 
 
-def evolution_chart(found: Evolution) -> Panel:
-    """F_k along the depth, a line for each model."""
-    lines = {name: Line(range(1, len(layers) + 1), list(layers.values())) for name, layers in found.items()}
+def evolution_chart(evolution: Evolution) -> Panel:
+    """Return a chart of F_k by depth, a line for each model."""
+    lines = {name: Line(range(1, len(layers) + 1), list(layers.values())) for name, layers in evolution.items()}
     return Panel("Feature evolution", "layer k", "F_k", lines)
 
 
-def evolution_table(found: Evolution) -> Table:
-    """Head and a row for each layer: F_k of each model, a dash where it has no layer of that name."""
-    layers = dict.fromkeys(layer for values in found.values() for layer in values)
-    return [
-        ["F_k", *found],
-        *([layer, *(format_number(values.get(layer)) for values in found.values())] for layer in layers),
-    ]
+def evolution_table(evolution: Evolution) -> Table:
+    """Return a table with a row for each layer: F_k of each model, a dash where it has no layer of that name."""
+    layers = dict.fromkeys(layer for values in evolution.values() for layer in values)
+    rows = [[layer, *(format_number(values.get(layer)) for values in evolution.values())] for layer in layers]
+    return [["F_k", *evolution], *rows]

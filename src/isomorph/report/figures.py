@@ -1,4 +1,4 @@
-"""Figures for papers and documentation, in one style: the page's charts, and attention maps, through matplotlib."""
+"""Figures drawn with matplotlib, in one style: the charts of a page, and attention maps."""
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ from torch import Tensor
 from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
 
 INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
-NUMBERED = 12
-"""Columns of a matrix up to which its numbers are written into its cells."""
+MAX_NUMBERED_COLUMNS = 12
+"""Matrices with more columns have no numbers in their cells."""
 __all__ = [
     "Line",
-    "Look",
     "Panel",
-    "draw",
+    "QueryMaps",
+    "draw_chart",
     "maps_figure",
     "matrices_figure",
     "panels_figure",
@@ -29,8 +29,8 @@ __all__ = [
 
 @cache
 def pyplot() -> Any:
-    """matplotlib's pyplot, without a display."""
-    import matplotlib  # here, as it takes a third of a second that commands without figures need not wait
+    """Return matplotlib's pyplot, with a backend that needs no display."""
+    import matplotlib  # here, as importing it takes a third of a second, which most commands can skip
 
     matplotlib.use("Agg")
     import matplotlib.pyplot
@@ -40,7 +40,10 @@ def pyplot() -> Any:
 
 @contextmanager
 def style(ink: str = INK) -> Iterator[None]:
-    """The style of every figure: text and axes in `ink` (grey reads on light and dark pages), no box, no background."""
+    """Set the style of figures within the block: text and axes in `ink`, no box, a transparent background.
+
+    The default grey is readable on light and dark pages.
+    """
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
     clear = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
     rest: dict[str, Any] = {
@@ -61,7 +64,7 @@ def style(ink: str = INK) -> Iterator[None]:
 
 
 def _as_svg(figure: Any) -> str:
-    """The figure as an <svg> element; the figure is closed."""
+    """Return the figure as an <svg> element, and close it."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight")
     pyplot().close(figure)
@@ -69,17 +72,17 @@ def _as_svg(figure: Any) -> str:
     return text[text.index("<svg") :]
 
 
-def _tints(series: Iterable[str], models: Sequence[str] = ()) -> list[str]:
-    """A colour for each series: of models by their places among `models`, as on the page; of others by their own."""
+def _series_colours(series: Iterable[str], models: Sequence[str] = ()) -> list[str]:
+    """Return a colour for each series: by its index in `models`, as on the page, if all are models, else its own."""
     names = list(series)
-    places = map(models.index, names) if set(names) <= set(models) else range(len(names))
-    return [PALETTE[i % len(PALETTE)] for i in places]
+    indices = map(models.index, names) if set(names) <= set(models) else range(len(names))
+    return [PALETTE[i % len(PALETTE)] for i in indices]
 
 
 def _plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
-    """Draws lines and their ranges on a pair of axes."""
+    """Draw lines and their ranges on a pair of axes."""
     shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(panel.lines)))
-    colours = shades if panel.ordered else _tints(panel.lines, models)
+    colours = shades if panel.ordered else _series_colours(panel.lines, models)
     for (name, line), colour in zip(panel.lines.items(), colours, strict=True):
         marker = "o" if len(line.x) < 30 else None
         cell.plot(line.x, line.y, marker=marker, ms=3, lw=1.5, color=colour, label=name)
@@ -94,29 +97,31 @@ def _plot_panel(cell: Any, panel: Panel, models: Sequence[str] = ()) -> None:
 
 @singledispatch
 def draw_chart(chart: Any, models: Sequence[str] = ()) -> Any:
-    """A chart of the page as a matplotlib figure; call it within `style`. `models` of the page, for their colours."""
-    raise TypeError(f"{type(chart).__name__} is no chart")
+    """Return a chart as a matplotlib figure, drawn within `style`; `models` of the page set the colours."""
+    raise TypeError(f"{type(chart).__name__} is not a chart")
 
 
 @draw_chart.register
-def draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
+def _draw_panel(chart: Panel, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.2, 2.7))
     _plot_panel(axes, chart, models)
     return figure
 
 
 @draw_chart.register
-def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
+def _draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
     layers = chart.layers
     figure, axes = pyplot().subplots(figsize=(max(3.4, 0.36 * len(layers) + 1.4), 2.7))
-    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), _tints(chart.series, models), strict=True)):
+    for i, ((name, values), colour) in enumerate(
+        zip(chart.series.items(), _series_colours(chart.series, models), strict=True)
+    ):
         shift = (i - (len(chart.series) - 1) / 2) * 0.22
-        found = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
-        for at, heads in found:
+        dots = [(at + shift, list(values[layer])) for at, layer in enumerate(layers) if layer in values]
+        for at, heads in dots:
             axes.scatter([at] * len(heads), heads, s=14, alpha=0.65, color=colour, lw=0, clip_on=False)
         axes.plot(
-            [at for at, _ in found],
-            [np.nanmean(heads) if np.isfinite(heads).any() else np.nan for _, heads in found],
+            [at for at, _ in dots],
+            [np.nanmean(heads) if np.isfinite(heads).any() else np.nan for _, heads in dots],
             color=colour,
             lw=1.3,
             label=name,
@@ -132,13 +137,15 @@ def draw_dots(chart: Dots, models: Sequence[str] = ()) -> Any:
 
 
 @draw_chart.register
-def draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
+def _draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
     groups, number = chart.groups, len(chart.series)
     figure, axes = pyplot().subplots(figsize=(4.6, (0.14 * number + 0.1) * len(groups) + 0.9))
-    for i, ((name, values), colour) in enumerate(zip(chart.series.items(), _tints(chart.series, models), strict=True)):
-        places = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
+    for i, ((name, values), colour) in enumerate(
+        zip(chart.series.items(), _series_colours(chart.series, models), strict=True)
+    ):
+        centres = np.arange(len(groups)) + (i - (number - 1) / 2) * 0.8 / number
         heights = [values.get(group, np.nan) for group in groups]
-        axes.barh(places, heights, 0.72 / number, color=colour, label=name)
+        axes.barh(centres, heights, 0.72 / number, color=colour, label=name)
     axes.set_yticks(range(len(groups)), groups)
     axes.invert_yaxis()
     axes.set_title(chart.title)
@@ -148,17 +155,17 @@ def draw_bars(chart: Bars, models: Sequence[str] = ()) -> Any:
     return figure
 
 
-def decimals(values: np.ndarray) -> int:
-    """Decimals with which the largest of some numbers has three digits; one for 100 (100.0 %)."""
+def _decimals(values: np.ndarray) -> int:
+    """Return the decimals that give the largest of some numbers three digits; one for 100 (100.0 %)."""
     top = np.nanmax(np.abs(values), initial=0.0)
     if top == 0 or top > 100:
         return int(top == 0)
     return int(np.clip(2 - np.floor(np.log10(top)), 1, 5))
 
 
-def write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
-    """Writes the numbers of a picture of numbers into its cells, all with the same decimals."""
-    digits = decimals(values)
+def _write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
+    """Write the numbers of a heat map into its cells, all with the same decimals."""
+    digits = _decimals(values)
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             dark = np.dot(image.cmap(image.norm(value))[:3], (0.3, 0.59, 0.11)) < 0.55
@@ -167,8 +174,8 @@ def write_cells(axes: Any, image: Any, values: np.ndarray) -> None:
 
 
 @draw_chart.register
-def draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
-    numbered = len(chart.columns) <= NUMBERED
+def _draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
+    numbered = len(chart.columns) <= MAX_NUMBERED_COLUMNS
     wide = 0.42 if numbered else 0.26  # inches of a cell; a letter takes 0.08
     figure, axes = pyplot().subplots(figsize=(wide * len(chart.columns) + 2.2, 0.26 * len(chart.rows) + 1.4))
     colours = "RdBu_r" if chart.low < 0 else "viridis"
@@ -176,7 +183,7 @@ def draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
     image = axes.imshow(values, cmap=colours, vmin=chart.low, vmax=chart.high, interpolation="nearest")
     axes.set_aspect(0.26 / wide)
     if numbered:
-        write_cells(axes, image, values)
+        _write_cells(axes, image, values)
     turned = max(map(len, chart.columns), default=0) * 0.08 > wide
     axes.set_xticks(range(len(chart.columns)), chart.columns, rotation=90 if turned else 0)
     axes.set_yticks(range(len(chart.rows)), chart.rows)
@@ -189,7 +196,7 @@ def draw_matrix(chart: Matrix, models: Sequence[str] = ()) -> Any:
 
 
 @draw_chart.register
-def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
+def _draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(3.6, 3.6))
     shades = plt.get_cmap("viridis")(np.linspace(0.9, 0.15, len(chart.series)))
@@ -203,7 +210,7 @@ def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
     axes.set(xlim=(-1.08 * chart.reach, 1.08 * chart.reach), ylim=(1.08 * chart.reach, -1.08 * chart.reach))
     axes.set_aspect("equal")
     axes.set_title(chart.title)
-    axes.set_xlabel("column, steps of the grid")
+    axes.set_xlabel("column, grid steps")
     axes.set_ylabel("row")
     axes.grid()
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -211,9 +218,9 @@ def draw_paths(chart: Paths, models: Sequence[str] = ()) -> Any:
 
 
 @draw_chart.register
-def draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
+def _draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
     figure, axes = pyplot().subplots(figsize=(4.6, 3.2))
-    for (name, points), colour in zip(chart.series.items(), _tints(chart.series, models), strict=True):
+    for (name, points), colour in zip(chart.series.items(), _series_colours(chart.series, models), strict=True):
         axes.scatter(*zip(*points.values(), strict=True), s=20, color=colour, label=name, zorder=3)
         for label, point in points.items():
             axes.annotate(label, point, (4, 4), textcoords="offset points", fontsize=7, annotation_clip=False)
@@ -227,8 +234,8 @@ def draw_scatter(chart: Scatter, models: Sequence[str] = ()) -> Any:
     return figure
 
 
-def _plain_cell(cell: Any) -> None:
-    """Axes without ticks and frame, to show a picture."""
+def _remove_axes(cell: Any) -> None:
+    """Remove ticks and frame from axes that show an image."""
     cell.set_xticks([])
     cell.set_yticks([])
     for spine in cell.spines.values():
@@ -236,40 +243,40 @@ def _plain_cell(cell: Any) -> None:
 
 
 class QueryMaps(NamedTuple):
-    """What the heads of a layer see from one of its queries, and which one on its grid. Shape: maps (heads, h, w)"""
+    """The map of every head from one query, its row and column, and the grid of queries. Shape: maps (heads, h, w)"""
 
     maps: np.ndarray
     query: tuple[int, int]
     grid: tuple[int, int]
 
 
-def frame(cell: Any, look: QueryMaps, height: int, width: int) -> None:
-    """Draws the query's patch on a picture of `height` x `width` pixels."""
-    (row, column), (rows, columns) = look.query, look.grid
+def _frame_query(cell: Any, maps: QueryMaps, height: int, width: int) -> None:
+    """Frame the query's patch on an image of `height` x `width` pixels."""
+    (row, column), (rows, columns) = maps.query, maps.grid
     corner, size = (column * width / columns, row * height / rows), (width / columns, height / rows)
     cell.add_patch(pyplot().Rectangle(corner, *size, fill=False, ec="#ff3b30", lw=1.2, clip_on=False))
 
 
 def maps_figure(image: np.ndarray, rows: Mapping[str, QueryMaps], title: str = "") -> Any:
-    """Attention maps of every head (columns) for some layers (rows), beside the image and the patch looked from.
+    """Return a figure of attention maps by head (columns) and layer (rows), next to the image with the query framed.
 
-    Each map on a scale of its own; call it within `style`.
+    Each map has its own colour scale. Draw within `style`.
 
     Shape: image (H, W, 3) in 0..1
     """
-    heads, (height, width) = max(len(look.maps) for look in rows.values()), image.shape[:2]
+    heads, (height, width) = max(len(layer.maps) for layer in rows.values()), image.shape[:2]
     size = (0.92 * (heads + 1), 1.0 * len(rows) * height / width)
     figure, axes = pyplot().subplots(len(rows), heads + 1, figsize=size, squeeze=False)
     axes[0, 0].set_title(title, loc="left", pad=14)
     for number, cell in enumerate(axes[0, 1:], 1):
         cell.set_title(f"head {number}", fontsize=7, pad=3)
-    for line, (name, look) in zip(axes, rows.items(), strict=True):
+    for line, (name, layer) in zip(axes, rows.items(), strict=True):
         for cell in line:
-            _plain_cell(cell)
+            _remove_axes(cell)
         line[0].imshow(image, interpolation="nearest", extent=(0, width, height, 0))
-        frame(line[0], look, height, width)
+        _frame_query(line[0], layer, height, width)
         line[0].set_ylabel(name, rotation=0, ha="right", va="center")
-        for cell, values in zip(line[1:], look.maps, strict=False):
+        for cell, values in zip(line[1:], layer.maps, strict=False):
             signed, top = bool((values < 0).any()), float(np.abs(values).max())
             low, colours = (-top, "RdBu_r") if signed else (0.0, "magma")
             cell.imshow(values, cmap=colours, interpolation="nearest", vmin=low, vmax=top, extent=(0, width, height, 0))
@@ -278,9 +285,9 @@ def maps_figure(image: np.ndarray, rows: Mapping[str, QueryMaps], title: str = "
 
 
 def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Whole attention maps as SVG text, one network a row, one block a column: queries down, keys across.
+    """Return whole attention maps as SVG text: a network per row, a block per column; queries down, keys across.
 
-    Red is attention, blue negative attention, each map on a scale of its own, given above it (Refiner Fig. 5).
+    Red is positive, blue negative attention. Each map has its own colour scale, given above it (Refiner Fig. 5).
 
     Shape: rows {network: {block: (N, N)}}
     """
@@ -303,7 +310,7 @@ def matrices_figure(rows: Mapping[str, Mapping[str, Tensor]]) -> str:
 
 
 def panels_figure(panels: Sequence[Panel], columns: int = 3) -> str:
-    """Panels of lines side by side as SVG text, each with its own legend."""
+    """Return panels of lines side by side as SVG text, each with its own legend."""
     rows = -(-len(panels) // columns)
     with style():
         figure, axes = pyplot().subplots(rows, columns, figsize=(3.4 * columns, 2.7 * rows), squeeze=False)

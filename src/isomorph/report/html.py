@@ -1,4 +1,4 @@
-"""One self-contained HTML page: no network, no server, no files beside it."""
+"""Self-contained HTML pages: one file, which loads nothing."""
 
 import base64
 import hashlib
@@ -17,19 +17,34 @@ from isomorph.errors import UserError
 from isomorph.report.attention_viewer import Viewer
 from isomorph.report.charts import Chart, chart_json, chart_table
 
-COLOURS = {"heat": "magma", "split": "RdBu_r", "depth": "viridis"}
-"""Colour maps of the page: attention, values around 0, shares and depth."""
+SCRIPTS = (
+    "elements.js",
+    "scales.js",
+    "axes.js",
+    "charts.js",
+    "plane_charts.js",
+    "chart_view.js",
+    "attention_maps.js",
+    "canvas.js",
+    "head_tile.js",
+    "readout.js",
+    "viewer.js",
+    "start.js",
+)
+"""The files of the page's script, in the order in which they use each other."""
+COLOUR_MAPS = {"sequential": "magma", "diverging": "RdBu_r", "depth": "viridis"}
+"""matplotlib's colour maps: of attention, of values around 0, of shares and depth."""
 
 
 class Details(NamedTuple):
-    """Lines that are there when they are asked for."""
+    """Lines that unfold under a summary, as HTML's <details>."""
 
     summary: str
     lines: Sequence[str]
 
 
 class ImageCard(NamedTuple):
-    """A picture (a data: address), its name, and lines under it."""
+    """An image (a data: URI) with its name and lines of text under it."""
 
     uri: str
     name: str
@@ -38,7 +53,14 @@ class ImageCard(NamedTuple):
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with any of: a paragraph, attention maps, pictures, a table (its head first), charts, a listing."""
+    """A section of a page: a title with any of the other fields.
+
+    `table` are rows of cells, the first one the head; `listing` is preformatted text; `charts` are drawn side by side.
+
+    >>> gates = iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": {"layer3.0.conv1": [0.5, 0.7]}})
+    >>> iso.report.Section("Gates", "Of every head.", charts=[gates]).title
+    'Gates'
+    """
 
     title: str
     text: str = ""
@@ -46,37 +68,36 @@ class Section:
     listing: str = ""
     charts: Sequence[Chart] = ()
     viewer: Viewer | None = None
-    shots: Sequence[ImageCard] = ()
-    fold: Details | None = None
+    images: Sequence[ImageCard] = ()
+    details: Details | None = None
 
 
 @cache
-def read_asset(name: str) -> str:
-    """A file of the page that lies beside this one."""
+def _read_asset(name: str) -> str:
     return files("isomorph.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def colour_table(name: str) -> str:
-    """256 colours as one string of hexadecimal digits."""
-    from matplotlib import colormaps  # here: commands that write no page need not wait for it
+    """Return 256 colours of a colour map of matplotlib as one string of hexadecimal digits."""
+    from matplotlib import colormaps  # here, as importing it takes a third of a second, which most commands can skip
 
     return (colormaps[name](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8).tobytes().hex()
 
 
 def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
-    """The page as text.
+    """Return the page as HTML.
 
-    All that is given is escaped; the only script that the browser runs is the page's own, by its hash, and it can reach
-    no network (Content-Security-Policy).
+    All texts are escaped. The Content-Security-Policy lets the browser run only the page's own script, known by its
+    hash, and forbids every request.
     """
     charts: list[dict[str, Any]] = []
     viewers: list[dict[str, Any]] = []
     blobs: list[tuple[str, str]] = []
-    shown = []
+    contents = []
     for section in sections:
-        drawn = [
-            {"number": len(charts) + i, "title": c.title, "numbers": chart_table(c)}
-            for i, c in enumerate(section.charts)
+        numbered = [
+            {"number": len(charts) + i, "title": chart.title, "table": chart_table(chart)}
+            for i, chart in enumerate(section.charts)
         ]
         charts += [chart_json(chart) for chart in section.charts]
         viewer = None
@@ -84,30 +105,45 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
             viewer = {"number": len(viewers)}
             blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
             viewers.append(section.viewer.data)
-        shown.append({**vars(section), "charts": drawn, "viewer": viewer})
-    script = "".join(read_asset(name) for name in ("charts.js", "maps.js", "canvas.js", "viewer.js", "start.js"))
+        contents.append({**vars(section), "charts": numbered, "viewer": viewer})
+    script = "".join(_read_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    colours = {use: colour_table(name) for use, name in COLOURS.items()}
-    environment = Environment(loader=PackageLoader("isomorph.report", "."), autoescape=True, undefined=StrictUndefined)
-    return environment.get_template("assets/page.html.j2").render(
+    colours = {use: colour_table(name) for use, name in COLOUR_MAPS.items()}
+    environment = Environment(
+        loader=PackageLoader("isomorph.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
         title=title,
         lead=lead,
-        sections=shown,
+        sections=contents,
         footer=footer,
         data={"charts": charts, "viewers": viewers, "colours": colours},
         blobs=blobs,
-        style=Markup(read_asset("page.css")),
+        style=Markup(_read_asset("page.css")),
         script=Markup(script),
         script_hash=f"sha256-{digest}",
     )
 
 
 def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
-    """Renders the page and writes it; returns its size in bytes. Raises: UserError when it cannot be written."""
+    """Write sections as one HTML page, with a lead under the title; return its size in bytes.
+
+    >>> from pathlib import Path
+    >>> gates = iso.report.Section("Gates", "Of every head.")
+    >>> size = iso.report.write_page(Path("page.html"), "My T-CNN", "Gates and spans.", [gates])
+    >>> Path("page.html").stat().st_size == size
+    True
+
+    Raises: UserError when the page cannot be written.
+    """
     page = render_page(title, lead, sections, footer).encode("utf-8", "replace")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(page)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; give --out another place") from None
+        raise UserError(f"cannot write {path}: {error.strerror}; give --out another path") from None
     return len(page)

@@ -1,4 +1,4 @@
-"""The models of a page: what they are called, how they were made, what they see and say."""
+"""The models of a page: their names, histories and predictions."""
 
 import json
 import math
@@ -14,13 +14,18 @@ from torch import Tensor, nn
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import edits
 
-GUESSES = 3
-"""Classes of a prediction that are named."""
+PREDICTED_CLASSES = 3
+"""Classes that a prediction names."""
 
 
 @dataclass(frozen=True)
 class PageModel:
-    """A model to take apart: its name on the page, how its images are made, and the recipe that trained it, if any."""
+    """A model on the page: its name, its data config (as timm resolves it), and the recipe that trained it, if any.
+
+    >>> cnn = timm.create_model("cifar_resnet20").eval()
+    >>> iso.report.PageModel("CNN", cnn, timm.data.resolve_data_config(model=cnn)).name
+    'CNN'
+    """
 
     name: str
     model: nn.Module = field(repr=False)
@@ -29,7 +34,7 @@ class PageModel:
 
 
 def short_name(name: str) -> str:
-    """What a model is called on the page: a run's folder for its checkpoints, else the file, else the name itself."""
+    """Return the run's folder for a checkpoint of a run, the stem of another checkpoint, else the name itself."""
     path = Path(name)
     if path.suffix == ".safetensors":
         return path.parent.name if path.stem in ("model", "best") and path.parent.name else path.stem
@@ -37,7 +42,7 @@ def short_name(name: str) -> str:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """Short names of models, the whole ones where the short ones are alike, numbered where these are too."""
+    """Return the short names of models; the whole names if these are equal, numbered if those are equal too."""
     short = [short_name(name) for name in names]
     if len(set(short)) == len(short):
         return short
@@ -45,31 +50,31 @@ def unique_names(names: Sequence[str]) -> list[str]:
 
 
 def find_recipe(path: Path) -> dict[str, Any] | None:
-    """The recipe of the run whose folder or checkpoint this is, where there is one that can be read."""
+    """Return the recipe.json next to a checkpoint or in a run's folder, None if there is none to read."""
     folder = path if path.is_dir() else path.parent
     try:
-        found = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
+        recipe = json.loads((folder / "recipe.json").read_text()) if path.exists() else None
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return recipe if isinstance(recipe, dict) else None
 
 
 def framing_text(config: Mapping[str, Any]) -> str:
-    """How a picture becomes what the model sees, in words, from its data config."""
+    """Return a sentence on how images are resized and cropped, from a model's data config."""
     height, width = config["input_size"][-2:]
     rows, columns = (math.floor(side / config["crop_pct"]) for side in (height, width))
-    within = {
-        "squash": f"stretched to {rows} x {columns} px whatever its shape",
-        "border": f"fitted into {rows} x {columns} px, the rest filled",
+    resized = {
+        "squash": f"stretched to {rows} x {columns} px",
+        "border": f"resized to fit {rows} x {columns} px and padded",
     }.get(config["crop_mode"], f"resized to cover {rows} x {columns} px")
-    cut = "" if (rows, columns) == (height, width) else f", then its middle {height} x {width} px cut out"
-    if config["crop_mode"] == "center" and not cut:
-        cut = ", then its middle cut out"
-    return f"Each picture is {within} ({config['interpolation']}){cut}: that is all a model sees of it."
+    crop = "" if (rows, columns) == (height, width) else f", then cropped to its central {height} x {width} px"
+    if config["crop_mode"] == "center" and not crop:
+        crop = ", then cropped to its centre"
+    return f"Each image is {resized} ({config['interpolation']}){crop}."
 
 
 def _class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
-    """Names of the model's classes: those of its weights (wnids in English), ImageNet's for 1000, or numbers."""
+    """Return the names of the model's classes: of its weights (wnids in English), ImageNet's for 1000, or numbers."""
     known = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
     imagenet = ImageNetInfo()
     if len(known) == classes:
@@ -85,40 +90,40 @@ def _class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
 
 
 def _first_name(description: str) -> str:
-    """The first of the names of a class of ImageNet."""
+    """Return the first of the names of a class of ImageNet."""
     return description.split(",")[0]
 
 
 def format_percent(share: float) -> str:
-    """A probability in per cent, small ones with one decimal."""
+    """Return a probability in per cent, small ones with one decimal."""
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
 
 
 @torch.no_grad()
 def prediction_texts(model: nn.Module, batch: Tensor) -> list[str]:
-    """The likeliest classes of each image and their probabilities, in words; nothing of a model without classes."""
+    """Return the most likely classes of each image with their probabilities; empty for a model without classes."""
     with eval_mode(model):
         logits = model(batch)
     if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
         return [""] * len(batch)
     name = _class_namer(model, logits.shape[1])
-    shares, classes = logits.float().softmax(-1).topk(min(GUESSES, logits.shape[1]))
+    shares, classes = logits.float().softmax(-1).topk(min(PREDICTED_CLASSES, logits.shape[1]))
     return [
-        ", ".join(f"{name(label)} ({percent(share)})" for share, label in zip(p, c, strict=True))
+        ", ".join(f"{name(label)} ({format_percent(share)})" for share, label in zip(p, c, strict=True))
         for p, c in zip(shares.tolist(), classes.tolist(), strict=True)
     ]
 
 
-def model_history(subject: PageModel) -> str:
-    """What is recorded of how the model was made: its base, the edits in order, the recipe."""
-    base = getattr(subject.model, "isomorph_base", None) or {
-        "name": (getattr(subject.model, "pretrained_cfg", None) or {}).get("architecture", type(subject.model).__name__)
+def model_history(model: PageModel) -> str:
+    """Return what is recorded of how the model was made: its base, its edits in order, its recipe."""
+    base = getattr(model.model, "isomorph_base", None) or {
+        "name": (getattr(model.model, "pretrained_cfg", None) or {}).get("architecture", type(model.model).__name__)
     }
     lines = ["base: " + json.dumps(base, default=str)]
-    for edit in edits(subject.model):
+    for edit in edits(model.model):
         names = ", ".join(edit.names[:6]) + ", ..." * (len(edit.names) > 6)
         lines.append(f"edit: {edit.rule} on {len(edit.names)} modules: {names}")
     lines += ["edit: none"] * (len(lines) == 1)
-    if subject.recipe:
-        lines.append("recipe: " + json.dumps(subject.recipe, indent=2, default=str))
+    if model.recipe:
+        lines.append("recipe: " + json.dumps(model.recipe, indent=2, default=str))
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The figures of a page as files for papers: PDF and SVG."""
+"""The charts and attention maps of a page as PDF and SVG files."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -13,55 +13,60 @@ from isomorph.report.figures import QueryMaps, draw_chart, maps_figure, pyplot, 
 from isomorph.report.html import Section
 from isomorph.report.layer_maps import LayerMaps
 
-ROWS = 12
-"""Layers of a figure of attention maps; of deeper models, so many evenly spread ones."""
-MIDDLE = (0.5, 0.5)
+MAX_LAYERS = 12
+"""Layers of a figure of attention maps; deeper models show that many, evenly spread."""
+CENTRE = (0.5, 0.5)
 
 
 def _file_stem(title: str) -> str:
-    """A title as the name of a file."""
+    """Return a title as the stem of a file name."""
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
 
 
 def centre_query_maps(layer: LayerMaps, image: int) -> QueryMaps:
-    """What a layer sees from the patch in the middle of an image: of its own grid of queries."""
-    return QueryMaps(layer.seen_from(image, *MIDDLE), layer.place_of(*MIDDLE), layer.where.queries)
+    """Return the maps of a layer from the query in the middle of an image."""
+    return QueryMaps(layer.maps_from(image, *CENTRE), layer.query_at(*CENTRE), layer.where.queries)
 
 
 def _map_figures(viewer: Viewer) -> Iterator[tuple[str, Any]]:
-    """The maps of each model on each image from the patch in its middle, by title."""
-    for b, picture in enumerate(viewer.pictures):
-        image = np.broadcast_to(picture.pixels.clamp(0, 1).cpu().numpy(), (3, *picture.pixels.shape[1:]))
-        for model in viewer.seen:
+    """Yield title and figure of the maps of each model on each image, from the query in its middle."""
+    for b, image in enumerate(viewer.images):
+        pixels = np.broadcast_to(image.pixels.clamp(0, 1).cpu().numpy(), (3, *image.pixels.shape[1:]))
+        for model in viewer.models:
             layers = list(model.maps.values())
-            chosen = np.unique(np.linspace(0, len(layers) - 1, min(ROWS, len(layers))).round().astype(int))
+            chosen = np.unique(np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int))
             rows = {layers[i].name: centre_query_maps(layers[i], b) for i in chosen}
             if rows:
-                figure = maps_figure(image.transpose(1, 2, 0), rows, model.name)
-                yield f"attention {model.name} {picture.name}", figure
+                yield f"attention {model.name} {image.name}", maps_figure(pixels.transpose(1, 2, 0), rows, model.name)
 
 
 def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
-    """Writes every chart of a page, and its attention maps from the middle of the image, as PDF and SVG; the paths.
+    """Write every chart of a page, and its attention maps from the middle of each image, as PDF and SVG.
 
-    A model has one colour in all of them, its colour on the page.
+    Returns the paths. A model has the same colour in all figures and on the page.
+
+    >>> from pathlib import Path
+    >>> loss = iso.report.Panel("Loss", "epoch", "loss", {"run": iso.report.Line([1, 2], [2.3, 1.1])})
+    >>> paths = iso.report.save_figures(Path("figures"), [iso.report.Section("Curves", charts=[loss])])
+    >>> [path.name for path in paths]
+    ['loss.pdf', 'loss.svg']
 
     Raises: UserError when the folder cannot be written.
     """
     paths: list[Path] = []
-    models = next(([model.name for model in s.viewer.seen] for s in sections if s.viewer), [])
+    models = next(([model.name for model in s.viewer.models] for s in sections if s.viewer), [])
     with style("black"):
         for section in sections:
-            titled = ((chart.title, draw_chart(chart, models)) for chart in section.charts)
-            for title, figure in [*titled, *(_map_figures(section.viewer) if section.viewer else ())]:
-                found = [folder / f"{_file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
+            charts = ((chart.title, draw_chart(chart, models)) for chart in section.charts)
+            for title, figure in [*charts, *(_map_figures(section.viewer) if section.viewer else ())]:
+                written = [folder / f"{_file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    for path in found:
+                    for path in written:
                         figure.savefig(path, bbox_inches="tight")
                 except OSError as error:
                     raise UserError(f"cannot write figures to {folder}: {error.strerror}") from None
                 finally:
                     pyplot().close(figure)
-                paths += found
+                paths += written
     return paths

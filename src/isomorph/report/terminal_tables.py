@@ -1,4 +1,4 @@
-"""Tables for a terminal."""
+"""Tables of metrics, and printing of tables in a terminal."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,25 +16,25 @@ METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "ece": ("ECE (%, 15 bins)", "{:.2f}".format),
     "images": ("images", "{:,.0f}".format),
     "parameters": ("parameters", "{:,.0f}".format),
-    "macs": ("M MACs an image", lambda macs: f"{macs / 1e6:,.1f}"),
-    "step_macs": ("M MACs a step, whatever the batch", lambda macs: f"{macs / 1e6:,.1f}"),
+    "macs": ("M MACs per image", lambda macs: f"{macs / 1e6:,.1f}"),
+    "step_macs": ("M MACs per pass, whatever the batch", lambda macs: f"{macs / 1e6:,.1f}"),
     "images_per_second": ("images / s, batch 32", "{:,.0f}".format),
 }
 """Label and format of every metric."""
 
-WIDE = 200
-"""Columns of a table that nobody looks at on a terminal."""
-
-KEYS: dict[str, tuple[str, Callable[[Any], str]]] = {
+POINT_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "suite": ("suite", str),
     "size": ("size", lambda size: " x ".join(map(str, size))),
     "rfc": ("rfc", "{:g}".format),
 }
-"""Label and format of what tells the points of a table apart."""
+"""Label and format of the keys that identify a point of a sweep."""
+
+PIPE_WIDTH = 200
+"""Columns of a table that is not printed in a terminal."""
 
 
 def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
-    """Head and a row for each metric that has a label."""
+    """Return a table with a row for each metric that has a format."""
     rows = [
         [METRIC_FORMATS[key][0], METRIC_FORMATS[key][1](value)]
         for key, value in metrics.items()
@@ -44,23 +44,23 @@ def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
 
 
 def sweep_table(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
-    """Head and a row for each point of a sweep along `key`; the best top-1 is marked."""
-    labels = [name for name in ("top1", "top5", "nll", "ece") if name in points[0]]
+    """Return a table with a row for each point of a sweep along `key`; a star marks the best top-1."""
+    metrics = [name for name in ("top1", "top5", "nll", "ece") if name in points[0]]
     best = max(points, key=lambda point: point["top1"])
     rows = [
-        [f"{point[key]:g}" + " *" * (point is best), *(METRIC_FORMATS[name][1](point[name]) for name in labels)]
+        [f"{point[key]:g}" + " *" * (point is best), *(METRIC_FORMATS[name][1](point[name]) for name in metrics)]
         for point in points
     ]
-    return [[f"{title}: {key}", *(METRIC_FORMATS[name][0] for name in labels)], *rows]
+    return [[f"{title}: {key}", *(METRIC_FORMATS[name][0] for name in metrics)], *rows]
 
 
 def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Head and a row for each point: where it stands (suite, size, ratio), then its metrics, a dash for none."""
-    found = list(dict.fromkeys(key for point in points for key in point))
-    keys, metrics = [key for key in found if key in KEYS], [key for key in found if key in METRIC_FORMATS]
-    head = [*(KEYS[key][0] for key in keys), *(METRIC_FORMATS[key][0] for key in metrics)]
+    """Return a table with a row for each point: suite, size and rfc, then its metrics, a dash for none."""
+    given = list(dict.fromkeys(key for point in points for key in point))
+    keys, metrics = [key for key in given if key in POINT_FORMATS], [key for key in given if key in METRIC_FORMATS]
+    head = [*(POINT_FORMATS[key][0] for key in keys), *(METRIC_FORMATS[key][0] for key in metrics)]
     rows = [
-        [KEYS[key][1](point[key]) for key in keys]
+        [POINT_FORMATS[key][1](point[key]) for key in keys]
         + [METRIC_FORMATS[key][1](point[key]) if key in point else "-" for key in metrics]
         for point in points
     ]
@@ -68,9 +68,9 @@ def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def print_text_table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table of words, all to the left, a line a row: in columns where these fit or nobody looks.
+    """Print a table of texts, aligned to the left, a line for each row.
 
-    On a terminal too narrow for that, what follows a row's name is one text beside it.
+    In a terminal too narrow for all columns, those after the first are joined into one that wraps.
     """
     console = Console()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -88,7 +88,7 @@ def print_text_table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table; the first row is its head."""
+    """Print a table of numbers, aligned to the right; the first row is its head."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for i, head in enumerate(rows[0]):
         table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
@@ -96,5 +96,5 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         table.add_row(*map(escape, row))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=WIDE)
+        console = Console(width=PIPE_WIDTH)
     console.print(table)

@@ -1,42 +1,55 @@
-// Drawing on canvases: an image in grey, an attention row over it, the frame of the query patch, the colour bar.
+// Drawing on canvases: the image in grey, a row of a map, the frame of the query, the colour bar.
 
-/** The image dimmed and without colour, so that attention stands out on it. */
-function greyImage(picture, [height, width]) {
-  const canvas = el("canvas", {width, height}), pen = canvas.getContext("2d");
-  pen.drawImage(picture, 0, 0);
-  const pixels = pen.getImageData(0, 0, width, height), p = pixels.data;
-  for (let i = 0; i < p.length; i += 4)
-    p[i] = p[i + 1] = p[i + 2] = 18 + .5 * (p[i] * .3 + p[i + 1] * .59 + p[i + 2] * .11);
-  pen.putImageData(pixels, 0, 0);
+/** Return the image dimmed and without colour, so that attention stands out on it. */
+function greyImage(image, [height, width]) {
+  const canvas = createElement("canvas", {width, height});
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  const pixels = context.getImageData(0, 0, width, height);
+  const {data} = pixels;
+  for (let i = 0; i < data.length; i += 4) {
+    const brightness = data[i] * .3 + data[i + 1] * .59 + data[i + 2] * .11;
+    data.fill(18 + .5 * brightness, i, i + 3);
+  }
+  context.putImageData(pixels, 0, 0);
   return canvas;
 }
 
-/** One row of a map as colours, `top` the value of the strongest; `over`: weak values let the image through. */
-function paintRow(pen, found, top, width, height, over) {
-  const [h, w] = found.of.keys, small = el("canvas", {width: w, height: h}), dot = small.getContext("2d");
-  const pixels = dot.createImageData(w, h), table = page.colours[found.signed ? "split" : "heat"];
-  for (let k = 0; k < h * w; k++) {
-    const t = clamp(found.places[k] / top, -1, 1);
-    const rgb = table[Math.round(255 * (found.signed ? (t + 1) / 2 : Math.max(t, 0)))];
-    pixels.data.set([...rgb, over ? 255 * .92 * Math.sqrt(Math.abs(t)) : 255], 4 * k);
+/** Draw a row of a map, coloured up to `largest`; as an overlay, weak values are transparent. */
+function paintRow(context, row, largest, width, height, overlay) {
+  const [rows, columns] = row.geometry.keys;
+  const small = createElement("canvas", {width: columns, height: rows});
+  const smallContext = small.getContext("2d");
+  const pixels = smallContext.createImageData(columns, rows);
+  const colours = page.colours[row.signed ? "diverging" : "sequential"];
+  for (let key = 0; key < rows * columns; key++) {
+    const share = clamp(row.onGrid[key] / largest, -1, 1);
+    const onScale = row.signed ? (share + 1) / 2 : Math.max(share, 0);
+    const opacity = overlay ? 255 * .92 * Math.sqrt(Math.abs(share)) : 255;
+    pixels.data.set([...colours[Math.round(255 * onScale)], opacity], 4 * key);
   }
-  dot.putImageData(pixels, 0, 0);
-  pen.imageSmoothingEnabled = false;
-  pen.drawImage(small, 0, 0, width, height);
+  smallContext.putImageData(pixels, 0, 0);
+  context.imageSmoothingEnabled = false;
+  context.drawImage(small, 0, 0, width, height);
 }
 
-/** A frame around one patch of a grid, white on black. */
-function framePatch(pen, [row, column], [rows, columns], width, height, line) {
-  const ch = height / rows, cw = width / columns, inset = line / 2;
-  for (const [colour, size] of [["#000c", line * 2], ["#fff", line]]) {
-    pen.strokeStyle = colour; pen.lineWidth = size;
-    const box = [Math.max(cw - line, line), Math.max(ch - line, line)];
-    pen.strokeRect(column * cw + inset, row * ch + inset, ...box);
+/** Frame one patch of a grid, white on black. */
+function framePatch(context, [row, column], [rows, columns], width, height, lineWidth) {
+  const [patchWidth, patchHeight] = [width / columns, height / rows];
+  const left = column * patchWidth + lineWidth / 2;
+  const top = row * patchHeight + lineWidth / 2;
+  const size = [patchWidth, patchHeight].map(side => Math.max(side - lineWidth, lineWidth));
+  for (const [colour, strokeWidth] of [["#000c", lineWidth * 2], ["#fff", lineWidth]]) {
+    Object.assign(context, {strokeStyle: colour, lineWidth: strokeWidth});
+    context.strokeRect(left, top, ...size);
   }
 }
 
-/** The colours from weakest to strongest, on a canvas of 256 x 1. */
+/** Draw the colours from the lowest to the highest on a canvas of 256 x 1. */
 function paintColourBar(canvas, signed) {
-  const pen = canvas.getContext("2d");
-  page.colours[signed ? "split" : "heat"].forEach((rgb, i) => { pen.fillStyle = css(rgb); pen.fillRect(i, 0, 1, 1); });
+  const context = canvas.getContext("2d");
+  page.colours[signed ? "diverging" : "sequential"].forEach((rgb, i) => {
+    context.fillStyle = cssColour(rgb);
+    context.fillRect(i, 0, 1, 1);
+  });
 }

@@ -1,0 +1,67 @@
+"use strict";
+// Creating HTML and SVG elements, writing numbers, colours. Text is set as text, never as markup.
+
+const SVG_NAMESPACE = "http://www.w3.org/2000/svg";
+
+/** Create an HTML element with properties or attributes, and children. */
+function createElement(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [key, value] of Object.entries(props)) {
+    if (key in node && key !== "list" && typeof value !== "string") node[key] = value;
+    else node.setAttribute(key, value);
+  }
+  node.append(...children);
+  return node;
+}
+
+/** Create an SVG element with attributes, and append it to its parent. */
+function createSvg(tag, attributes, parent = null) {
+  const node = document.createElementNS(SVG_NAMESPACE, tag);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (parent) parent.append(node);
+  return node;
+}
+
+/** Append text to an SVG; `anchor` is start, middle or end. */
+function drawText(parent, text, x, y, anchor = "start", attributes = {}) {
+  createSvg("text", {x, y, "text-anchor": anchor, ...attributes}, parent).textContent = text;
+}
+
+/** Limit a number to a range. */
+const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
+
+/** Write a number with four digits, a dash for null. */
+function formatNumber(value) {
+  if (value === null || value === undefined) return "–";
+  const size = Math.abs(value);
+  if (value !== 0 && (size < 1e-4 || size >= 1e6)) return value.toExponential(2);
+  return String(+value.toPrecision(4));
+}
+
+/** Write a number with two digits, including trailing zeros: 0.10, not 0.1. */
+function formatTwoDigits(value) {
+  return value && Math.abs(value) < 1e-3 ? value.toExponential(1) : value.toPrecision(2);
+}
+
+/** Decode 256 colours from a string of hexadecimal digits to [red, green, blue]. */
+function decodeColours(hex) {
+  const component = start => parseInt(hex.slice(start, start + 2), 16);
+  return Array.from({length: 256}, (_, i) => [0, 2, 4].map(offset => component(6 * i + offset)));
+}
+
+/** Write [red, green, blue] as a CSS colour. */
+const cssColour = rgb => `rgb(${rgb.join(" ")})`;
+
+/** Return the CSS colour of a model or series by its index. */
+const paletteColour = index => `var(--s${index % 6})`;
+
+/** Return the colour of a chart's series; a model has the same colour in all charts of the page. */
+function seriesColour(spec, index) {
+  if (spec.ordered) {
+    const share = index / Math.max(1, spec.series.length - 1);
+    return cssColour(page.colours.depth[Math.round(230 - 200 * share)]);
+  }
+  const models = page.viewers.length ? page.viewers[0].models : [];
+  const allModels = spec.series.every(series => models.includes(series.name));
+  return paletteColour(allModels ? models.indexOf(spec.series[index].name) : index);
+}

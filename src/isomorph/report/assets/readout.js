@@ -1,0 +1,58 @@
+// The text under the viewer's image: the query, the predictions, and the value under the pointer.
+
+/** Return the position of the query on a layer's grid, or its token, in words. */
+function queryText(viewer, geometry) {
+  const {position} = viewer.query(geometry);
+  if (position) {
+    const [row, column] = position;
+    return `row ${row + 1}, column ${column + 1} of ${geometry.queries.join(" × ")}`;
+  }
+  return viewer.prefix === 1 ? "the class token" : `token ${viewer.state.token + 1}`;
+}
+
+/** Return the predictions of all models for the image, in words; empty without any. */
+function predictionsText({models, images, state}) {
+  const {predictions} = images[state.image];
+  const texts = models.map((model, i) => predictions[i] && `${model} predicts ${predictions[i]}`);
+  const known = texts.filter(Boolean);
+  return known.length ? `${known.join("; ")}.` : "";
+}
+
+/** Return the attention of a head to one key, in every model that has it. */
+function valuesText(viewer, layer, head, key) {
+  const values = viewer.models.map((name, model) => {
+    const row = viewer.row(layer, model, head);
+    if (!row || key >= row.onGrid.length) return "";
+    return `${formatNumber(row.onGrid[key])}${viewer.models.length > 1 ? ` (${name})` : ""}`;
+  });
+  return values.filter(Boolean).join(", ");
+}
+
+/** Return the attention that goes to no position of the grid: to prefix tokens and padding. */
+function offGridText(viewer, tile) {
+  const row = tile.isDifference ? null : tile.row();
+  if (!row) return "";
+  const sum = values => values.reduce((a, b) => a + b, 0);
+  const {prefix, padded} = row.geometry;
+  const tokens = +sum(row.values.slice(0, prefix)).toPrecision(3);
+  const padding = +Math.max(0, 1 - sum(row.values)).toPrecision(2);
+  return (prefix ? `; ${formatNumber(tokens)} goes to class and register tokens` : "") +
+    (padded ? `; ${formatNumber(padding)} goes to the padding` : "");
+}
+
+/** Return the parts of the text for a tile (or null) and the key under the pointer (or null). */
+function readoutParts(viewer, geometry, tile, key) {
+  const query = createElement("b", {}, `From ${queryText(viewer, geometry)}`);
+  const parts = [query, viewer.state.pinned ? " (pinned). " : ". "];
+  if (!tile) return [...parts, predictionsText(viewer)];
+  const {layer, head} = tile;
+  if (key === null) {
+    parts.push(`Head ${head + 1} of ${viewer.layers[layer].name}`);
+  } else {
+    const columns = tile.geometry.keys[1];
+    const position = `row ${Math.floor(key / columns) + 1}, column ${key % columns + 1}`;
+    const values = valuesText(viewer, layer, head, key);
+    parts.push(`Head ${head + 1} attends to ${position} with ${values}`);
+  }
+  return [...parts, `${offGridText(viewer, tile)}.`];
+}
