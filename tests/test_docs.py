@@ -1,28 +1,58 @@
-"""The README's Python runs as printed, and the docs name files and symbols that exist."""
+"""The Python of the docs runs as printed, and the docs name files and symbols that exist."""
 
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+import isomorph as iso
+
 ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "src" / "isomorph"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
+FOLDERS = "|".join(["tests", "benchmarks", *sorted(path.parent.name for path in SOURCES.glob("*/__init__.py"))])
+NAMED_FILE = re.compile(rf"`(?:src/isomorph/)?((?:{FOLDERS})/[a-z0-9_/]+\.py)(?::([\w.]+))?`")
+"""A file below the repository or src/isomorph, and a symbol in it: `layers/gpsa.py:GPSA.forward`."""
+
+
 @pytest.mark.slow
-def test_the_readme_runs_as_printed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["README.md", "docs/analysis.md"])
+def test_python_runs_as_printed(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         exec(block, {})
 
 
+def anchors(page):
+    """Anchors of a page's headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
         if not link.startswith("http"):
-            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not anchor or anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_and_symbols_exist(page):
+    text = re.sub(r"(?m)^\|[^|]*\|", "|", page.read_text()) if "\n| old |" in page.read_text() else page.read_text()
+    for name, symbol in NAMED_FILE.findall(text):
+        files = [file for file in (ROOT / name, SOURCES / name) if file.is_file()]
+        assert files, f"{page.name} names {name}"
+        words = set(re.findall(r"\w+", files[0].read_text()))
+        assert {*filter(None, symbol.split("."))} <= words, f"{page.name} names {symbol} in {name}"
+    for name in re.findall(r"\b(?:iso|isomorph)\.(?!py\b)([A-Za-z_][\w.]*\w)", text):
+        attrgetter(name)(iso)
 
 
 def test_every_recipe_and_model_that_the_docs_name_exists():
