@@ -122,12 +122,12 @@ class TestLayout:
     @pytest.mark.parametrize(
         ("wrong", "message"),
         [
-            (dict(layout="C-C-X-T"), "not understood"),
-            (dict(layout="C--T-T"), "not understood"),
-            (dict(layout="S"), "not understood"),
-            (dict(layout="C-C-T"), "4 parts with its stem"),
+            (dict(layout="C-C-X-T"), "is invalid"),
+            (dict(layout="C--T-T"), "is invalid"),
+            (dict(layout="S"), "is invalid"),
+            (dict(layout="C-C-T"), "with its stem has 4 letters"),
             (dict(depths=(2, 1, 0, 1, 1)), "above 0"),
-            (dict(depths=(3, 1, 1, 1, 1)), "the stem S has 2"),
+            (dict(depths=(3, 1, 1, 1, 1)), "must begin with 2"),
             (dict(widths=(8, 8, 16, 16, 20)), "head_dim 8 does not divide the width 20"),
             (dict(norm="group"), "choose 'batch' or 'layer'"),
             (dict(relative="both"), "choose 'pre' or 'post' or 'none'"),
@@ -142,7 +142,7 @@ class TestLayout:
             (dict(widths=8), "widths 8 lists of numbers"),
             (dict(depths=(2, True, 1, 1, 1)), "above 0"),
             (dict(layout=4), "must be text"),
-            (dict(drop_path_rate=2), "from 0 to below 1"),
+            (dict(drop_path_rate=2), "at least 0 and below 1"),
             (dict(head_hidden_size=-3), "above 0"),
             (dict(global_pool="mean"), "choose 'avg' or 'max'"),
         ],
@@ -349,7 +349,7 @@ def test_post_relative_attention_is_another_class():
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (1, 3, 0, 64)])
 def test_what_is_no_batch_of_images_is_said(shape):
-    with pytest.raises(iso.UserError, match="images come as"):
+    with pytest.raises(iso.UserError, match="images must have shape"):
         tiny()(torch.zeros(shape))
 
 

@@ -338,23 +338,23 @@ def test_pruning_drops_a_class_token_that_would_not_join():
     [
         (dict(num_heads=6), "num_heads 6 is not a square"),
         (dict(num_heads=16), "does not divide embed_dim 36"),
-        (dict(local_up_to_layer=5), "between 0 and the 4 blocks"),
-        (dict(local_up_to_layer=4), "none for the class token"),
+        (dict(local_up_to_layer=5), "must be from 0 to 4"),
+        (dict(local_up_to_layer=4), "no block for the class token"),
         (dict(locality_strength=0.0), "must be above 0"),
         (dict(locality_strength=math.inf), "above 0 and finite"),
         (dict(num_heads=-4), "num_heads -4 does not divide"),
         (dict(attn_drop_rate=0.1), "attn_drop_rate=0.1 is not available"),
         (dict(reg_tokens=2, local_up_to_layer=0), "reg_tokens=2 is not available"),
         (dict(proj_bias=False), "proj_bias=False is not available"),
-        (dict(pos_embed="none"), "use_pos_embed says"),
+        (dict(pos_embed="none"), "set use_pos_embed"),
         (dict(dynamic_img_size=False), "images of any size"),
         (dict(img_size=(64, 8)), "64 x 8 image is smaller than the 16 x 16 patch"),
-        (dict(img_size=33, patch_size=4), "33 x 33 image is no multiple of the 4 x 4"),
+        (dict(img_size=33, patch_size=4), "33 x 33 image is not a multiple of the 4 x 4"),
         (dict(img_size="32"), "must be whole numbers"),
-        (dict(patch_size=0), "patch has no pixel"),
-        (dict(local_up_to_layer=2.5), "between 0 and the 4 blocks"),
+        (dict(patch_size=0), "must have at least one pixel"),
+        (dict(local_up_to_layer=2.5), "must be from 0 to 4"),
         (dict(local_attention="sa"), "local_attention 'sa' is unknown; use gpsa or psa"),
-        (dict(local_attention="psa", gate=2.0), "psa has one softmax and no gates"),
+        (dict(local_attention="psa", gate=2.0), "psa, which has no gates"),
         (dict(gate=math.nan), "must be a finite number"),
         (dict(gate="x"), "must be a finite number"),
     ],
@@ -364,7 +364,7 @@ def test_impossible_networks_are_refused_in_a_line(kwargs, message):
         small(**kwargs)
 
 
-@pytest.mark.parametrize(("size", "message"), [((8, 64), "smaller than the 16 x 16 patch"), ((40, 64), "no multiple")])
+@pytest.mark.parametrize(("size", "message"), [((8, 64), "smaller than the 16 x 16 patch"), ((40, 64), "not a multiple")])
 def test_impossible_images_are_refused_in_a_line(size, message):
     with pytest.raises(iso.UserError, match=message):
         small()(torch.randn(1, 3, *size))
@@ -372,10 +372,10 @@ def test_impossible_images_are_refused_in_a_line(size, message):
 
 def test_an_impossible_resize_leaves_the_model_as_it_was():
     model = small(img_size=64)
-    for size, message in ((8, "smaller than the 16 x 16 patch"), ((24, 64), "no multiple"), ("a", "whole numbers")):
+    for size, message in ((8, "smaller than the 16 x 16 patch"), ((24, 64), "not a multiple"), ("a", "whole numbers")):
         with pytest.raises(iso.UserError, match=message):
             model.set_input_size(size)
-    with pytest.raises(iso.UserError, match=r"not with shape \(3, 64, 64\)"):
+    with pytest.raises(iso.UserError, match=r"must have shape .*, not \(3, 64, 64\)"):
         model(torch.randn(3, 64, 64))
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
 

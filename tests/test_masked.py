@@ -17,7 +17,7 @@ from isomorph.checkpoints.model import read_header, record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
-from isomorph.models.masked import MaskedAutoencoder, patchify, sincos_pos_embed, split_patches, unpatchify
+from isomorph.models.masked_autoencoder import MaskedAutoencoder, patchify, sincos_pos_embed, split_patches, unpatchify
 from isomorph.surgery import edits
 from isomorph.training.build import build_model
 from isomorph.training.objectives.masked import (
@@ -118,7 +118,7 @@ def test_loss_and_gradients_are_the_papers(kind):
     model = autoencoder(kind, normalise=kind != "registers").double().eval()
     model.decoder_pos_embed = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width).double()
     images = images_for(model).double()
-    noise = model.draw(images)
+    noise = model.draw_noise(images)
     losses, gradients = [], []
     for loss in (model.loss(images, noise), slow_loss(model, images, noise)):
         names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
@@ -180,7 +180,7 @@ def test_a_mask_that_shows_or_hides_nothing(ratio, patches):
 def test_the_encoder_sees_nothing_of_hidden_patches(kind):
     model = autoencoder(kind).train()
     images = images_for(model)
-    noise = model.draw(images)
+    noise = model.draw_noise(images)
     seen = model.split_patches(images, noise)
     size, grid = model.patch_size, model.encoder.patch_embed.grid_size
     patches = patchify(images, size)
@@ -218,7 +218,7 @@ def test_another_size_of_image():
 def test_features_of_a_block():
     model = autoencoder(depth=3).eval()
     images = images_for(model)
-    noise = model.draw(images)
+    noise = model.draw_noise(images)
     last = model.decoder_features(images, noise)
     assert torch.equal(last, model.decoder_features(images, noise, block=3))
     assert not torch.allclose(last, model.decoder_features(images, noise, block=2))
@@ -279,7 +279,7 @@ def test_checkpointing_drop_path_autocast_and_copies(kind):
     name, sizes = ENCODERS[kind]
     model = MaskedAutoencoder(timm.create_model(name, drop_path_rate=0.5, pos_drop_rate=0.2, **sizes), 2, 16, 4)
     images = images_for(model)
-    noise = model.draw(images)
+    noise = model.draw_noise(images)
     a, b = model.train()(images, noise)[0], model(images, noise)[0]
     assert not torch.equal(a, b), "drop path and dropout are on"
     model.eval()
@@ -301,7 +301,7 @@ def test_checkpointing_drop_path_autocast_and_copies(kind):
 def test_compiles_whole():
     task = MaskedTask(autoencoder("pyramids").eval(), CPU)
     images = torch.randn(3, 3, 16, 16)
-    noise = task.trainable_module.draw(images)
+    noise = task.trainable_module.draw_noise(images)
     plain = task(images, noise=noise)["loss"]
     task.compile(backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(task(images, noise=noise)["loss"], plain)
@@ -316,7 +316,7 @@ def test_an_autoencoder_comes_back_whole(kind, tmp_path):
     save_autoencoder(model, tmp_path / "autoencoder.safetensors")
     back = load_autoencoder(tmp_path / "autoencoder.safetensors")
     images = images_for(model)
-    noise = model.draw(images)
+    noise = model.draw_noise(images)
     for a, b in zip(model(images, noise), back(images, noise), strict=True):
         assert torch.equal(a, b)
     assert (back.ratio, back.normalise, back.heads, back.training) == (0.5, False, 4, False)
@@ -393,7 +393,7 @@ def test_a_published_checkpoint(tmp_path):
     model = autoencoder(depth=3, width=32, heads=16).eval()
     state = published(model)
     images = images_for(model)
-    noise = model.draw(images)
+    noise = model.draw_noise(images)
     torch.save({"model": state}, tmp_path / "mae.pth")
     arguments = {k: v for k, v in SMALL.items() if k != "num_classes"}
     back = load_autoencoder(tmp_path / "mae.pth", PLAIN, **arguments)
@@ -528,7 +528,7 @@ def test_alignment_is_the_papers():
     for who in (student, teacher):
         mean, std = (torch.tensor(who.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
         seen[who] = (pixels - mean) / std
-    noise = student.draw(pixels)
+    noise = student.draw_noise(pixels)
     found = task(seen[student], noise=noise)
     goal = teacher.decoder_features(seen[teacher], noise, block=2)
     goal = (goal - goal.mean(-1, keepdim=True)) / (goal.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()

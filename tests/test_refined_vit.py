@@ -129,7 +129,7 @@ def test_positions_follow_the_size(name, tmp_path):
     torch.testing.assert_close(larger(x), model(x))
     with pytest.raises(iso.UserError, match="create a new model with it"):
         model.set_input_size(patch_size=4)
-    with pytest.raises(iso.UserError, match="no multiple of the 8 x 8 patch"):
+    with pytest.raises(iso.UserError, match="not a multiple of the 8 x 8 patch"):
         model(torch.randn(1, 3, 33, 32))
     with pytest.raises(iso.UserError, match="even"):
         timm.create_model(name, patch_size=7, img_size=28)
@@ -139,12 +139,12 @@ def test_positions_follow_the_size(name, tmp_path):
     ("arguments", "said"),
     [
         (dict(share=-1), "share -1"),
-        (dict(share=1, reduce=False), "not shared"),
+        (dict(share=1, reduce=False), "share needs reduce=True"),
         (dict(ratio=3, kernel=0), "kernel 0 must be a whole number from 1 to 127, and odd"),
         (dict(span="image"), "span 'image' is unknown"),
         (dict(num_heads=5), "num_heads 5 does not divide embed_dim 24"),
         (dict(patch_drop_rate=0.5), "patch_drop_rate is not supported"),
-        (dict(share=1, scale_attn_norm=True), "give share=0"),
+        (dict(share=1, scale_attn_norm=True), "needs share=0"),
         (dict(attn_layer="diff"), "attn_layer is not an argument"),
     ],
 )

@@ -23,7 +23,7 @@ from isomorph.checkpoints.model import (
 )
 from isomorph.errors import UserError
 from isomorph.models import create
-from isomorph.models.masked import MaskedAutoencoder, sincos_pos_embed
+from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed
 from isomorph.models.vit_cfg import unwrap_state_dict
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")

@@ -1,7 +1,8 @@
 """The CIFAR ResNets of He et al. (2015, section 4.2): three stages of 16, 32 and 64 channels, parameter-free shortcuts.
 
-Input 32 x 32 (any rectangle works), stages at 1/1, 1/2 and 1/4 of it, 6 n + 2 layers with n blocks a stage. Keys are
-those of the public CIFAR-10 weights (`conv1`, `bn1`, `layer{1,2,3}.{i}.{conv1,bn1,conv2,bn2}`, `linear`).
+Images are 32 x 32 (any rectangle works). The stages run at 1/1, 1/2 and 1/4 of that size; with n blocks in each there
+are 6 n + 2 layers. Keys are those of the public CIFAR-10 weights (`conv1`, `bn1`,
+`layer{1,2,3}.{i}.{conv1,bn1,conv2,bn2}`, `linear`).
 """
 
 import os
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from isomorph.models.staged import StagedNet
 
 BLOCKS_PER_STAGE = {"cifar_resnet20": 3, "cifar_resnet32": 5, "cifar_resnet44": 7, "cifar_resnet56": 9}
-"""Blocks in each stage."""
+"""Number of blocks in each stage."""
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-"""CIFAR-10's, in the order of its labels."""
+"""Class names of CIFAR-10 in the order of its labels."""
 
 WEIGHT_FILES = {"cifar_resnet20": "resnet20-12fca82f.th", "cifar_resnet44": "resnet44-014dd654.th"}
 WEIGHT_FILES |= {"cifar_resnet32": "resnet32-d509ac18.th", "cifar_resnet56": "resnet56-4bfd9763.th"}
@@ -30,7 +31,7 @@ WEIGHT_FOLDER = "https://github.com/akamaster/pytorch_resnet_cifar10/raw/master/
 
 
 class CifarBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut; where the shape changes the shortcut subsamples and pads zero channels.
+    """Two 3x3 convolutions and a shortcut, which subsamples and pads with zero channels where the shape changes.
 
     Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))
     Source: He et al., option A
@@ -53,14 +54,17 @@ class CifarBlock(nn.Module):
         return self.act2(y + self.shortcut(x))
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Follows conv1's stride. Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))"""
+        """Subsample by the stride of conv1 and pad the channels with zeros.
+
+        Shape: x (B, C, H, W) -> (B, C_out, ceil(H / stride), ceil(W / stride))
+        """
         down, across = self.conv1.stride
         before = self.new_channels // 2
         return F.pad(x[:, :, ::down, ::across], (0, 0, 0, 0, before, self.new_channels - before))
 
 
 class CifarResNet(StagedNet):
-    """Residual network for small images, a full timm citizen.
+    """Residual network for small images, with timm's interface.
 
     Shape: x (B, in_chans, H, W) -> (B, num_classes)
     Source: He et al. (2015), section 4.2
@@ -93,25 +97,26 @@ class CifarResNet(StagedNet):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def stages(self) -> list[nn.Sequential]:
+        """Return the three stages."""
         return [self.layer1, self.layer2, self.layer3]
 
     def stem(self, x: Tensor) -> Tensor:
-        """Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
+        """Apply the first convolution. Shape: x (B, in_chans, H, W) -> (B, 16, H, W)"""
         return self.act1(self.bn1(self.conv1(x)))
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """The stem and the stages."""
+        """Return the stem and the stages."""
         return [self.stem, *(partial(self.run_stage, layer) for layer in self.stages())]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Shape: x (B, 64, H, W) -> (B, num_classes)"""
+        """Pool and classify. Shape: x (B, 64, H, W) -> (B, num_classes)"""
         x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
         return x if pre_logits else self.linear(x)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
+        """Drop the stages after the last index and, with `prune_head`, the classifier; return the indices."""
         take, last = feature_take_indices(4, indices)
         for i in range(last, 3):
             setattr(self, f"layer{i + 1}", nn.Sequential())
@@ -120,10 +125,11 @@ class CifarResNet(StagedNet):
         return take
 
     def get_classifier(self) -> nn.Module:
+        """Return the classifier."""
         return self.linear
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new, untrained classifier; 0 classes give the pooled features."""
+        """Replace the classifier by an untrained one; with 0 classes the model returns pooled features."""
         old = next(self.conv1.parameters())
         self.num_classes = num_classes
         pool = self.global_pool.pool_type if global_pool is None else global_pool
@@ -132,22 +138,22 @@ class CifarResNet(StagedNet):
         )
 
     def no_weight_decay(self) -> set[str]:
-        """Nothing beyond biases and norms."""
+        """Return the names of parameters without weight decay besides biases and norms: none."""
         return set()
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Parameter groups for layer decay: the stem, then stages or blocks."""
+        """Return the parameter groups for layer decay: the stem, then stages or blocks."""
         return dict(stem=r"^conv1|bn1", blocks=r"^layer(\d+)" if coarse else r"^layer(\d+)\.(\d+)")
 
 
 def _build_stage(in_channels: int, out_channels: int, stride: int, rates: list[float]) -> nn.Sequential:
-    """Blocks of one width; the first one changes the shape."""
+    """Build the blocks of one width; the first one changes the shape."""
     first = CifarBlock(in_channels, out_channels, stride, rates[0])
     return nn.Sequential(first, *(CifarBlock(out_channels, out_channels, drop_path=rate) for rate in rates[1:]))
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Public checkpoints as they come: a `state_dict` inside, a `module.` prefix, no batch counters."""
+    """Convert a public checkpoint, which has its tensors in `state_dict`, a `module.` prefix and no batch counters."""
     state = state_dict.get("state_dict", state_dict)
     state = {name.removeprefix("module."): tensor for name, tensor in state.items()}  # type: ignore[union-attr]
     counters = {name: tensor for name, tensor in model.state_dict().items() if name.endswith("num_batches_tracked")}
@@ -155,7 +161,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 def cifar_cfg(name: str, **kwargs: Any) -> dict[str, Any]:
-    """Where the public weights of an architecture are and what they expect (ImageNet's mean and std, not CIFAR's)."""
+    """Return the pretrained_cfg of an architecture's public weights, which expect ImageNet's mean and std."""
     return {
         "url": f"{WEIGHT_FOLDER}/{WEIGHT_FILES[name]}",
         "num_classes": 10,
@@ -178,7 +184,7 @@ default_cfgs = generate_default_cfgs({f"{name}.cifar10": cifar_cfg(name) for nam
 
 
 def _local_weights(base: str) -> dict[str, Any]:
-    """The pretrained_cfg entry for an architecture's file in $ISOMORPH_DATA/weights, where there is one."""
+    """Return the pretrained_cfg entry for an architecture's file in $ISOMORPH_DATA/weights, if there is one."""
     path = Path(os.environ.get("ISOMORPH_DATA", "")) / "weights" / f"{base.replace('cifar_', 'cifar10_')}.safetensors"
     return {"file": str(path)} if "ISOMORPH_DATA" in os.environ and path.is_file() else {}
 
@@ -186,7 +192,7 @@ def _local_weights(base: str) -> dict[str, Any]:
 def create_cifar_resnet(
     variant: str, base: str, model_class: type[CifarResNet], pretrained: bool, **kwargs: Any
 ) -> CifarResNet:
-    """Builds a variant through timm; `base` names the blocks and the weights."""
+    """Build a variant through timm; `base` is the architecture whose blocks and weights it has."""
     return build_model_with_cfg(
         model_class,
         variant,
@@ -201,23 +207,23 @@ def create_cifar_resnet(
 
 @register_model
 def cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """269,722 parameters; public CIFAR-10 weights."""
+    """CIFAR ResNet-20: 269,722 parameters; public CIFAR-10 weights."""
     return create_cifar_resnet("cifar_resnet20", "cifar_resnet20", CifarResNet, pretrained, **kwargs)
 
 
 @register_model
 def cifar_resnet32(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """464,154 parameters; public CIFAR-10 weights."""
+    """CIFAR ResNet-32: 464,154 parameters; public CIFAR-10 weights."""
     return create_cifar_resnet("cifar_resnet32", "cifar_resnet32", CifarResNet, pretrained, **kwargs)
 
 
 @register_model
 def cifar_resnet44(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """658,586 parameters; public CIFAR-10 weights."""
+    """CIFAR ResNet-44: 658,586 parameters; public CIFAR-10 weights."""
     return create_cifar_resnet("cifar_resnet44", "cifar_resnet44", CifarResNet, pretrained, **kwargs)
 
 
 @register_model
 def cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> CifarResNet:
-    """853,018 parameters; public CIFAR-10 weights."""
+    """CIFAR ResNet-56: 853,018 parameters; public CIFAR-10 weights."""
     return create_cifar_resnet("cifar_resnet56", "cifar_resnet56", CifarResNet, pretrained, **kwargs)

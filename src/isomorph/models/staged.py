@@ -1,4 +1,4 @@
-"""A network of stages, each with a map of its own resolution: the walk through them, and the features on the way."""
+"""A base class for networks of stages, each with its own resolution, and the features after each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class StagedNet(nn.Module):
-    """A network that says its `levels`, from the image on, and what `forward_head` makes of the last.
+    """A network that applies its `levels` to the image one after another, then `forward_head`.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     """
@@ -18,22 +18,23 @@ class StagedNet(nn.Module):
     grad_checkpointing = False
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """Each from the map before (the first from the image) to a map that is a feature."""
+        """Return the functions from each feature map (first the image) to the next."""
         raise NotImplementedError
 
     def run_stage(self, stage: nn.Module, x: Tensor) -> Tensor:
-        """The blocks of a stage, keeping only what enters each where gradient checkpointing is on."""
+        """Run the blocks of a stage, recomputing them in the backward pass if gradient checkpointing is on."""
         if self.grad_checkpointing and not torch.jit.is_scripting():
             return checkpoint_seq(stage, x)
         return stage(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Shape: x (B, in_chans, height, width) -> (B, C, H, W), the last map"""
+        """Return the last feature map. Shape: x (B, in_chans, height, width) -> (B, C, H, W)"""
         for level in self.levels():
             x = level(x)
         return x
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Return the logits, or the pooled features with `pre_logits`. Shape: x (B, C, H, W) -> (B, num_classes)"""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +49,9 @@ class StagedNet(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """The last map and those of chosen levels, as timm's models give them; there is no norm of maps to apply.
+        """Return the last feature map and those of chosen levels, as timm's models do.
+
+        `norm` has no effect, as there is no norm after the last level.
 
         Raises: ValueError for another format.
         """
@@ -56,11 +59,12 @@ class StagedNet(nn.Module):
             raise ValueError(f"output_fmt {output_fmt!r} is not available; use 'NCHW'")
         levels = self.levels()
         take, last = feature_take_indices(len(levels), indices)
-        taken = []
+        intermediates = []
         for i, level in enumerate(levels[: last + 1] if stop_early else levels):
             x = level(x)
-            taken += [x] if i in take else []
-        return taken if intermediates_only else (x, taken)
+            intermediates += [x] if i in take else []
+        return intermediates if intermediates_only else (x, intermediates)
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute blocks in the backward pass instead of storing their activations."""
         self.grad_checkpointing = enable

@@ -1,8 +1,9 @@
-"""Transformed CNNs: ResNets whose last stage looks with gated positional self-attention, born from the CNN's weights.
+"""Transformed CNNs: ResNets whose last stage has gated positional self-attention, initialised from the CNN's weights.
 
-A T-ResNet is a named surgery on timm's ResNet: `Unstride` on layer4 (as in BoTNet; it changes the function), then
-`ConvToGPSA` on conv2 of every block (it does not, with init="exact"). A T-CIFAR-ResNet recasts every convolution of
-layer3 at its own stride. `pretrained=True` loads the CNN's weights; `init`, `locality` and `gate` are ConvToGPSA's.
+A T-ResNet is timm's ResNet after two edits: `Unstride` on layer4 (as in BoTNet; it changes the function), then
+`ConvToGPSA` on conv2 of every block there (with init="exact" it does not). In a T-CIFAR-ResNet every convolution of
+layer3 is recast at its own stride. `pretrained=True` loads the CNN's weights; `init`, `locality` and `gate` are those
+of `ConvToGPSA`.
 """
 
 from functools import partial
@@ -37,14 +38,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "t_resnet152d": ("resnet152d", dict(layers=(3, 8, 36, 3), **RESNET_D), 384),
     "t_resnet200d": ("resnet200d", dict(layers=(3, 24, 36, 3), **RESNET_D), 384),
 }
-"""Name: timm backbone, its arguments, fine-tuning resolution (T-CNN Table 1 and Table 5)."""
+"""timm backbone, its arguments and the fine-tuning resolution of each variant (T-CNN Table 1 and Table 5)."""
 
 
 class TransformedMixin(ForeignCheckpoints):
-    """What a network needs once its convolutions are attention."""
+    """Recasting, checkpoints and weight decay of a CNN with convolutions recast as attention."""
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """A CNN's: it has the filters of every attention layer, and nothing else of any."""
+        """Return True for a CNN's weights: the filters of every attention layer, and no other tensor of any."""
         layers = [name for name, module in self.named_modules() if isinstance(module, GPSA2d)]
         filters = bool(layers) and all(f"{name}.weight" in state for name in layers)
         return filters and not any(name in state for name in _attention_tensors(self))
@@ -53,16 +54,16 @@ class TransformedMixin(ForeignCheckpoints):
         return checkpoint_filter_fn(state, self)
 
     def no_weight_decay(self) -> set[str]:
-        """Centres, localities and gates of its attention layers."""
+        """Return the names of the centres, localities and gates of the attention layers."""
         return parameters_without_decay(self)
 
     def recast_convs(self, where: str, rule: ConvToGPSA) -> None:
-        """Rebuilds the network's own convolutions, in place: it is being born."""
+        """Recast convolutions in place, while the network is being built."""
         replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
 
 class TResNet(TransformedMixin, ResNet):
-    """ResNet with an unstrided last stage and GPSA2d for conv2 of its blocks.
+    """ResNet whose last stage has no stride and GPSA2d in place of conv2.
 
     Shape: x (B, in_chans, H, W) -> (B, num_classes)
     Source: T-CNN section 2, "Architectural details"
@@ -78,7 +79,7 @@ class TResNet(TransformedMixin, ResNet):
 
 
 class TCifarResNet(TransformedMixin, CifarResNet):
-    """CIFAR ResNet with GPSA2d for every convolution of layer3, each at its own stride.
+    """CIFAR ResNet with GPSA2d in place of every convolution of layer3, each at its own stride.
 
     Shape: x (B, in_chans, H, W) -> (B, num_classes)
     """
@@ -91,7 +92,7 @@ class TCifarResNet(TransformedMixin, CifarResNet):
 
 
 def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of its attention layers that a convolution has not."""
+    """Return the tensors of the attention layers that a convolution does not have."""
     return {
         f"{name}.{key}": tensor
         for name, module in model.named_modules()
@@ -102,14 +103,14 @@ def _attention_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A CNN's checkpoint for a T-CNN: its filters are the taps; what it lacks is as the T-CNN was born."""
+    """Convert a CNN's checkpoint for a T-CNN: the other tensors of its attention stay at their initialisation."""
     if isinstance(model, CifarResNet):
         state_dict = cifar_resnet.checkpoint_filter_fn(state_dict, model)
     return {**_attention_tensors(model), **state_dict}
 
 
 def _backbone_cfg(base: str, resolution: int) -> dict[str, Any]:
-    """timm's own pretrained entry of the backbone, at the paper's fine-tuning resolution."""
+    """Return timm's pretrained_cfg of the backbone, at the paper's fine-tuning resolution."""
     cfg = timm.models.get_pretrained_cfg(base).to_dict()
     for key in ("architecture", "tag", "test_input_size", "hf_hub_id"):
         cfg.pop(key, None)
@@ -123,7 +124,7 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create_tresnet(variant: str, pretrained: bool, **kwargs: Any) -> TResNet:
-    """Builds a variant through timm, with the backbone's weights when pretrained."""
+    """Build a variant through timm, with the backbone's weights if pretrained."""
     arguments = {**VARIANTS[variant][1], **kwargs}
     return build_model_with_cfg(TResNet, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, **arguments)
 
@@ -190,13 +191,13 @@ def t_resnet200d(pretrained: bool = False, **kwargs: Any) -> TResNet:
 
 @register_model
 def t_cifar_resnet20(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
-    """cifar_resnet20 with the six convolutions of layer3 as attention."""
+    """T-CIFAR-ResNet-20: cifar_resnet20 with the six convolutions of layer3 as attention."""
     kwargs["filter_fn"] = checkpoint_filter_fn
     return create_cifar_resnet("t_cifar_resnet20", "cifar_resnet20", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]
 
 
 @register_model
 def t_cifar_resnet56(pretrained: bool = False, **kwargs: Any) -> TCifarResNet:
-    """cifar_resnet56 with the eighteen convolutions of layer3 as attention."""
+    """T-CIFAR-ResNet-56: cifar_resnet56 with the eighteen convolutions of layer3 as attention."""
     kwargs["filter_fn"] = checkpoint_filter_fn
     return create_cifar_resnet("t_cifar_resnet56", "cifar_resnet56", TCifarResNet, pretrained, **kwargs)  # type: ignore[return-value]

@@ -1,8 +1,8 @@
-"""TDRL-ViT: a plain lightweight ViT whose linear layers are pyramids in training, and which fuses back to that ViT.
+"""TDRL-ViT: a plain lightweight ViT whose linear layers are pyramids in training; `iso.fuse` gives the plain ViT back.
 
-timm's VisionTransformer after one recast: queries, keys, values and both layers of every MLP are `PyramidLinear`; the
-output projection of attention is left alone (its weight merges with that of the values). `layout="plain"` is the plain
-ViT, the form that `iso.fuse` gives.
+It is timm's VisionTransformer with `PyramidLinear` for queries, keys, values and both layers of every MLP. The output
+projection of attention stays linear, as its weight merges with that of the values. `layout="plain"` is the plain ViT,
+which is also what `iso.fuse` returns.
 """
 
 import copy
@@ -23,34 +23,33 @@ from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
 from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
 
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
-"""Where the paper puts pyramids: everywhere in a block but the output projection."""
-
+"""Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""
 
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
-"""First words of the tensors that masked pre-training has besides the encoder (MAE, G2SD)."""
+"""Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD)."""
 
 
 def _at_least_one(x: Tensor) -> Tensor:
-    """The batch, or one of zeros for an empty batch, in which timm cannot infer sizes."""
+    """Return the batch, or a batch of one zero if it is empty, in which timm cannot infer sizes."""
     return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
 
 
-torch.fx.wrap("_at_least_one")  # it reads sizes, so a tracer calls it
+torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rather than trace into it
 
 
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
-    """Vision transformer trained with pyramids for linear layers, a full timm citizen of any image size.
+    """Vision transformer with pyramids in place of linear layers, for images of any size, with timm's interface.
 
-    `layout` (or plain) and `rectify` are LinearToPyramid's, `where` its globs, `blocks.[0-3].attn.v` for example; other
-    arguments are VisionTransformer's.
+    `layout` and `rectify` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where` are globs of
+    the layers to replace, for example `blocks.[0-3].attn.v`. Other arguments are those of VisionTransformer.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
-    Raises: UserError for an unknown layout or rectification, or a `where` that names no layer.
+    Raises: UserError for an unknown layout or rectification, or a `where` that matches no layer.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"layout": "plain"}
-    """What creates the network that fusing gives."""
+    """Arguments that create the fused network."""
 
     def __init__(
         self,
@@ -65,11 +64,11 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
     def _pos_embed(self, x: Tensor) -> Tensor:
-        """timm's, for an empty batch too. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
+        """Add positions as timm does, also to an empty batch. Shape: x (B, H, W, C) or (B, H W, C) -> (B, N, C)"""
         return super()._pos_embed(_at_least_one(x))[: x.shape[0]]
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
-        """A plain ViT's, which has one weight where a pyramid has many, or one with what only pre-training needs."""
+        """Return True for a plain ViT's weights, with one weight per pyramid, or those of masked pre-training."""
         plain = any(f"{name}.weight" in state for name, _ in _named_pyramids(self))
         return plain or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
 
@@ -78,25 +77,25 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
 
 
 class TDRLViTDistilled(TDRLViT, VisionTransformerDistilled):
-    """A TDRL-ViT with a distillation token and a head for it, as DeiT has them; in eval mode the mean of both heads.
+    """TDRL-ViT with DeiT's distillation token and its head; in eval mode logits are the mean of both heads.
 
     Source: TDRL section 4.1, after G2SD (Huang et al., 2023), specific distillation
     """
 
 
 def _named_pyramids(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidLinear | PyramidConv2d]]:
-    """Names and layers of all that is a pyramid where a plain ViT has a linear layer."""
+    """Return the names and modules of the pyramids, each of which stands for one layer of a plain ViT."""
     kinds = JointPyramid | PyramidLinear | PyramidConv2d
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
-    """A TDRL-ViT's checkpoint as it is; a plain ViT's (timm, DeiT, MAE) with its layers carried by the pyramids.
+    """Convert a checkpoint: a TDRL-ViT's is loaded unchanged, a plain ViT's (timm, DeiT, MAE) into the pyramids.
 
-    What belongs to masked pre-training only, decoder and mask token, is left out; a distillation token that the
-    checkpoint does not have stays the model's own.
+    Tensors of masked pre-training only, the decoder and the mask token, are dropped. A distillation token that the
+    checkpoint does not have keeps the model's values.
 
-    The number of heads is invisible in a checkpoint: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
+    The number of heads cannot be read from a checkpoint and is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {
         n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
@@ -113,9 +112,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[
 
 
 def _with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
-    """The state with the model's own distillation token, its position zero, where the checkpoint has none.
+    """Add the model's distillation token, with a zero position, to a checkpoint that has none.
 
-    Source: as published with G2SD, whose token is drawn for fine-tuning and has no position
+    Source: as published with G2SD, whose token is initialised for fine-tuning and has no position
     """
     if not isinstance(model, TDRLViTDistilled) or "dist_token" in state_dict or "pos_embed" not in state_dict:
         return state_dict
@@ -127,7 +126,7 @@ def _with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> d
 def _pyramid_state(
     module: JointPyramid | PyramidLinear | PyramidConv2d, weight: Tensor, bias: Tensor
 ) -> dict[str, Tensor]:
-    """The state of pyramids, and of linear layers among them, that compute a plain layer."""
+    """Return the state of a pyramid (or of pyramids and linear layers side by side) that computes a plain layer."""
     twin = copy.deepcopy(module).cpu()
     parts: list[Any] = list(twin.pyramids) if isinstance(twin, JointPyramid) else [twin]
     for part, rows, shift in zip(parts, weight.chunk(len(parts)), bias.chunk(len(parts)), strict=True):
@@ -139,10 +138,10 @@ def _pyramid_state(
 
 
 VARIANTS = {"tdrl_vit_ti": (192, 12), "tdrl_vit_s": (384, 6)}
-"""Width and heads. ViT-Tiny has 12 heads here, as in MAE-Lite and TDRL; of ViT-Small the paper says none."""
+"""Width and heads. ViT-Tiny has 12 heads, as in MAE-Lite and TDRL; for ViT-Small the paper gives no number."""
 
 DISTILLED = {"tdrl_vit_ti_distilled": "tdrl_vit_ti"}
-"""The variant that each has with a distillation token."""
+"""Variants with a distillation token, and the variant that each is based on."""
 
 
 default_cfgs = generate_default_cfgs(  # no public weights exist
@@ -151,7 +150,7 @@ default_cfgs = generate_default_cfgs(  # no public weights exist
 
 
 def _create_tdrl_vit(variant: str, pretrained: bool, **kwargs: Any) -> TDRLViT:
-    """Builds a variant through timm."""
+    """Build a variant through timm."""
     width, heads = VARIANTS[DISTILLED.get(variant, variant)]
     arguments = {"embed_dim": width, "num_heads": heads, **kwargs}
     kind = TDRLViTDistilled if variant in DISTILLED else TDRLViT

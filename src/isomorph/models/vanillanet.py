@@ -1,7 +1,7 @@
-"""VanillaNet: convolutions, pooling and nothing else, trained with twice the layers that it runs with.
+"""VanillaNet: a plain network of convolutions and pooling, trained with twice as many layers as it has when fused.
 
-While it trains every layer is two with a ReLU between them, which an anneal carries to the identity (`anneal.epochs` in
-a recipe). `iso.fuse` then makes one layer of each two: `vanillanet_5` runs with five.
+In training every layer is a pair with a ReLU between, which is annealed to the identity (`anneal.epochs` in a recipe).
+`iso.fuse` then merges each pair: `vanillanet_5` has five layers.
 """
 
 from collections import OrderedDict
@@ -26,19 +26,19 @@ PATCH = 4
 
 
 class VanillaNet(StagedNet):
-    """A plain network of a stem, stages of one layer each, and a classifier, a full timm citizen.
+    """A plain network of a stem, stages of one layer each, and a classifier, with timm's interface.
 
-    `dims` are the channels of the stem and of every stage, `strides` what each stage max-pools by, `act_num` n of the
-    (2 n + 1)^2 taps of its activations, `slope` that of the annealed ReLUs at first: 0 to train, 1 for a network whose
-    anneal is over.
+    `dims` are the channels of the stem and of every stage, `strides` the stride of max-pooling in each stage. The
+    activations have (2 act_num + 1)^2 taps. `slope` is the initial slope of the annealed ReLUs: 0 to train the network,
+    1 for a network whose annealing is complete.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes)
     Source: VanillaNet (Chen et al., 2023) section 3
-    Raises: UserError for dims and strides that do not fit, or an image too small for the pooling.
+    Raises: UserError if dims does not have one number more than strides, or the image is too small for the pooling.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"slope": 1.0}
-    """What creates the network whose fused form has one layer for each two."""
+    """Arguments that create the network to fuse, with one layer for each pair."""
 
     def __init__(
         self,
@@ -53,7 +53,9 @@ class VanillaNet(StagedNet):
     ) -> None:
         super().__init__()
         if len(dims) != len(strides) + 1:
-            raise UserError(f"dims {list(dims)} must be one more than strides {list(strides)}: the stem's come first")
+            raise UserError(
+                f"dims {list(dims)} must have one number more than strides {list(strides)}, for the stem first"
+            )
         self.num_classes, self.in_chans, self.drop_rate, self.slope = num_classes, in_chans, drop_rate, slope
         self.num_features = self.head_hidden_size = dims[-1]
         first = nn.Conv2d(in_chans, dims[0], PATCH, PATCH)
@@ -70,32 +72,32 @@ class VanillaNet(StagedNet):
         self.apply(_initialise)
 
     def make_head(self) -> nn.Module:
-        """The classifier: two linear layers, or none for 0 classes."""
+        """Build the classifier: two linear layers, or none for 0 classes."""
         if not self.num_classes:
             return nn.Identity()
         first = nn.Linear(self.num_features * self.global_pool.feat_mult(), self.num_classes)
         return AnnealedPair(first, nn.Linear(self.num_classes, self.num_classes), last_norm=False, slope=self.slope)
 
     def embed(self, x: Tensor) -> Tensor:
-        """The stem. Shape: x (B, in_chans, h, w) -> (B, C, h // 4, w // 4)"""
+        """Apply the stem. Shape: x (B, in_chans, h, w) -> (B, C, h // 4, w // 4)"""
         if min(x.shape[-2:]) < self.reduction:
-            height, width = x.shape[-2:]
-            raise UserError(f"the {height} x {width} image is smaller than {self.reduction} x {self.reduction}")
+            (height, width), least = x.shape[-2:], self.reduction
+            raise UserError(f"the {height} x {width} image is too small; give one of at least {least} x {least}")
         return self.stem(x)
 
     def levels(self) -> list[Callable[[Tensor], Tensor]]:
-        """The stem and the stages."""
+        """Return the stem and the stages."""
         return [self.embed, *(partial(self.run_stage, layer) for layer in self.stages)]
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Shape: x (B, C, H, W) -> (B, num_classes)"""
+        """Pool and classify. Shape: x (B, C, H, W) -> (B, num_classes)"""
         x = F.dropout(self.global_pool(x), self.drop_rate, self.training)
         return x if pre_logits else self.head(x)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drops the stages after the last one wanted and, if asked, the classifier. Returns the indices kept."""
+        """Drop the stages after the last index and, with `prune_head`, the classifier; return the indices."""
         take, last = feature_take_indices(1 + len(self.stages), indices)
         self.stages = self.stages[:last]
         if prune_head:
@@ -103,11 +105,14 @@ class VanillaNet(StagedNet):
         return take
 
     def get_classifier(self) -> nn.Module:
-        """The layer that gives the logits."""
+        """Return the layer that computes the logits."""
         return getattr(self.head, "second", self.head)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new, untrained classifier, in the form and annealed as far as the old one; 0 classes: pooled features."""
+        """Replace the classifier by an untrained one, fused and annealed as the old one is.
+
+        With 0 classes the model returns pooled features.
+        """
         like, old = next(self.stem.parameters()), self.head
         self.num_classes = num_classes
         if global_pool is not None:
@@ -120,23 +125,23 @@ class VanillaNet(StagedNet):
         self.head.to(like).train(self.training)
 
     def no_weight_decay(self) -> set[str]:
-        """Nothing beyond biases and norms."""
+        """Return the names of parameters without weight decay besides biases and norms: none."""
         return set()
 
     def group_matcher(self, coarse: bool = False) -> dict[str, str]:
-        """Parameter groups for layer decay: the stem, the stages, the head."""
+        """Return the parameter groups for layer decay: the stem, the stages, the head."""
         return dict(stem=r"^stem", blocks=r"^stages\.(\d+)")
 
 
 def _build_stage(before: int, after: int, stride: int, act_num: int, slope: float) -> nn.Sequential:
-    """One layer, max-pooling, activation."""
+    """Build a stage: one layer (a pair in training), max-pooling, activation."""
     pair = AnnealedPair(nn.Conv2d(before, before, 1), nn.Conv2d(before, after, 1), slope=slope)
     pool = nn.Identity() if stride == 1 else nn.MaxPool2d(stride)
     return nn.Sequential(OrderedDict(pair=pair, pool=pool, act=SeriesActivation(after, act_num)))
 
 
 def _initialise(module: nn.Module) -> None:
-    """Weights of deviation .02, biases 0, as published."""
+    """Initialise weights with standard deviation .02 and biases with 0, as published."""
     if isinstance(module, nn.Conv2d | nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
@@ -156,11 +161,11 @@ PUBLIC_STAGE_NAMES: tuple[tuple[str, str], ...] = (
     ("conv2.0", "pair.second"),
 )
 PUBLIC_STAGE_NAMES += (("conv2.1", "pair.norm2"), ("act.bn", "act.norm"), ("act", "act.conv"))
-"""Names of the public checkpoints and ours, the first match counts."""
+"""Public and isomorph's names of modules; the first match counts."""
 
 
 def _isomorph_name(name: str) -> str:
-    """Our name of a tensor of a public checkpoint."""
+    """Return isomorph's name of a tensor in a public checkpoint."""
     for public, own in PUBLIC_NAMES:
         if name.startswith(f"{public}."):
             return own + name.removeprefix(public)
@@ -173,9 +178,9 @@ def _isomorph_name(name: str) -> str:
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """A checkpoint of isomorph as it is; a public one by our names, its classifier's 1x1 convolutions as linear layers.
+    """Convert a public checkpoint: rename its tensors and turn the classifier's 1x1 convolutions into linear layers.
 
-    The anneal of public checkpoints is over: their slopes are 1.
+    Annealing is complete in public checkpoints, so slopes are 1. A checkpoint of isomorph is returned unchanged.
     """
     state = unwrap_state_dict(state_dict)
     if "stem1.0.weight" not in state:
@@ -190,7 +195,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"vanillanet_5": dict(dims=(512, 1024, 204
 
 
 def _vanilla_cfg() -> dict[str, Any]:
-    """What images it expects."""
+    """Return the pretrained_cfg of a VanillaNet."""
     return {
         "num_classes": 1000,
         "input_size": (3, 224, 224),
@@ -205,7 +210,7 @@ def _vanilla_cfg() -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({name: _vanilla_cfg() for name in VARIANTS})  # public weights have no address
+default_cfgs = generate_default_cfgs({name: _vanilla_cfg() for name in VARIANTS})  # no URL: weights come as a file
 
 
 @register_model

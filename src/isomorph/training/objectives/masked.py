@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from isomorph.checkpoints.autoencoder import load_autoencoder
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.models.masked import MaskedAutoencoder, reconstruction_error
+from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
 from isomorph.training.recipe.mask_fields import MaskPart
 
 SMOOTH_L1_BETA = 2.0
@@ -50,7 +50,7 @@ class MaskedTask(PretrainingTask):
 
     def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
         autoencoder = unwrap_model(self.trainable_module)
-        noise = autoencoder.draw(input) if noise is None else noise
+        noise = autoencoder.draw_noise(input) if noise is None else noise
         prediction, mask = self.trainable_module(input, noise)
         return {"loss": reconstruction_error(prediction, autoencoder.target(input), mask), "output": prediction}
 
@@ -126,7 +126,7 @@ class GenericDistillationTask(PretrainingTask):
         return F.layer_norm(features, features.shape[-1:], eps=1e-6)
 
     def forward(self, input: Tensor, target: Tensor | None = None, noise: Tensor | None = None) -> dict[str, Tensor]:
-        noise = unwrap_model(self.trainable_module).student.draw(input) if noise is None else noise
+        noise = unwrap_model(self.trainable_module).student.draw_noise(input) if noise is None else noise
         output = self.trainable_module(input, noise)
         return {"loss": _alignment_loss(output, self.teacher_features(input, noise)), "output": output}
 

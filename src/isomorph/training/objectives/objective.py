@@ -12,7 +12,7 @@ from torch import nn
 from isomorph.distributed import Runtime
 from isomorph.evaluation.accuracy import count_predictions
 from isomorph.evaluation.prediction_counts import sum_counts
-from isomorph.models.masked import MaskedAutoencoder
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.objectives.masked import (
     AlignedStudent,
     GenericDistillationTask,

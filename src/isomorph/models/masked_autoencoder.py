@@ -1,4 +1,4 @@
-"""Masked pre-training: a ViT reads a few patches of an image, and a small decoder paints those that it did not see."""
+"""Masked autoencoder: a ViT reads the visible patches of an image, and a small decoder reconstructs the hidden ones."""
 
 import math
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from isomorph.models.vit_cfg import check_heads, check_image_size
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 UNUSED_HEADS = ("head", "head_dist", "attn_pool")
-"""What of a ViT comes after its tokens: masked pre-training does not reach it."""
+"""Modules of a ViT that come after its tokens, and which masked pre-training does not use."""
 
 
 class MaskSplit(NamedTuple):
-    """Which patches an encoder sees: the same number of every image.
+    """The patches that an encoder sees and those that it does not; as many of every image.
 
-    Shape: visible (B, V) their indices; restore (B, N) where each patch stands when the visible come first, then the
-    hidden; mask (B, N), 1 = hidden
+    Shape: visible (B, V) the indices of the visible patches; restore (B, N) the index of each patch in the order
+    visible, then hidden; mask (B, N), 1 = hidden
     """
 
     visible: Tensor
@@ -32,9 +32,9 @@ class MaskSplit(NamedTuple):
 
 
 def split_patches(noise: Tensor, ratio: float) -> MaskSplit:
-    """Shows the patches of the least noise, N (1 - ratio) of them rounded down. Shape: noise (B, N)
+    """Split the patches: the N (1 - ratio) with the least noise, rounded down, are visible. Shape: noise (B, N)
 
-    Source: MAE section 3: a uniform draw without replacement, as one shuffle
+    Source: MAE section 3: uniform sampling without replacement, by shuffling
     """
     shuffled = noise.argsort(dim=1)  # (B, N)
     restore = shuffled.argsort(dim=1)  # (B, N)
@@ -43,23 +43,23 @@ def split_patches(noise: Tensor, ratio: float) -> MaskSplit:
 
 
 def _visible_count(patches: int, ratio: float) -> int:
-    """N (1 - ratio), rounded down. Raises: UserError when no patch would be left to see, or none to paint."""
+    """Return N (1 - ratio), rounded down. Raises: UserError if no patch would be visible, or none hidden."""
     count = math.floor(patches * (1 - ratio) + 1e-9)
     if not 0 < count < patches:
         raise UserError(
-            f"a mask ratio of {ratio:g} shows {max(count, 0)} of {patches} patches; "
-            f"give one that hides 1 to {patches - 1} of them, or smaller patches"
+            f"a mask ratio of {ratio:g} leaves {max(count, 0)} of {patches} patches visible; "
+            f"give one that hides 1 to {patches - 1} of them, or use smaller patches"
         )
     return count
 
 
-def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
-    """The tokens at those places. Shape: tokens (B, N, C), places (B, K) -> (B, K, C)"""
-    return tokens.gather(1, places[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
+def gather_tokens(tokens: Tensor, indices: Tensor) -> Tensor:
+    """Return the tokens at the given indices. Shape: tokens (B, N, C), indices (B, K) -> (B, K, C)"""
+    return tokens.gather(1, indices[:, :, None].expand(-1, -1, tokens.shape[2]))  # (B, K, C)
 
 
 def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
-    """Images cut into patches, row by row; a patch's pixels row by row too, the channels of a pixel together.
+    """Cut images into patches, row by row; pixels within a patch also row by row, channels last.
 
     Shape: (B, C, H ph, W pw) -> (B, H W, ph pw C)
     """
@@ -68,46 +68,49 @@ def patchify(images: Tensor, patch_size: tuple[int, int]) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch_size: tuple[int, int], grid_size: tuple[int, int]) -> Tensor:
-    """The images that `patchify` cut. Shape: (B, H W, ph pw C) -> (B, C, H ph, W pw)"""
+    """Return the images that `patchify` cut. Shape: (B, H W, ph pw C) -> (B, C, H ph, W pw)"""
     cut = patches.unflatten(2, (*patch_size, -1)).unflatten(1, grid_size)  # (B, H, W, ph, pw, C)
     return cut.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)  # (B, C, H ph, W pw)
 
 
 def normalise_patches(patches: Tensor) -> Tensor:
-    """Every patch less its mean, over its deviation. Source: MAE section 3; variance unbiased, eps 1e-6 as published"""
+    """Normalise every patch by its own mean and standard deviation.
+
+    Source: MAE section 3; unbiased variance and eps 1e-6 as published
+    """
     variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
     return (patches - mean) / (variance + 1e-6).sqrt()
 
 
 def reconstruction_error(prediction: Tensor, target: Tensor, mask: Tensor) -> Tensor:
-    """Mean squared error on the hidden patches only. Shape: (B, N, P), (B, N, P), (B, N) -> ()"""
+    """Return the mean squared error on the hidden patches. Shape: (B, N, P), (B, N, P), (B, N) -> ()"""
     each = (prediction - target).square().mean(dim=-1)  # (B, N)
     return (each * mask).sum() / mask.sum()
 
 
 def sincos_pos_embed(grid_size: tuple[int, int], width: int) -> Tensor:
-    """Fixed positions: half of the channels tell the column, half the row, each as sines, then cosines.
+    """Return a fixed position embedding: half of the channels for the column, half for the row, sines then cosines.
 
     sin(p w_k), cos(p w_k) with w_k = 10000^(-k / K), k < K = width / 4.
 
     Shape: -> (H W, width)
     Source: Vaswani et al. (2017) section 3.5 on two axes, columns first as published with MAE
-    Raises: UserError for a width that is no multiple of 4.
+    Raises: UserError if the width is not a multiple of 4.
     """
     if width % 4:
-        raise UserError(f"sine-cosine positions need a width that is a multiple of 4, not {width}")
+        raise UserError(f"a width of {width} must be a multiple of 4 for sine-cosine positions")
     rates = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) * 4 / width)  # (K,)
-    places = (torch.arange(size, dtype=torch.float64) for size in grid_size)
-    row, column = (axis.flatten() for axis in torch.meshgrid(*places, indexing="ij"))  # (H W,) each
+    positions = (torch.arange(size, dtype=torch.float64) for size in grid_size)
+    row, column = (axis.flatten() for axis in torch.meshgrid(*positions, indexing="ij"))  # (H W,) each
     angles = [axis[:, None] * rates for axis in (column, row)]  # (H W, K) each
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()  # (H W, width)
 
 
 @torch.no_grad()
 def _fix_positions(encoder: VisionTransformer) -> None:
-    """Gives a ViT sine-cosine positions that are not trained: zero for its prefix tokens, where these have any.
+    """Give a ViT sine-cosine positions that are not trained, with zeros for prefix tokens that have positions.
 
-    Source: as published with MAE; fine-tuning trains them again, in a model of its own
+    Source: as published with MAE; fine-tuning trains them again, in another model
     """
     table = sincos_pos_embed(encoder.patch_embed.grid_size, encoder.embed_dim)
     encoder.pos_embed.zero_()[0, -len(table) :] = table.to(encoder.pos_embed)
@@ -115,37 +118,43 @@ def _fix_positions(encoder: VisionTransformer) -> None:
 
 
 def _check_encoder(encoder: nn.Module) -> None:
-    """Raises: UserError when a network cannot read a part of an image's patches, each of them alone."""
+    """Raises: UserError if the network cannot encode a subset of the patches, each independent of the others."""
     kind = type(encoder).__name__
     if not isinstance(encoder, VisionTransformer):
         raise UserError(f"masked pre-training needs a timm VisionTransformer (vit_*, deit_*, tdrl_vit_*), not a {kind}")
-    placed = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
-    if isinstance(encoder, BlockwiseViT) or placed:
+    needing_grid = {type(module).__name__ for module in encoder.modules() if isinstance(module, GRID_LAYERS)}
+    if isinstance(encoder, BlockwiseViT) or needing_grid:
         raise UserError(
-            f"masked pre-training shows a {kind} patches without their grid, which {', '.join(placed) or 'it'} needs; "
-            "pre-train the plain ViT, then recast it"
+            f"masked pre-training leaves out patches, but {', '.join(needing_grid) or f'a {kind}'} needs the whole "
+            "grid; pre-train the plain ViT, then recast it"
         )
     if encoder.pos_embed is None:
-        raise UserError(f"this {kind} has no positions: it could not tell which patches it sees; give it pos_embed")
+        raise UserError(
+            f"masked pre-training needs a position embedding, which this {kind} does not have; set pos_embed"
+        )
     if isinstance(encoder.patch_drop, PatchDropout):
-        raise UserError("patch_drop_rate drops patches that the mask has chosen to show; leave it at 0")
+        raise UserError("patch_drop_rate is not supported in masked pre-training; leave it at 0")
     stem, proj = encoder.patch_embed, getattr(encoder.patch_embed, "proj", None)
     if not isinstance(stem, PatchEmbed) or getattr(proj, "kernel_size", None) != getattr(proj, "stride", 0):
-        raise UserError(f"the {type(stem).__name__} of this {kind} mixes patches: hidden ones would be seen")
+        raise UserError(
+            f"the {type(stem).__name__} of this {kind} mixes patches, so hidden ones would be visible; "
+            "use a ViT with plain patches"
+        )
 
 
 class MaskedAutoencoder(nn.Module):
-    """A ViT that reads the visible patches, and a decoder that paints the hidden ones from what it understood.
+    """A ViT that encodes the visible patches of an image, and a decoder that reconstructs the hidden ones.
 
-    The encoder is adopted as it is, but for its positions: they become sine-cosine and fixed. Its head, which is not
-    reached, is frozen. `depth`, `width` and `heads` are the decoder's, `mask` is the share of hidden patches,
-    `normalise` paints patches less their mean and over their deviation. Tokens of an encoder that pools before its
-    last norm are normalised by that norm here. BatchNorm inside a patch embedding does see all patches.
+    The encoder is used unchanged, except that its positions become sine-cosine and fixed, and its unused head is
+    frozen. `depth`, `width` and `heads` are those of the decoder; `mask` is the share of hidden patches. With
+    `normalise` the target is every patch normalised by its own mean and standard deviation. If the encoder has its
+    last norm after pooling, that norm is applied to the tokens here. BatchNorm inside a patch embedding does see all
+    patches.
 
     Shape: images (B, C, h, w) -> prediction (B, N, ph pw C), mask (B, N), 1 = hidden; noise (B, N), by default drawn
     from torch's global generator
     Source: MAE (He et al., 2022) section 3
-    Raises: UserError for a network that is no plain ViT, sizes that do not fit, or images of another size.
+    Raises: UserError for an encoder that is not a plain ViT, heads or mask that do not fit, or images of another size.
     """
 
     decoder_pos_embed: Tensor
@@ -181,7 +190,10 @@ class MaskedAutoencoder(nn.Module):
         self.to(like.device, like.dtype)
 
     def init_decoder(self) -> None:
-        """Linear layers as Xavier's uniform without bias, the mask token small. Source: MAE appendix A.1"""
+        """Initialise linear layers with Xavier's uniform and zero bias, the mask token with std .02.
+
+        Source: MAE appendix A.1
+        """
         nn.init.normal_(self.mask_token, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear) and not any(module is m for m in self.encoder.modules()):
@@ -190,41 +202,44 @@ class MaskedAutoencoder(nn.Module):
 
     @property
     def patch_size(self) -> tuple[int, int]:
+        """Height and width of a patch."""
         return self.encoder.patch_embed.patch_size
 
     @property
     def width(self) -> int:
+        """Number of channels of the decoder."""
         return self.mask_token.shape[2]
 
     @property
     def pretrained_cfg(self) -> dict[str, Any]:
-        """What images it expects: as its encoder."""
+        """The encoder's pretrained_cfg."""
         return self.encoder.pretrained_cfg
 
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
-        """The grid of patches of images of that height and width. Raises: UserError when it cannot read them."""
+        """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""
         stem = self.encoder.patch_embed
         check_image_size(size, self.patch_size, padded=False)
         if stem.strict_img_size and size != tuple(stem.img_size):
             own, given = ("x".join(map(str, s)) for s in (stem.img_size, size))
-            raise UserError(f"this encoder reads images of {own}, not {given}; create it with dynamic_img_size=True")
+            raise UserError(f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True")
         return size[0] // self.patch_size[0], size[1] // self.patch_size[1]
 
-    def draw(self, images: Tensor) -> Tensor:
-        """Noise from torch's global generator. Shape: (B, C, h, w) -> (B, N)"""
+    def draw_noise(self, images: Tensor) -> Tensor:
+        """Draw the noise that decides on the mask from torch's global generator. Shape: (B, C, h, w) -> (B, N)"""
         return torch.rand(len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))), device=images.device)
 
     def split_patches(self, images: Tensor, noise: Tensor | None) -> MaskSplit:
-        """Which patches are seen."""
-        wanted = (len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))))
-        noise = self.draw(images) if noise is None else noise
-        if tuple(noise.shape) != wanted:
-            raise UserError(f"noise of shape {tuple(noise.shape)} for images and their patches {wanted}")
+        """Split the patches of images into visible and hidden ones."""
+        expected = (len(images), math.prod(self.grid_of(tuple(images.shape[-2:]))))
+        noise = self.draw_noise(images) if noise is None else noise
+        if tuple(noise.shape) != expected:
+            raise UserError(f"noise has shape {tuple(noise.shape)}; for these images it must have shape {expected}")
         return split_patches(noise, self.ratio)
 
     def encode(self, images: Tensor, seen: MaskSplit) -> Tensor:
-        """What the encoder makes of the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
+        """Encode the visible patches. Shape: (B, C, h, w) -> (B, prefix + V, channels)"""
         vit = self.encoder
+        # the steps of timm's forward_features, of which only its private _pos_embed adds positions to all patches
         tokens = vit._pos_embed(vit.patch_embed(images))  # (B, prefix + N, channels)
         prefix, patches = tokens[:, : vit.num_prefix_tokens], tokens[:, vit.num_prefix_tokens :]
         tokens = torch.cat([prefix, gather_tokens(patches, seen.visible)], dim=1)  # (B, prefix + V, channels)
@@ -233,7 +248,7 @@ class MaskedAutoencoder(nn.Module):
         return vit.fc_norm(vit.norm(tokens))  # one of the two is the identity
 
     def decode(self, latent: Tensor, seen: MaskSplit, grid_size: tuple[int, int], blocks: int) -> Tensor:
-        """All patches in place, hidden ones as mask tokens, through the first blocks; without norm or prefix tokens.
+        """Run the first decoder blocks on all patches, with mask tokens for hidden ones; drop the prefix tokens.
 
         Shape: (B, prefix + V, channels) -> (B, N, width)
         """
@@ -247,15 +262,15 @@ class MaskedAutoencoder(nn.Module):
         return x[:, prefix:]
 
     def positions(self, grid_size: tuple[int, int]) -> Tensor:
-        """The decoder's positions on that grid. Shape: -> (H W, width)"""
+        """Return the decoder's position embedding for a grid. Shape: -> (H W, width)"""
         if grid_size == tuple(self.encoder.patch_embed.grid_size):
             return self.decoder_pos_embed
         return sincos_pos_embed(grid_size, self.width).to(self.decoder_pos_embed)
 
     def decoder_features(self, images: Tensor, noise: Tensor | None = None, block: int | None = None) -> Tensor:
-        """Tokens of all patches, visible and hidden, as they leave that decoder block (1 is the first; None: the last).
+        """Return the tokens of all patches after a decoder block (1 is the first, None the last).
 
-        Before the decoder's norm, the class token left out.
+        They are taken before the decoder's norm and without the class token.
 
         Shape: images (B, C, h, w), noise (B, N) -> (B, N, width)
         Source: TDRL section 4.1; before the norm as published with G2SD (Huang et al., 2023)
@@ -275,28 +290,29 @@ class MaskedAutoencoder(nn.Module):
         return self.decoder_pred(self.decoder_norm(features)), seen.mask
 
     def target(self, images: Tensor) -> Tensor:
-        """What the prediction should be. Shape: (B, C, h, w) -> (B, N, ph pw C)"""
+        """Return the target of the prediction. Shape: (B, C, h, w) -> (B, N, ph pw C)"""
         patches = patchify(images, self.patch_size)
         return normalise_patches(patches) if self.normalise else patches
 
     def loss(self, images: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Mean squared error on the hidden patches."""
+        """Return the mean squared error on the hidden patches."""
         prediction, mask = self(images, noise)
         return reconstruction_error(prediction, self.target(images), mask)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Computes blocks again in the backward pass, of encoder and decoder, instead of keeping what they saw."""
+        """Recompute blocks of encoder and decoder in the backward pass instead of storing their activations."""
         self.encoder.set_grad_checkpointing(enable)
         self.grad_checkpointing = enable
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
+        """Return the mask token's name and those of the encoder's parameters without weight decay."""
         return {"mask_token", *(f"encoder.{name}" for name in self.encoder.no_weight_decay())}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
-        """Layers in order: the encoder's, what leads into the decoder, its blocks, what comes out."""
+        """Return the layer of each parameter for layer decay: encoder, decoder's input, its blocks, its output."""
         layers = group_parameters(self.encoder, self.encoder.group_matcher(coarse=coarse), reverse=True)
         first = max(layers.values()) + 1
 
