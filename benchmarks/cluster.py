@@ -62,7 +62,7 @@ def the_split(gpus, batch, steps):
 def decoding(root_batch):
     """Images a second that one core reads, decodes and augments as DeiT does, and bytes of one."""
     source = open_source("webdataset", "test", Path(root_batch))
-    size = sum(len(source.pictures[i]) for i in range(100)) / 100
+    size = sum(len(source.images[i]) for i in range(100)) / 100
     order = BatchOrder(len(source), 50)
     loader = iter(train_loader(source, train_transform(CONFIG, **DEIT), TrainSampler(order, 2)))
     next(loader)

@@ -61,7 +61,7 @@ def test_refine_and_calibrate(tmp_path):
     rows = [line.split() for line in run.stdout.splitlines()[1:3]]
     assert [row[0] for row in rows] == ["1", "1.2"]
     assert sum("*" in row for row in rows) == 1
-    assert "makes no image" in refused("evaluate", small, "--data", "digits", "--rfc", 0)
+    assert "leaves no image" in refused("evaluate", small, "--data", "digits", "--rfc", 0)
 
 
 def test_train_with_flags_in_every_form(tmp_path):

@@ -140,8 +140,8 @@ class TestIndexCache:
     def walked(self, monkeypatch):
         """Names of the shards that were really indexed."""
         names = []
-        real = shards.walk
-        monkeypatch.setattr(shards, "walk", lambda file, *rest: names.append(file.name) or real(file, *rest))
+        real = shards._iter_members
+        monkeypatch.setattr(shards, "_iter_members", lambda file, *rest: names.append(file.name) or real(file, *rest))
         return names
 
     def test_is_used_and_follows_a_replaced_shard(self, tmp_path, walked):

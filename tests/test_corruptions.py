@@ -10,13 +10,21 @@ from PIL import Image
 
 import isomorph as iso
 from isomorph.data.corruptions import corrupt as seam
-from isomorph.data.corruptions.cache import CellWriter, CorruptionCache, CachedImages
-from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, SEVERITIES, CorruptedSource, corrupt, corruption_seed
+from isomorph.data.corruptions.cache import CachedImages, CellWriter, CorruptionCache
+from isomorph.data.corruptions.corrupt import (
+    CORRUPTION_CATEGORIES,
+    EXTRA_CORRUPTIONS,
+    IMAGENET_C_CORRUPTIONS,
+    SEVERITIES,
+    CorruptedSource,
+    corrupt,
+    corruption_seed,
+)
 from isomorph.data.corruptions.dataset import (
     IMAGENET_C_CROP,
     CorruptedImages,
-    image_transform,
     image_loader,
+    image_transform,
 )
 from isomorph.data.corruptions.digital import gaussian_blur_matrix, mirror_indices, sample_bilinear
 from isomorph.data.sources import Source
@@ -176,7 +184,9 @@ def test_sampling_and_blurring_are_scipys():
     expected = [map_coordinates(picture[..., c], [rows, columns], order=1, mode="reflect") for c in range(3)]
     np.testing.assert_allclose(sample_bilinear(picture, rows, columns), np.stack(expected, -1), atol=1e-6)
     expected = gaussian_filter(picture[..., 0], 4.5, mode="reflect", truncate=3)
-    np.testing.assert_allclose(gaussian_blur_matrix(9, 4.5) @ picture[..., 0] @ gaussian_blur_matrix(12, 4.5).T, expected, atol=1e-12)
+    np.testing.assert_allclose(
+        gaussian_blur_matrix(9, 4.5) @ picture[..., 0] @ gaussian_blur_matrix(12, 4.5).T, expected, atol=1e-12
+    )
     assert mirror_indices(np.arange(-3, 6), 3).tolist() == [2, 1, 0, 0, 1, 2, 2, 1, 0]
 
 
@@ -234,34 +244,34 @@ def test_pictures_are_framed_then_corrupted():
 def test_stored_pictures_are_the_pictures_or_none(tmp_path):
     pictures = CorruptedImages(source_of(), image_transform(CONFIG), "fog", (1, 4))
     cache = CorruptionCache(tmp_path / "kept", {"source": "a"}, 6, (32, 32))
-    assert cache.stored("fog", 1) is None
+    assert cache.load("fog", 1) is None
     half = CellWriter(cache, "fog", (1, 4))
     half.add(pictures[0][0][None])
-    half.drop()
+    half.discard()
     assert [path.name for path in cache.folder.iterdir()] == ["kind.json"]
     writer = CellWriter(cache, "fog", (1, 4))
     for i in range(6):
         writer.add(pictures[i][0][None])
-    assert cache.stored("fog", 1) is None  # written, not finished
+    assert cache.load("fog", 1) is None  # written, not finished
     writer.finish()
-    cells = [cache.stored("fog", severity) for severity in (1, 4)]
+    cells = [cache.load("fog", severity) for severity in (1, 4)]
     kept = CachedImages(cells, pictures.source.labels)
     assert all(torch.equal(kept[i][0], pictures[i][0]) and kept[i][1] == pictures[i][1] for i in range(6))
-    assert CorruptionCache(tmp_path / "kept", {"source": "b"}, 6, (32, 32)).stored("fog", 1) is None
+    assert CorruptionCache(tmp_path / "kept", {"source": "b"}, 6, (32, 32)).load("fog", 1) is None
     raw = cache.paths("fog", 4)[0]
     block = bytearray(raw.read_bytes())
     block[5000] ^= 1
     raw.write_bytes(block)
-    assert cache.stored("fog", 4) is None
+    assert cache.load("fog", 4) is None
     raw.write_bytes(block[:-1])
-    assert cache.stored("fog", 4) is None
-    assert cache.stored("fog", 1) is not None
+    assert cache.load("fog", 4) is None
+    assert cache.load("fog", 1) is not None
 
 
 def test_a_cache_that_does_not_fit_is_refused_before_it_fills_the_disk(tmp_path):
     cache = CorruptionCache(tmp_path, {}, 10**9, (224, 224))
     with pytest.raises(iso.UserError, match=r"the cache needs 140\d+\.\d GiB"):
-        cache.refuse_full_disk(1)
+        cache.check_free_space(1)
     (tmp_path / "file").write_text("")
     with pytest.raises(iso.UserError, match="cannot write the cache"):
         CorruptionCache(tmp_path / "file", {}, 1, (32, 32))

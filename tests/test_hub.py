@@ -43,7 +43,7 @@ class TestHuggingface:
         name = "huggingface" if open_it is open_source else "huggingface-stream"
         with pytest.raises(iso.UserError, match=r"cannot reach timm/mini-imagenet: .*check the network"):
             open_it(name, "train", "timm/mini-imagenet")
-        with pytest.raises(iso.UserError, match="no folder /no/such/place, and it is no name on the hub"):
+        with pytest.raises(iso.UserError, match="/no/such/place is neither a folder nor a name on the hub"):
             open_it(name, "train", "/no/such/place")
         with pytest.raises(iso.UserError, match="has no split train; parquet files must be named"):
             open_it(name, "train", tmp_path)
@@ -51,7 +51,7 @@ class TestHuggingface:
         with pytest.raises(iso.UserError, match="has no split test or val or validation"):
             open_it(name, "test", tmp_path)
         dataset().rename_column("label", "target").to_parquet(tmp_path / "test.parquet")
-        with pytest.raises(iso.UserError, match="has columns image, target; it needs image and label"):
+        with pytest.raises(iso.UserError, match="has columns image, target; it must have image and label"):
             open_it(name, "test", tmp_path)
         (tmp_path / "test.parquet").write_bytes(b"PAR1 and nothing")
         with pytest.raises(iso.UserError, match="cannot read the test split in") as caught:
@@ -141,7 +141,7 @@ class TestStream:
         assert len(set(shares)) == len(shares) == len(SAMPLES)
 
     def test_wrong_requests(self, stream, tmp_path):
-        with pytest.raises(iso.UserError, match="part 2 is not in 0 to 1"):
+        with pytest.raises(iso.UserError, match="share 2 is not in 0 to 1"):
             stream.samples(0, 0, 2, 2)
         with pytest.raises(iso.UserError, match="'webdataset' is unknown"):
             open_stream("webdataset", "train")
@@ -153,7 +153,7 @@ class TestStream:
             stream.image(b"not an image", (1 << 32) + 2)
         stream.classes = ("ant",)
         with pytest.raises(
-            iso.UserError, match=r"row \d of file \d of the train split .* has label 1, which is no class"
+            iso.UserError, match=r"row \d of file \d of the train split .* has label 1; labels must be 0 to 0"
         ):
             list(stream.samples(0, None))
 
@@ -165,9 +165,9 @@ class TestStream:
         files = {"train": [str(file) for file in tmp_path.glob("*.parquet")]}
         hub = datasets.load_dataset("parquet", data_files=files, streaming=True)
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: hub)
-        with pytest.raises(iso.UserError, match="does not name its classes; give their number as classes="):
+        with pytest.raises(iso.UserError, match="has no names of classes; give their number as classes="):
             open_stream("huggingface-stream", "train", "owner/name")
-        with pytest.raises(iso.UserError, match="does not say how many images it has; give the number as images="):
+        with pytest.raises(iso.UserError, match="does not tell how many images it has; give the number as images="):
             len(open_stream("huggingface-stream", "train", "owner/name:config", classes=3))
         stream = open_stream("huggingface-stream", "train", "owner/name", images=15, classes=3)
         assert len(list(stream.samples(0, 0, 1, 2))) in (7, 8)

@@ -13,7 +13,12 @@ from timm.data import ImageNetInfo
 from torch import nn
 
 import isomorph as iso
-from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, CorruptedSource
+from isomorph.data.corruptions.corrupt import (
+    CORRUPTION_CATEGORIES,
+    EXTRA_CORRUPTIONS,
+    IMAGENET_C_CORRUPTIONS,
+    CorruptedSource,
+)
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source
 from isomorph.suites.robustness import results as robustness_journal
@@ -22,9 +27,9 @@ from isomorph.suites.robustness.scores import (
     ALEXNET,
     ALEXNET_CLEAN,
     compare_to_baseline,
-    summary_lines,
-    robustness_table,
     robustness_summary,
+    robustness_table,
+    summary_lines,
 )
 
 FEW = dict(corruptions=["fog", "gaussian_noise", "pixelate"], severities=(1, 5))
@@ -450,14 +455,14 @@ def test_what_is_wrong_with_arrays_is_said(arrays):
     (arrays / "frost.npy").write_bytes(b"cut short")
     cases = {
         "holds the arrays of CIFAR-C; choose the suite cifar-c": dict(suite="imagenet-c"),
-        "published pictures only: give the folder": dict(folder=None),
+        "needs the published images; give the folder": dict(folder=None),
         "no folder .*nowhere; give the one with": dict(folder=arrays / "nowhere"),
-        r"no .*contrast.npy; choose those that are there with --corruption: fog, frost, saturate, snow": dict(
+        r"no .*contrast.npy; choose from those present with --corruption: fog, frost, saturate, snow": dict(
             corruptions=["contrast"]
         ),
         "frost.npy cannot be read as an array": dict(corruptions=["frost"]),
-        "snow.npy is 16 x 32 x 32 x 3, not": dict(corruptions=["snow"]),
-        "are of 2 classes, the model knows 10": dict(model=Brightness(10, 32)),
+        "snow.npy has shape 16 x 32 x 32 x 3; it must": dict(corruptions=["snow"]),
+        "have 2 classes, the model has 10": dict(model=Brightness(10, 32)),
     }
     for said, arguments in cases.items():
         with pytest.raises(iso.UserError, match=said) as caught:
@@ -477,7 +482,7 @@ def test_imagenets_labels_go_by_name(names):
     assert iso.robustness(Brightness(), source, **ONE, partial=True)["clean"]["top1"] == 100
     swapped = Source([black, white], [0, 1], [wnids[1], wnids[0]])
     assert iso.robustness(Brightness(), swapped, **ONE, partial=True)["clean"]["top1"] == 0
-    with pytest.raises(iso.UserError, match="the data has class 'class 0'; classes must be called by wnid"):
+    with pytest.raises(iso.UserError, match="the data has class 'class 0'; name classes by wnid"):
         iso.robustness(Brightness(), source_of(2, 1000), **ONE)
 
 
@@ -494,10 +499,10 @@ def test_what_is_missing_is_said(published, tmp_path):
         "suite 'imagenet-d' is unknown": dict(folder=published, suite="imagenet-d"),
         "give a source": {},
         "has 1000 classes, the data has 10": dict(source=source_of()),
-        "the published pictures are 224 x 224, the model is to see 96 x 96": dict(folder=published, size=(96, 96)),
+        "the published images are 224 x 224, the model needs 96 x 96": dict(folder=published, size=(96, 96)),
         "no pixel": dict(folder=published, size=(0, 3)),
         "batch_size and limit": dict(folder=published, batch_size=0),
-        "those of a folder are on disk already": dict(folder=published, **FOG, cache=tmp_path / "c"),
+        "those of --folder are on disk already": dict(folder=published, **FOG, cache=tmp_path / "c"),
     }
     for said, arguments in cases.items():
         with pytest.raises(iso.UserError, match=said) as caught:
@@ -505,7 +510,7 @@ def test_what_is_missing_is_said(published, tmp_path):
         assert "\n" not in str(caught.value)
     with pytest.raises(iso.UserError, match="has 2 classes, the model knows 3"):
         iso.robustness(Brightness(3, 64), folder=published, corruptions=["fog"], severities=[1])
-    with pytest.raises(iso.UserError, match="32 px at least; the model sees 16 x 16"):
+    with pytest.raises(iso.UserError, match="32 px at least; the model's input is 16 x 16"):
         iso.robustness(Brightness(10, 16), source_of())
     shutil.copytree(published / "fog/1" / ImageNetInfo().label_names()[0], published / "fog/1/n99999999")
     with pytest.raises(iso.UserError, match="fog/1 has class n99999999, which is none of ImageNet-1k's"):

@@ -207,7 +207,7 @@ def test_real_needs_no_class_folders(tmp_path, below):
     row["top1"] = pytest.approx(100 * sum(n % 2 for n in numbers) / len(numbers))
     assert evaluate_suites(Reads(), "real", tmp_path, partial=True) == [row]
     assert evaluate_suites(Reads(), "real", tmp_path / "imagenet", partial=True) == [row]
-    with pytest.raises(iso.UserError, match=r"only real can judge \(by their names\); imagenet needs a folder a class"):
+    with pytest.raises(iso.UserError, match=r"only the suite real can use; imagenet needs a folder per class"):
         evaluate_suites(Reads(), "imagenet,real", tmp_path, partial=True)
 
 

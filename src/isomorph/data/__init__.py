@@ -1,4 +1,4 @@
-"""Sources and streams of labelled images, their corrupted and reduced forms, and loaders."""
+"""Labelled images: sources and streams, parts of them, corrupted copies, and loaders."""
 
 from isomorph.data.corruptions.corrupt import (
     CORRUPTION_CATEGORIES,
@@ -8,28 +8,17 @@ from isomorph.data.corruptions.corrupt import (
     NoisySource,
     corrupt,
 )
-from isomorph.data.formats.registry import SOURCES, open_source
-from isomorph.data.label_maps import LabelMapSource, MapLabels
-from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
-from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.sources import Source, class_fraction, first_classes, image_name
-from isomorph.data.streams.loader import stream_loader, stream_test_loader
-from isomorph.data.streams.stream import STREAMS, Stream, open_stream
-from isomorph.seeding import mixed_seed, seed_generators
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader, eval_transform, train_transform
+from isomorph.data.sources import Source, class_fraction, first_classes
+from isomorph.data.streams.stream import Stream, open_stream
 
 __all__ = [
     "CORRUPTION_CATEGORIES",
     "EXTRA_CORRUPTIONS",
     "IMAGENET_C_CORRUPTIONS",
-    "SOURCES",
-    "STREAMS",
     "CorruptedSource",
-    "TrainSampler",
-    "MapLabels",
-    "LabelMapSource",
     "NoisySource",
-    "BatchOrder",
-    "BatchParts",
     "Source",
     "Stream",
     "class_fraction",
@@ -37,13 +26,12 @@ __all__ = [
     "eval_loader",
     "eval_transform",
     "first_classes",
-    "mixed_seed",
     "open_source",
     "open_stream",
-    "image_name",
-    "seed_generators",
-    "stream_loader",
-    "stream_test_loader",
-    "train_loader",
     "train_transform",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -1,4 +1,4 @@
-"""Label maps: scores of the likeliest classes everywhere in an image, kept in a file beside it (token labelling)."""
+"""Label maps for token labelling: scores of the likeliest classes at every position of an image, stored in files."""
 
 import os
 import pickle
@@ -19,14 +19,14 @@ from isomorph.data.sources import ImageLike, ImageSubset, Source, first_line
 from isomorph.errors import UserError
 
 _LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
-"""What loading a damaged file of tensors may raise."""
+"""The exceptions that `torch.load` may raise for a damaged file."""
 
 
 class MapLabels(NamedTuple):
-    """Labels of images and of every place in them, with what the augmentation did to the place; or those of one image.
+    """Labels and label maps of a batch of images (or of one), and how augmentation cropped and flipped each image.
 
     Shape: label (B,); maps (B, 2, K, H, W), scores and their classes; box (B, 4): top, left, bottom, right of the
-    crop as shares of the image; flipped (B,)
+    crop as fractions of the image; flipped (B,)
     """
 
     label: Any
@@ -35,15 +35,16 @@ class MapLabels(NamedTuple):
     flipped: Any
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "MapLabels":
+        """Return the labels on another device."""
         return MapLabels(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
 
 
 def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tensor, bool]:
-    """What timm's training transform makes of an image, the box that it cut out, and whether it flipped it.
+    """Apply timm's training transform, and return the result, the box that it cropped, and True if it flipped.
 
-    The draws are those of the transform itself, so the image is the same to the last bit.
+    Random numbers are drawn as the transform itself draws them, so the image is the same to the last bit.
 
-    Shape: -> image, (4,): top, left, bottom, right as shares of the image, whether flipped
+    Shape: -> image, (4,): top, left, bottom, right as fractions of the image, flipped
     Raises: UserError for a transform that does not crop and resize once.
     """
     boxes, flipped = [], False
@@ -57,113 +58,118 @@ def apply_and_track_crop(transform: Any, image: Image.Image) -> tuple[Any, Tenso
         else:
             image = step(image)
     if len(boxes) != 1:
-        raise UserError("label maps go with images that are cropped and resized once; leave augment.crop_padding at 0")
+        raise UserError("label maps need images that are cropped and resized once; set augment.crop_padding to 0")
     return image, boxes[0], flipped
 
 
 def _random_resized_crop(step: RandomResizedCropAndInterpolation, image: Image.Image) -> tuple[Image.Image, Tensor]:
-    """A crop as the step draws it, resized, and its box as shares of the image. Shape: -> image, (4,)"""
+    """Return a random crop, resized, and its box as fractions of the image. Shape: -> image, (4,)"""
     top, left, height, width = step.get_params(image, step.scale, step.ratio)
-    known = step.interpolation
-    interpolation = random.choice(known) if isinstance(known, Sequence) else known
+    modes = step.interpolation
+    interpolation = random.choice(modes) if isinstance(modes, Sequence) else modes
     box = torch.tensor([top, left, top + height, left + width]) / torch.tensor([image.height, image.width] * 2)
     return functional.resized_crop(image, top, left, height, width, step.size, interpolation), box
 
 
 class LabelMapSource(Source):
-    """A source whose labels are maps too: `folder/class/image.pt` for `class/image.jpg`, a tensor (2, K, H, W).
+    """A source that also reads label maps: `folder/class/image.pt` for `class/image.jpg`, a tensor (2, K, H, W).
 
-    Source: Jiang et al. (2021), the files of the authors
-    Raises: UserError when images have no names, maps are missing, or the first is no map of these classes.
+    Source: Jiang et al. (2021), the authors' files
+    Raises: UserError when images have no file names, files are missing, or the first is not a map of these classes.
     """
 
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
-        super().__init__(source.pictures, source.labels, source.classes, source.shards)
+        super().__init__(source.images, source.labels, source.classes, source.shards)
         self.ids, self.folder, self.num_classes = source.ids, folder, num_classes
-        _check_files_exist(folder, self.map_names())
-        self.shape = _load_label_map(self.map_path(0), num_classes).shape
+        _check_files_exist(folder, self._folders_and_files())
+        self.shape = _load_label_map(self._path(0), num_classes).shape
 
-    def map_names(self) -> Iterator[tuple[str, str]]:
-        """Folder and file of every image's map, in turn."""
+    def _folders_and_files(self) -> Iterator[tuple[str, str]]:
+        """Yield the folder and file name of every image's label map."""
         for index in range(len(self)):
-            folder, _, file = self.map_name(index).rpartition("/")
+            folder, _, file = self._relative_path(index).rpartition("/")
             yield folder, file
 
-    def map_name(self, index: int) -> str:
-        """The class and what follows it in an image's name; the class and the whole name where it has no class."""
-        name, owner = _file_name(self.pictures, index), self.classes[int(self.labels[index])]
+    def _relative_path(self, index: int) -> str:
+        """Return the path of a label map below the folder: the class, then what follows the class in the image's name.
+
+        The whole name follows the class where the name does not contain it.
+        """
+        name, owner = _file_name(self.images, index), self.classes[int(self.labels[index])]
         *folders, file = name.split("/")
         below = folders[folders.index(owner) :] if owner in folders else [owner, *folders]
         return "/".join([*below, file.rpartition(".")[0] + ".pt"])
 
-    def map_path(self, index: int) -> Path:
-        return self.folder / self.map_name(index)
+    def _path(self, index: int) -> Path:
+        return self.folder / self._relative_path(index)
 
-    def map(self, index: int) -> Tensor:
-        """Scores and classes of one image. Shape: -> (2, K, H, W)"""
-        found = _load_label_map(self.map_path(index), self.num_classes)
-        if found.shape != self.shape:
+    def label_map(self, index: int) -> Tensor:
+        """Return the scores and classes of one image. Shape: -> (2, K, H, W)"""
+        loaded = _load_label_map(self._path(index), self.num_classes)
+        if loaded.shape != self.shape:
             raise UserError(
-                f"{self.map_path(index)} is {_format_shape(found.shape)}, the first image's map {_format_shape(self.shape)}; "
-                "all must be of one size"
+                f"{self._path(index)} is {_format_shape(loaded.shape)}, but the first image's label map is "
+                f"{_format_shape(self.shape)}; all must have the same size"
             )
-        return found
+        return loaded
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image, box, flipped = apply_and_track_crop(self.transform, self.image(index))
-        return image, MapLabels(int(self.labels[index]), self.map(index), box, flipped)
+        return image, MapLabels(int(self.labels[index]), self.label_map(index), box, flipped)
 
 
-def _file_name(pictures: Sequence[ImageLike], index: int) -> str:
-    """The name of a picture below its folder, or in its tar file.
+def _file_name(images: Sequence[ImageLike], index: int) -> str:
+    """Return the name of an image below its folder, or in its tar file.
 
-    Raises: UserError for pictures without names.
+    Raises: UserError for images without names.
     """
-    if isinstance(pictures, ImageSubset):
-        return _file_name(pictures.pictures, int(pictures.places[index]))
-    if not hasattr(pictures, "member"):
+    if isinstance(images, ImageSubset):
+        return _file_name(images.images, int(images.indices[index]))
+    if not hasattr(images, "file_name"):
         raise UserError("token_labels.maps needs images with file names: data.source imagefolder, tar or webdataset")
-    return pictures.member(index)
+    return images.file_name(index)
 
 
 def _check_files_exist(folder: Path, names: Iterable[tuple[str, str]]) -> None:
-    """Lists every folder once. Raises: UserError naming the first file that is not there, and how many are not."""
+    """Raise a UserError with the first missing file and the number of them; each folder is listed once."""
     if not folder.is_dir():
-        raise UserError(f"no folder {folder}; give token_labels.maps the folder that holds class/image.pt")
+        raise UserError(f"there is no folder {folder}; token_labels.maps must be the folder that holds class/image.pt")
 
     @lru_cache(maxsize=64)
-    def listed(below: str) -> frozenset[str]:
+    def files_in(below: str) -> frozenset[str]:
         return frozenset(os.listdir(folder / below)) if (folder / below).is_dir() else frozenset()
 
-    missing = [(below, file) for below, file in names if file not in listed(below)]
+    missing = [(below, file) for below, file in names if file not in files_in(below)]
     if missing:
         first = folder / missing[0][0] / missing[0][1]
         raise UserError(f"label maps are missing in {folder}: {len(missing)}, the first of them {first}")
 
 
 def _load_label_map(path: Path, num_classes: int) -> Tensor:
-    """Scores and classes from a file, checked. Shape: -> (2, K, H, W)
+    """Return the scores and classes in a file. Shape: -> (2, K, H, W)
 
-    Raises: UserError when the file cannot be read, or is no map of these classes.
+    Raises: UserError when the file cannot be read, or is not a label map of these classes.
     """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:
         raise UserError(f"cannot read the label map {path}: {first_line(error)}") from None
-    if not isinstance(found, Tensor) or found.ndim != 4 or len(found) != 2 or not found.numel():
-        shape = _format_shape(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise UserError(f"{path} is no label map: it must be 2 x K x H x W (scores, their classes), found {shape}")
-    if not found.isfinite().all():
-        raise UserError(f"{path} is no label map: it holds numbers that are not finite")
-    _check_classes(path, found[1].double(), num_classes)
-    return found
+    if not isinstance(loaded, Tensor) or loaded.ndim != 4 or len(loaded) != 2 or not loaded.numel():
+        given = _format_shape(loaded.shape) if isinstance(loaded, Tensor) else type(loaded).__name__
+        raise UserError(f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)")
+    if not loaded.isfinite().all():
+        raise UserError(f"{path} is not a label map: it has values that are not finite")
+    _check_classes(path, loaded[1].double(), num_classes)
+    return loaded
 
 
 def _check_classes(path: Path, classes: Tensor, num_classes: int) -> None:
-    """Raises: UserError for classes that are not whole numbers from 0 to below `num_classes`."""
+    """Raise a UserError for classes that are not whole numbers from 0 to below `num_classes`."""
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():
-        raise UserError(f"{path} names class {classes[wrong][0]:g}; there are {num_classes}, counted from 0")
+        raise UserError(
+            f"{path} has class {classes[wrong][0]:g}; classes must be whole numbers from 0 to {num_classes - 1}"
+        )
 
 
 def _format_shape(shape: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""From a source to batches, through timm's transforms and loader."""
+"""Loaders of training and test batches, with timm's transforms."""
 
 import copy
 import math
@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -27,13 +28,13 @@ _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
 _EVAL_KEYS = (*_SHARED_KEYS, "crop_pct", "crop_mode")
 Labels = Tensor | MapLabels
 Example = tuple[Tensor, int | MapLabels, list[str]]
-"""Image, label, and what could not be read on the way to it."""
+"""An image, its label, and the error messages of unreadable images that were skipped before it."""
 
 _NO_AUGMENTATION: dict[str, Any] = dict(scale=(1.0, 1.0), ratio=(1.0, 1.0), hflip=0.0, color_jitter=0.0)
 
 
 class IsolatedDataLoader(DataLoader[Any]):
-    """A DataLoader whose workers import nothing from the working folder, however they are started."""
+    """DataLoader whose workers import nothing from the working folder, however they are started."""
 
     def __iter__(self) -> Any:
         with SafeChildren():
@@ -48,20 +49,29 @@ def eval_loader(
     rfc: float | None = None,
     rfc_fill: Literal["zero", "black"] = "zero",
 ) -> DataLoader[Any]:
-    """Batches in order, transformed as the model's data config says (input_size, mean, std, interpolation, ...).
+    """Return a loader of a source's images in order, transformed as in the model's data config.
 
-    `rfc` is the ratio of receptive-field calibration and takes the place of the crop: the image's shorter side is made
-    1 / rfc of the input's, the middle is cut out, and where the image ends it is padded. `zero` pads what the model
-    reads (the mean colour); `black` pads the picture, as timm does for a crop_pct above 1. Below 1 it is a plain crop.
+    `config` is timm's data config (input_size, mean, std, interpolation, ...). `rfc` is the ratio of receptive-field
+    calibration and replaces the crop: the image's shorter side is resized to 1 / rfc of the input's, the centre is cut
+    out, and where the image ends it is padded. `rfc_fill="zero"` pads the normalised image with zeros (the mean
+    colour); `"black"` pads the image itself, as timm does for a crop_pct above 1. An rfc below 1 only crops.
 
+    Shape: yields images (B, C, H, W), labels (B,)
     Source: Refiner section 4.4
-    Raises: UserError for a ratio that is not positive and finite, or another filling.
+    Raises: UserError for a ratio that is not positive and finite, or an unknown `rfc_fill`.
+
+    >>> model = timm.create_model("cifar_resnet20")
+    >>> source = iso.data.open_source("digits", "test")
+    >>> loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model), batch_size=50)
+    >>> images, labels = next(iter(loader))
+    >>> images.shape
+    torch.Size([50, 3, 32, 32])
     """
-    kept = {key: config[key] for key in _EVAL_KEYS if key in config}
+    options = dict(config)
     if rfc is not None:
         _check_rfc(rfc, rfc_fill, config["input_size"][-2:])
-        kept |= dict(crop_pct=rfc, crop_mode="center")
-    transform: Any = eval_transform(kept)
+        options |= dict(crop_pct=rfc, crop_mode="center")
+    transform: Any = eval_transform(options)
     if rfc is not None and rfc_fill == "zero":
         steps = list(transform.transforms)
         crops = [step for step in steps if isinstance(step, transforms.CenterCrop)]
@@ -78,14 +88,22 @@ def eval_loader(
 
 
 def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
-    """timm's transform for testing, as the model's data config says."""
+    """Return timm's transform of test images for a model's data config.
+
+    `config` is timm's data config: input_size, mean, std, interpolation, crop_pct, crop_mode.
+
+    >>> source = iso.data.open_source("digits", "test")
+    >>> transform = iso.data.eval_transform(timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20")))
+    >>> transform(source.image(0)).shape
+    torch.Size([3, 32, 32])
+    """
     return create_transform(**{key: config[key] for key in _EVAL_KEYS if key in config})
 
 
 def _check_rfc(rfc: float, fill: str, size: Sequence[int]) -> None:
-    """Raises: UserError for a ratio or a filling of receptive-field calibration that makes no image."""
+    """Raise a UserError for a ratio of receptive-field calibration that leaves no image, or an unknown fill."""
     if not 0.05 <= rfc < math.inf or min(size) / rfc < 1:
-        raise UserError(f"rfc {rfc:g} makes no image; give a ratio like 1.13, or one from .05 to 1 to crop")
+        raise UserError(f"rfc {rfc:g} leaves no image; give a ratio like 1.13, or one from .05 to 1 to crop")
     if fill not in ("zero", "black"):
         raise UserError(f"rfc_fill {fill!r} is unknown; choose 'zero' or 'black'")
 
@@ -93,22 +111,23 @@ def _check_rfc(rfc: float, fill: str, size: Sequence[int]) -> None:
 def train_loader(
     source: Source,
     transform: Callable[[Image.Image], Any],
-    deals: TrainSampler,
+    sampler: TrainSampler,
     workers: int = 0,
     unreadable: int = 0,
 ) -> DataLoader[Any]:
-    """What `deals` deals, one part of a batch after another, under a training transform: images, labels, problems.
+    """Return a loader of training batches: images, labels, and error messages of images that cannot be read.
 
-    Up to `unreadable` images are each replaced by the next one that can be read, and said in `problems`. The loader
-    runs to the end of the training, so that workers are ahead of the model at the start of every epoch too.
+    Each of up to `unreadable` such images is replaced by the next that can be read. The loader runs to the end of the
+    training, not of an epoch, so that at the start of an epoch too its workers are ahead of the model.
 
+    Shape: yields images (B, C, H, W), labels (B,), messages
     Raises: UserError naming the image when more cannot be read.
     """
     source = copy.copy(source)
     source.transform = transform
     return IsolatedDataLoader(
         SeededDataset(source, unreadable),
-        batch_sampler=deals,
+        batch_sampler=sampler,
         num_workers=workers,
         collate_fn=collate,
         worker_init_fn=ignore_stop_signals,
@@ -119,9 +138,15 @@ def train_loader(
 def train_transform(
     config: Mapping[str, Any], crop_padding: int = 0, **augmentation: Any
 ) -> Callable[[Image.Image], Any]:
-    """timm's training transform; `augmentation` are its arguments (hflip, ...).
+    """Return timm's training transform for a model's data config; `augmentation` are its arguments (hflip, ...).
 
-    `crop_padding` > 0 crops from the image padded by so many pixels (the CIFAR way) instead of resizing crops.
+    `crop_padding` > 0 crops from the image padded by that many pixels, as usual for CIFAR, instead of resizing crops.
+
+    >>> source = iso.data.open_source("digits", "train")
+    >>> config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
+    >>> source.transform = iso.data.train_transform(config, crop_padding=4, hflip=0.5)
+    >>> source[0][0].shape
+    torch.Size([3, 32, 32])
     """
     (height, width) = config["input_size"][-2:]
     if crop_padding:
@@ -136,13 +161,13 @@ def train_transform(
 
 
 class SeededDataset(Dataset[Example]):
-    """The images of a source by draw: image and seed; every augmentation follows its own seed."""
+    """The images of a source by index and augmentation seed; an unreadable one is replaced by the next."""
 
     def __init__(self, source: Source, unreadable: int) -> None:
         self.source, self.unreadable = source, unreadable
 
-    def __getitem__(self, draw: SeededIndex) -> Example:
-        index, seed = draw
+    def __getitem__(self, seeded: SeededIndex) -> Example:
+        index, seed = seeded
         problems: list[str] = []
         while True:
             seed_generators(seed, devices=False)
@@ -152,27 +177,27 @@ class SeededDataset(Dataset[Example]):
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
-                    raise UserError(f"{error} (or allow some: data.unreadable)") from None
+                    raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
                 index = (index + 1) % len(self.source)
 
 
 def collate(examples: Sequence[Example]) -> tuple[Tensor, Labels, list[str]]:
-    """Shape: -> (B, C, H, W), (B,), and what could not be read; label maps are stacked field by field"""
+    """Stack examples to a batch; label maps are stacked field by field. Shape: -> (B, C, H, W), (B,), messages"""
     images, labels, problems = zip(*examples, strict=True)
-    return torch.stack(images), default_collate(labels), [problem for found in problems for problem in found]
+    return torch.stack(images), default_collate(labels), list(chain.from_iterable(problems))
 
 
 def ignore_stop_signals(worker: int) -> None:
-    """A stop is for the main process, which lets its workers go when it has saved: they heed no one else."""
+    """Make a worker ignore signals to stop: the main process handles them, and ends its workers once it has saved."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not everywhere; there, a SIGTERM to all processes ends the workers
+    if hasattr(signal, "sigwaitinfo"):  # some systems lack it: there, a SIGTERM to all processes ends the workers
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_when_parent_asks, daemon=True).start()
 
 
 def _exit_when_parent_asks() -> None:
-    """Ends a worker when the process that it works for asks for it (its system parent may be a fork server)."""
+    """End this worker at a SIGTERM from the loader's process (the worker's system parent may be a fork server)."""
     parent = multiprocessing.parent_process()
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != (parent.pid if parent else os.getppid()):
         pass
@@ -180,7 +205,7 @@ def _exit_when_parent_asks() -> None:
 
 
 def _fix_posterize(transform: Any) -> None:
-    """Lets timm's policies posterize to no bits at all (black), which Pillow 13 refuses with an error mid-run."""
+    """Let timm's policies posterize to 0 bits (black), which Pillow 13 rejects with an error mid-run."""
     for part in transform.transforms:
         sub_policies = [getattr(part, "ops", []), *getattr(part, "policy", [])]
         for operation in (op for policy in sub_policies for op in policy):
@@ -189,7 +214,7 @@ def _fix_posterize(transform: Any) -> None:
 
 
 def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
-    """The image with so many bits a channel."""
+    """Return the image with this many bits per channel."""
     if bits < 1:
         return Image.new(image.mode, image.size)
     return ImageOps.posterize(image, min(bits, 8))

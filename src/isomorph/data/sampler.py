@@ -1,7 +1,7 @@
-"""Which images each step sees, in which order and how varied: a function of seed, epoch and place alone.
+"""The order of training images: the images of every step, and the seed of each one's augmentation.
 
-However many processes and workers share the work, and wherever a run is taken up again, every step's batch is the
-same: nothing about it lives in a generator that has to be kept.
+Both depend on the run's seed, the epoch and the step alone, not on the state of a random generator. So a step's batch
+is the same however many processes and workers share the work, and from whichever step a run resumes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,16 +15,19 @@ from isomorph.errors import UserError
 from isomorph.seeding import mixed_seed
 
 SeededIndex = tuple[int, int]
-"""An image, and the seed of its augmentation."""
+"""The index of an image, and the seed of its augmentation."""
 
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The images of every step of a run, in full batches; what is left of an epoch is dropped.
+    """The images of every step of a run, in full batches; the incomplete batch at the end of an epoch is dropped.
 
-    `repeats` > 1 shows each image of an epoch so many times running, each time augmented anew, and a share of the
-    images an epoch (DeiT's repeated augmentation). With `shards` (runs of indices that lie together) and a `window`,
-    shards are shuffled, and images within so many shards at a time: reads stay local.
+    `images` is the number of images, `batch` the batch size. With `repeats` > 1 an epoch takes 1 / repeats of the
+    images and shows each that many times in a row, with a new augmentation each time (DeiT's repeated augmentation).
+    With `shards` (ranges of indices that are stored together) and a `window`, shards are shuffled, and then the images
+    of `window` shards at a time, so that reads stay local.
+
+    Raises: UserError for fewer images than a batch, or a window without shards.
     """
 
     images: int
@@ -46,15 +49,15 @@ class BatchOrder:
         return self.images // self.batch
 
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
-        """Images of an epoch and the seed of each one's augmentation. Shape: -> (steps * batch,), the same"""
+        """Return the images of an epoch and the seeds of their augmentation. Shape: -> (steps * batch,), the same"""
         generator = torch.Generator().manual_seed(mixed_seed("order", self.seed, epoch))
-        order, kept = self.shuffled(generator), self.steps * self.batch
+        order, count = self._shuffle(generator), self.steps * self.batch
         if self.repeats > 1:
             order = order[: -(-self.images // self.repeats)].repeat_interleave(self.repeats)
-        return order[:kept], torch.randint(2**62, (kept,), generator=generator)
+        return order[:count], torch.randint(2**62, (count,), generator=generator)
 
-    def shuffled(self, generator: torch.Generator) -> Tensor:
-        """All images in a drawn order. Shape: -> (images,)"""
+    def _shuffle(self, generator: torch.Generator) -> Tensor:
+        """Return all images in a random order. Shape: -> (images,)"""
         if not self.window or not self.shards:
             return torch.randperm(self.images, generator=generator)
         shards = [self.shards[i] for i in torch.randperm(len(self.shards), generator=generator)]
@@ -65,31 +68,31 @@ class BatchOrder:
 
 @dataclass(frozen=True)
 class BatchParts:
-    """The parts of every step's batch that one process takes, one after another: `mine` of `of`.
+    """The parts of every batch that one process takes, one after another: those numbered `own`, of `total` parts.
 
-    A batch is dealt to its parts like cards, so a part is the same images whoever takes it.
+    Part p of n is every n-th image of the batch from the p-th on, so it is the same whichever process takes it.
     """
 
-    mine: range = range(1)
-    of: int = 1
+    own: range = range(1)
+    total: int = 1
 
 
 class TrainSampler(Sampler[list[SeededIndex]]):
-    """One process's parts of every batch, from step `first` to the last of the run, epoch after epoch."""
+    """Sampler of one process's parts of every batch, from step `first` to the last of the run, epoch after epoch."""
 
-    def __init__(self, order: BatchOrder, epochs: int, first: int = 0, share: BatchParts = BatchParts()) -> None:
-        self.order, self.epochs, self.first, self.share = order, epochs, first, share
+    def __init__(self, order: BatchOrder, epochs: int, first: int = 0, parts: BatchParts = BatchParts()) -> None:
+        self.order, self.epochs, self.first, self.parts = order, epochs, first, parts
 
     def __len__(self) -> int:
-        return (self.epochs * self.order.steps - self.first) * len(self.share.mine)
+        return (self.epochs * self.order.steps - self.first) * len(self.parts.own)
 
     def __iter__(self) -> Iterator[list[SeededIndex]]:
         start, steps, batch = self.first, self.order.steps, self.order.batch
         for epoch in range(start // steps, self.epochs):
             images, seeds = self.order.epoch(epoch)
-            for place in range(start - epoch * steps, steps):
-                step = slice(place * batch, (place + 1) * batch)
-                for part in self.share.mine:
-                    dealt = images[step][part :: self.share.of], seeds[step][part :: self.share.of]
-                    yield list(zip(dealt[0].tolist(), dealt[1].tolist(), strict=True))
+            for position in range(start - epoch * steps, steps):
+                step = slice(position * batch, (position + 1) * batch)
+                for part in self.parts.own:
+                    every_nth = slice(part, None, self.parts.total)
+                    yield list(zip(images[step][every_nth].tolist(), seeds[step][every_nth].tolist(), strict=True))
             start = (epoch + 1) * steps

@@ -1,4 +1,4 @@
-"""What a source is: a list of labelled images that are read when asked for, with a transform to be set."""
+"""`Source`, a list of labelled images that are read when asked for, and subsets of it."""
 
 import copy
 import io
@@ -15,60 +15,61 @@ from torch.utils.data import Dataset
 from isomorph.errors import UserError
 
 ImageLike = Image.Image | bytes | Path
+"""A PIL image, the bytes of an image file or the path of one."""
 
 
 class ImageSubset(Sequence[ImageLike]):
-    """Some of a sequence's pictures, by their places in it; nothing is read or copied before it is asked for."""
+    """Some images of a sequence, by their indices in it; nothing is read or copied before it is asked for."""
 
-    def __init__(self, pictures: Sequence[ImageLike], places: np.ndarray) -> None:
-        self.pictures, self.places = pictures, places
+    def __init__(self, images: Sequence[ImageLike], indices: np.ndarray) -> None:
+        self.images, self.indices = images, indices
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.indices)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return ImageSubset(self.pictures, self.places[index])
-        return self.pictures[int(self.places[index])]
+            return ImageSubset(self.images, self.indices[index])
+        return self.images[int(self.indices[index])]
 
     def name(self, index: int) -> str:
-        return _describe_image(self.pictures, int(self.places[index]))
+        return _describe_image(self.images, int(self.indices[index]))
 
 
-def _select_images(pictures: Sequence[ImageLike], indices: np.ndarray) -> ImageSubset:
-    """The pictures at these indices; a choice of a choice is one choice."""
-    if isinstance(pictures, ImageSubset):
-        return ImageSubset(pictures.pictures, pictures.places[indices])
-    return ImageSubset(pictures, indices)
+def _select_images(images: Sequence[ImageLike], indices: np.ndarray) -> ImageSubset:
+    """Return the images at these indices; a subset of a subset is one subset."""
+    if isinstance(images, ImageSubset):
+        return ImageSubset(images.images, images.indices[indices])
+    return ImageSubset(images, indices)
 
 
-def _describe_image(pictures: Sequence[ImageLike], index: int) -> str:
-    """What an error calls a picture: its file or archive and member, else its place in the whole source."""
-    if hasattr(pictures, "name"):
-        return pictures.name(index)
-    picture = pictures[index]
-    return str(picture) if isinstance(picture, Path) else f"image {index}"
+def _describe_image(images: Sequence[ImageLike], index: int) -> str:
+    """Name an image for an error: by its file, or archive and member, else by its index in the whole source."""
+    if hasattr(images, "name"):
+        return images.name(index)
+    image = images[index]
+    return str(image) if isinstance(image, Path) else f"image {index}"
 
 
-def image_name(pictures: Sequence[ImageLike], index: int) -> str | None:
-    """The name of a picture's file below its folder, in its archive or in its data set; None where it has none."""
-    if isinstance(pictures, ImageSubset):
-        return image_name(pictures.pictures, int(pictures.places[index]))
-    named = getattr(pictures, "member", None) or getattr(pictures, "stored", None)
-    return named(index) if named else None
+def image_name(images: Sequence[ImageLike], index: int) -> str | None:
+    """Return the name of an image's file below its folder, in its archive or in its data set; None without one."""
+    if isinstance(images, ImageSubset):
+        return image_name(images.images, int(images.indices[index]))
+    name_of = getattr(images, "file_name", None) or getattr(images, "stored_path", None)
+    return name_of(index) if name_of else None
 
 
-def decode(picture: ImageLike) -> Image.Image:
-    """The picture in RGB."""
-    if isinstance(picture, Image.Image):
-        return picture.convert("RGB")
-    with Image.open(io.BytesIO(picture) if isinstance(picture, bytes) else picture) as opened:
+def decode(image: ImageLike) -> Image.Image:
+    """Return the image in RGB."""
+    if isinstance(image, Image.Image):
+        return image.convert("RGB")
+    with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
         return opened.convert("RGB")
 
 
 @contextmanager
 def explain_decode_errors(name: Callable[[], str]) -> Iterator[None]:
-    """Makes whatever the decoding of a damaged picture raises (Pillow raises many things) a UserError that names it."""
+    """Turn whatever decoding a damaged image raises (Pillow raises many things) into a UserError that names it."""
     try:
         yield
     except (UserError, MemoryError):
@@ -78,29 +79,39 @@ def explain_decode_errors(name: Callable[[], str]) -> Iterator[None]:
 
 
 def unreadable_image_error(name: str, error: Exception) -> UserError:
-    """The error that names a picture that cannot be read."""
+    """Return the error that names an image that cannot be read."""
     return UserError(f"cannot read {name}: {first_line(error)}; remove or replace it")
 
 
 class Source(Dataset[tuple[Any, int]]):
-    """Labelled images of one split. `transform` (PIL image -> anything) is set by the loader.
+    """Labelled images of one split, each read when it is indexed.
 
-    `pictures` is any sequence whose `[i]` gives a PIL image, the bytes of an image file or the path of one; it may have
-    `name(i)` for errors. `shards`, where known, are the runs of indices that lie together in one file, for an order
-    that keeps reads local. A source pickles if its pictures do.
+    `source[i]` is an image and its label. `transform` (PIL image -> anything) is None, or set by a loader. `images` is
+    any sequence whose `[i]` gives a PIL image, the bytes of an image file or the path of one; it may have a method
+    `name(i)`, which errors use. `shards`, where given, are the ranges of indices that are stored in one file, for an
+    order that keeps reads local. A source can be pickled if its images can.
 
     Shape: labels (n,) int64
     Raises: UserError naming the image when one cannot be read.
+
+    >>> source = iso.data.open_source("digits", "test")
+    >>> len(source), source.classes[:3]
+    (450, ('0', '1', '2'))
+    >>> image, label = source[0]
+    >>> image.size
+    (8, 8)
+    >>> len(source.subset(range(10)))
+    10
     """
 
     def __init__(
         self,
-        pictures: Sequence[ImageLike],
+        images: Sequence[ImageLike],
         labels: Sequence[int] | np.ndarray,
         classes: Iterable[str],
         shards: list[range] | None = None,
     ) -> None:
-        self.pictures, self.labels, self.classes = pictures, np.asarray(labels, np.int64), tuple(classes)
+        self.images, self.labels, self.classes = images, np.asarray(labels, np.int64), tuple(classes)
         self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
         self.shards = shards
         self.transform: Callable[[Image.Image], Any] | None = None
@@ -109,31 +120,32 @@ class Source(Dataset[tuple[Any, int]]):
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """One image in RGB, before the transform."""
-        with explain_decode_errors(lambda: _describe_image(self.pictures, index)):
-            return decode(self.pictures[index])
+        """Return one image in RGB, before the transform."""
+        with explain_decode_errors(lambda: _describe_image(self.images, index)):
+            return decode(self.images[index])
 
     def __getitem__(self, index: int) -> tuple[Any, int]:
         image = self.image(index)
         return (image if self.transform is None else self.transform(image)), int(self.labels[index])
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """The given images, in the given order; `ids` keeps their places in the whole source.
+        """Return the given images in the given order; their `ids` stay their indices in the whole source.
 
-        `shards` become the runs among them; None when the order jumps back and forth between files.
+        `shards` become the ranges of the subset that are stored together; None when the order jumps back and forth
+        between files.
         """
-        part, places = copy.copy(self), np.asarray(indices, np.int64)
-        part.pictures, part.labels = _select_images(self.pictures, places), self.labels[places]
-        part.ids = np.asarray(self.ids)[places]
-        part.shards = None if self.shards is None else _select_runs(self.shards, places)
+        part, chosen = copy.copy(self), np.asarray(indices, np.int64)
+        part.images, part.labels = _select_images(self.images, chosen), self.labels[chosen]
+        part.ids = np.asarray(self.ids)[chosen]
+        part.shards = None if self.shards is None else _select_ranges(self.shards, chosen)
         return part
 
 
-def _select_runs(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
-    """The runs that chosen indices form, given the runs of all; None when a run is left and come back to."""
+def _select_ranges(shards: Sequence[range], indices: np.ndarray) -> list[range] | None:
+    """Return the ranges that chosen indices form within shards; None when a shard is left and returned to."""
     if not len(indices):
         return []
-    owner = np.searchsorted([run.stop for run in shards], indices % shards[-1].stop, side="right")
+    owner = np.searchsorted([shard.stop for shard in shards], indices % shards[-1].stop, side="right")
     edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(indices)]
     if len(edges) - 1 != len(np.unique(owner)):
         return None
@@ -141,41 +153,49 @@ def _select_runs(shards: Sequence[range], indices: np.ndarray) -> list[range] | 
 
 
 def consecutive_ranges(lengths: Iterable[int]) -> list[range]:
-    """Runs of these lengths, one after the other; empty ones are left out."""
+    """Return ranges of these lengths, one after the other; empty ones are left out."""
     edges = [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
     return [range(start, stop) for start, stop in pairwise(edges) if start < stop]
 
 
 def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
-    """The same fraction of every class, rounded down but at least one image each, in the source's order.
+    """Return the same fraction of every class, at least one image each, in the source's order.
 
-    Rounded down as ConViT's code does: 5% of 732 images are 36. A seeded draw; with seed None the first images of each
-    class (of sorted files, as that code takes them).
+    Rounded down as in ConViT's code: 5% of 732 images are 36. `seed` draws the images; with seed None they are the
+    first of each class (of sorted files, as in that code).
 
     Raises: UserError when the fraction is not in (0, 1].
+
+    >>> source = iso.data.open_source("digits", "train")
+    >>> len(source), len(iso.data.class_fraction(source, 0.1))
+    (1347, 131)
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction {fraction} is not in (0, 1]")
     labels, rng = np.asarray(source.labels), None if seed is None else np.random.default_rng(seed)
-    kept = []
+    chosen = []
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
         members = members if rng is None else rng.permutation(members)
-        kept.append(members[: max(1, int(fraction * len(members)))])
-    return source.subset(np.sort(np.concatenate(kept)))
+        chosen.append(members[: max(1, int(fraction * len(members)))])
+    return source.subset(np.sort(np.concatenate(chosen)))
 
 
 def first_classes(source: Source, number: int) -> Source:
-    """The images of the first classes only.
+    """Return the images of the first `number` classes only.
 
     Raises: UserError when the source has fewer.
+
+    >>> iso.data.first_classes(iso.data.open_source("digits", "test"), 3).classes
+    ('0', '1', '2')
     """
     if not 0 < number <= len(source.classes):
-        raise UserError(f"{number} classes are not between 1 and the {len(source.classes)} that the data has")
+        raise UserError(f"cannot take the first {number} classes; the data has {len(source.classes)}")
     part = source.subset(np.flatnonzero(np.asarray(source.labels) < number))
     part.classes = source.classes[:number]
     return part

@@ -1,1 +1,1 @@
-"""Image corruptions of ImageNet-C: their functions, cache and corrupted data sets."""
+"""The image corruptions of ImageNet-C, corrupted data sets and their cache."""

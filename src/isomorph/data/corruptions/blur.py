@@ -1,6 +1,6 @@
-"""ImageNet-C's blurs, made fast: each within a level of the reference's code on the same draws.
+"""ImageNet-C's blurs, implemented faster; each is within one level (of 255) of the reference on the same draws.
 
-Pictures are (H, W, 3) uint8; `draws` is the picture's own random stream. Needs OpenCV and scipy.
+Images are (H, W, 3) uint8; `draws` is the random stream of the one image. Needs OpenCV and scipy.
 Source: Hendrycks and Dietterich 2019 (ImageNet-C), appendix; constants and order of draws as in its code.
 """
 
@@ -15,23 +15,23 @@ from scipy.ndimage import gaussian_filter1d
 _DEFOCUS = ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5))
 """Radius, and sigma of the softened edge."""
 _GLASS = ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2))
-"""Sigma, largest jump, rounds."""
+"""Sigma, largest distance, rounds."""
 _MOTION = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))
 """Radius and sigma."""
 _ZOOM = ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
-"""End and step of the zoom factors, from 1 on."""
+"""End and step of the zoom factors, which start at 1."""
 _GAUSSIAN = (1, 2, 3, 4, 6)
 
 
-def to_uint8(picture: np.ndarray) -> np.ndarray:
-    """[0, 1] to uint8, clipped and cut off, not rounded, as in the reference."""
-    return (np.clip(picture, 0, 1) * 255).astype(np.uint8)
+def to_uint8(image: np.ndarray) -> np.ndarray:
+    """Convert [0, 1] to uint8: clipped and truncated, not rounded, as in the reference."""
+    return (np.clip(image, 0, 1) * 255).astype(np.uint8)
 
 
-def gaussian_smooth(picture: np.ndarray, sigma: float) -> np.ndarray:
-    """Gaussian blur cut off at 4 sigma, the border repeated. Shape: (H, W, 3) -> (H, W, 3) float64"""
+def gaussian_smooth(image: np.ndarray, sigma: float) -> np.ndarray:
+    """Blur with a Gaussian truncated at 4 sigma, repeating the border. Shape: (H, W, 3) -> (H, W, 3) float64"""
     taps = _gaussian_taps(sigma)
-    return cv2.sepFilter2D(picture, cv2.CV_64F, taps, taps, borderType=cv2.BORDER_REPLICATE)
+    return cv2.sepFilter2D(image, cv2.CV_64F, taps, taps, borderType=cv2.BORDER_REPLICATE)
 
 
 @lru_cache(16)
@@ -42,13 +42,13 @@ def _gaussian_taps(sigma: float) -> np.ndarray:
     return gaussian_filter1d(impulse, sigma, mode="constant")
 
 
-def gaussian_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    return to_uint8(gaussian_smooth(picture / 255, _GAUSSIAN[severity - 1]))
+def gaussian_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    return to_uint8(gaussian_smooth(image / 255, _GAUSSIAN[severity - 1]))
 
 
-def defocus_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Convolution with a soft-edged disk."""
-    return to_uint8(cv2.filter2D(picture / 255, -1, _disk_kernel(*_DEFOCUS[severity - 1])))
+def defocus_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Convolve with a soft-edged disk."""
+    return to_uint8(cv2.filter2D(image / 255, -1, _disk_kernel(*_DEFOCUS[severity - 1])))
 
 
 @lru_cache(8)
@@ -59,24 +59,26 @@ def _disk_kernel(radius: int, sigma: float) -> np.ndarray:
     return cv2.GaussianBlur(inside / inside.sum(), (kernel, kernel), sigmaX=sigma)
 
 
-def glass_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Gaussian blur, pixels replaced by near ones, Gaussian blur.
+def glass_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Blur, replace pixels by nearby ones, and blur again.
 
-    The reference means to swap pixels; its tuple assignment of NumPy views copies one over the other. So does this.
+    The reference is meant to swap pixels, but its tuple assignment of NumPy views copies one over the other; so does
+    this function.
     """
     sigma, reach, rounds = _GLASS[severity - 1]
-    softened = (gaussian_smooth(picture / 255, sigma) * 255).astype(np.uint8)
+    softened = (gaussian_smooth(image / 255, sigma) * 255).astype(np.uint8)
     for _ in range(rounds):
         softened = copy_nearby_pixels(softened, reach, draws)
     return to_uint8(gaussian_smooth(softened / 255, sigma))
 
 
-def copy_nearby_pixels(picture: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
-    """Every pixel, from the last to the first, is overwritten by one at most `reach` away, as that one is by then.
+def copy_nearby_pixels(image: np.ndarray, reach: int, draws: RandomState) -> np.ndarray:
+    """Overwrite every pixel, from the last to the first, by the current value of one at most `reach` away.
 
-    Done at once: a pixel points at the one it copies; pointers to pixels overwritten before are followed to their end.
+    Computed for all pixels together: each points at the pixel that it copies, and pointers to pixels that were
+    overwritten earlier are followed to their end.
     """
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     rows, columns = np.arange(height - reach, reach, -1), np.arange(width - reach, reach, -1)
     jumps = draws.randint(-reach, reach, size=(len(rows), len(columns), 2))
     here = rows[:, None] * width + columns
@@ -84,22 +86,22 @@ def copy_nearby_pixels(picture: np.ndarray, reach: int, draws: RandomState) -> n
     pixels = height * width
     overwritten = np.zeros(pixels, bool)
     overwritten[here] = True
-    pointers = np.arange(2 * pixels)  # first the pixels as they become, then as they were
+    pointers = np.arange(2 * pixels)  # first half: new values of the pixels; second half: old values
     pointers[:pixels] += pixels
     pointers[here] = np.where((there > here) & overwritten[there], there, there + pixels)
     while np.any(pointers[:pixels] < pixels):
         pointers = pointers[pointers]
-    return picture.reshape(pixels, 3)[pointers[:pixels] - pixels].reshape(picture.shape)
+    return image.reshape(pixels, 3)[pointers[:pixels] - pixels].reshape(image.shape)
 
 
-def motion_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+def motion_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
     radius, sigma = _MOTION[severity - 1]
-    moved = blur_along_line(picture, radius, sigma, draws.uniform(-45, 45))
-    return np.clip(moved, 0, 255).astype(np.uint8)
+    blurred = blur_along_line(image, radius, sigma, draws.uniform(-45, 45))
+    return np.clip(blurred, 0, 255).astype(np.uint8)
 
 
-def blur_along_line(picture: np.ndarray, radius: int, sigma: float, angle: float) -> np.ndarray:
-    """Half a Gaussian along a line, as ImageMagick's motion blur: whole-pixel steps, the border repeated.
+def blur_along_line(image: np.ndarray, radius: int, sigma: float, angle: float) -> np.ndarray:
+    """Blur by half a Gaussian along a line, as ImageMagick's motion blur: whole-pixel steps, repeating the border.
 
     Shape: (H, W) or (H, W, 3) -> the same, float32
     """
@@ -108,24 +110,24 @@ def blur_along_line(picture: np.ndarray, radius: int, sigma: float, angle: float
     weights /= weights.sum()
     step = np.sin(np.deg2rad(angle)), np.cos(np.deg2rad(angle))
     margin = width + 1
-    wide = cv2.copyMakeBorder(picture.astype(np.float32), *(margin,) * 4, cv2.BORDER_REPLICATE)
-    height, length = picture.shape[:2]
-    blurred = np.zeros(picture.shape, np.float32)
+    wide = cv2.copyMakeBorder(image.astype(np.float32), *(margin,) * 4, cv2.BORDER_REPLICATE)
+    height, length = image.shape[:2]
+    blurred = np.zeros(image.shape, np.float32)
     for i, weight in enumerate(weights):
         down, right = (-math.ceil(i * part / math.hypot(*step) - 0.5) for part in step)
-        if abs(down) >= height or abs(right) >= length:  # beyond the picture: the reference stops here
+        if abs(down) >= height or abs(right) >= length:  # beyond the image: the reference stops here
             break
         top, left = margin - down, margin - right
         cv2.scaleAdd(wide[top : top + height, left : left + length], float(weight), blurred, blurred)
     return blurred
 
 
-def zoom_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
-    """Mean of the picture and its zooms about the centre."""
+def zoom_blur(image: np.ndarray, severity: int, draws: RandomState) -> np.ndarray:
+    """Return the mean of the image and its zooms about the centre."""
     end, step = _ZOOM[severity - 1]
-    sharp = (picture / 255).astype(np.float32)
+    sharp = (image / 255).astype(np.float32)
     factors = np.arange(1, end, step)
-    total = cv2.transpose(sharp)  # sums are over (W, H, 3): both stretches then move whole rows
+    total = cv2.transpose(sharp)  # (W, H, 3): then both resamplings move whole rows
     for factor in factors:
         tall = _resample_rows(sharp, _zoom_positions(sharp.shape[0], factor))  # (H, W, 3)
         total += _resample_rows(cv2.transpose(tall), _zoom_positions(sharp.shape[1], factor))
@@ -133,26 +135,27 @@ def zoom_blur(picture: np.ndarray, severity: int, draws: RandomState) -> np.ndar
 
 
 _RowPositions = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Index of the row before, index of the row after, weight of the row after."""
 
 
-def _resample_rows(picture: np.ndarray, places: _RowPositions) -> np.ndarray:
-    """Rows between rows: the middle, zoomed along the first side and cut to its length."""
-    before, after, share = places
-    first = picture.take(before, 0)
-    difference = picture.take(after, 0)
+def _resample_rows(image: np.ndarray, positions: _RowPositions) -> np.ndarray:
+    """Interpolate rows linearly: zooms the image along its first side and crops it to its length."""
+    before, after, weight = positions
+    first = image.take(before, 0)
+    difference = image.take(after, 0)
     difference -= first
-    difference *= share[:, None, None]
+    difference *= weight[:, None, None]
     first += difference
     return first
 
 
 @lru_cache(256)
 def _zoom_positions(side: int, factor: float) -> _RowPositions:
-    """Where the pixels of a zoomed side come from: the one before, the one after, and the share of the latter."""
-    kept = math.ceil(side / factor)
-    length = round(kept * factor)
+    """Return the sources of a zoomed side's pixels: the pixel before, the pixel after, and the weight of the latter."""
+    cropped = math.ceil(side / factor)
+    length = round(cropped * factor)
     first = (length - side) // 2
-    places = np.arange(length)[first : first + side] * ((kept - 1) / max(1, length - 1))
-    before = np.minimum(places.astype(int), kept - 1)
-    start = (side - kept) // 2
-    return start + before, start + np.minimum(before + 1, kept - 1), (places - before).astype(np.float32)
+    positions = np.arange(length)[first : first + side] * ((cropped - 1) / max(1, length - 1))
+    before = np.minimum(positions.astype(int), cropped - 1)
+    start = (side - cropped) // 2
+    return start + before, start + np.minimum(before + 1, cropped - 1), (positions - before).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Corrupted pictures on disk: raw pixels, checked by sums, whole or not there."""
+"""Disk cache of corrupted images: raw pixels, verified by checksums."""
 
 import hashlib
 import json
@@ -21,10 +21,11 @@ _RESERVED_BYTES = 2**30
 
 
 class CorruptionCache:
-    """Cells of corrupted pictures in a folder of their kind (source, size, seed, ...): CORRUPTION-SEVERITY.{raw,json}.
+    """Cells of corrupted images (all images under one corruption and severity) in CORRUPTION-SEVERITY.{raw,json}.
 
-    The list of sums is written last and by renaming, so that a cell with one is whole; what is damaged later is found
-    by its sums and made anew.
+    The folder is named for `kind`: source, size, seed and all else that the pixels depend on. The checksums of a cell
+    are written last and by renaming, so a cell that has them is complete; a cell damaged later fails its checksums and
+    is computed again.
 
     Raises: UserError when the folder cannot be written or the disk is too small.
     """
@@ -43,19 +44,22 @@ class CorruptionCache:
     def cell_bytes(self) -> int:
         return self.images * int(np.prod(self.shape))
 
-    def refuse_full_disk(self, cells: int) -> None:
-        """Raises: UserError when so many more cells do not fit."""
+    def check_free_space(self, cells: int) -> None:
+        """Raise a UserError when this many more cells do not fit on the disk."""
         free, needed = shutil.disk_usage(self.folder).free - _RESERVED_BYTES, cells * self.cell_bytes
         if needed > free:
-            sizes = f"{needed / 2**30:.1f} GiB, {max(0, free) / 2**30:.1f} GiB are"
-            raise UserError(f"the cache needs {sizes} free in {self.folder.parent}; give another folder or no --cache")
+            raise UserError(
+                f"the cache needs {needed / 2**30:.1f} GiB, but {max(0, free) / 2**30:.1f} GiB are free in "
+                f"{self.folder.parent}; give another folder or leave out --cache"
+            )
 
     def paths(self, corruption: str, severity: int) -> tuple[Path, Path]:
+        """Return the files of a cell: pixels and checksums."""
         stem = f"{corruption}-{severity}"
         return self.folder / f"{stem}.raw", self.folder / f"{stem}.json"
 
-    def stored(self, corruption: str, severity: int) -> np.ndarray | None:
-        """The pictures of a cell; None when it is not there, not whole or damaged. Shape: -> (n, 3, H, W) uint8"""
+    def load(self, corruption: str, severity: int) -> np.ndarray | None:
+        """Return the images of a cell; None if it is missing, incomplete or damaged. Shape: -> (n, 3, H, W) uint8"""
         raw, sums = self.paths(corruption, severity)
         try:
             expected = json.loads(sums.read_text())
@@ -64,30 +68,30 @@ class CorruptionCache:
         except (OSError, ValueError):
             return None
         pixels = np.memmap(raw, np.uint8, "r", shape=(self.images, *self.shape))
-        found = [zlib.crc32(np.ascontiguousarray(picture).data) for picture in pixels]
-        return pixels if found == expected else None
+        actual = [zlib.crc32(np.ascontiguousarray(image).data) for image in pixels]
+        return pixels if actual == expected else None
 
 
 class CellWriter:
-    """Writes the cells of one pass over a corruption, picture by picture; nothing counts before `finish`."""
+    """Writer of the cells of one corruption, image by image; they are in the cache once `finish` has run."""
 
     def __init__(self, cache: CorruptionCache, corruption: str, severities: Sequence[int]) -> None:
-        self.places = [cache.paths(corruption, severity) for severity in severities]
-        self.parts = [raw.with_name(f".{raw.name}.{os.getpid()}") for raw, _ in self.places]
+        self.targets = [cache.paths(corruption, severity) for severity in severities]
+        self.parts = [raw.with_name(f".{raw.name}.{os.getpid()}") for raw, _ in self.targets]
         self.files: list[BinaryIO] = [part.open("wb") for part in self.parts]
         self.sums: list[list[int]] = [[] for _ in self.parts]
 
-    def add(self, pictures: Tensor) -> None:
-        """Shape: (B, severities, 3, H, W) uint8"""
-        for picture in pictures.cpu().numpy():
-            for file, sums, cell in zip(self.files, self.sums, picture, strict=True):
-                block = np.ascontiguousarray(cell)
+    def add(self, images: Tensor) -> None:
+        """Append a batch of images. Shape: (B, severities, 3, H, W) uint8"""
+        for severities in images.cpu().numpy():
+            for file, sums, image in zip(self.files, self.sums, severities, strict=True):
+                block = np.ascontiguousarray(image)
                 sums.append(zlib.crc32(block.data))
                 file.write(block.data)
 
     def finish(self) -> None:
-        """Puts the pixels in place, then their sums: a cell with sums is whole."""
-        for file, part, sums, (raw, listed) in zip(self.files, self.parts, self.sums, self.places, strict=True):
+        """Move the pixels into the cache, then their checksums, which mark a cell as complete."""
+        for file, part, sums, (raw, listed) in zip(self.files, self.parts, self.sums, self.targets, strict=True):
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -97,15 +101,15 @@ class CellWriter:
             draft.write_text(json.dumps(sums))
             os.replace(draft, listed)
 
-    def drop(self) -> None:
-        """Forgets what was not finished."""
+    def discard(self) -> None:
+        """Delete the unfinished files."""
         for file, part in zip(self.files, self.parts, strict=True):
             file.close()
             part.unlink(missing_ok=True)
 
 
 class CachedImages(Dataset[tuple[Tensor, int]]):
-    """Cells of a cache side by side. Shape: [i] -> (severities, 3, H, W) uint8, label"""
+    """The images of several cached cells, by image. Shape: [i] -> (severities, 3, H, W) uint8, label"""
 
     def __init__(self, cells: Sequence[np.ndarray], labels: np.ndarray) -> None:
         self.cells, self.labels = cells, labels

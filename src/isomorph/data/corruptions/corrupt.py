@@ -1,7 +1,7 @@
-"""Corrupted copies of a source: the same image always gets the same corruption, whatever the order or worker.
+"""Corrupted copies of images and sources; the corruption of an image depends on neither order nor worker.
 
-What is drawn follows ImageNet-C's own code, checked against its output (docs/robustness.md): isomorph's own form of a
-corruption where imagecorruptions draws something else or is slow, imagecorruptions' for the rest.
+The corruptions follow ImageNet-C's own code, and are compared with its output in docs/robustness.md. Those that the
+package imagecorruptions implements differently or slowly are isomorph's own; the others are the package's.
 """
 
 import zlib
@@ -23,25 +23,30 @@ CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "weather": ("snow", "frost", "fog", "brightness"),
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 }
-"""ImageNet-C's four categories."""
+"""The corruptions of ImageNet-C by category."""
 IMAGENET_C_CORRUPTIONS = [name for names in CORRUPTION_CATEGORIES.values() for name in names]
-"""The 15 corruptions of ImageNet-C; severities are its constants, also at 32 px (CIFAR-C has others)."""
+"""The 15 corruptions of ImageNet-C. Severities use its constants, also at 32 px, where CIFAR-10-C has others."""
 EXTRA_CORRUPTIONS = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
-"""Its four further corruptions, for validation; no part of its means."""
+"""ImageNet-C's four extra corruptions for validation; its means leave them out."""
 SEVERITIES = (1, 2, 3, 4, 5)
 SEVERITY_SCALE = "ImageNet-C's constants"
 MIN_IMAGE_SIDE = 32
 CORRUPTION_VERSION = 2
-"""Counts up when a corruption draws other pixels than before: stored results and pictures are then of another kind."""
+"""Increased when the pixels of a corruption change: results and cached images of other versions are not reused."""
 
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
 
 
 def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np.ndarray:
-    """The picture under one corruption, a function of its arguments alone.
+    """Return an image under one of ImageNet-C's corruptions, at severity 1 to 5; the seed makes it reproducible.
 
     Shape: (H, W, 3) uint8 -> (H, W, 3) uint8
-    Raises: UserError when the package is missing, or for a picture under 32 px.
+    Source: Hendrycks and Dietterich 2019 (ImageNet-C)
+    Raises: UserError when the package imagecorruptions is missing, or for an image under 32 px.
+
+    >>> pixels = torch.full((32, 32, 3), 128, dtype=torch.uint8).numpy()
+    >>> iso.data.corrupt(pixels, "brightness", severity=3, seed=0)[0, 0].tolist()
+    [204, 204, 204]
     """
     if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
         size = f"{pixels.shape[1]} x {pixels.shape[0]}"
@@ -49,7 +54,7 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
-    seeded = {"seed": seed} if corruption == "impulse_noise" else {}  # has a stream of its own
+    seeded = {"seed": seed} if corruption == "impulse_noise" else {}  # it has its own random generator
     state = np.random.get_state()
     np.random.seed(seed)
     try:
@@ -60,7 +65,7 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
 
 @lru_cache(1)
 def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corruption]]:
-    """imagecorruptions' function, and isomorph's own by name. Raises: UserError when the package is missing."""
+    """Return imagecorruptions' function, and isomorph's own by name. Raises: UserError when the package is missing."""
     try:
         from imagecorruptions import corrupt as package
 
@@ -69,23 +74,25 @@ def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corr
         from isomorph.data.corruptions import weather as corruptions_weather
     except ImportError as error:
         broken = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
-        raise UserError(f"corruptions need a package; pip install 'isomorph[corruptions]'{broken}") from None
-    rooms = (corruptions_blur, corruptions_digital, corruptions_weather)
+        raise UserError(
+            f"corruptions need the package imagecorruptions; pip install 'isomorph[corruptions]'{broken}"
+        ) from None
+    modules = (corruptions_blur, corruptions_digital, corruptions_weather)
     return package, {
-        name: getattr(room, name)
+        name: getattr(module, name)
         for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
-        for room in rooms
-        if hasattr(room, name)
+        for module in modules
+        if hasattr(module, name)
     }
 
 
 def corruption_seed(corruption: str, severity: int, identity: int, seed: int = 0) -> int:
-    """The seed of one image's corruption; `identity` is its place in the whole source."""
+    """Return the seed of one image's corruption; `identity` is the image's index in the whole source."""
     return zlib.crc32(f"{seed} {corruption} {severity} {identity}".encode())
 
 
 def check_corruption(corruption: str, severity: int = 1) -> None:
-    """Raises: UserError for an unknown corruption, with the closest name, or severity."""
+    """Raise a UserError for an unknown corruption, with the closest name, or an unknown severity."""
     known = (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)
     if corruption not in known:
         close = get_close_matches(corruption, known, n=1)
@@ -96,23 +103,32 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
 
 
 class _AlteredSource(Source):
-    """A source whose images are altered on the way, each by a draw of its own."""
+    """Base of sources that alter each image of another source at random, the same way every time."""
 
     def __init__(self, inner: Source) -> None:
-        super().__init__(inner.pictures, inner.labels, inner.classes, inner.shards)
+        super().__init__(inner.images, inner.labels, inner.classes, inner.shards)
         self.inner, self.ids = inner, inner.ids
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> "Source":
-        """The given images, altered as they are in the whole source."""
+        """Return the given images, altered as they are in the whole source."""
         part: Any = super().subset(indices)
         part.inner = self.inner.subset(indices)
         return part
 
 
 class CorruptedSource(_AlteredSource):
-    """A source seen through one ImageNet-C corruption, seeded by image, corruption and severity.
+    """A source whose images have one of ImageNet-C's corruptions, seeded by image, corruption and severity.
 
-    Raises: UserError for an unknown corruption or severity, an image under 32 px, or when the package is missing.
+    Raises: UserError for an unknown corruption or severity, an image under 32 px, or when the package imagecorruptions
+    is missing.
+
+    >>> source = iso.data.open_source("digits", "test")
+    >>> foggy = iso.data.CorruptedSource(source, "fog", severity=3)
+    >>> len(foggy)
+    450
+    >>> foggy.image(0)
+    Traceback (most recent call last):
+    isomorph.errors.UserError: corruptions need images of 32 px at least; this one is 8 x 8
     """
 
     def __init__(self, inner: Source, corruption: str, severity: int, seed: int = 0) -> None:
@@ -126,7 +142,13 @@ class CorruptedSource(_AlteredSource):
 
 
 class NoisySource(_AlteredSource):
-    """A source under white Gaussian noise; its standard deviation is a share of the full range. Needs no package."""
+    """A source whose images have white Gaussian noise; `std` is a fraction of the range of pixel values.
+
+    >>> source = iso.data.open_source("digits", "test")
+    >>> noisy = iso.data.NoisySource(source, std=0.1)
+    >>> noisy.image(0).size
+    (8, 8)
+    """
 
     def __init__(self, inner: Source, std: float) -> None:
         super().__init__(inner)

@@ -1,1 +1,1 @@
-"""Labelled images by index, one file a format: folders, tar files, Hugging Face data sets, built-in sets."""
+"""Formats of labelled images, one file each: folders, tar files, Hugging Face data sets, built-in data sets."""

@@ -1,4 +1,4 @@
-"""Hugging Face data sets, from the hub or a folder: opened whole (memory-mapped), or to be streamed."""
+"""Hugging Face data sets, from the hub or a folder: memory-mapped, or opened for streaming."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,14 @@ _COLUMN_NAMES = {
     "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
     "label": ("label", "fine_label", "labels", "cls"),
 }
-"""Names that data sets give to the image and to its label."""
+"""Column names of the image and of its label in data sets."""
 
 
 @dataclass(frozen=True)
 class DatasetSplit:
-    """One split of a data set as the `datasets` library opens it, and the columns that matter.
+    """One split of a data set as the `datasets` library opens it, and its columns of images and labels.
 
-    `files` are its local parquet files, `images` their number where it is known.
+    `title` is its name in errors, `files` are its local parquet files, `images` is the number of images if known.
     """
 
     title: str
@@ -37,16 +37,17 @@ class DatasetSplit:
 
     @property
     def names(self) -> list[str]:
-        """Names of the classes, where the data set has them."""
+        """Names of the classes; empty where the data set has none."""
         features = self.dataset.features
         return list(getattr(features[self.label], "names", None) or []) if features else []
 
 
 class DatasetImages(Sequence[ImageLike]):
-    """The pictures of a memory-mapped data set."""
+    """The images of a memory-mapped data set."""
 
-    def __init__(self, part: DatasetSplit) -> None:
-        self.dataset, self.column, self.title = part.dataset.select_columns([part.image]), part.image, part.title
+    def __init__(self, split: DatasetSplit) -> None:
+        self.column, self.title = split.image, split.title
+        self.dataset = split.dataset.select_columns([split.image])
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -59,18 +60,18 @@ class DatasetImages(Sequence[ImageLike]):
 
     @cached_property
     def paths(self) -> Any:
-        """The paths kept beside the pictures, in a column of their own: none of the pictures is read for them."""
+        """The stored paths of the images; they are a column of their own, so no image is read for them."""
         from pyarrow.compute import struct_field
 
         return struct_field(self.dataset.data.column(self.column), "path")
 
-    def stored(self, index: int) -> str | None:
-        """The path that the data set keeps beside a picture, if any."""
+    def stored_path(self, index: int) -> str | None:
+        """Return the path that the data set stores with an image, if any."""
         return self.paths[index].as_py()
 
 
 def image_from_cell(cell: dict[str, Any] | None) -> ImageLike:
-    """The picture in a cell: its bytes, else the path of its file. Raises: OSError when it has neither."""
+    """Return the image in a cell: its bytes, else the path of its file. Raises: OSError when it has neither."""
     if cell and cell["bytes"] is not None:
         return cell["bytes"]
     if cell and cell["path"]:
@@ -79,64 +80,66 @@ def image_from_cell(cell: dict[str, Any] | None) -> ImageLike:
 
 
 def huggingface(split: str, root: Path) -> Source:
-    """A data set by its name on the hub (`owner/name` or `owner/name:config`), or in a folder.
+    """Open a data set by its name on the hub (`owner/name` or `owner/name:config`), or in a folder.
 
-    The folder holds parquet files (`train-*.parquet`, also in `data/`, or any in `train/`) or what `save_to_disk` made.
+    The folder holds parquet files (`train-*.parquet`, also in `data/`, or any in `train/`) or `save_to_disk`'s output.
     Images are in a column image or img (jpg, png, webp), labels in label, fine_label or labels (cls). The `datasets`
-    library downloads hub data to its cache and keeps parquet data there in its own memory-mapped form (as large again),
-    from which images are read. A test split without labels (all -1) is passed over for validation.
+    library downloads hub data to its cache and converts parquet data to a memory-mapped copy there (as large again),
+    from which images are read. If the test split has no labels (all -1), the validation split is used.
 
     Raises: UserError when the package, the network, the data set, its split or a column is missing.
     """
-    part = open_split(split, root)
-    labels = _read_labels(part)
+    found = open_split(split, root)
+    labels = _read_labels(found)
     if not len(labels):
-        raise UserError(f"{part.title} has no images")
-    classes = part.names
+        raise UserError(f"{found.title} has no images")
+    classes = found.names
     if not classes:
         others = [
             _read_labels(other) for name in SPLITS for other in _matching_splits(name, root, False) if name != split
         ]
-        classes = [str(i) for i in range(max(int(found.max(initial=0)) for found in (labels, *others)) + 1)]
+        classes = [str(i) for i in range(max(int(numbers.max(initial=0)) for numbers in (labels, *others)) + 1)]
     if labels.min() < 0 or labels.max() >= len(classes):
-        raise UserError(f"{part.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
-    lengths = [len(chunk) for chunk in part.dataset.data.column(part.label).chunks]
+        raise UserError(f"{found.title} has labels {labels.min()} to {labels.max()}, but {len(classes)} classes")
+    lengths = [len(chunk) for chunk in found.dataset.data.column(found.label).chunks]
     return Source(
-        DatasetImages(part), labels, classes, consecutive_ranges(lengths) if sum(lengths) == len(labels) else None
+        DatasetImages(found), labels, classes, consecutive_ranges(lengths) if sum(lengths) == len(labels) else None
     )
 
 
-def _read_labels(part: DatasetSplit) -> np.ndarray:
-    """All labels of a split. Shape: (n,). Raises: UserError when they are no whole numbers."""
-    with explain_dataset_errors(part.title):
-        table = part.dataset.select_columns([part.label]).with_format("arrow")[:]
-        labels = table.column(part.label).to_numpy()
+def _read_labels(split: DatasetSplit) -> np.ndarray:
+    """Return all labels of a split. Shape: -> (n,). Raises: UserError when they are not whole numbers."""
+    with explain_dataset_errors(split.title):
+        table = split.dataset.select_columns([split.label]).with_format("arrow")[:]
+        labels = table.column(split.label).to_numpy()
     if labels.dtype.kind not in "iu":
-        raise UserError(f"column {part.label} of {part.title} must hold whole numbers, each the number of a class")
+        raise UserError(f"column {split.label} of {split.title} must hold whole numbers (class labels)")
     return labels
 
 
 def open_split(split: str, root: Path, streaming: bool = False) -> DatasetSplit:
-    """The first split of a fitting name that has labels.
+    """Return the first split with a matching name that has labels.
 
     Raises: UserError when there is none.
     """
     unlabelled = None
-    for part in _matching_splits(split, root, streaming):
-        with explain_dataset_errors(part.title):
-            first = next(iter(part.dataset.select_columns([part.label])), {part.label: None})[part.label]
+    for candidate in _matching_splits(split, root, streaming):
+        with explain_dataset_errors(candidate.title):
+            first = next(iter(candidate.dataset.select_columns([candidate.label])), {candidate.label: None})[
+                candidate.label
+            ]
         if not isinstance(first, int) or first >= 0:
-            return part
-        unlabelled = part
+            return candidate
+        unlabelled = candidate
     if unlabelled:
         raise UserError(f"{unlabelled.title} has no labels (they are {first}); use data whose labels are public")
     wanted = " or ".join(SPLITS[split])
-    how = f"; parquet files must be named like {wanted.split()[-1]}-00000.parquet" if root.is_dir() else ""
-    raise UserError(f"{root.as_posix()} has no split {wanted}{how}")
+    naming = f"; parquet files must be named like {wanted.split()[-1]}-00000.parquet" if root.is_dir() else ""
+    raise UserError(f"{root.as_posix()} has no split {wanted}{naming}")
 
 
 def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """The splits that may serve, with undecoded images.
+    """Yield the splits with a matching name, their images undecoded.
 
     Raises: UserError as `huggingface`.
     """
@@ -144,37 +147,37 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
         from datasets import Image
     except ImportError:
         raise UserError("this source needs the package datasets; pip install 'isomorph[data]'") from None
-    for part in _local_splits(split, root, streaming) if root.is_dir() else _hub_splits(split, root, streaming):
-        with explain_dataset_errors(part.title):
-            columns = list(part.dataset.features or next(iter(part.dataset), {}))
+    for candidate in _local_splits(split, root, streaming) if root.is_dir() else _hub_splits(split, root, streaming):
+        with explain_dataset_errors(candidate.title):
+            columns = list(candidate.dataset.features or next(iter(candidate.dataset), {}))
             chosen = {
                 kind: next((name for name in names if name in columns), "") for kind, names in _COLUMN_NAMES.items()
             }
             if not all(chosen.values()):
-                raise UserError(f"{part.title} has columns {', '.join(columns)}; it needs image and label")
-            undecoded = part.dataset.cast_column(chosen["image"], Image(decode=False))
-        yield replace(part, dataset=undecoded, image=chosen["image"], label=chosen["label"])
+                raise UserError(f"{candidate.title} has columns {', '.join(columns)}; it must have image and label")
+            undecoded = candidate.dataset.cast_column(chosen["image"], Image(decode=False))
+        yield replace(candidate, dataset=undecoded, image=chosen["image"], label=chosen["label"])
 
 
 def _hub_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """The fitting splits of a data set on the hub."""
+    """Yield the matching splits of a data set on the hub."""
     from datasets import load_dataset
 
     name, _, config = root.as_posix().partition(":")
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
-        raise UserError(f"no folder {root}, and it is no name on the hub either; those are like timm/mini-imagenet")
+        raise UserError(f"{root} is neither a folder nor a name on the hub; those are like timm/mini-imagenet")
     with explain_dataset_errors(name):
         splits = load_dataset(name, config or None, streaming=streaming)
     for word in SPLITS[split]:
         if word in splits:
-            about = (splits[word].info.splits or {word: None})[word]
+            info = (splits[word].info.splits or {word: None})[word]
             yield DatasetSplit(
-                f"the {word} split of {name}", splits[word], images=getattr(about, "num_examples", None) or None
+                f"the {word} split of {name}", splits[word], images=getattr(info, "num_examples", None) or None
             )
 
 
 def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSplit]:
-    """The fitting splits in a folder: parquet files, or what `save_to_disk` made."""
+    """Yield the matching splits in a folder: parquet files, or the output of `save_to_disk`."""
     from datasets import load_dataset, load_from_disk
 
     for word in SPLITS[split]:
@@ -193,7 +196,7 @@ def _local_splits(split: str, root: Path, streaming: bool) -> Iterator[DatasetSp
 
 
 def parquet_files(root: Path, word: str) -> list[Path]:
-    """The parquet files of a split, sorted, by their names or their folder's."""
+    """Return the parquet files of a split, sorted; the split is named by the files or by their folder."""
     named = [
         path for folder in (root, root / "data") for path in folder.glob("*.parquet") if contains_word(path.name, word)
     ]
@@ -202,10 +205,7 @@ def parquet_files(root: Path, word: str) -> list[Path]:
 
 @contextmanager
 def explain_dataset_errors(title: str) -> Iterator[None]:
-    """Turns what the `datasets` library and the network raise into one line.
-
-    Raises: UserError.
-    """
+    """Turn exceptions of the `datasets` library and the network into a UserError of one line."""
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
     from huggingface_hub.errors import HfHubHTTPError
 

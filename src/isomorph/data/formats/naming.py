@@ -1,4 +1,4 @@
-"""How data sets name things: splits, image files, classes; and long lists of names held in little memory."""
+"""Names in data sets: of splits, image files and classes; and long lists of names in little memory."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,17 +11,18 @@ from isomorph.errors import UserError
 
 IMAGE_SUFFIXES = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"}
 SPLITS = {"train": ("train",), "test": ("test", "val", "validation")}
-"""The two splits, and the names that folders and files give them, the first found taken."""
+"""The two splits, and the names that folders and files have for them; the first that exists is used."""
 
 
 class PackedStrings(Sequence[str]):
-    """A list of strings as one block of bytes: a million file names without a million objects."""
+    """A list of strings stored as one block of bytes: a million file names without a million objects."""
 
     def __init__(self, block: np.ndarray, ends: np.ndarray) -> None:
         self.block, self.ends = block, ends
 
     @classmethod
     def of(cls, names: Iterable[str]) -> "PackedStrings":
+        """Pack an iterable of strings."""
         encoded = [name.encode("utf-8", "surrogateescape") for name in names]
         ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
         return cls(np.frombuffer(b"".join(encoded), np.uint8), ends)
@@ -39,37 +40,38 @@ class ImageFiles(Sequence[Path]):
     """The paths of image files, by their names below a folder."""
 
     def __init__(self, top: Path, names: Iterable[str]) -> None:
-        self.top, self.below = top, PackedStrings.of(names)
+        self.top, self.names = top, PackedStrings.of(names)
 
     def __len__(self) -> int:
-        return len(self.below)
+        return len(self.names)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.top / self.below[index]
+        return self.top / self.names[index]
 
-    def member(self, index: int) -> str:
-        """The name of a file below the folder."""
-        return self.below[index]
+    def file_name(self, index: int) -> str:
+        """Return the name of a file below the folder."""
+        return self.names[index]
 
 
 def is_image_name(name: str) -> bool:
+    """True if a file name ends like an image's."""
     return name[name.rfind(".") :].lower() in IMAGE_SUFFIXES
 
 
 def contains_word(name: str, words: str | Sequence[str]) -> bool:
-    """Whether a file's name has one of these words, by itself: val in `imagenet-val-01.tar`, not in `interval.tar`."""
+    """True if a file's name has one of these words by itself: val in `imagenet-val-01.tar`, not in `interval.tar`."""
     either = "|".join([words] if isinstance(words, str) else words)
     return re.search(rf"(?<![a-z])({either})(?![a-z])", name.lower()) is not None
 
 
 def check_folder(root: Path, holds: str) -> None:
-    """Raises: UserError when the folder of the data is not there."""
+    """Raise a UserError when the folder of the data does not exist."""
     if not root.is_dir():
-        raise UserError(f"no folder {root}; give data.root the folder that holds {holds}")
+        raise UserError(f"there is no folder {root}; data.root must be the folder that holds {holds}")
 
 
-def check_known_classes(place: object, found: Iterable[str], train: object, known: Sequence[str]) -> None:
-    """Raises: UserError when the test split has a class that train lacks."""
-    unknown = sorted(set(found) - set(known))
+def check_known_classes(test: object, classes: Iterable[str], train: object, known: Sequence[str]) -> None:
+    """Raise a UserError when the classes of a test split include one that train lacks."""
+    unknown = sorted(set(classes) - set(known))
     if unknown:
-        raise UserError(f"{place} has classes that {train} lacks: {', '.join(unknown[:5])}")
+        raise UserError(f"{test} has classes that {train} lacks: {', '.join(unknown[:5])}")

@@ -1,4 +1,4 @@
-"""One way to open every source."""
+"""The table of sources by name, and `open_source`."""
 
 import os
 from collections.abc import Callable
@@ -24,19 +24,24 @@ SOURCES: dict[str, Callable[[str, Path], Source]] = {
 
 
 def open_source(name: str, split: str, root: str | Path | None = None) -> Source:
-    """Opens the `train` or `test` split of a source; `root` defaults to $ISOMORPH_DATA, else ./data.
+    """Open the `train` or `test` split of a source; `root` defaults to $ISOMORPH_DATA, else ./data.
 
-    - `digits`: embedded in scikit-learn, no root needed
+    - `digits`: part of scikit-learn, needs no root
     - `cifar10`, `cifar100`: `root/cifar10/{train,test}-*.parquet`, or the files that torchvision downloads
     - `imagefolder`: `root/{train,val}/class/image`
-    - `tar`: the same inside `root/{train,val}.tar`, or one tar a class in `root/{train,val}/`; read in place
+    - `tar`: the same inside `root/{train,val}.tar`, or one tar per class in `root/{train,val}/`; read in place
     - `webdataset`: shards `root/**/*{train,val}*.tar` of key.jpg + key.cls; read in place
     - `huggingface`: a name on the hub (`owner/name`, `owner/name:config`), or a folder of parquet files or one written
       by `save_to_disk`
 
-    Test may be called test, val or validation, the first found taken. Images are read when asked for.
+    The test split may be named test, val or validation; the first that exists is used. Images are read when they are
+    indexed.
 
     Raises: UserError for an unknown source or split, or missing data.
+
+    >>> source = iso.data.open_source("digits", "train")
+    >>> len(source), len(source.classes)
+    (1347, 10)
     """
     if name not in SOURCES:
         raise UserError(f"data source {name!r} is unknown; choose one of {', '.join(SOURCES)}")

@@ -19,23 +19,21 @@ from isomorph.data.formats.tar_index import (
     ShardIndex,
     TarImages,
     UnlabelledError,
-    images,
     index_shards,
-    samples,
 )
 from isomorph.data.sources import ImageSubset, Source, consecutive_ranges
 from isomorph.errors import UserError
 
 _CLASS_LIST_KEYS = ("classes", "class_names", "classnames", "names")
-"""Where a JSON file beside the shards may list the names of the classes."""
+"""Keys under which a JSON file next to the shards may list the names of the classes."""
 
 
 def tar(split: str, root: Path) -> Source:
-    """A folder of images inside `root/train.tar` and `root/val.tar` (or test, validation), or one tar a class.
+    """Open images inside `root/train.tar` and `root/val.tar` (or test, validation), or inside one tar per class.
 
-    Such a tar holds one folder a class, or one tar a class (as ImageNet's training images come); `root/train/*.tar` may
-    be these too. Classes are numbered as in train, where there is one. The source's shards are its classes: the images
-    of one lie together.
+    Such a tar holds one folder per class, or one tar per class (like the file of ImageNet's training images). The tars
+    of classes may also be `root/train/*.tar`. Classes are numbered as in train, if it exists. The source's shards are
+    its classes, since the images of one class are stored together.
 
     Raises: UserError when a tar is missing, damaged, holds no class folders, or has a class that train lacks.
     """
@@ -43,16 +41,16 @@ def tar(split: str, root: Path) -> Source:
     train, found = (_find_archives(root, SPLITS[name]) for name in ("train", split))
     if not found:
         either = " or ".join(f"{name}.tar" for name in SPLITS[split])
-        raise UserError(f"{root} has no {either}, nor a folder of such a name that holds one tar per class")
-    classes, placed = found.classes, found.placed
-    order = sorted((i for i, (name, _) in enumerate(placed) if name), key=placed.__getitem__)
+        raise UserError(f"{root} has no {either}, and no folder of that name with one tar per class")
+    classes, paths = found.classes, found.member_paths
+    order = sorted((i for i, (name, _) in enumerate(paths) if name), key=paths.__getitem__)
     if not order:
-        raise UserError(f"{found.place} has no class folders with images; its members must be like cat/1.jpg")
+        raise UserError(f"{found.path} has no class folders with images; its members must be like cat/1.jpg")
     if train and split != "train":
-        check_known_classes(found.place, classes, train.place, train.classes)
+        check_known_classes(found.path, classes, train.path, train.classes)
         classes = train.classes
-    number = {name: i for i, name in enumerate(classes)}
-    labels = np.asarray([number[placed[i][0]] for i in order])
+    label_of = {name: i for i, name in enumerate(classes)}
+    labels = np.asarray([label_of[paths[i][0]] for i in order])
     return Source(
         ImageSubset(TarImages(found.indices), np.asarray(order)),
         labels,
@@ -63,48 +61,48 @@ def tar(split: str, root: Path) -> Source:
 
 @dataclass(frozen=True)
 class _SplitArchives:
-    """The tar files of a split: `place` itself, or one a class in the folder `place`."""
+    """The tar files of a split: `path` itself, or one per class in the folder `path`."""
 
-    place: Path
-    paths: list[Path]
+    path: Path
+    files: list[Path]
 
     @property
-    def one_a_class(self) -> bool:
-        return self.place not in self.paths
+    def has_file_per_class(self) -> bool:
+        return self.path not in self.files
 
     @cached_property
     def indices(self) -> list[ShardIndex]:
-        """What each of the tars holds."""
-        return index_shards(self.paths, images)
+        """The index of each tar."""
+        return index_shards(self.files, "images")
 
     @cached_property
     def classes(self) -> list[str]:
-        """Sorted names of the classes; one tar a class need not be read for it, and may be empty."""
-        if self.one_a_class:
-            return sorted(path.stem for path in self.paths)
-        return sorted({name for name, _ in self.placed if name})
+        """Sorted names of the classes; with one tar per class the tars are not read for it, and may be empty."""
+        if self.has_file_per_class:
+            return sorted(path.stem for path in self.files)
+        return sorted({name for name, _ in self.member_paths if name})
 
     @cached_property
-    def placed(self) -> list[tuple[str, list[str]]]:
-        """Class of every member and its path below the class; no class for one outside a class folder."""
-        if self.one_a_class:
-            pairs = zip(self.paths, self.indices, strict=True)
+    def member_paths(self) -> list[tuple[str, list[str]]]:
+        """The class of every member and its path below the class; an empty class for one outside a class folder."""
+        if self.has_file_per_class:
+            pairs = zip(self.files, self.indices, strict=True)
             return [(path.stem, name.split("/")) for path, index in pairs for name in index.names]
         return _class_paths(self.indices[0].names)
 
 
 def _find_archives(root: Path, names: Sequence[str]) -> _SplitArchives | None:
-    """The tar files of the split of the first name found that has classes (test images may come without); else any."""
-    found = [_SplitArchives(root / f"{name}.tar", [root / f"{name}.tar"]) for name in names]
-    found += [_SplitArchives(root / name, sorted((root / name).glob("[!.]*.tar"))) for name in names]
-    there = [kept for kept in found if kept.paths and kept.paths[0].is_file()]
-    return next((kept for kept in there if kept.classes), there[0] if there else None)
+    """Return the tar files of a split, by the first of its names; tars without classes (of test images) come last."""
+    candidates = [_SplitArchives(root / f"{name}.tar", [root / f"{name}.tar"]) for name in names]
+    candidates += [_SplitArchives(root / name, sorted((root / name).glob("[!.]*.tar"))) for name in names]
+    found = [archives for archives in candidates if archives.files and archives.files[0].is_file()]
+    return next((archives for archives in found if archives.classes), found[0] if found else None)
 
 
 def _class_paths(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Class of every member of one tar and its path below the class.
+    """Return the class of every member of one tar and its path below the class.
 
-    A folder around all members that is named for a split is no class.
+    A single top folder named for a split (train/) is not a class.
     """
     parts = [name.split("/") for name in names]
     tops = {first for first, *_ in parts}
@@ -114,11 +112,11 @@ def _class_paths(names: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def webdataset(split: str, root: Path) -> Source:
-    """Samples `key.jpg` (or jpeg, png, webp) + `key.cls`, or + `key.json` with "label", in tar shards below `root`.
+    """Open samples `key.jpg` (or jpeg, png, webp) + `key.cls` (or `key.json` with "label") in tar shards below `root`.
 
-    A shard's split is the word train, test, val or validation in its name or in its folder's; where none has such a
-    word, all are to test. Names of the classes come from `classnames.txt` (one a line) or a JSON file with a list of
-    "classes" in `root`, else classes are called by number.
+    A shard's split is the word train, test, val or validation in its name or its folder's; if no shard has such a word,
+    all are test shards. Names of the classes come from `classnames.txt` (one per line) or a JSON file with a list of
+    "classes" in `root`; without them the names are the numbers.
 
     Raises: UserError when shards are missing, damaged, compressed, or a sample has no label.
     """
@@ -132,7 +130,7 @@ def webdataset(split: str, root: Path) -> Source:
             f"no images in {found[split][0][0].parent}; shards must hold key.jpg (or jpeg, png, webp) + key.cls"
         )
     others = []
-    with suppress(UnlabelledError):  # no label there: none that counts
+    with suppress(UnlabelledError):  # a split without labels adds no class
         others = [
             index for name in SPLITS if name != split and found[name] for index in _index_labelled_shards(found[name])
         ]
@@ -145,20 +143,20 @@ def webdataset(split: str, root: Path) -> Source:
 
 
 def _index_labelled_shards(choices: Sequence[Sequence[Path]]) -> list[ShardIndex]:
-    """The first of several sets of shards that has labels. Raises: UserError when none has."""
+    """Return the indices of the first set of shards that has labels. Raises: UserError when none has."""
     for shards in choices[:-1]:
         with suppress(UnlabelledError):
-            return index_shards(shards, samples)
-    return index_shards(choices[-1], samples)
+            return index_shards(shards, "samples")
+    return index_shards(choices[-1], "samples")
 
 
 def _shards_by_split(root: Path) -> dict[str, list[list[Path]]]:
-    """The shards below a folder by split, for each of its names that shards have, sorted.
+    """Return the shards below a folder by split: one sorted list for each of the split's names that shards have.
 
-    Raises: UserError when all there is is compressed.
+    Raises: UserError when all shards are compressed.
     """
     shards = sorted(path for path in root.rglob("*.tar") if not path.name.startswith("."))
-    if not shards and (packed := [path for kind in ("*.tar.*", "*.tgz") for path in sorted(root.rglob(kind))]):
+    if not shards and (packed := [path for pattern in ("*.tar.*", "*.tgz") for path in sorted(root.rglob(pattern))]):
         raise UserError(f"{packed[0]} is compressed, so its members cannot be read in place; unpack it to a .tar")
     found: dict[str, list[list[Path]]] = {}
     for split, words in SPLITS.items():
@@ -174,7 +172,7 @@ def _belongs_to_split(path: Path, word: str) -> bool:
 
 
 def _listed_classes(root: Path) -> list[str]:
-    """The names of the classes as files beside the shards list them; none where no file does.
+    """Return the names of the classes from a file next to the shards; empty without one.
 
     Raises: UserError when a file cannot be read.
     """
@@ -182,10 +180,10 @@ def _listed_classes(root: Path) -> list[str]:
         return [line.strip() for line in (root / "classnames.txt").read_text().splitlines() if line.strip()]
     for path in sorted(root.glob("*info*.json")):
         try:
-            about = json.loads(path.read_text())
+            info = json.loads(path.read_text())
         except (ValueError, OSError):
-            raise UserError(f"cannot read {path} as JSON; mend or remove it") from None
-        names = [about[key] for key in _CLASS_LIST_KEYS if isinstance(about, dict) and isinstance(about.get(key), list)]
+            raise UserError(f"cannot read {path} as JSON; fix or remove it") from None
+        names = [info[key] for key in _CLASS_LIST_KEYS if isinstance(info, dict) and isinstance(info.get(key), list)]
         if names:
             return [str(name) for name in names[0]]
     return []

@@ -1,1 +1,1 @@
-"""Labelled images read in passing: sources without an index, and their loaders."""
+"""Streams, which are read in order and have no index, and their loaders."""

@@ -1,4 +1,4 @@
-"""Batches out of a stream: every process and worker reads a lane of its own, and can begin anywhere in it."""
+"""Loaders of training and test batches from a stream; processes and workers read separate shares of it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -17,104 +17,116 @@ from isomorph.errors import UserError
 from isomorph.seeding import mixed_seed, seed_generators
 
 _StreamBatch = tuple[Tensor, Labels, list[str]]
-"""Images, labels, problems."""
+"""Images, labels, error messages of unreadable images."""
 
 
 def _worker_position() -> tuple[int, int]:
-    """The place of the loader's worker that asks, and how many there are."""
+    """Return the index of the current loader worker, and the number of workers."""
     info = get_worker_info()
     return (info.id, info.num_workers) if info else (0, 1)
 
 
 class _TrainBatches(IterableDataset[_StreamBatch]):
-    """One process's parts of every batch, from a step on, read from a stream: parts go to the workers in turn.
+    """One process's parts of every batch, from a step on; the workers produce the parts in turn.
 
-    Each part and worker has a lane of the stream, shuffled anew every epoch; one that is short begins again. With the
-    same workers, a step sees the same images wherever the run is taken up: what was used of a lane is skipped.
+    Each pair of a part and a worker reads its own share of the stream, in a new order every epoch; a share that ends
+    before the epoch starts again. With the same number of workers a step sees the same images from whichever step the
+    run resumes: the samples of earlier steps are skipped.
     """
 
-    def __init__(self, stream: Stream, deals: TrainSampler, unreadable: int) -> None:
-        self.stream, self.deals, self.unreadable = stream, deals, unreadable
+    def __init__(self, stream: Stream, sampler: TrainSampler, unreadable: int) -> None:
+        self.stream, self.sampler, self.unreadable = stream, sampler, unreadable
 
     def __iter__(self) -> Iterator[_StreamBatch]:
-        order, mine, first = self.deals.order, self.deals.share.mine, self.deals.first
+        order, parts, first = self.sampler.order, self.sampler.parts.own, self.sampler.first
         worker, workers = _worker_position()
-        lane = (worker + first * len(mine)) % workers  # the loader begins with worker 0, wherever the run does
+        turn = (worker + first * len(parts)) % workers  # the loader asks worker 0 first, at whichever step it starts
         start = first
-        for epoch in range(first // order.steps, self.deals.epochs):
+        for epoch in range(first // order.steps, self.sampler.epochs):
             begin, end = epoch * order.steps, (epoch + 1) * order.steps
-            turns = [(step, part) for step in range(begin, end) for part in mine]
-            own = [turn for n, turn in enumerate(turns, begin * len(mine)) if n % workers == lane]
-            past = {part: sum(1 for step, p in own if p == part and step < start) for part in mine}
-            lanes = {part: self.lane(epoch, part, lane, workers, past[part]) for part in mine}
+            batches = [(step, part) for step in range(begin, end) for part in parts]
+            own = [batch for n, batch in enumerate(batches, begin * len(parts)) if n % workers == turn]
+            done = {part: sum(1 for step, p in own if p == part and step < start) for part in parts}
+            shares = {part: self._share(epoch, part, turn, workers, done[part]) for part in parts}
             for step, part in own:
                 if step >= start:
-                    yield self.batch(lanes[part], step, part)
+                    yield self._batch(shares[part], step, part)
             start = end
 
-    def lane(self, epoch: int, part: int, lane: int, workers: int, past: int) -> Iterator[StreamSample]:
-        """A share of the stream without end, past so many batches."""
-        place, lanes = part * workers + lane, self.deals.share.of * workers
+    def _share(self, epoch: int, part: int, turn: int, workers: int, done: int) -> Iterator[StreamSample]:
+        """Yield the samples of a share of the stream without end, after the batches that are done."""
+        index, shares = part * workers + turn, self.sampler.parts.total * workers
 
         def rounds() -> Iterator[Iterator[StreamSample]]:
-            for again in count():
-                samples = self.stream.samples(mixed_seed("round", epoch, again), self.deals.order.seed, place, lanes)
+            for number in count():
+                samples = self.stream.samples(
+                    mixed_seed("round", epoch, number), self.sampler.order.seed, index, shares
+                )
                 first = next(samples, None)
                 if first is None:
-                    raise UserError(f"the stream has no image for {lanes} lanes (parts times workers); use fewer")
+                    raise UserError(
+                        f"the stream has too few images for {shares} shares (parts times workers); use fewer"
+                    )
                 yield chain([first], samples)
 
-        return islice(chain.from_iterable(rounds()), past * self.size, None)
+        return islice(chain.from_iterable(rounds()), done * self._part_size, None)
 
     @property
-    def size(self) -> int:
-        """Images of a part."""
-        return self.deals.order.batch // self.deals.share.of
+    def _part_size(self) -> int:
+        """Images of a part of a batch."""
+        return self.sampler.order.batch // self.sampler.parts.total
 
-    def batch(self, lane: Iterator[StreamSample], step: int, part: int) -> _StreamBatch:
-        """The next part of a batch from a lane; what cannot be read is filled up with others of the part, again."""
+    def _batch(self, share: Iterator[StreamSample], step: int, part: int) -> _StreamBatch:
+        """Return the next part of a batch from a share; other images of the part, repeated, replace unreadable ones."""
         examples: list[Example] = []
         problems: list[str] = []
-        for place, (picture, label, identity) in enumerate(islice(lane, self.size)):
-            seed_generators(mixed_seed("streamed", self.deals.order.seed, step, part, place), devices=False)
+        for position, (stored, label, identity) in enumerate(islice(share, self._part_size)):
+            seed_generators(mixed_seed("streamed", self.sampler.order.seed, step, part, position), devices=False)
             try:
-                examples.append((_apply_transform(self.stream, self.stream.image(picture, identity)), label, []))
+                examples.append((_apply_transform(self.stream, self.stream.image(stored, identity)), label, []))
             except UserError as error:
                 problems.append(str(error))
                 if len(problems) > self.unreadable:
                     raise
         if not examples:
             raise UserError(f"no image of a part can be read; the latest: {problems[-1]}")
-        images, labels, _ = collate(list(islice(cycle(examples), self.size)))
+        images, labels, _ = collate(list(islice(cycle(examples), self._part_size)))
         return images, labels, problems
 
 
 def _apply_transform(stream: Stream, image: Image.Image) -> Any:
-    """The image as the stream's transform has it."""
     return image if stream.transform is None else stream.transform(image)
 
 
 class _TestImages(IterableDataset[tuple[Any, int]]):
-    """One process's share of a stream, once, in the stored order."""
+    """One process's share of a stream, read once in the stored order."""
 
-    def __init__(self, stream: Stream, share: BatchParts) -> None:
-        self.stream, self.share = stream, share
+    def __init__(self, stream: Stream, parts: BatchParts) -> None:
+        self.stream, self.parts = stream, parts
 
     def __iter__(self) -> Iterator[tuple[Any, int]]:
         worker, workers = _worker_position()
-        part, parts = self.share.mine[0] * workers + worker, self.share.of * workers
-        for picture, label, identity in self.stream.samples(0, None, part, parts):
-            yield _apply_transform(self.stream, self.stream.image(picture, identity)), label
+        share, shares = self.parts.own[0] * workers + worker, self.parts.total * workers
+        for stored, label, identity in self.stream.samples(0, None, share, shares):
+            yield _apply_transform(self.stream, self.stream.image(stored, identity)), label
 
 
 def stream_loader(
-    stream: Stream, transform: Callable[[Image.Image], Any], deals: TrainSampler, workers: int = 0, unreadable: int = 0
+    stream: Stream,
+    transform: Callable[[Image.Image], Any],
+    sampler: TrainSampler,
+    workers: int = 0,
+    unreadable: int = 0,
 ) -> DataLoader[Any]:
-    """Training batches out of a stream, as `train_loader` gives them out of a source."""
+    """Return a loader of training batches from a stream, with the interface of `train_loader`.
+
+    Shape: yields images (B, C, H, W), labels (B,), messages
+    Raises: UserError when a part of a batch has more than `unreadable` images that cannot be read.
+    """
     stream = copy.copy(stream)
     stream.transform = transform
     return IsolatedDataLoader(
-        _TrainBatches(stream, deals, unreadable),
+        _TrainBatches(stream, sampler, unreadable),
         batch_size=None,
         num_workers=workers,
         worker_init_fn=ignore_stop_signals,
@@ -123,14 +135,16 @@ def stream_loader(
 
 
 def stream_test_loader(
-    stream: Stream, transform: Callable[[Image.Image], Any], batch_size: int, workers: int, share: BatchParts
+    stream: Stream, transform: Callable[[Image.Image], Any], batch_size: int, workers: int, parts: BatchParts
 ) -> DataLoader[Any]:
-    """Test batches out of a stream: every image in the share of one process."""
+    """Return a loader of test batches from a stream, with every image in one process's share once.
+
+    Shape: yields images (B, C, H, W), labels (B,)
+    """
     stream = copy.copy(stream)
     stream.transform = transform
-    dataset = _TestImages(stream, share)
     return IsolatedDataLoader(
-        dataset,
+        _TestImages(stream, parts),
         batch_size=batch_size,
         num_workers=workers,
         collate_fn=default_collate,

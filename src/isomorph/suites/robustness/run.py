@@ -1,4 +1,4 @@
-"""How a classifier does on corrupted pictures: ImageNet-C's 15 (+4) corruptions at 5 severities."""
+"""Evaluation of a classifier on corrupted images: the 15 (+4) corruptions of ImageNet-C at 5 severities."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -33,9 +33,9 @@ from isomorph.suites.robustness.results import (
 from isomorph.suites.robustness.scores import Cell, compare_to_baseline, robustness_summary
 
 ProgressCallback = Callable[[float, int, str], None]
-"""Told cells done, cells in all, and what is being done."""
+"""Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
 _Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]
-"""A corruption, its severities side by side, their pictures, and what keeps them."""
+"""A corruption, the severities evaluated together, their images, and the writer that caches them."""
 
 
 def robustness(
@@ -59,47 +59,66 @@ def robustness(
     name: str | None = None,
     progress: ProgressCallback | None = None,
 ) -> dict[str, Any]:
-    """Accuracy of a model under ImageNet-C's corruptions, by corruption, category and severity, and mCE where defined.
+    """Measure accuracy under the corruptions of ImageNet-C: by corruption, category and severity, and mCE if defined.
 
-    The images of `source` are framed first (1000 classes: as ImageNet-C was, 224 px; others: the model's own test
-    crop), then corrupted, each by a draw of its own, so that workers and order change nothing. With `folder` the
-    published pictures are read instead (with the suite cifar-c the arrays of CIFAR-10-C or CIFAR-100-C), and `source`,
-    if any, is for the clean error. `out` keeps finished cells: a
-    second call goes on from there. `cache` keeps corrupted pictures. `baseline` is another model's `out`, or its
-    result as JSON. For 1000 classes labels go by the names of the source's classes: wnids, ImageNet's numbers or
-    English names; `partial` allows a part of them.
+    A cell is a corruption at a severity. The images of `source` are first cropped (for 1000 classes as ImageNet-C's
+    were, to 224 px; else with the model's own test crop), then corrupted. Each image has its own random generator, so
+    `workers` and the order do not change the result. Accuracies are in per cent.
 
-    Raises: UserError when something does not fit, is missing, or is unknown; in one line.
+    Args:
+        source: The clean images. With `folder`, they are optional and give the clean error.
+        suite: "imagenet-c", or "cifar-c" for the arrays of CIFAR-10-C or CIFAR-100-C in `folder`.
+        folder: Published data set to evaluate on instead of corrupting `source`.
+        corruptions, severities: The cells; by default the 15 corruptions of the suite at severities 1 to 5.
+        extra: Also use the four extra corruptions.
+        size: Height and width of the images; by default 224 x 224 for 1000 classes, else the model's own.
+        limit: Use only this many images, evenly spaced.
+        partial: Accept a source with only some of ImageNet's classes. For 1000 classes, labels follow from the class
+            names: wnids, label numbers or ImageNet's English names.
+        out: File for the results of finished cells, from which a later call resumes.
+        cache: Folder to store corrupted images in for further models.
+        baseline: Another model's `out` file, or its result as JSON; adds the gain over it to the result.
+        name: Name of the model in the result; by default its class.
+        progress: Called with the number of finished cells, of all cells, and the current corruption.
+
+    Source: Hendrycks and Dietterich 2019
+    Raises: UserError when an argument does not fit the model or the data, or something is missing.
+
+    >>> model = timm.create_model("cifar_resnet20")
+    >>> digits = iso.data.open_source("digits", "test")
+    >>> result = iso.robustness(model, digits, corruptions=["fog", "snow"], severities=[1], limit=10)
+    >>> result["images"], list(result["by_corruption"])
+    (10, ['snow', 'fog'])
     """
     if batch_size < 1 or workers < 0 or (limit is not None and limit < 1):
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
     wanted = wanted_cells(corruptions, severities, extra)
     published = open_published(suite, Path(folder).expanduser() if folder else None)
-    sight = prepare_inputs(model, source, published, size, seed, limit, partial)
+    inputs = prepare_inputs(model, source, published, size, seed, limit, partial)
     if published:
-        published.refuse_missing(wanted)
+        published.check_files(wanted)
     else:
-        corruption_functions()  # refuses when their package is missing
-    fitted = fit_to_size(model, sight.size)
-    identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **sight.identity()}
-    identity |= {"data": sight.data(), "constants": sight.constants()}
+        corruption_functions()  # raises now, not after hours, if their package is missing
+    fitted = fit_to_size(model, inputs.size)
+    identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **inputs.identity()}
+    identity |= {"data": inputs.describe_data(), "constants": inputs.describe_constants()}
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
         check_same_inputs(str(baseline), base[0], identity)
-    journal = CellFile(Path(out).expanduser() if out else None, identity)
-    stored = _open_cache(Path(cache), sight) if cache else None
-    report = CellProgress(journal, wanted, progress or (lambda done, total, doing: None))
-    resumed = len(report.cells)
-    for job in _jobs(sight, report.missing, stored):
-        _measure_cells(fitted, sight, job, report, batch_size, workers)
-    found = _build_result(journal, wanted, sight) | {"resumed": resumed}
-    return found | ({"against": compare_to_baseline(report.cells, base[1], base[0]["model"])} if base else {})
+    cell_file = CellFile(Path(out).expanduser() if out else None, identity)
+    opened_cache = _open_cache(Path(cache), inputs) if cache else None
+    state = CellProgress(cell_file, wanted, progress or (lambda done, total, step: None))
+    resumed = len(state.cells)
+    for job in _jobs(inputs, state.missing, opened_cache):
+        _measure_cells(fitted, inputs, job, state, batch_size, workers)
+    result = _build_result(cell_file, wanted, inputs) | {"resumed": resumed}
+    return result | ({"against": compare_to_baseline(state.cells, base[1], base[0]["model"])} if base else {})
 
 
 def wanted_cells(
     corruptions: Sequence[str] | None, severities: Sequence[int], extra: bool
 ) -> dict[str, tuple[int, ...]]:
-    """Severities of each corruption asked for. Raises: UserError for an unknown one, or none."""
+    """Return the severities of each corruption. Raises: UserError for an unknown corruption or severity, or none."""
     names = [*(IMAGENET_C_CORRUPTIONS if corruptions is None else corruptions), *(EXTRA_CORRUPTIONS if extra else ())]
     if not names or not severities:
         raise UserError("there is nothing to do: give at least one corruption and one severity")
@@ -109,110 +128,108 @@ def wanted_cells(
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def _open_cache(top: Path, sight: RobustnessInputs) -> CorruptionCache:
-    """Raises: UserError for published pictures, which are on disk already."""
-    if sight.published:
-        raise UserError("a cache is for pictures corrupted on the fly; those of a folder are on disk already")
-    return CorruptionCache(top, sight.identity(), len(sight.clean_source()), sight.size)
+def _open_cache(top: Path, inputs: RobustnessInputs) -> CorruptionCache:
+    """Open the cache of corrupted images. Raises: UserError for a published data set, which needs none."""
+    if inputs.published:
+        raise UserError("--cache stores images that isomorph corrupts; those of --folder are on disk already")
+    return CorruptionCache(top, inputs.identity(), len(inputs.clean_source()), inputs.size)
 
 
 class CellProgress:
-    """Which cells are wanted, done and missing; tells of progress."""
+    """The finished and missing cells of an evaluation; reports progress."""
 
-    def __init__(self, journal: CellFile, wanted: Mapping[str, tuple[int, ...]], progress: ProgressCallback) -> None:
-        self.journal, self.wanted, self.progress = journal, wanted, progress
+    def __init__(self, cell_file: CellFile, wanted: Mapping[str, tuple[int, ...]], progress: ProgressCallback) -> None:
+        self.cell_file, self.wanted, self.progress = cell_file, wanted, progress
         self.total = sum(map(len, wanted.values()))
 
     @property
     def cells(self) -> dict[tuple[str, int], Cell]:
-        return {key: cell for key, cell in self.journal.cells.items() if key[1] in self.wanted.get(key[0], ())}
+        """Finished cells among the wanted ones."""
+        return {key: cell for key, cell in self.cell_file.cells.items() if key[1] in self.wanted.get(key[0], ())}
 
     @property
     def missing(self) -> dict[str, tuple[int, ...]]:
-        """Severities yet to be measured, by corruption; the clean images first."""
-        done = self.journal.cells
+        """Severities to be measured, by corruption; the clean images come first."""
+        done = self.cell_file.cells
         cells = {CLEAN: (0,), **self.wanted}
         return {name: left for name, all_ in cells.items() if (left := tuple(s for s in all_ if (name, s) not in done))}
 
-    def tell(self, share: float, job: _Job) -> None:
-        """Told while a job runs: the share of it that is done."""
+    def update(self, fraction: float, job: _Job) -> None:
+        """Report that a fraction of a job is done."""
         name, severities, *_ = job
-        self.progress(len(self.cells) + share * len(severities) * (name != CLEAN), self.total, name)
+        self.progress(len(self.cells) + fraction * len(severities) * (name != CLEAN), self.total, name)
 
 
 def _jobs(
-    sight: RobustnessInputs, missing: Mapping[str, tuple[int, ...]], cache: CorruptionCache | None
+    inputs: RobustnessInputs, missing: Mapping[str, tuple[int, ...]], cache: CorruptionCache | None
 ) -> Iterator[_Job]:
-    """What is to be run: stored cells as they are, others made from one decoding of each image."""
+    """Iterate over the work: cached cells as they are, others corrupted after decoding each image once."""
     for name, severities in missing.items():
         if name == CLEAN:
-            if sight.source is not None:
-                yield CLEAN, (0,), CorruptedImages(sight.clean_source(), sight.frame), None
+            if inputs.source is not None:
+                yield CLEAN, (0,), CorruptedImages(inputs.clean_source(), inputs.crop), None
             continue
-        found = {s: pixels for s in severities if cache and (pixels := cache.stored(name, s)) is not None}
-        if found:
-            yield name, tuple(found), CachedImages(list(found.values()), sight.clean_source().labels), None
-        left = tuple(s for s in severities if s not in found)
-        for group, pictures in sight.groups(name, left) if left else ():
+        cached = {s: pixels for s in severities if cache and (pixels := cache.stored(name, s)) is not None}
+        if cached:
+            yield name, tuple(cached), CachedImages(list(cached.values()), inputs.clean_source().labels), None
+        left = tuple(s for s in severities if s not in cached)
+        for group, images in inputs.groups(name, left) if left else ():
             if cache:
                 cache.refuse_full_disk(len(group))
-            yield name, group, pictures, CellWriter(cache, name, group) if cache else None
+            yield name, group, images, CellWriter(cache, name, group) if cache else None
 
 
 def _measure_cells(
-    model: nn.Module, sight: RobustnessInputs, job: _Job, report: CellProgress, batch_size: int, workers: int
+    model: nn.Module, inputs: RobustnessInputs, job: _Job, state: CellProgress, batch_size: int, workers: int
 ) -> None:
-    """Measures the cells of a job in one pass, and keeps them when all their images have been seen."""
-    name, severities, pictures, writer = job
-    loader = image_loader(pictures, max(1, batch_size // len(severities)), workers)
-    report.tell(0, job)
-    tallies: list[PredictionCounts] = []
+    """Measure the cells of a job in one pass, and save them once all their images are evaluated."""
+    name, severities, images, writer = job
+    loader = image_loader(images, max(1, batch_size // len(severities)), workers)
+    state.update(0, job)
+    counts: list[PredictionCounts] = []
     seen = 0
     try:
-        for logits, labels in _predict(model, loader, sight.config, writer):
-            tallies = tallies or [PredictionCounts(logits.shape[-1]) for _ in severities]
-            for tally, part in zip(tallies, logits.unbind(1), strict=True):
-                tally.add(part, labels)
+        for logits, labels in _predict(model, loader, inputs.config, writer):
+            counts = counts or [PredictionCounts(logits.shape[-1]) for _ in severities]
+            for severity_counts, severity_logits in zip(counts, logits.unbind(1), strict=True):
+                severity_counts.add(severity_logits, labels)
             seen += len(labels)
-            report.tell(seen / len(pictures), job)  # type: ignore[arg-type]
+            state.update(seen / len(images), job)  # type: ignore[arg-type]
         if writer:
             writer.finish()
     except BaseException:
         if writer:
             writer.drop()
         raise
-    for severity, tally in zip(severities, tallies, strict=True):
-        report.journal.add(name, severity, tally.metrics())
+    for severity, severity_counts in zip(severities, counts, strict=True):
+        state.cell_file.add(name, severity, severity_counts.metrics())
 
 
 @torch.no_grad()
 def _predict(
     model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any], writer: CellWriter | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits of a job's pictures, normalised as the model's data config says.
+    """Iterate over logits and labels of a job's images, normalised as the data config says.
 
     Shape: -> (B, severities, K), (B,)
     """
     parameter = next(model.parameters())
     mean, std = (torch.tensor(config[key], device=parameter.device)[:, None, None] for key in ("mean", "std"))
     with eval_mode(model):
-        for pictures, labels in loader:
+        for images, labels in loader:
             if writer:
-                writer.add(pictures)
-            levels = pictures.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
-            logits = model(((levels / 255 - mean) / std).to(parameter.dtype)).float()
-            yield logits.unflatten(0, pictures.shape[:2]), labels  # (B, severities, K)
+                writer.add(images)
+            pixels = images.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
+            logits = model(((pixels / 255 - mean) / std).to(parameter.dtype)).float()
+            yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)
 
 
-def _build_result(journal: CellFile, wanted: Mapping[str, tuple[int, ...]], sight: RobustnessInputs) -> dict[str, Any]:
-    """The result: whose, of what, every cell, and the means over them."""
-    cells = {(name, s): journal.cells[name, s] for name, severities in wanted.items() for s in severities}
-    clean = journal.cells.get((CLEAN, 0))
+def _build_result(
+    cell_file: CellFile, wanted: Mapping[str, tuple[int, ...]], inputs: RobustnessInputs
+) -> dict[str, Any]:
+    """Return the result: the identity of the evaluation, every cell, and the means over cells."""
+    cells = {(name, s): cell_file.cells[name, s] for name, severities in wanted.items() for s in severities}
+    clean = cell_file.cells.get((CLEAN, 0))
     images = min(int(cell.get("images", 0)) for cell in cells.values())
-    found = {
-        **journal.identity,
-        "images": images,
-        "clean": clean,
-        "cells": list(cells.values()),
-    }
-    return found | robustness_summary(cells, clean, sight.imagenet and sight.size == PUBLISHED_SIZE)
+    result = {**cell_file.identity, "images": images, "clean": clean, "cells": list(cells.values())}
+    return result | robustness_summary(cells, clean, inputs.imagenet and inputs.size == PUBLISHED_SIZE)

@@ -1,4 +1,4 @@
-"""A run: its model, data and optimiser, how it is measured, and how it is saved."""
+"""The state of a run: model, data, optimiser and progress, with evaluation and saving."""
 
 import json
 from collections.abc import Iterator
@@ -52,12 +52,12 @@ from isomorph.training.run.guards import LossGuard
 
 LOSS_SUM = "progress.loss"
 LOSS_DTYPES = {"mps": torch.float32}
-"""Where losses of an epoch cannot be summed in float64."""
+"""Types for the sum of losses, on devices without float64."""
 
 
 @dataclass
 class Run:
-    """The moving parts of a run."""
+    """The state of a run."""
 
     recipe: Recipe
     runtime: Runtime
@@ -80,82 +80,82 @@ class Run:
 
     @property
     def task(self) -> TrainingTask:
-        """What is minimised, and the modules it owns."""
+        """The task, with the loss and the trained modules."""
         return self.objective.task
 
     @property
     def trained(self) -> nn.Module:
-        """The module whose parameters move."""
+        """The trained module, unwrapped."""
         return unwrap_model(self.task.get_trainable_module())
 
     @cached_property
     def mixup(self) -> Mixup | None:
-        """What mixes the images of a part of a batch, if anything does."""
+        """Mixup and cutmix for a part of a batch, or None."""
         maps = bool(self.recipe.token_labels and self.recipe.token_labels.maps)
         return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000), maps)
 
     @property
     def lanes(self) -> int:
-        """Into how many lanes a stream is split: a run within an epoch needs as many again."""
+        """Number of lanes of a stream, which must be the same when resuming within an epoch; 0 without a stream."""
         return self.share.total * max(self.recipe.data.workers, 1) if self.recipe.data.streamed else 0
 
     @property
     def counts(self) -> dict[str, int]:
-        """What a run counts its images by: with other numbers, no step is where it was."""
+        """Numbers of images, steps and classes per epoch; with others, a run cannot be resumed."""
         return {"images": self.order.images, "steps": self.order.steps, "classes": len(self.train.classes)}
 
     @property
     def averaged(self) -> nn.Module | None:
-        """The averaged copy of it, where there is one."""
+        """The trained module with averaged weights, or None."""
         return self.task.get_trainable_module(ema=True).module if self.task.has_ema() else None
 
     @property
     def eval_model(self) -> nn.Module:
-        """What is evaluated and kept: the averaged weights where there are any."""
+        """The model to evaluate and save, with averaged weights if there are any."""
         return self.objective.result(self.averaged or self.trained)
 
     def share_buffers(self) -> None:
-        """Gives every process the first one's running statistics, trained and averaged."""
+        """Broadcast the running statistics of the first process, of trained and averaged modules."""
         for module in (self.trained, self.averaged):
             if module is not None:
                 self.runtime.share_buffers(module)
 
     def measure(self) -> dict[str, float]:
-        """What is evaluated and kept, measured on the test images by all processes together."""
+        """Return the metrics of the evaluated model on the test images, over all processes."""
         self.share_buffers()
         return self.objective.measure(self.averaged or self.trained, self.test, self.runtime)
 
     def note_unreadable(self, problems: list[str]) -> None:
-        """Remembers images that could not be read, each once."""
-        self.progress.unreadable += [said for said in dict.fromkeys(problems) if said not in self.progress.unreadable]
+        """Record messages about unreadable images, each once."""
+        self.progress.unreadable += [text for text in dict.fromkeys(problems) if text not in self.progress.unreadable]
 
     def share_unreadable(self) -> None:
-        """Makes every process know of all."""
-        found = self.runtime.gathered(self.progress.unreadable)
-        self.progress.unreadable = list(dict.fromkeys(said for each in found for said in each))
+        """Gather the records of unreadable images of all processes in each."""
+        gathered = self.runtime.gathered(self.progress.unreadable)
+        self.progress.unreadable = list(dict.fromkeys(text for each in gathered for text in each))
 
     def loader(self) -> DataLoader[Any]:
-        """The training images that are left, from the next step on."""
+        """Return the loader of the remaining training images, from the next step on."""
         deals = TrainSampler(self.order, self.recipe.epochs, self.progress.step, self.share)
         return build_train_loader(self.recipe, self.config, self.train, deals)
 
     def next_part(self) -> Any:
-        """The next part of a batch: images, labels, problems."""
+        """Return the next part of a batch: images, labels, messages about unreadable images."""
         if self.batches is None:
             self.batches = iter(self.loader())
         return next(self.batches)
 
     def tensors(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """All that the rest of the run depends on: tensors by name, and plain values."""
-        kept, values = split_optimizer(self.trained, self.optimizer)
+        """Return everything that a snapshot stores: tensors by name, and plain values of the optimiser."""
+        optimizer_tensors, values = split_optimizer(self.trained, self.optimizer)
         total = torch.full_like(self.total, self.runtime.mean(self.total))
-        tensors = model_tensors(self.trained, MODEL_PREFIX) | kept | {LOSS_SUM: total}
+        tensors = model_tensors(self.trained, MODEL_PREFIX) | optimizer_tensors | {LOSS_SUM: total}
         if self.averaged is not None:
             tensors |= model_tensors(self.averaged, AVERAGED_PREFIX)
         return tensors, values
 
     def snapshot(self) -> Path:
-        """Writes a snapshot. Raises: UserError when it cannot be written."""
+        """Write a snapshot. Raises: UserError when it cannot be written."""
         self.share_buffers()
         tensors, values = self.tensors()
         self.progress.first_loss = self.guard.first
@@ -170,13 +170,13 @@ class Run:
         return write_snapshot(self.recipe.folder, self.progress.step, tensors, state, self.runtime)
 
     def save(self, path: Path) -> None:
-        """Writes what is evaluated and kept as a checkpoint; every process calls it."""
+        """Write a checkpoint of the evaluated model. Every process must call it."""
         tensors = gathered_state_dict(self.eval_model)
         if self.runtime.leads:
             write_model(self.header, tensors, path)
 
     def has_written(self, path: Path) -> bool:
-        """Whether `save` has left this checkpoint, and it is still what was written; every process calls it."""
+        """Return True if this checkpoint exists with the current weights. Every process must call it."""
         tensors = gathered_state_dict(self.eval_model)
         if not self.runtime.leads:
             return bool(self.runtime.highest(0)[0])
@@ -186,7 +186,7 @@ class Run:
         return bool(self.runtime.highest(same)[0])
 
     def save_autoencoder(self) -> None:
-        """Writes all of a masked autoencoder, where that is what was trained; every process calls it."""
+        """Write the whole autoencoder after masked pre-training. Every process must call it."""
         if self.objective.autoencoder:
             model = self.objective.autoencoder(self.averaged or self.trained)
             tensors = gathered_state_dict(model)
@@ -194,8 +194,8 @@ class Run:
                 write_autoencoder(model, self.header, tensors, self.recipe.folder / "autoencoder.safetensors")
 
     def result(self) -> nn.Module:
-        """What is evaluated and kept, whole, in eval mode."""
+        """Return the evaluated model, unsharded, in eval mode."""
         if self.recipe.scale.parallel == "ddp":
             return self.eval_model.eval()
-        self.runtime.highest(0)  # the file is whole before anyone reads it
+        self.runtime.highest(0)  # wait until the leading process has written the file
         return load(self.recipe.folder / "model.safetensors")
