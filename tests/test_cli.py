@@ -170,7 +170,7 @@ BAD = {
     "source": (["evaluate", "{weights}", "--data", "cifar"], "'cifar' is unknown"),
     "batch size": (["evaluate", "{weights}", "--batch-size", "0"], "at least 1"),
     "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "not a whole number"),
-    "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' cannot be used"),
+    "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' is not available"),
     "recipe": (["train", "cifar_exat"], "did you mean cifar_exact"),
     "field": (["train", "digits_cnn", "--optim.lrr", "3"], "did you mean lr"),
     "two problems": (["train", "digits_cnn", "--optim.lr=0", "--epochs=0"], "2 problems"),

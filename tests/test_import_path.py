@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import isomorph
-from isomorph.import_path import import_path, starts_isomorph
+from isomorph.import_path import child_import_path, is_starting_isomorph
 
 FOUND = str(Path(isomorph.__file__).parents[1])
 STARTED = ["json", "torch", "pickle", "multiprocessing", "timm", "numpy", "sitecustomize"]
@@ -60,7 +60,7 @@ def test_pythonpath_holds_as_the_user_set_it(trap):
     """Also where it names the working folder."""
     code = (
         f"import os, runpy, subprocess, sys\nnames = runpy.run_path({isomorph.import_path.__file__!r})\n"
-        "with names['SafeChildren']():\n"
+        "with names['SafeChildProcesses']():\n"
         "    subprocess.run([sys.executable, '-c', 'import extra'], check=True)\n"
         "assert 'PYTHONSAFEPATH' not in os.environ"
     )
@@ -76,9 +76,9 @@ def test_an_interactive_session_may_have_modules_of_its_own(monkeypatch, tmp_pat
     """They come last in the child."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "/elsewhere"])
-    assert import_path() == ["/elsewhere", str(tmp_path)]
+    assert child_import_path() == ["/elsewhere", str(tmp_path)]
     monkeypatch.setattr(sys, "path", ["/script", "/elsewhere"])
-    assert import_path() == ["/script", "/elsewhere"]
+    assert child_import_path() == ["/script", "/elsewhere"]
 
 
 @pytest.mark.parametrize(
@@ -92,4 +92,4 @@ def test_an_interactive_session_may_have_modules_of_its_own(monkeypatch, tmp_pat
     ],
 )
 def test_only_python_m_isomorph_is_meant(argv, given, starts):
-    assert starts_isomorph(argv, given) == starts
+    assert is_starting_isomorph(argv, given) == starts

@@ -153,7 +153,7 @@ def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
     data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
     found = launch(tmp_path / "limited", data=dict(**data, unreadable=1))
     assert found.returncode
-    assert found.stderr.count("2 images cannot be read, data.unreadable allows 1") == 2
+    assert found.stderr.count("2 images cannot be read, but data.unreadable allows 1") == 2
     found = launch(tmp_path / "strict", data=data)
     assert "3.png" in found.stderr
     assert "Traceback" not in found.stderr.partition("torch/distributed/elastic")[0]
@@ -236,6 +236,6 @@ def test_a_compiled_run_is_the_run(tmp_path):
 
 def test_one_process_agrees_with_itself():
     runtime = Runtime(torch.device("cpu"), False)
-    assert runtime.highest(3, 0.5) == [3, 0.5]
-    assert runtime.gathered("x") == ["x"]
+    assert runtime.maximum(3, 0.5) == [3, 0.5]
+    assert runtime.gather("x") == ["x"]
     assert runtime.mean(torch.tensor(2.0)) == 2.0

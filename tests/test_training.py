@@ -429,7 +429,7 @@ class TestRun:
         a, b = tensors(tmp_path / "whole/model.safetensors"), tensors(tmp_path / "part/model.safetensors")
         assert all(torch.equal(a[name], b[name]) for name in a)
         stopped_run(tmp_path / "moved", 4, {**TINY, **values})
-        with pytest.raises(iso.UserError, match=r"lanes .*as many processes and data\.workers"):
+        with pytest.raises(iso.UserError, match=r"lanes .*same processes, scale.accumulate and data\.workers"):
             iso.train(
                 tiny(tmp_path / "moved", **(values | dict(data=data | dict(workers=1 if workers else 2)))), show=False
             )
@@ -550,7 +550,7 @@ class TestRun:
             (dict(model=dict(name="cifar_resnet20", num_classes=3)), "10 classes, model.num_classes is 3"),
             (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "none.safetensors does not exist"),
             (dict(model=dict(name="cifar_resnet20", kwargs=dict(blob=1))), "timm cannot create"),
-            (dict(device="tpu"), "device 'tpu' cannot be used"),
+            (dict(device="tpu"), "device 'tpu' is not available"),
             (dict(data=dict(source="imagefolder", root=str(tmp_path / "no"))), "no folder"),
         ):
             with pytest.raises(iso.UserError, match=message) as caught:

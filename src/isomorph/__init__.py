@@ -7,10 +7,10 @@
 
 import sys
 
-from isomorph.import_path import leave_working_folder, starts_isomorph
+from isomorph.import_path import is_starting_isomorph, remove_working_folder
 
-if starts_isomorph(sys.argv, sys.orig_argv):
-    leave_working_folder()
+if is_starting_isomorph(sys.argv, sys.orig_argv):
+    remove_working_folder()
 
 from isomorph.doctor import torchvision_problem
 
@@ -40,7 +40,10 @@ from isomorph.surgery import (
     unstride,
     verify,
 )
+from isomorph.surgery.rules.registry import register_installed_rules
 from isomorph.training import Recipe, train
+
+register_installed_rules()
 
 __version__ = "0.1.0"
 

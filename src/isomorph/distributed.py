@@ -1,4 +1,4 @@
-"""Where a run computes: device, precision, and the processes that share the work."""
+"""The device, the precision and the processes of a run."""
 
 import atexit
 import os
@@ -12,15 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.seeding import mixed_seed, seed_generators
+from isomorph.seeding import derive_seed, seed_generators
 
-ENVIRONMENT = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
-"""What torchrun says, and what one process alone is."""
+TORCHRUN_DEFAULTS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
+"""Environment variables that torchrun sets, and their values for a single process."""
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """A device, the precision of the forward pass on it, and this process's place among those that torchrun started."""
+    """The device, the precision of the forward pass, and this process's rank among those that torchrun started.
+
+    `amp` is True for bfloat16 autocast; `world` is the number of processes.
+    """
 
     device: torch.device
     amp: bool
@@ -28,91 +31,96 @@ class Runtime:
     world: int = 1
 
     @property
-    def leads(self) -> bool:
-        """Whether this process speaks and writes for all."""
+    def is_main(self) -> bool:
+        """True for the process that prints and writes files for all."""
         return self.rank == 0
 
     def autocast(self) -> AbstractContextManager[object]:
-        """bfloat16 where it is safe, or nothing."""
+        """Return a bfloat16 autocast context, or one that does nothing."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.amp else nullcontext()
 
-    def highest(self, *values: float) -> list[float]:
-        """The largest of every process's values, one by one: what all can agree on."""
+    def maximum(self, *values: float) -> list[float]:
+        """Return the maximum of each value over all processes. It also waits for all of them."""
         if self.world == 1:
             return list(values)
-        seen = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(seen, dist.ReduceOp.MAX)
-        return seen.tolist()
+        reduced = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(reduced, dist.ReduceOp.MAX)
+        return reduced.tolist()
 
     def mean(self, value: Tensor) -> float:
-        """The mean of every process's value."""
+        """Return the mean of a value over all processes."""
         if self.world == 1:
             return value.item()
-        seen = value.detach().double().clone()
-        dist.all_reduce(seen)
-        return seen.item() / self.world
+        total = value.detach().double().clone()
+        dist.all_reduce(total)
+        return total.item() / self.world
 
-    def gathered(self, values: Any) -> list[Any]:
-        """Every process's values, by rank."""
+    def gather(self, values: Any) -> list[Any]:
+        """Return the values of all processes, by rank."""
         if self.world == 1:
             return [values]
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, values)
-        return found
+        gathered: list[Any] = [None] * self.world
+        dist.all_gather_object(gathered, values)
+        return gathered
 
-    def evened(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """The batches of a loader, as many in every process: one that has no more sees an image again, labelled -1."""
+    def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Return the batches of a loader, padded to the same number in every process.
+
+        A process with fewer batches repeats an image with the label -1.
+        """
         if self.world == 1:
             return loader
-        return self.padded(iter(loader))
+        return self._pad_batches(iter(loader))
 
-    def padded(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """What `evened` gives where there are several processes."""
+    def _pad_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches until no process has any left."""
         latest = None
         while True:
             batch = next(batches, None)
-            if not self.highest(batch is not None)[0]:
+            if not self.maximum(batch is not None)[0]:
                 return
             if batch is None and latest is None:
-                raise UserError("the test data has no image for one of the processes; start fewer")
+                raise UserError("there are fewer test images than processes; start fewer processes")
             latest = batch if batch is not None else (latest[0][:1], torch.full_like(latest[1][:1], -1))  # type: ignore[index]
             yield latest
 
-    def share_buffers(self, model: nn.Module) -> None:
-        """Gives every process the first one's running statistics, which are those that count."""
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Copy the buffers, such as running statistics, from rank 0 to all processes."""
         if self.world > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
 
 
 def open_runtime(device: str, amp: bool = False) -> Runtime:
-    """The runtime for a device name; `auto` takes a GPU when there is one. Under torchrun, joins the other processes.
+    """Return the runtime for a device name, and join the other processes if torchrun started this one.
 
-    Raises: UserError when the device is unknown or not there.
+    `auto` is a GPU if there is one.
+
+    Raises: UserError if the device is unknown or not available.
     """
-    rank, world, local = (int(os.environ.get(name, alone)) for name, alone in ENVIRONMENT.items())
+    rank, world, local = (int(os.environ.get(name, alone)) for name, alone in TORCHRUN_DEFAULTS.items())
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if name == "cuda" and world > 1:
         name = f"cuda:{local}"
     try:
         torch.empty(1, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} cannot be used ({str(error).splitlines()[0]}); try device=cpu") from None
-    place = torch.device(name)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
+        raise UserError(f"device {device!r} is not available ({str(error).splitlines()[0]}); try device=cpu") from None
+    target = torch.device(name)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
-        atexit.register(leave)
-    return Runtime(place, amp, rank, world)
+        dist.init_process_group("nccl" if target.type == "cuda" else "gloo")
+        atexit.register(_destroy_process_group)
+    return Runtime(target, amp, rank, world)
 
 
-def leave() -> None:
-    """Takes leave of the other processes, where they are still there."""
+def _destroy_process_group() -> None:
+    """Destroy the process group if it still exists."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def seed_everything(purpose: str, seed: int, *place: int) -> None:
-    """Seeds every generator from a run's seed and a place in it: taken up there, it draws what it would have drawn."""
-    seed_generators(mixed_seed(purpose, seed, *place))
+def seed_everything(purpose: str, seed: int, *position: int) -> None:
+    """Seed all generators from a run's seed and a position in the run, so that a resumed run draws the same numbers."""
+    seed_generators(derive_seed(purpose, seed, *position))

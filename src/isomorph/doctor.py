@@ -1,4 +1,4 @@
-"""What this machine offers, and what is wrong with it, in lines a user can act on."""
+"""Report on the Python environment and the machine, for `isomorph doctor`."""
 
 import platform
 import shutil
@@ -7,10 +7,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts", "torchmetrics")
 EXTRAS = {"datasets": "data", "imagecorruptions-imaug": "corruptions", "onnxruntime": "export"}
-ENOUGH_DISK = 10 * 2**30
+MIN_FREE_DISK = 10 * 2**30
 
 
-def installed(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -18,7 +19,7 @@ def installed(package: str) -> str | None:
 
 
 def torchvision_problem() -> str | None:
-    """Whether torchvision was built for another torch: its operators are then missing."""
+    """Return a message if torchvision's operators are missing, as when it was built for another torch; else None."""
     try:
         import torch
         import torchvision
@@ -31,26 +32,27 @@ def torchvision_problem() -> str | None:
     return None
 
 
-def examine() -> Iterator[tuple[str, str, bool]]:
-    """Lines of (what, finding, fine or not)."""
+def examine_environment() -> Iterator[tuple[str, str, bool]]:
+    """Yield what was checked, the result, and True if it is good enough to run isomorph."""
     yield "python", platform.python_version(), True
     for package in PACKAGES:
-        found = installed(package)
-        yield package, found or "missing: pip install isomorph", found is not None
+        installed = _installed_version(package)
+        yield package, installed or "missing: pip install isomorph", installed is not None
     for package, extra in EXTRAS.items():
-        yield package, installed(package) or f"not installed (optional: pip install 'isomorph[{extra}]')", True
+        yield package, _installed_version(package) or f"not installed (optional: pip install 'isomorph[{extra}]')", True
     problem = torchvision_problem()
     yield "torchvision operators", problem or "work", problem is None
-    yield from devices()
+    yield from _device_lines()
     free = shutil.disk_usage(".").free
     yield (
         "free disk here",
-        f"{free / 2**30:.1f} GiB" + ("" if free > ENOUGH_DISK else ": little for data and checkpoints"),
-        free > ENOUGH_DISK,
+        f"{free / 2**30:.1f} GiB" + ("" if free > MIN_FREE_DISK else ": too little for data and checkpoints"),
+        free > MIN_FREE_DISK,
     )
 
 
-def devices() -> Iterator[tuple[str, str, bool]]:
+def _device_lines() -> Iterator[tuple[str, str, bool]]:
+    """Yield the lines on threads and GPUs."""
     import torch
 
     yield "threads", str(torch.get_num_threads()), True

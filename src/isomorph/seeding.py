@@ -8,7 +8,7 @@ import torch
 
 
 def seed_generators(seed: int, devices: bool = True) -> None:
-    """Seeds Python's, NumPy's and torch's global generators: on every device, or (much faster) on the CPU alone."""
+    """Seed the global generators of Python, NumPy and torch; without `devices` only on the CPU, which is much faster."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if devices:
@@ -17,7 +17,7 @@ def seed_generators(seed: int, devices: bool = True) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def mixed_seed(purpose: str, *numbers: int) -> int:
-    """One seed for a purpose and some numbers: far apart for neighbours. (SeedSequence's hash, 63 bits.)"""
-    entropy = (zlib.crc32(purpose.encode()), len(numbers), *numbers)  # it takes no notice of zeros at the end
+def derive_seed(purpose: str, *numbers: int) -> int:
+    """Return a seed for a purpose and some numbers: NumPy's SeedSequence hash, 63 bits."""
+    entropy = (zlib.crc32(purpose.encode()), len(numbers), *numbers)  # the length, as SeedSequence ignores final zeros
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)

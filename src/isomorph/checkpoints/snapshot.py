@@ -81,7 +81,7 @@ def write_snapshot(
     state: dict[str, Any] = {"step": step, **values}
 
     def write_mine() -> None:
-        if sharded or runtime.leads:
+        if sharded or runtime.is_main:
             _write_tensors(partial, tensors, alone=not sharded)
 
     def note_checksums() -> None:
@@ -89,7 +89,7 @@ def write_snapshot(
         state["files"] = {file.name: checksum(file) for file in mine}
 
     def finish() -> None:
-        if runtime.leads:
+        if runtime.is_main:
             _write_state(partial / STATE_FILE, state)
             _flush_folder(partial)
             shutil.rmtree(path, ignore_errors=True)
@@ -97,16 +97,16 @@ def write_snapshot(
             _flush_folder(folder)
 
     try:
-        _run_on_all_processes(lambda: _make_empty(partial) if runtime.leads else None, runtime)
+        _run_on_all_processes(lambda: _make_empty(partial) if runtime.is_main else None, runtime)
         _run_on_all_processes(write_mine, runtime)
         _run_on_all_processes(note_checksums, runtime)
-        state["files"] = {name: digest for files in runtime.gathered(state["files"]) for name, digest in files.items()}
+        state["files"] = {name: digest for files in runtime.gather(state["files"]) for name, digest in files.items()}
         _run_on_all_processes(finish, runtime)
     except OSError as error:
-        if runtime.leads:
+        if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
         raise UserError(f"cannot write {path}: {error}; the snapshots before it are whole") from None
-    if runtime.leads:
+    if runtime.is_main:
         _delete_older(folder)
     return path
 
@@ -121,7 +121,7 @@ def _run_on_all_processes(step: Callable[[], None], runtime: Runtime) -> None:
         CheckpointException,
     ) as error:  # whatever it is, the others must hear of it; the last is no Exception
         problem = error_reason(error)
-    if said := next((said for said in runtime.gathered(problem) if said), ""):
+    if said := next((said for said in runtime.gather(problem) if said), ""):
         raise OSError(said)
 
 

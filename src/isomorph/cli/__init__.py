@@ -12,7 +12,7 @@ from torch.distributed import DistError
 from isomorph.cli import analyze, bench, compare, evaluate, listing, robustness, surgery, train  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.errors import UserError
-from isomorph.import_path import SafeChildren
+from isomorph.import_path import SafeChildProcesses
 from isomorph.training import Stopped
 
 
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ISOMORPH_DEBUG=1 raises errors with their traceback instead.
     """
     try:
-        with SafeChildren():
+        with SafeChildProcesses():
             app(arguments)
     except Stopped as stopped:
         _print_error(str(stopped))

@@ -94,7 +94,7 @@ def show_recipe(name: str, /) -> None:
 @app.command
 def doctor(*, json_: Json = False) -> None:
     """Check versions, devices, free disk space, and that torchvision matches torch; exit with 1 on a problem."""
-    lines = list(machine.examine())
+    lines = list(machine.examine_environment())
     if json_:
         print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))
     else:

@@ -21,7 +21,7 @@ from isomorph.data.label_maps import MapLabels
 from isomorph.data.sampler import SeededIndex, TrainSampler
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
-from isomorph.import_path import SafeChildren
+from isomorph.import_path import SafeChildProcesses
 from isomorph.seeding import seed_generators
 
 _SHARED_KEYS = ("input_size", "mean", "std", "interpolation")
@@ -37,7 +37,7 @@ class IsolatedDataLoader(DataLoader[Any]):
     """DataLoader whose workers import nothing from the working folder, however they are started."""
 
     def __iter__(self) -> Any:
-        with SafeChildren():
+        with SafeChildProcesses():
             return super().__iter__()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from isomorph.errors import UserError
-from isomorph.seeding import mixed_seed
+from isomorph.seeding import derive_seed
 
 SeededIndex = tuple[int, int]
 """The index of an image, and the seed of its augmentation."""
@@ -50,7 +50,7 @@ class BatchOrder:
 
     def epoch(self, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the images of an epoch and the seeds of their augmentation. Shape: -> (steps * batch,), the same"""
-        generator = torch.Generator().manual_seed(mixed_seed("order", self.seed, epoch))
+        generator = torch.Generator().manual_seed(derive_seed("order", self.seed, epoch))
         order, count = self._shuffle(generator), self.steps * self.batch
         if self.repeats > 1:
             order = order[: -(-self.images // self.repeats)].repeat_interleave(self.repeats)

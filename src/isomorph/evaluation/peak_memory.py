@@ -1,4 +1,4 @@
-"""The peak of memory of a pass: by torch's allocator on a GPU, by the system in a process of its own on a CPU."""
+"""Peak memory of a pass: from torch's allocator on a GPU, from the system in a separate process on a CPU."""
 
 import ctypes
 import gc
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.import_path import import_path
+from isomorph.import_path import child_import_path
 from isomorph.layers.eval_mode import eval_mode
 
 _STATUS_FILE, _RESET_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _WORKER_CODE = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.peak_memory import main; main()"
-"""The code of the measuring process, which imports from where this one does."""
+"""Code of the measuring process, which has the same import path as this one."""
 
 
 def _run_once(model: nn.Module, x: Tensor, training: bool) -> None:
-    """One inference pass, or a forward and backward pass in training mode."""
+    """Run an inference pass, or a forward and backward pass in training mode."""
     if not training:
         with torch.no_grad():
             model(x)
@@ -34,9 +34,9 @@ def _run_once(model: nn.Module, x: Tensor, training: bool) -> None:
 
 
 class PeakMeter:
-    """The process that measures peaks on a CPU, started at the first: one for all models, batches and kinds of a table.
+    """A process that measures peaks on a CPU; it is started by the first measurement and shared by all.
 
-    It runs nothing but the passes, so that the system's count of its memory is theirs. Leaving the block ends it.
+    It runs the passes only, so the system's count of its memory is theirs. Leaving the `with` block ends it.
     """
 
     def __init__(self) -> None:
@@ -53,70 +53,70 @@ class PeakMeter:
         self.folder.cleanup()
 
     def stop(self) -> None:
-        """Ends the process and closes its pipes."""
+        """End the process and close its pipes."""
         if self.process:
             self.process.kill()
             self.process.communicate()
 
     def measure(self, model: nn.Module, shape: tuple[int, ...], training: bool) -> int | None:
-        """Bytes that a pass over a batch of this shape takes on top of the model; None where it cannot be pickled.
+        """Return the bytes of a pass over a batch beyond the model itself; None if the model cannot be pickled.
 
-        Raises: UserError when the pass fails, or its memory is not there.
+        Raises: UserError when the pass fails, or there is too little memory.
         """
-        if not self.hand_over(model):
+        if not self._write_model(model):
             return None
-        process = self.process if self.process and self.process.poll() is None else self.start()
+        process = self.process if self.process and self.process.poll() is None else self._start()
         assert process.stdin  # they are pipes
         assert process.stdout
         try:
-            process.stdin.write(json.dumps([str(self.file), shape, training]) + "\n")
+            process.stdin.write(json.dumps([str(self._model_file), shape, training]) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
-        found: dict[str, Any] = json.loads(answer) if answer else {"error": self.last_words()}
-        if "error" in found:
-            raise _measurement_error(shape[0], found["error"])
-        return found["bytes"]
+        result: dict[str, Any] = json.loads(answer) if answer else {"error": self._last_error_line()}
+        if "error" in result:
+            raise _measurement_error(shape[0], result["error"])
+        return result["bytes"]
 
     @property
-    def file(self) -> Path:
+    def _model_file(self) -> Path:
         return Path(self.folder.name) / f"{self.models}.pt"
 
-    def hand_over(self, model: nn.Module) -> bool:
-        """Writes the model where the process reads it, unless it is there; whether it can be written."""
+    def _write_model(self, model: nn.Module) -> bool:
+        """Write the model to the file that the process reads, unless it is there; return True if that succeeded."""
         if model is self.model:
             return True
-        self.file.unlink(missing_ok=True)
+        self._model_file.unlink(missing_ok=True)
         self.model, self.models = model, self.models + 1
         try:
-            torch.save(model, self.file)
+            torch.save(model, self._model_file)
         except Exception:  # pickle fails in many ways
-            self.file.unlink(missing_ok=True)
+            self._model_file.unlink(missing_ok=True)
             self.model = None
             return False
         return True
 
-    def start(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str]:
         """Starts the process that `answer_requests` is."""
         self.stop()
-        # large blocks go back to the system as soon as they are free, so that the peak is the pass's own
+        # return large freed blocks to the system at once, so that the peak is that of the pass
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
         env["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-        command = [sys.executable, "-I" if sys.flags.isolated else "-P", "-c", _WORKER_CODE, *import_path()]
+        command = [sys.executable, "-I" if sys.flags.isolated else "-P", "-c", _WORKER_CODE, *child_import_path()]
         pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        with self.said.open("wb") as said:
-            self.process = subprocess.Popen(command, env=env, text=True, stderr=said, **pipes)
+        with self._error_file.open("wb") as errors:
+            self.process = subprocess.Popen(command, env=env, text=True, stderr=errors, **pipes)
         return self.process
 
     @property
-    def said(self) -> Path:
-        return Path(self.folder.name) / "said"
+    def _error_file(self) -> Path:
+        return Path(self.folder.name) / "stderr"
 
-    def last_words(self) -> str:
-        """The last line of what the process said before it ended."""
-        lines = self.said.read_text(errors="replace").strip().splitlines()
-        return (lines or ["it was killed: too little memory, perhaps"])[-1]
+    def _last_error_line(self) -> str:
+        """Return the last line that the process wrote to stderr."""
+        lines = self._error_file.read_text(errors="replace").strip().splitlines()
+        return (lines or ["the process was killed, probably for lack of memory"])[-1]
 
 
 def peak_bytes(
@@ -126,15 +126,20 @@ def peak_bytes(
     training: bool = False,
     meter: PeakMeter | None = None,
 ) -> int | None:
-    """Bytes that a pass takes at its peak on top of the model: an inference pass, or forward and backward.
+    """Return the peak memory in bytes of an inference pass, or of a forward and backward pass, beyond the model itself.
 
-    On a GPU what torch's allocator has given out; on a CPU what the system counts for a process of its own that runs
-    a copy of the model (Linux; after a first pass, so that what libraries set up once is left out). Gradients count.
-    Several peaks are found faster by one `meter`.
+    On a GPU it is the peak of torch's allocator. On a CPU (Linux) a copy of the model runs in a separate process, and
+    the system counts that process's memory, after a first pass that sets up libraries. Gradients count. Several
+    measurements are faster with one `meter`.
 
-    None where neither can be measured: on another system or device, or a model that cannot be pickled.
+    Returns None where neither can be measured: on another system or device, or for a model that cannot be pickled.
 
+    Shape: input_size is (channels, height, width)
     Raises: UserError when the pass fails (a batch too small for BatchNorm), or there is too little memory for it.
+
+    >>> from isomorph.evaluation import peak_bytes
+    >>> peak_bytes(timm.create_model("cifar_resnet20").to("meta"), (3, 32, 32)) is None  # no memory on this device
+    True
     """
     device = next(model.parameters()).device
     if device.type == "cuda":
@@ -148,13 +153,13 @@ def peak_bytes(
 
 
 def _cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, training: bool) -> int:
-    """Largest allocation above what is there before, on the model's GPU; the model is left without gradients."""
+    """Return the growth of the allocator's peak on the model's GPU; the model's gradients are cleared."""
     parameter = next(model.parameters())
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     try:
         with eval_mode(model):
             x = torch.randn(batch_size, *input_size, device=parameter.device, dtype=parameter.dtype)
-            for _ in range(2):  # the first sets up workspaces of libraries
+            for _ in range(2):  # the first pass sets up the workspaces of libraries
                 model.zero_grad(set_to_none=True)
                 torch.cuda.synchronize(parameter.device)
                 torch.cuda.reset_peak_memory_stats(parameter.device)
@@ -171,28 +176,28 @@ def _cuda_peak(model: nn.Module, input_size: tuple[int, ...], batch_size: int, t
 
 
 def _measurement_error(batch_size: int, why: str) -> UserError:
-    """The error of a pass that failed."""
+    """Return the error of a pass that failed."""
     return UserError(f"measuring the peak of a batch of {batch_size} failed: {why}")
 
 
 def answer_requests() -> None:
-    """Answers each line that names a model's file, a shape and a kind of pass by its bytes: the measuring process."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a model prints is no answer
+    """Answer each request on stdin (model file, shape, training) with bytes on stdout: the measuring process."""
+    answers, sys.stdout = sys.stdout, sys.stderr  # a model's own prints must not mix with the answers
     model, path = None, None
     for line in sys.stdin:
         file, shape, training = json.loads(line)
         if file != path:
-            model = None  # freed before the next one comes
+            model = None  # freed before the next model is loaded
             model, path = _load_pickled_model(file), file
         try:
-            found: dict[str, Any] = {"bytes": None if model is None else _cpu_peak(model, tuple(shape), training)}
+            result: dict[str, Any] = {"bytes": None if model is None else _cpu_peak(model, tuple(shape), training)}
         except Exception as error:
-            found = {"error": " ".join(str(error).split()) or type(error).__name__}
-        print(json.dumps(found), file=answers, flush=True)
+            result = {"error": " ".join(str(error).split()) or type(error).__name__}
+        print(json.dumps(result), file=answers, flush=True)
 
 
 def _load_pickled_model(file: str) -> nn.Module | None:
-    """The model in a file that the parent wrote a moment ago; None for a class that cannot be imported here."""
+    """Load a model that the parent process has written; None if its class cannot be imported here."""
     try:
         return torch.load(file, weights_only=False)
     except Exception:
@@ -200,7 +205,7 @@ def _load_pickled_model(file: str) -> nn.Module | None:
 
 
 def _cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
-    """Growth of this process's resident memory during a pass, after a first one."""
+    """Return the growth of this process's resident memory during a pass, after a first one."""
     x = torch.randn(shape, dtype=next(model.parameters()).dtype)
     model.eval()
     _run_once(model, x, training)
@@ -209,7 +214,7 @@ def _cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim:
         trim(0)
-    _RESET_FILE.write_text("5")  # the peak is what it is now
+    _RESET_FILE.write_text("5")  # resets the peak (VmHWM) to the current memory
     before = _resident_bytes("VmRSS")
     _run_once(model, x, training)
     peak = _resident_bytes("VmHWM")
@@ -218,6 +223,6 @@ def _cpu_peak(model: nn.Module, shape: tuple[int, ...], training: bool) -> int:
 
 
 def _resident_bytes(key: str) -> int:
-    """Bytes of this process in memory: now (VmRSS) or at its peak (VmHWM)."""
+    """Return the resident memory of this process in bytes: now (VmRSS) or at its peak (VmHWM)."""
     line = next(line for line in _STATUS_FILE.read_text().splitlines() if line.startswith(key))
     return 1024 * int(line.split()[1])

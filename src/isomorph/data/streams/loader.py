@@ -14,7 +14,7 @@ from isomorph.data.loaders import Example, IsolatedDataLoader, Labels, collate, 
 from isomorph.data.sampler import BatchParts, TrainSampler
 from isomorph.data.streams.stream import Stream, StreamSample
 from isomorph.errors import UserError
-from isomorph.seeding import mixed_seed, seed_generators
+from isomorph.seeding import derive_seed, seed_generators
 
 _StreamBatch = tuple[Tensor, Labels, list[str]]
 """Images, labels, error messages of unreadable images."""
@@ -60,7 +60,7 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         def rounds() -> Iterator[Iterator[StreamSample]]:
             for number in count():
                 samples = self.stream.samples(
-                    mixed_seed("round", epoch, number), self.sampler.order.seed, index, shares
+                    derive_seed("round", epoch, number), self.sampler.order.seed, index, shares
                 )
                 first = next(samples, None)
                 if first is None:
@@ -81,7 +81,7 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
         examples: list[Example] = []
         problems: list[str] = []
         for position, (stored, label, identity) in enumerate(islice(share, self._part_size)):
-            seed_generators(mixed_seed("streamed", self.sampler.order.seed, step, part, position), devices=False)
+            seed_generators(derive_seed("streamed", self.sampler.order.seed, step, part, position), devices=False)
             try:
                 examples.append((_apply_transform(self.stream, self.stream.image(stored, identity)), label, []))
             except UserError as error:

@@ -79,12 +79,12 @@ def _pretraining_objective(task: TrainingTask) -> Objective:
 
     def measure_reconstruction(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
         positions = _local_positions(runtime)
-        metrics = evaluate_reconstruction(autoencoder(module), runtime.evened(loader), positions=positions)
+        metrics = evaluate_reconstruction(autoencoder(module), runtime.pad_batches(loader), positions=positions)
         return _mean_over_processes(metrics, runtime)
 
     def measure_alignment(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
         positions = _local_positions(runtime)
-        metrics = evaluate_alignment(module, task, runtime.evened(loader), positions=positions)  # type: ignore[arg-type]
+        metrics = evaluate_alignment(module, task, runtime.pad_batches(loader), positions=positions)  # type: ignore[arg-type]
         return _mean_over_processes(metrics, runtime)
 
     has_teacher = isinstance(task, GenericDistillationTask)
@@ -102,7 +102,7 @@ def _local_positions(runtime: Runtime) -> Iterator[int]:
 
 def _mean_over_processes(metrics: dict[str, float], runtime: Runtime) -> dict[str, float]:
     """Return the metrics averaged over the images of all processes."""
-    parts = runtime.gathered(metrics)
+    parts = runtime.gather(metrics)
     images = sum(part["images"] for part in parts)
     means = {name: sum(part[name] * part["images"] for part in parts) / images for name in metrics if name != "images"}
     return {**means, "images": images}
@@ -110,4 +110,4 @@ def _mean_over_processes(metrics: dict[str, float], runtime: Runtime) -> dict[st
 
 def _measure_classes(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
     """Return accuracy and calibration over the images of all processes."""
-    return sum_counts(runtime.gathered(count_predictions(model, runtime.evened(loader)))).metrics()
+    return sum_counts(runtime.gather(count_predictions(model, runtime.pad_batches(loader)))).metrics()

@@ -18,18 +18,18 @@ def lock_folder(folder: Path, runtime: Runtime) -> Iterator[str]:
     """Create and lock a folder; remove the folders created if they are still empty at the end.
 
     The leading process creates the folder and locks it (flock), for all processes of its run. The operating system
-    releases the lock when the process ends. Yields a warning, or "" if the file system has locks (some NFS mounts lack them).
+    releases the lock when the process ends. Yields a warning if the file system has no locks (some NFS mounts).
 
     Raises: UserError, in all processes, when another run holds the lock or the folder cannot be created.
     """
     handle, created, warning, problem = -1, list[Path](), "", ""
-    if runtime.leads:
+    if runtime.is_main:
         try:
             handle, created, warning = _create_and_lock(folder)
         except UserError as error:
             problem = str(error)
     try:
-        if problem := runtime.gathered(problem)[0]:
+        if problem := runtime.gather(problem)[0]:
             raise UserError(problem)
         yield warning
     finally:

@@ -1,4 +1,4 @@
-"""The one training loop: steps, an evaluation after each epoch, snapshots in between, taken up after any end."""
+"""The training loop: steps, evaluation after each epoch, snapshots, and resumption."""
 
 import time
 from contextlib import ExitStack, closing
@@ -33,48 +33,64 @@ from isomorph.training.run.state import Run
 from isomorph.training.run.step import train_step
 
 MIN_SECONDS = 10.0
-"""Seconds of an epoch that are too few to judge by."""
+"""Epochs shorter than this many seconds are not checked for slow data loading."""
 
 MAX_WAITING = 0.1
-"""Share of the time that may be spent waiting for images before the run says so."""
+"""Fraction of an epoch spent waiting for images above which a run prints a warning."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves: its model (averaged weights where there are any), last metrics, and folder."""
+    """The result of a run.
+
+    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=1", "data.fraction=0.02", "data.size=[8, 8]"])
+    >>> result = iso.train(recipe, show=False)
+    >>> isinstance(result, iso.training.Result), sorted(result.metrics)[-1]
+    (True, 'top1')
+    """
 
     model: nn.Module
+    """The trained model, in eval mode; with averaged weights if the recipe has `ema`."""
     metrics: dict[str, float]
+    """Metrics of the last evaluation, e.g. top1 in percent."""
     folder: Path
+    """Folder of the run, with its checkpoints and logs."""
     leads: bool = True
-    """Whether this is the process that speaks for all."""
+    """True in the leading process under torchrun, and in a run of one process."""
 
 
 def train(recipe: Recipe, show: bool = True) -> Result:
-    """Trains as the recipe says, in its folder; takes itself up from the newest whole snapshot there.
+    """Train a model as a recipe says, or resume from the newest complete snapshot in the folder of the run.
 
-    Under torchrun, all processes train together. Leaves `model.safetensors` and `best.safetensors` (for `iso.load`),
-    the two newest snapshots (`step-*`), `log.jsonl` by epoch, `steps.jsonl`, `recipe.json`, `environment.jsonl`.
+    Under torchrun, all processes train together. Writes `model.safetensors` and `best.safetensors` (for `iso.load`),
+    the two newest snapshots (`step-*`), `log.jsonl` (per epoch), `steps.jsonl`, `recipe.json` and `environment.jsonl`
+    to the folder. With `show`, the leading process prints messages and a progress bar.
 
-    Raises: UserError when something is missing or does not fit, the folder holds another run, or the disk is full;
-    Diverged when the loss is not finite or far too high; Stopped after SIGTERM, SIGHUP or Ctrl-C, when all is saved.
+    Raises: UserError when something is missing or does not fit, the folder has another run, or the disk is full;
+    Diverged when the loss is not finite or far too high; Stopped after SIGTERM, SIGHUP or Ctrl-C, with the run saved.
+
+    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=1", "data.fraction=0.02", "data.size=[8, 8]"])
+    >>> result = iso.train(recipe, show=False)
+    >>> model = iso.load(result.folder / "model.safetensors")
+    >>> iso.train(recipe, show=False).metrics == result.metrics  # the run is complete: nothing is trained again
+    True
     """
     runtime = open_runtime(recipe.device, recipe.amp == "bf16")
     journal = Journal(recipe, runtime, show)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with raise_on_signals():
-            if said := held.enter_context(lock_folder(recipe.folder, runtime)):
-                journal.say(f"{recipe.name}: {said}")
+            if warning := stack.enter_context(lock_folder(recipe.folder, runtime)):
+                journal.say(f"{recipe.name}: {warning}")
             run = open_run(recipe, runtime)  # writes nothing
         return _complete(run, journal)
 
 
 def _complete(run: Run, journal: Journal) -> Result:
-    """What is left of a run, all of it or nothing. Raises: as `train`."""
+    """Train the remaining epochs of a run and save its model. Raises: as `train`."""
     recipe = run.recipe
     if run.progress.closed == recipe.epochs and run.has_written(recipe.folder / "model.safetensors"):
-        journal.say(f"{recipe.name}: finished already, in {recipe.folder}")
-        return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
+        journal.say(f"{recipe.name}: already complete in {recipe.folder}")
+        return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
     with stop_requests() as request, closing(journal):
         journal.open(run.progress.closed, run.progress.step)
         _print_start(run, journal)
@@ -85,17 +101,17 @@ def _complete(run: Run, journal: Journal) -> Result:
                 loss = train_epoch(run, advance, journal, request)
             finish_epoch(run, loss, journal)
             if run.progress.closed < recipe.epochs:
-                raise_if_stopped(run, int(run.runtime.highest(request.number)[0]))
+                raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
         run.save_autoencoder()
-        run.save(recipe.folder / "model.safetensors")  # last: it says that the run has ended
-    return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.leads)
+        run.save(recipe.folder / "model.safetensors")  # last: this file marks the run as complete
+    return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
 
 
 def _print_start(run: Run, journal: Journal) -> None:
-    """Says what is about to run, how every parameter will move, and which snapshots could not be read."""
+    """Print size, device and parameter groups of the run, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
-    for said in rename_damaged(run.found) if run.found and runtime.leads else ():
-        journal.say(f"{recipe.name}: {said}; going back to the one before it")
+    for said in rename_damaged(run.found) if run.found and runtime.is_main else ():
+        journal.say(f"{recipe.name}: {said}; using the one before it")
     steps = run.order.steps
     begin = f"resuming after step {progress.step:,} of {recipe.epochs * steps:,}; " if progress.step else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
@@ -106,17 +122,17 @@ def _print_start(run: Run, journal: Journal) -> None:
     if run.start and not progress.step:
         journal.say(f"{recipe.name}: {run.start}")
     if run.order.batch < recipe.data.batch_size:
-        journal.say(f"{recipe.name}: {run.order.images:,} images make batches of {run.order.batch} only")
+        journal.say(f"{recipe.name}: batches of {run.order.batch}, as there are only {run.order.images:,} images")
     for line in group_table(run.optimizer, recipe.optim):
         journal.say(line)
 
 
 def recast_when_due(run: Run, journal: Journal) -> Run:
-    """The run, recast where the recipe wants it recast after the epochs that are closed."""
+    """Return the run, recast if it has reached the recipe's recast_epoch."""
     if run.progress.recast or run.progress.closed < run.recipe.model.recast_epoch:
         return run
-    run, said = recast_run(run)
-    journal.say(f"{run.recipe.name}: {said}")
+    run, message = recast_run(run)
+    journal.say(f"{run.recipe.name}: {message}")
     for line in group_table(run.optimizer, run.recipe.optim):
         journal.say(line)
     return run
@@ -125,7 +141,7 @@ def recast_when_due(run: Run, journal: Journal) -> Run:
 def train_epoch(
     run: Run, advance: Any = lambda: None, journal: Journal | None = None, request: StopRequest | None = None
 ) -> float:
-    """What is left of an epoch; returns the mean loss of the whole of it. Raises: Diverged, Stopped, UserError."""
+    """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
     steps, progress, start = run.order.steps, run.progress, time.perf_counter()
     journal = journal or Journal(run.recipe, run.runtime, show=False)
     monitor = StepMonitor(run, journal, request or StopRequest())
@@ -144,41 +160,41 @@ def train_epoch(
 
 
 def _warn_about_waiting(run: Run, journal: Journal, share: float) -> None:
-    """A line where the model waits for images, at the first epoch that this process sees."""
+    """Print a warning, once per process, if training waits for images."""
     if share > MAX_WAITING and not run.warned:
         run.warned = True
         advice = f"raise data.workers (now {run.recipe.data.workers})"
-        journal.say(f"{run.recipe.name}: {share:.0%} of the time went to waiting for images; {advice}")
+        journal.say(f"{run.recipe.name}: {share:.0%} of the time was spent waiting for images; {advice}")
 
 
 def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
-    """Evaluates, keeps the best, writes the log, takes a snapshot. Raises: Diverged, UserError."""
+    """Evaluate, save the best model, write the log and a snapshot. Raises: Diverged, UserError."""
     recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
     epoch, start = progress.closed + 1, time.perf_counter()
     due = epoch % recipe.evaluate_every == 0 or epoch == recipe.epochs
-    found = {"loss": loss, **(run.measure() if due else {})}
-    if not all_finite(found):
+    metrics = {"loss": loss, **(run.measure() if due else {})}
+    if not all_finite(metrics):
         raise divergence_error(run, NOT_FINITE, "the evaluation after it")
     if due:
-        progress.metrics = found
-        if run.objective.score(found) > progress.best:
-            progress.best = run.objective.score(found)
+        progress.metrics = metrics
+        if run.objective.score(metrics) > progress.best:
+            progress.best = run.objective.score(metrics)
             run.save(folder / "best.safetensors")
     if recipe.keep_every and epoch % recipe.keep_every == 0:
         run.save(folder / f"epoch-{epoch}.safetensors")
     seconds = progress.seconds + time.perf_counter() - start
     extra = {"unreadable": len(progress.unreadable)} if progress.unreadable else {}
     if extra:
-        journal.list_unreadable(progress.unreadable)
-    row = {"epoch": epoch, **found, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds, **extra}
+        journal.report_unreadable(progress.unreadable)
+    row = {"epoch": epoch, **metrics, "lr": run.optimizer.param_groups[0]["lr"], "seconds": seconds, **extra}
     journal.write("log.jsonl", row)
-    journal.curve("epoch", epoch, row)
+    journal.add_scalars("epoch", epoch, row)
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    said = "".join(f"{name} {found[name]:{form}}  " for name, form in PRINTED_METRICS.items() if name in found)
-    journal.say(f"{recipe.name}: epoch {epoch}/{recipe.epochs}  loss {loss:.4f}  {said}{seconds:.1f} s")
+    text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in PRINTED_METRICS.items() if name in metrics)
+    journal.say(f"{recipe.name}: epoch {epoch}/{recipe.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")
 
 
 PRINTED_METRICS = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
-"""Measures that are said after each epoch."""
+"""Metrics to print after each epoch, with their formats."""

@@ -1,4 +1,4 @@
-"""What a run looks at between its steps: loss, clock, signals; what it writes down, and when it saves or stops."""
+"""Checks and logs after every step: loss, time, signals, attention; and snapshots."""
 
 import math
 import signal
@@ -21,11 +21,14 @@ from isomorph.training.run.log import Journal
 from isomorph.training.run.state import Run
 
 MONITORED_IMAGES = 32
-"""Images of a batch that the attention monitor looks at."""
+"""Images of a batch on which attention is monitored."""
 
 
 class StepMonitor:
-    """Follows an epoch step by step. The loss is read every few steps only: each reading waits for the device."""
+    """Checks, logs and snapshots after each step of an epoch.
+
+    The loss is read every few steps only, since reading it waits for the device.
+    """
 
     def __init__(self, run: Run, journal: Journal, raise_if_stopped: StopRequest) -> None:
         self.run, self.journal, self.stop = run, journal, raise_if_stopped
@@ -34,7 +37,7 @@ class StepMonitor:
         self.waited = self.waited_before = 0.0
 
     def after_step(self, waited: float, images: Tensor) -> None:
-        """What is due after a step. Raises: Diverged, Stopped, UserError."""
+        """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
         run, recipe, step = self.run, self.run.recipe, self.run.progress.step
         self.waited += waited
         last = step % run.order.steps == 0
@@ -51,27 +54,27 @@ class StepMonitor:
             self.save_or_stop(last)
 
     def reads(self, step: int) -> bool:
-        """Whether the loss is read after this step, and processes agree on what to do."""
+        """Return True if the loss is read after this step, and processes agree on whether to save or stop."""
         return step % LOSS_WINDOW == 0 or step % self.run.recipe.log_every == 0
 
     def loss_since(self, mark: tuple[int, float]) -> tuple[float, tuple[int, float]]:
-        """The mean loss of the steps since a mark, over all processes, and the mark of now."""
+        """Return the mean loss since a mark (step, sum of losses), over all processes, and the new mark."""
         step, total = self.run.progress.step, self.run.runtime.mean(self.run.total)
         return (total - mark[1]) / max(step - mark[0], 1), (step, total)
 
     def check_loss(self) -> None:
-        """Raises: Diverged when the loss of the latest ten steps is out of bounds."""
+        """Raise Diverged when the mean loss of the latest ten steps is too high or not finite."""
         loss, self.seen = self.loss_since(self.seen)
         if problem := self.run.guard.problem(loss):
             raise divergence_error(self.run, problem)
 
     def refuse_infinite(self) -> None:
-        """Raises: Diverged when the loss of the steps since then is not finite."""
+        """Raise Diverged when the loss since the last check is not finite."""
         if not math.isfinite(self.loss_since(self.seen)[0]):
             raise divergence_error(self.run, NOT_FINITE)
 
     def write_step(self) -> None:
-        """A line of steps.jsonl: what the steps since the last one were like."""
+        """Write a line of steps.jsonl about the steps since the previous line."""
         run, now = self.run, time.perf_counter()
         steps = run.progress.step - self.written[0]
         loss, self.written = self.loss_since(self.written)
@@ -87,14 +90,14 @@ class StepMonitor:
         }
         self.began, self.waited_before = now, self.waited
         self.journal.write("steps.jsonl", row)
-        self.journal.curve("train", run.progress.step, row)
+        self.journal.add_scalars("train", run.progress.step, row)
 
     def save_or_stop(self, last: bool) -> None:
-        """A snapshot when a signal asks for one, or (but after the last step) time does. Raises: Stopped."""
+        """Save a snapshot after a signal, or when it is due (except after the last step). Raises: Stopped."""
         run, minutes = self.run, (time.perf_counter() - self.saved) / 60
-        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.leads and not last
-        number, timely = run.runtime.highest(self.stop.number, due)
-        if not number and not timely:
+        due = minutes >= run.recipe.checkpoint_minutes and run.runtime.is_main and not last
+        number, anywhere_due = run.runtime.maximum(self.stop.number, due)
+        if not number and not anywhere_due:
             return
         self.refuse_infinite()
         save_snapshot(run)
@@ -102,9 +105,9 @@ class StepMonitor:
         raise_if_stopped(run, int(number))
 
     def monitor(self, images: Tensor) -> None:
-        """Appends what attention is like on a few images, in eval mode, by layer.
+        """Write a line of monitor.jsonl: largest logit, largest attention and mean entropy of each layer.
 
-        The worst head's largest logit and largest attention, both means over images, and the mean entropy.
+        In eval mode; logit and attention are means over images, of the head with the largest.
         """
         run = self.run
         try:
@@ -124,44 +127,45 @@ class StepMonitor:
 
 
 def save_snapshot(run: Run) -> None:
-    """Writes a snapshot. Raises: Diverged when the weights are not finite, UserError when it cannot be written."""
+    """Write a snapshot. Raises: Diverged when the weights are not finite, UserError when it cannot be written."""
     tensors = (tensor for tensor in run.trained.state_dict().values() if tensor.is_floating_point())
-    broken = any(
+    not_finite = any(
         not torch.isfinite(tensor.to_local() if hasattr(tensor, "to_local") else tensor).all() for tensor in tensors
     )
-    if run.runtime.highest(broken)[0]:
+    if run.runtime.maximum(not_finite)[0]:
         raise divergence_error(run, "the weights are not finite")
     run.share_unreadable()
     run.snapshot()
 
 
 def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverged:
-    """The error that stops a run whose loss or weights are out of bounds, by default after its latest step."""
+    """Return the error for a run that diverged, by default at its latest step."""
     place = place or f"step {(run.progress.step - 1) % run.order.steps + 1}"
-    kept = [path.name for path in list_snapshots(run.recipe.folder)[:1]]
-    saved = f"the snapshot {kept[0]} is kept in {run.recipe.folder}" if kept else "there is no snapshot yet"
+    saved = [path.name for path in list_snapshots(run.recipe.folder)[:1]]
+    snapshot = f"the last snapshot is {run.recipe.folder / saved[0]}" if saved else "there is no snapshot yet"
     advice = "lower optim.lr or optim.gate_lr, or set optim.clip_grad"
-    return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {saved}; {advice}")
+    return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; {advice}")
 
 
 def _check_unreadable(run: Run) -> None:
-    """Raises: UserError, in all processes, when they found more images that cannot be read than the recipe allows."""
-    if not run.runtime.highest(len(run.progress.unreadable))[0]:
+    """Raise UserError, in all processes, for more unreadable images than the recipe allows."""
+    if not run.runtime.maximum(len(run.progress.unreadable))[0]:
         return
     run.share_unreadable()
     found, allowed = run.progress.unreadable, run.recipe.data.unreadable
     if len(found) > allowed:
         raise UserError(
-            f"{len(found)} images cannot be read, data.unreadable allows {allowed}; the latest: {found[-1]}"
+            f"{len(found)} images cannot be read, but data.unreadable allows {allowed}; the latest: {found[-1]}"
         )
 
 
 def raise_if_stopped(run: Run, number: int) -> None:
-    """Raises: Stopped when a signal asks for it; the run is saved."""
+    """Raise Stopped for a signal, once the run is saved."""
     if number:
-        where = f"after step {run.progress.step}; saved in {run.recipe.folder}: start it again to go on"
+        where = f"after step {run.progress.step}; saved in {run.recipe.folder}, start it again to resume"
         raise Stopped(f"stopped by {signal.Signals(number).name} {where}", number)
 
 
 def all_finite(metrics: dict[str, float]) -> bool:
+    """Return True if all metrics are finite."""
     return all(math.isfinite(value) for value in metrics.values())

@@ -27,13 +27,13 @@ from isomorph.training.run.state import LOSS_SUM, Run
 
 
 def find_snapshot(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
-    """The newest whole snapshot of the recipe's folder, the same for every process.
+    """Return the newest complete snapshot in the recipe's folder, the same in every process, or None.
 
-    Raises: UserError when the folder holds a run of another recipe, or nothing but damage.
+    Raises: UserError when the folder has a run of another recipe, or no readable snapshot.
     """
     found: IntactSnapshot | None = None
     problem = ""
-    if runtime.leads:
+    if runtime.is_main:
         try:
             if recipe.folder.exists() and not recipe.folder.is_dir():
                 raise UserError(f"{recipe.folder} is a file; give `out` a folder")
@@ -42,40 +42,40 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
                 _check_same_recipe(recipe, found)
             elif any((recipe.folder / name).is_file() for name in ("model.safetensors", "last.pt")):
                 raise UserError(
-                    f"{recipe.folder} holds a run without a snapshot to go on from (deleted, or of an older isomorph); "
+                    f"{recipe.folder} has a run without a snapshot (deleted, or of an older isomorph) to resume from; "
                     "give `out` another folder"
                 )
         except DamagedSnapshot as error:
             problem = f"{error}; delete {recipe.folder} to start the run again"
         except UserError as error:
             problem = str(error)
-    found, problem = runtime.gathered((found, problem))[0]
+    found, problem = runtime.gather((found, problem))[0]
     if problem:
         raise UserError(problem)
     return found
 
 
 def _check_same_recipe(recipe: Recipe, found: IntactSnapshot) -> None:
-    """Raises: UserError when the snapshot is of another recipe."""
+    """Raise UserError when the snapshot is of another recipe."""
     changed = changed_fields(add_defaults(found.values["recipe"]), json.loads(identity_json(recipe)))
     if changed:
         where = found.path.parent
         hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
-        raise UserError(f"{where} holds another run ({'; '.join(changed)}); {hint}")
+        raise UserError(f"{where} has another run ({'; '.join(changed)}); {hint}")
 
 
 def restore(run: Run, found: IntactSnapshot) -> None:
-    """Takes a run up where the snapshot was taken. Raises: UserError when the snapshot does not fit."""
+    """Restore the state of a run from a snapshot. Raises: UserError when it does not fit."""
     if differing := changed_fields(found.values["data"], run.counts):
         raise UserError(
-            f"{found.path} is of a run on other data ({'; '.join(differing)} an epoch): give it the images that it was "
-            "begun with, or `out` another folder"
+            f"{found.path} is of a run on other data ({'; '.join(differing)} per epoch); use the images it started "
+            "with, or give `out` another folder"
         )
     within = found.values["progress"]["step"] % run.order.steps
     if within and found.values["lanes"] != run.lanes:
         raise UserError(
-            f"{found.path} was taken within an epoch of a stream, in {found.values['lanes']} lanes (parts times "
-            f"workers), this run has {run.lanes} and would leave images out; give it as many processes and data.workers"
+            f"{found.path} is from within an epoch of a stream in {found.values['lanes']} lanes (parts times workers), "
+            f"this run has {run.lanes} and would skip images; use the same processes, scale.accumulate and data.workers"
         )
     tensors, _ = run.tensors()
     layout = read_layout(found.path)

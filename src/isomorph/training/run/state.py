@@ -118,7 +118,7 @@ class Run:
         """Broadcast the running statistics of the first process, of trained and averaged modules."""
         for module in (self.trained, self.averaged):
             if module is not None:
-                self.runtime.share_buffers(module)
+                self.runtime.broadcast_buffers(module)
 
     def measure(self) -> dict[str, float]:
         """Return the metrics of the evaluated model on the test images, over all processes."""
@@ -131,7 +131,7 @@ class Run:
 
     def share_unreadable(self) -> None:
         """Gather the records of unreadable images of all processes in each."""
-        gathered = self.runtime.gathered(self.progress.unreadable)
+        gathered = self.runtime.gather(self.progress.unreadable)
         self.progress.unreadable = list(dict.fromkeys(text for each in gathered for text in each))
 
     def loader(self) -> DataLoader[Any]:
@@ -172,30 +172,30 @@ class Run:
     def save(self, path: Path) -> None:
         """Write a checkpoint of the evaluated model. Every process must call it."""
         tensors = gathered_state_dict(self.eval_model)
-        if self.runtime.leads:
+        if self.runtime.is_main:
             write_model(self.header, tensors, path)
 
     def has_written(self, path: Path) -> bool:
         """Return True if this checkpoint exists with the current weights. Every process must call it."""
         tensors = gathered_state_dict(self.eval_model)
-        if not self.runtime.leads:
-            return bool(self.runtime.highest(0)[0])
+        if not self.runtime.is_main:
+            return bool(self.runtime.maximum(0)[0])
         same = is_complete(path) and read_header(path) == self.header
         found = read_tensors(path) if same else {}
         same = found.keys() == tensors.keys() and all(torch.equal(t.cpu(), found[name]) for name, t in tensors.items())
-        return bool(self.runtime.highest(same)[0])
+        return bool(self.runtime.maximum(same)[0])
 
     def save_autoencoder(self) -> None:
         """Write the whole autoencoder after masked pre-training. Every process must call it."""
         if self.objective.autoencoder:
             model = self.objective.autoencoder(self.averaged or self.trained)
             tensors = gathered_state_dict(model)
-            if self.runtime.leads:
+            if self.runtime.is_main:
                 write_autoencoder(model, self.header, tensors, self.recipe.folder / "autoencoder.safetensors")
 
     def result(self) -> nn.Module:
         """Return the evaluated model, unsharded, in eval mode."""
         if self.recipe.scale.parallel == "ddp":
             return self.eval_model.eval()
-        self.runtime.highest(0)  # wait until the leading process has written the file
+        self.runtime.maximum(0)  # wait until the leading process has written the file
         return load(self.recipe.folder / "model.safetensors")
