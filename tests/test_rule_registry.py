@@ -79,13 +79,13 @@ def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
     work.mkdir()
     done = run(
         installed, work, "-m", "isomorph", "recast", "cifar_resnet20", "--no-pretrained", "--rule", "LinearToDoubled",
-        "--where", "fc", "--strength", "2", "--out", "doubled.safetensors", "--json",
+        "--where", "linear", "--strength", "2", "--out", "doubled.safetensors", "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["recast"] == ["fc"]
+    assert json.loads(done.stdout)["recast"] == ["linear"]
     assert "--strength" in run(installed, work, "-m", "isomorph", "recast", "--help").stdout
     recipe = (
-        "model: {name: cifar_resnet20, recast: {rule: LinearToDoubled, where: fc, strength: 2}}\n"
+        "model: {name: cifar_resnet20, recast: {rule: LinearToDoubled, where: linear, strength: 2}}\n"
         "data: {source: digits, fraction: 0.1, batch_size: 8}\nepochs: 1\nout: run\noptim: {warmup_epochs: 0}\n"
     )
     (work / "toy.yaml").write_text(recipe)
@@ -95,7 +95,7 @@ def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
         "import isomorph as iso\n"
         "for path in ('doubled.safetensors', 'run/model.safetensors'):\n"
         "    model = iso.load(path)\n"
-        "    print(type(model.fc).__name__, iso.edits(model)[-1].rule.strength)\n"
+        "    print(type(model.linear).__name__, iso.edits(model)[-1].rule.strength)\n"
     )
     assert run(installed, work, "-c", script).stdout.split() == ["Doubled", "2"] * 2
 
@@ -140,7 +140,7 @@ class TestRegistration:
         assert part.model.recast.build_rule() == Kept(depth=3)
         with pytest.raises(iso.UserError, match=r"model.recast.dept is not a field \(did you mean depth\?\)"):
             validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "dept": 3}}})
-        with pytest.raises(iso.UserError, match="model.recast.depth: input should be a valid integer"):
+        with pytest.raises(iso.UserError, match=r"model\.recast\.depth: input should be a valid integer"):
             validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "depth": 3.5}}})
         with pytest.raises(iso.UserError, match="Kept has no ratio"):
             validate({"model": {"name": "cifar_resnet20", "recast": {"rule": "Kept", "where": "fc", "ratio": 3}}})
@@ -178,6 +178,6 @@ def test_every_field_of_every_rule_has_help():
 
 def test_options_set_the_fields_of_rules():
     model = timm.create_model("cifar_resnet20")
-    rule = iso.surgery.build_rule("LinearToPyramid", layout="P-W2S", rectify={"fc": "none"})
-    wide = iso.recast(model, rule, "fc")
+    rule = iso.surgery.build_rule("LinearToPyramid", layout="P-W2S", rectify={"linear": "none"})
+    wide = iso.recast(model, rule, "linear")
     assert iso.verify(model, wide, torch.randn(1, 3, 32, 32)).passed

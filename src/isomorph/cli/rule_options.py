@@ -20,6 +20,7 @@ def with_rule_options(command: Command) -> Command:
     """
     columns = [(name, _annotation(option), dataclasses.field(default=None)) for name, option in rule_options().items()]
     fields = Parameter(name="*")(dataclasses.make_dataclass("RuleFields", columns, frozen=True))
+    fields.__module__ = __name__  # cyclopts takes a class of the module `types`, the default here, for a plain value
     texts = [f"{name}: {(rule.__doc__ or '').partition(chr(10))[0]}" for name, rule in RULES.items()]
     command.__annotations__["rule"] = Annotated[Literal[tuple(RULES)], Parameter(help=" ".join(texts))]
     command.__annotations__["fields"] = fields

@@ -227,9 +227,9 @@ def _describe_problem(problem: Any) -> str:
         )
     if problem["type"] == "missing":
         return f"{field} is missing"
-    message = problem["msg"].removeprefix("Value error, ")
-    if message.partition(" ")[0].istitle():
-        message = message[0].lower() + message[1:]
+    message = problem["msg"]
+    own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
+    message = message.removeprefix("Value error, ") if own else message[0].lower() + message[1:]
     if problem["type"] == "int_parsing_size":
         message = "the number is too large"
     if isinstance(problem["input"], dict):
