@@ -285,7 +285,7 @@ class TestDamage:
             iso.train(tiny(run))
             said = " ".join(capsys.readouterr().out.split())
             assert re.search(expected, said), said
-            assert f"going back to the one before it {NAME}: resuming after step {step} of 8" in said
+            assert f"using the one before it {NAME}: resuming after step {step} of 8" in said
             same_weights(run, whole)
 
     def test_every_byte_counts(self, run):
@@ -314,7 +314,7 @@ class TestDamage:
         path.write_bytes(b"\n".join([lines[0], path.read_bytes(), *lines[1:]]))
         assert len(read_log(path)) == rows
         iso.train(tiny(run))
-        assert f"7 lines of {name}.jsonl cannot be read and were dropped" in " ".join(capsys.readouterr().out.split())
+        assert f"removed 7 lines of {name}.jsonl that cannot be read" in " ".join(capsys.readouterr().out.split())
         assert len(read_log(path)) == len(path.read_text().splitlines())
         same_weights(run, whole)
 
@@ -341,11 +341,11 @@ class TestDamage:
         content[-3] ^= 64
         path.write_bytes(content)
         iso.train(tiny(run))
-        assert "finished already" not in capsys.readouterr().out
+        assert "already complete" not in capsys.readouterr().out
         ours, theirs = (iso.load(folder / "model.safetensors").state_dict() for folder in (run, whole))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         iso.train(tiny(run))
-        assert "finished already" in capsys.readouterr().out
+        assert "already complete" in capsys.readouterr().out
 
 
 COMMANDS = {

@@ -1,20 +1,13 @@
-"""Recipes, the loop that runs them, and checkpoints."""
+"""Recipes, and the runs that train models from them."""
 
-from isomorph.checkpoints.model import load, load_weights, save
 from isomorph.training.history import gating_history, saved_models
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
 
-__all__ = [
-    "Diverged",
-    "Recipe",
-    "Result",
-    "Stopped",
-    "gating_history",
-    "load",
-    "load_weights",
-    "save",
-    "saved_models",
-    "train",
-]
+__all__ = ["Diverged", "Recipe", "Result", "Stopped", "gating_history", "saved_models", "train"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

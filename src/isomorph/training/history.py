@@ -26,6 +26,12 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
 
     Raises: UserError when `folder` is not a folder or has no checkpoint.
 
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1, keep_every=1)
+    >>> result = iso.train(recipe, show=False)
+    >>> [epoch for epoch, model in iso.training.saved_models(result.folder)]
+    [1]
+
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -55,6 +61,12 @@ def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Traj
     With a list `damaged`, unreadable checkpoints are skipped, and their error messages are appended to it.
 
     Raises: UserError when the folder has no checkpoint, or no model in it has a gated layer.
+
+    >>> model = {"name": "cifar_resnet20", "recast": {"where": "layer3.2.conv2"}}
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> result = iso.train(iso.Recipe(model=model, data=data, epochs=1, keep_every=1), show=False)
+    >>> iso.training.gating_history(result.folder).gates["layer3.2.conv2"].shape  # (epochs, heads)
+    torch.Size([1, 9])
     """
     return gating_along(saved_models(folder, damaged))
 

@@ -43,7 +43,8 @@ MAX_WAITING = 0.1
 class Result:
     """The result of a run.
 
-    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=1", "data.fraction=0.02", "data.size=[8, 8]"])
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1)
     >>> result = iso.train(recipe, show=False)
     >>> isinstance(result, iso.training.Result), sorted(result.metrics)[-1]
     (True, 'top1')
@@ -69,7 +70,8 @@ def train(recipe: Recipe, show: bool = True) -> Result:
     Raises: UserError when something is missing or does not fit, the folder has another run, or the disk is full;
     Diverged when the loss is not finite or far too high; Stopped after SIGTERM, SIGHUP or Ctrl-C, with the run saved.
 
-    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=1", "data.fraction=0.02", "data.size=[8, 8]"])
+    >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1)
     >>> result = iso.train(recipe, show=False)
     >>> model = iso.load(result.folder / "model.safetensors")
     >>> iso.train(recipe, show=False).metrics == result.metrics  # the run is complete: nothing is trained again

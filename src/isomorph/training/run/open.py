@@ -85,7 +85,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
 
 
 def _check_start(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
-    """Return the snapshot to resume from, or None for a new run; raise UserError if the run cannot start."""
+    """Return the snapshot to resume from, or None for a new run. Raises: UserError if the run cannot start."""
     check_files(recipe)
     found = find_snapshot(recipe, runtime)
     if not found:
