@@ -12,7 +12,7 @@ import isomorph as iso
 import references
 from isomorph.cli import main
 from isomorph.evaluation.cost import count_branches, count_macs, count_pass
-from isomorph.evaluation.cost_tables import cost_table, static_cost, pyramid_cost
+from isomorph.evaluation.cost_tables import cost_table, pyramid_cost, static_cost
 from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
 from isomorph.evaluation.saved_memory import saved_bytes
@@ -33,7 +33,7 @@ class TestMacs:
             pyramids = timm.create_model("tdrl_vit_ti")
             plain = timm.create_model("vit_tiny_patch16_224", num_heads=12)
         macs = count_pass(pyramids, (3, 224, 224))
-        row = {"macs": macs.image, "step_macs": macs.step, **pyramid_cost(pyramids, (3, 224, 224))}
+        row = {"macs": macs.per_image, "step_macs": macs.per_pass, **pyramid_cost(pyramids, (3, 224, 224))}
         layer_norms = 25 * 197 * 192 * 5
         batch_norms = 197 * sum(m.num_features for m in pyramids.modules() if isinstance(m, nn.BatchNorm1d))
         assert row["macs"] == count_macs(plain, (3, 224, 224)) == 1_253_683_200
@@ -53,10 +53,10 @@ class TestMacs:
         layer = iso.layers.PyramidLinear(C, D)
         first, second = C * C + C * D, C * C + C * D + D * D
         assert count_branches(layer, (M, C)) == M * (first + second + C * D)
-        assert count_pass(layer, (M, C)).image == M * C * D
+        assert count_pass(layer, (M, C)).per_image == M * C * D
         training = count_pass(layer, (M, C), training=True)
-        assert training.image == M * C * D + M * C * C  # the covariance of the tokens
-        assert training.step > count_pass(layer, (M, C)).step > 0
+        assert training.per_image == M * C * D + M * C * C  # the covariance of the tokens
+        assert training.per_pass > count_pass(layer, (M, C)).per_pass > 0
         assert count_pass(layer.eval().fuse(), (M, C)) == (M * C * D, 0)
 
     @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ class TestMacs:
     def test_pyramids_that_share_their_moments(self):
         joint = iso.layers.JointPyramid([iso.layers.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)])
         assert count_branches(joint, (4, 8)) == 4 * 3 * 2 * 64
-        assert count_pass(joint, (4, 8)).image == 4 * 3 * 64
+        assert count_pass(joint, (4, 8)).per_image == 4 * 3 * 64
 
     def test_other_models_cost_nothing_a_step(self):
         row = static_cost(timm.create_model("cifar_resnet20"), (3, 32, 32))

@@ -12,8 +12,8 @@ from torchmetrics.functional.classification import multiclass_accuracy, multicla
 import isomorph as iso
 from isomorph.evaluation.accuracy import evaluate
 from isomorph.evaluation.cost import count_macs, count_parameters
-from isomorph.evaluation.speed import throughput
 from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts, sum_counts
+from isomorph.evaluation.speed import throughput
 
 
 class Says(nn.Module):
@@ -74,7 +74,7 @@ def test_streamed_metrics_against_a_slow_reference(classes, scale):
         assert found["ece"] == pytest.approx(100 * theirs.item(), rel=1e-5)
     whole = sum_counts(tallies)
     per_class = multiclass_accuracy(logits[real], labels[real], classes, average=None)
-    assert torch.allclose(whole.right / whole.seen, per_class)
+    assert torch.allclose(whole.correct / whole.total, per_class)
 
 
 def test_certainty_is_in_the_last_bin():
@@ -103,7 +103,7 @@ def test_several_right_labels_or_none():
 
 
 def test_too_few_classes_and_empty_loaders_are_said():
-    with pytest.raises(iso.UserError, match="class 4, but the model knows 2 classes"):
+    with pytest.raises(iso.UserError, match="class 4, but the model has 2 classes"):
         evaluate(Says(torch.zeros(1, 2)), [(torch.zeros(1, 1), torch.tensor([4]))])
     with pytest.raises(iso.UserError, match="no batch"):
         evaluate(Says(torch.zeros(1, 2)), [])

@@ -10,7 +10,7 @@ from isomorph.checkpoints.model import record_data
 from isomorph.checkpoints.open import open_model
 from isomorph.cli import main
 from isomorph.cli.analyze import open_page_model
-from isomorph.evaluation.input_sizes import fit_to_size, evaluation_config, training_config
+from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size, training_config
 from isomorph.suites.test_data import evaluation_data
 
 SMALL = dict(depth=1, embed_dim=24, num_heads=3, num_classes=5)

@@ -1,4 +1,4 @@
-"""How often a model is right, and whether it knows."""
+"""Accuracy and calibration of classifiers."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,43 +12,49 @@ from isomorph.layers.eval_mode import eval_mode
 
 
 @torch.no_grad()
-def for_each_batch(model: nn.Module, loader: Iterable[Any], take: Callable[[Tensor, Any], None]) -> None:
-    """Hands the model's logits to `take` batch by batch, with what the loader gives beside the images.
+def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]) -> None:
+    """Call `handle(logits, labels)` for every batch; labels are as the loader yields them.
 
-    In eval mode, in float32, on the model's device; every module gets its mode back.
+    The model runs in eval mode on its own device, and logits are float32; every module gets its mode back.
 
-    Raises: UserError when the loader gives no batch.
+    Raises: UserError when the loader yields no batch.
     """
     device, batches = next(model.parameters()).device, 0
     with eval_mode(model):
         for images, labels in loader:
-            take(model(images.to(device, non_blocking=True)).float(), labels)
+            handle(model(images.to(device, non_blocking=True)).float(), labels)
             batches += 1
     if not batches:
-        raise UserError("there is nothing to evaluate: the loader gave no batch")
+        raise UserError("there is nothing to evaluate: the loader yields no batch")
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:
-    """The counts behind `evaluate`; those of several processes add up.
+    """Return the counts from which `evaluate` computes its metrics; those of several processes can be added.
 
-    Raises: UserError when the loader gives no batch, or a label is outside the model's classes.
+    Raises: UserError when the loader yields no batch, or a label is outside the model's classes.
     """
-    found: list[PredictionCounts] = []
+    counts: list[PredictionCounts] = []
 
-    def take(logits: Tensor, labels: Tensor) -> None:
-        if not found:
-            found.append(PredictionCounts(logits.shape[1]))
-        found[0].add(logits, labels)
+    def handle(logits: Tensor, labels: Tensor) -> None:
+        if not counts:
+            counts.append(PredictionCounts(logits.shape[1]))
+        counts[0].add(logits, labels)
 
-    for_each_batch(model, loader, take)
-    return found[0]
+    for_each_batch(model, loader, handle)
+    return counts[0]
 
 
 def evaluate(model: nn.Module, loader: Iterable[Any]) -> dict[str, float]:
-    """Accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
+    """Return the accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
 
-    Images labelled -1 do not count. Memory does not grow with the number of images.
+    `loader` yields images and labels. Images labelled -1 do not count. Memory does not grow with the number of images.
 
-    Raises: UserError when a label is outside the model's classes.
+    Raises: UserError when the loader yields no batch, no image has a label, or a label is outside the model's classes.
+
+    >>> model = timm.create_model("cifar_resnet20")
+    >>> source = iso.data.open_source("digits", "test").subset(range(20))
+    >>> loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model))
+    >>> sorted(iso.evaluate(model, loader))
+    ['ece', 'images', 'nll', 'top1', 'top5']
     """
     return count_predictions(model, loader).metrics()

@@ -1,8 +1,8 @@
-"""What a model costs in numbers that need no clock, and those of `isomorph evaluate`.
+"""Numbers of parameters and multiply-accumulates, and the costs of `isomorph evaluate`.
 
 Multiply-accumulates are counted by the shapes of convolutions and matrix products (1 MAC = 2 FLOPs), so they are the
-same on every device. What grows with the batch belongs to an image; the rest, like the products of weights of pyramids
-in closed form, belongs to a pass, whatever its batch.
+same on every device. Those that grow with the batch are counted per image; the rest, such as the products of weights of
+pyramids in closed form, are counted per pass.
 """
 
 import copy
@@ -19,71 +19,84 @@ from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
 
 _COUNTED_BATCH = 2
-"""Images of the smaller of the two batches that are counted: enough for BatchNorm in training mode."""
+"""Size of the smaller of the two counted batches: enough for BatchNorm in training mode."""
 
 
 class MacCount(NamedTuple):
-    """Multiply-accumulates of a forward pass: for every image, and once for the pass."""
+    """Multiply-accumulates of a forward pass: per image, and once per pass."""
 
-    image: int
-    step: int
+    per_image: int
+    per_pass: int
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, shared ones once."""
+    """Return the number of parameters; shared ones count once.
+
+    >>> from isomorph.evaluation import count_parameters
+    >>> count_parameters(timm.create_model("cifar_resnet20"))
+    269722
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def count_macs(model: nn.Module, input_size: tuple[int, ...]) -> int:
-    """Multiply-accumulates of inference for one image (1 MAC = 2 FLOPs), attention included."""
-    return count_pass(model, input_size).image
+    """Return the multiply-accumulates of inference for one image (1 MAC = 2 FLOPs), attention included.
+
+    Shape: input_size is (channels, height, width)
+
+    >>> from isomorph.evaluation import count_macs
+    >>> count_macs(timm.create_model("cifar_resnet20"), (3, 32, 32))
+    40551040
+    """
+    return count_pass(model, input_size).per_image
 
 
 def count_pass(model: nn.Module, input_size: tuple[int, ...], training: bool = False) -> MacCount:
-    """Multiply-accumulates of a forward pass, in eval mode or in training mode, for an image and for the pass."""
+    """Return the multiply-accumulates of a forward pass, in eval or training mode, per image and per pass."""
     return _count_at_two_batches(_meta_copy(model).train(training), input_size)
 
 
 def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
-    """Multiply-accumulates of training (the forward pass) for one image with every pyramid branch by branch.
+    """Return the multiply-accumulates of a training forward pass for one image, with pyramids run branch by branch.
 
-    Every token passes through every layer of every branch, as TDRL counts it in Table 8; isomorph trains pyramids in
-    closed form, which is `count_pass(model, input_size, training=True)`.
+    Every token passes through every layer of every branch, as TDRL counts it in Table 8. isomorph trains pyramids in
+    closed form; for its count use `count_pass(model, input_size, training=True)`.
     """
-    shapes = _meta_copy(model)
-    for module in shapes.modules():
+    branched = _meta_copy(model)
+    for module in branched.modules():
         if isinstance(module, JointPyramid):
             module.forward = partial(_forward_joint_branches, module)  # type: ignore[method-assign]
         elif isinstance(module, Pyramid):
             module.forward = partial(_forward_branches, module)
-    return _count_at_two_batches(shapes, input_size).image
+    return _count_at_two_batches(branched, input_size).per_image
 
 
 def has_pyramids(model: nn.Module) -> bool:
-    """Whether any layer of the model is a pyramid."""
+    """True if any layer of the model is a pyramid."""
     return any(isinstance(module, Pyramid) for module in model.modules())
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model in eval mode that has shapes and no numbers."""
+    """Return a copy of the model on the meta device (shapes without values), in eval mode."""
     return copy.deepcopy(model).to("meta").eval()
 
 
 @torch.no_grad()
-def _count_at_two_batches(shapes: nn.Module, input_size: tuple[int, ...]) -> MacCount:
-    """Multiply-accumulates from those of two batches; attention in its plain form, so that none of it is missed."""
+def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacCount:
+    """Count two batch sizes, and split their difference into per image and per pass."""
     counts = []
     for batch in (_COUNTED_BATCH, _COUNTED_BATCH + 1):
-        images = torch.empty(batch, *input_size, device="meta", dtype=next(shapes.parameters()).dtype)
+        images = torch.empty(batch, *input_size, device="meta", dtype=next(model.parameters()).dtype)
+        # the plain form of attention: the counter does not see into fused kernels
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            shapes(images)
+            model(images)
         counts.append(counter.get_total_flops() // 2)
-    image = counts[1] - counts[0]
-    return MacCount(image, counts[0] - _COUNTED_BATCH * image)
+    per_image = counts[1] - counts[0]
+    return MacCount(per_image, counts[0] - _COUNTED_BATCH * per_image)
 
 
 def _forward_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
-    """The sum of a pyramid's branches layer by layer, without norms, which are not counted."""
+    """Run a pyramid layer by layer and sum its branches, without norms, which are not counted."""
     branches = []
     for layers in pyramid.chains:
         y = x
@@ -94,15 +107,16 @@ def _forward_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
 
 
 def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
+    """Run joint pyramids layer by layer and concatenate their outputs."""
     return torch.cat([_forward_branches(pyramid, x) for pyramid in joint.pyramids], -1)  # type: ignore[arg-type]
 
 
 def measure_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, float]:
-    """All three: parameters, macs (per image), images_per_second (batch 32); step_macs where a pass has some."""
+    """Return parameters, macs (per image), images_per_second (batch 32), and step_macs (per pass) if there are any."""
     macs = count_pass(model, input_size)
     return {
         "parameters": count_parameters(model),
-        "macs": macs.image,
-        **({"step_macs": macs.step} if macs.step else {}),
+        "macs": macs.per_image,
+        **({"step_macs": macs.per_pass} if macs.per_pass else {}),
         "images_per_second": throughput(model, input_size),
     }

@@ -1,4 +1,4 @@
-"""Cost tables: several models, batch sizes and resolutions, one row for each."""
+"""Cost tables: one row for each model, batch size and image size."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,10 +14,10 @@ from isomorph.evaluation.speed import Speed, measure_speeds
 
 CostRow = dict[str, Any]
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
-"""Of which pass: of one in training mode, with its backward pass, or of inference."""
+"""Columns of peak memory: True for a training pass with its backward pass, False for an inference pass."""
 T = TypeVar("T")
 TableProgress = Callable[[float, int, str], None]
-"""Told steps done, steps in all, and what is being done."""
+"""Called with the steps done, the number of steps, and the current step's description."""
 
 
 def cost_table(
@@ -28,61 +28,74 @@ def cost_table(
     peak: bool = True,
     progress: TableProgress = lambda done, total, doing: None,
 ) -> Iterator[CostRow]:
-    """One row for each resolution, batch size and model: what it costs, and its speed against the first model's.
+    """Yield one row for each image size, batch size and model: its cost, and its speed relative to the first model's.
 
-    Keys: model, height, width, batch, parameters, macs (inference, an image), step_macs (inference, a pass, whatever
-    its batch: products of weights), saved_bytes (an image, kept for the backward pass),
-    peak_bytes and training_peak_bytes (a pass of the batch, on top of the model; None where unavailable),
-    images_per_second with its quartiles low and high and its runs, ratio (to the first model of the same row group);
-    problem: why a peak could not be measured, where one failed. Of a model with pyramids also training_macs and
-    training_step_macs (its forward pass in training mode) and branch_macs (an image, in training branch by branch).
-    Models are timed in turns, within one process.
+    `models` are named, `sizes` are (height, width). `seconds` is the time to measure the speed of one model at one
+    batch size; `peak=False` leaves out peak memory. Keys of a row:
+
+    - model, height, width, batch
+    - parameters
+    - macs, step_macs: multiply-accumulates of inference per image, and per pass of any batch (products of weights)
+    - saved_bytes: memory per image that a training step saves for its backward pass
+    - peak_bytes, training_peak_bytes: of a pass over the batch, beyond the model; None if it cannot be measured
+    - images_per_second (median), its quartiles low and high, runs (number of passes)
+    - ratio: to the images per second of the first model at the same image and batch size
+    - problem: why a peak could not be measured, if it failed
+    - for a model with pyramids, training_macs and training_step_macs: of its forward pass in training mode; and
+      branch_macs: per image, in training branch by branch
+
+    The models are timed in turns, within one process.
 
     Raises: UserError when a model does not take a size, or a size or batch is not positive.
+
+    >>> models = {"resnet20": timm.create_model("cifar_resnet20")}
+    >>> rows = list(iso.cost_table(models, sizes=[(32, 32)], batch_sizes=[1], seconds=0, peak=False))
+    >>> rows[0]["parameters"], rows[0]["macs"], rows[0]["ratio"]
+    (269722, 40551040, 1.0)
     """
     if min((*batch_sizes, *(n for size in sizes for n in size)), default=0) < 1:
-        raise UserError("sizes and batches must be positive, and there must be one of each at least")
+        raise UserError("sizes and batch sizes must be positive; give at least one of each")
     steps = _ProgressSteps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))))
     with PeakMeter() as meter:
         for size in sizes:
-            at = "{} x {}".format(*size)
+            shown = "{} x {}".format(*size)
             sized = {name: fit_to_size(model, size) for name, model in models.items()}
             inputs = {name: (input_channels(model), *size) for name, model in sized.items()}
-            fixed = {
-                name: steps.run(f"{name} {at}: counting", static_cost, model, inputs[name])
+            static = {
+                name: steps.run(f"{name} {shown}: counting", static_cost, model, inputs[name])
                 for name, model in sized.items()
             }
             for batch in batch_sizes:
-                found = steps.run(f"{at}, batch {batch}: timing", measure_speeds, sized, inputs, batch, seconds)
-                first = next(iter(found.values())).median
+                measured = steps.run(f"{shown}, batch {batch}: timing", measure_speeds, sized, inputs, batch, seconds)
+                first = next(iter(measured.values())).median
                 for name, model in sized.items():
-                    place = {"model": name, "height": size[0], "width": size[1], "batch": batch}
-                    row = place | fixed[name] | _speed_cells(found[name], first) | dict.fromkeys(_PEAK_COLUMNS)
-                    for key, training in _PEAK_COLUMNS.items() if peak else ():
-                        doing = f"{name} {at}, batch {batch}: memory{' to train' * training}"
-                        row |= steps.run(doing, _peak_cell, key, model, inputs[name], batch, training, meter)
+                    key_cells = {"model": name, "height": size[0], "width": size[1], "batch": batch}
+                    row = key_cells | static[name] | _speed_cells(measured[name], first) | dict.fromkeys(_PEAK_COLUMNS)
+                    for column, training in _PEAK_COLUMNS.items() if peak else ():
+                        doing = f"{name} {shown}, batch {batch}: memory{' to train' * training}"
+                        row |= steps.run(doing, _peak_cell, column, model, inputs[name], batch, training, meter)
                     yield row
 
 
 class _ProgressSteps:
-    """Tells of each step of the work before it is done, and of the end."""
+    """Reports progress before and after each step of the work."""
 
-    def __init__(self, tell: TableProgress, total: int) -> None:
-        self.tell, self.total, self.done = tell, total, 0
+    def __init__(self, report: TableProgress, total: int) -> None:
+        self.report, self.total, self.done = report, total, 0
 
-    def run(self, doing: str, work: Callable[..., T], *arguments: Any) -> T:
-        """What the work gives."""
-        self.tell(self.done, self.total, doing)
-        found = work(*arguments)
+    def run(self, description: str, work: Callable[..., T], *arguments: Any) -> T:
+        """Call the function and return its result."""
+        self.report(self.done, self.total, description)
+        result = work(*arguments)
         self.done += 1
-        self.tell(self.done, self.total, doing)
-        return found
+        self.report(self.done, self.total, description)
+        return result
 
 
 def _peak_cell(
     key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
 ) -> CostRow:
-    """A peak of a row, or why it could not be measured."""
+    """Return the cell of a peak, with the problem if it could not be measured."""
     try:
         return {key: peak_bytes(model, input_size, batch, training, meter)}
     except UserError as error:
@@ -90,7 +103,7 @@ def _peak_cell(
 
 
 def _speed_cells(speed: Speed, first: float) -> CostRow:
-    """The speed of a row, and beside the first model's."""
+    """Return the cells of a speed, and its ratio to the first model's."""
     return {
         "images_per_second": speed.median,
         "low": speed.low,
@@ -101,27 +114,27 @@ def _speed_cells(speed: Speed, first: float) -> CostRow:
 
 
 def static_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
-    """What does not depend on the batch."""
+    """Return the costs that do not depend on the batch size: parameters, multiply-accumulates, saved memory."""
     macs = count_pass(model, input_size)
     return {
         "parameters": count_parameters(model),
-        "macs": macs.image,
-        "step_macs": macs.step,
+        "macs": macs.per_image,
+        "step_macs": macs.per_pass,
         **(pyramid_cost(model, input_size) if has_pyramids(model) else {}),
         "saved_bytes": saved_bytes(model, input_size, 2) if _has_batch_norm(model) else saved_bytes(model, input_size),
     }
 
 
 def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int]:
-    """Multiply-accumulates of a forward pass in training, in closed form and branch by branch."""
+    """Return the multiply-accumulates of a training forward pass with pyramids, in closed form and branch by branch."""
     macs = count_pass(model, input_size, training=True)
     return {
-        "training_macs": macs.image,
-        "training_step_macs": macs.step,
+        "training_macs": macs.per_image,
+        "training_step_macs": macs.per_pass,
         "branch_macs": count_branches(model, input_size),
     }
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
-    """Whether a batch of one image may be too few to train on."""
+    """True if the model has BatchNorm, which may not train on a batch of one image."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

@@ -1,4 +1,4 @@
-"""What images a model takes: their size, channels and normalisation, and the model at another size than its own."""
+"""Input size, channels and normalisation of a model, and models fitted to another input size."""
 
 import copy
 import warnings
@@ -16,12 +16,19 @@ from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 
 ImageSize = tuple[int, int]
+"""Height and width."""
 
 
 def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[str, Any]:
-    """The data config to test a model with: input size (height, width) as given or its own, mean, std, crop.
+    """Return timm's data config for testing a model, at the given size (height, width) or its own.
 
-    Raises: UserError for a size without a pixel.
+    Keys: input_size (channels, height, width), mean, std, interpolation, crop_pct, crop_mode.
+
+    Raises: UserError for a size below 1.
+
+    >>> from isomorph.evaluation import evaluation_config
+    >>> evaluation_config(timm.create_model("cifar_resnet20"))["input_size"]
+    (3, 32, 32)
     """
     given = {"input_size": (input_channels(model), *size)} if size else {}
     return _adapt_channels(resolve_data_config(given, model=model, use_test_size=True), input_channels(model))
@@ -30,49 +37,62 @@ def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[s
 def training_config(
     model: nn.Module, size: Sequence[int] | None = None, crop: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The data config to train a model with, at the given size or its own, and the crop of its test images.
+    """Return timm's data config for training a model, at the given size (height, width) or its own.
 
-    Raises: UserError for a size without a pixel.
+    `crop` overrides crop_pct and crop_mode, which are for its test images.
+
+    Raises: UserError for a size below 1.
+
+    >>> from isomorph.evaluation import training_config
+    >>> training_config(timm.create_model("cifar_resnet20"), size=(48, 48))["input_size"]
+    (3, 48, 48)
     """
     given = {**(crop or {}), **({"input_size": (input_channels(model), *size)} if size else {})}
     return _adapt_channels(resolve_data_config(given, model=model, use_test_size=False), input_channels(model))
 
 
 def _adapt_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The data config for images of so many channels: where there are others, each has the mean of mean and of std.
+    """Return the data config for this number of channels; if it differs, every channel gets the average mean and std.
 
-    Raises: UserError for a size without a pixel.
+    Raises: UserError for a size below 1.
     """
     height, width = config["input_size"][-2:]
     _check_size((height, width))
-    spread = {k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")}
-    return {**config, **spread, "input_size": (number, height, width)}
+    normalisation = {
+        k: config[k] if len(config[k]) == number else (fmean(config[k]),) * number for k in ("mean", "std")
+    }
+    return {**config, **normalisation, "input_size": (number, height, width)}
 
 
 def _check_size(size: ImageSize) -> None:
-    """Raises: UserError for a size without a pixel."""
+    """Raise a UserError for a size below 1."""
     if min(size) < 1:
-        raise UserError(f"a size of {size[0]} x {size[1]} has no pixel; give positive sizes")
+        raise UserError(f"a size of {size[0]} x {size[1]} has no pixels; give positive sizes")
 
 
 def input_channels(model: nn.Module) -> int:
-    """Channels of the model's images: as it says itself, else as its first convolution has them."""
+    """Return the number of input channels: the model's `in_chans`, else those of its first convolution."""
     config = getattr(model, "pretrained_cfg", None) or {}
     first = config.get("first_conv")
     try:
         conv = model.get_submodule(first) if isinstance(first, str) else None
-    except AttributeError:  # gone, or another class since
+    except AttributeError:  # removed or replaced
         conv = None
     known = getattr(model, "in_chans", None) or getattr(conv, "in_channels", None)
     return known or (config.get("input_size") or (3,))[0]
 
 
 def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
-    """The model itself if it takes images of this size (height, width), else a copy that timm has fitted to it.
+    """Return the model itself if it takes images of this size (height, width), else a copy that timm has fitted to it.
 
-    A ViT's position embedding is resampled, as `set_input_size` does; the weights stay as they are.
+    timm's `set_input_size` resamples the position embedding of a ViT; the other weights are unchanged.
 
-    Raises: UserError when the model takes no such images, or its patches would leave out an edge of them.
+    Raises: UserError when the model does not take such images, or its patches would leave out an edge of them.
+
+    >>> from isomorph.evaluation import fit_to_size
+    >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+    >>> fit_to_size(vit, (64, 64))(torch.zeros(1, 3, 64, 64)).shape
+    torch.Size([1, 1000])
     """
     _check_size(size)
     shape = (input_channels(model), *size)
@@ -80,7 +100,7 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
     if problem and not _patch_embed_problem(model, shape) and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
-            with warnings.catch_warnings(action="ignore"):  # timm's interpolation of relative positions
+            with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
                 model.set_input_size(img_size=size)  # type: ignore[operator]
             problem = input_size_problem(model, shape)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
@@ -92,34 +112,34 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
 
 @torch.no_grad()
 def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
-    """What the model says against one image of this size (channels, height, width); nothing where it takes it.
+    """Return why the model does not take an image of this size (channels, height, width); empty if it does.
 
-    An edge that its patches leave out, as they do not fill the image, is said too: timm drops it silently. Only at the
-    size that the weights were made for is that their way.
+    Patches that do not fill the image are a problem too, since timm silently drops the edge that they leave out; not at
+    the model's native size, where it was trained that way.
     """
     parameter = next(model.parameters())
-    if said := _patch_embed_problem(model, size):
-        return said
+    if problem := _patch_embed_problem(model, size):
+        return problem
     try:
-        with eval_mode(model), _record_uncovered(model, size) as seen:
+        with eval_mode(model), _record_uncovered(model, size) as patches:
             model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
     except (RuntimeError, AssertionError, ValueError) as error:
         return _error_text(error)
-    return "" if _is_native_size(model, size) else "".join(_uncovered_edge(patch, size) for patch in seen[-1:])
+    return "" if _is_native_size(model, size) else "".join(_uncovered_edge(patch, size) for patch in patches[-1:])
 
 
 def _error_text(error: Exception) -> str:
-    """An error's words in one line."""
+    """Return an error's message in one line, or its type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _is_native_size(model: nn.Module, size: Sequence[int]) -> bool:
-    """Whether this is the size that the model was trained or is tested at."""
+    """True if the model was trained or is tested at this size."""
     return tuple(size[-2:]) in {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
 
 
 def _patch_embed_problem(model: nn.Module, size: Sequence[int]) -> str:
-    """What is wrong with the size for the model's patch embedding, before any image is shown to it; or nothing."""
+    """Return why a size does not fit the model's patch embedding, without running the model; empty if it does."""
     embed = getattr(model, "patch_embed", None)
     if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or _is_native_size(model, size):
         return ""
@@ -127,7 +147,7 @@ def _patch_embed_problem(model: nn.Module, size: Sequence[int]) -> str:
 
 
 def _uncovered_edge(patch: Sequence[int], size: Sequence[int]) -> str:
-    """That patches do not fill an image, and the nearest sizes that they fill; nothing where they do."""
+    """Return that patches do not fill an image, with the nearest sizes that they fill; empty if they do."""
     pairs = list(zip(size[-2:], patch, strict=True))
     if not any(side % step for side, step in pairs):
         return ""
@@ -139,10 +159,10 @@ def _uncovered_edge(patch: Sequence[int], size: Sequence[int]) -> str:
 
 @contextmanager
 def _record_uncovered(model: nn.Module, size: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """Patches, in pixels of the image, that leave out an edge of what they cut up while the model looks at an image.
+    """Record the patch sizes, in pixels of the image, of patch convolutions that do not cover their input.
 
-    They are convolutions whose stride is their kernel, without padding: on the image, or within a module of a
-    `patch_size` (on the map of a backbone).
+    Patch convolutions have a stride equal to their kernel and no padding, and run on the image, or inside a module
+    with a `patch_size` (on the feature map of a backbone). Forward hooks see their inputs.
     """
     found: list[tuple[int, int]] = []
     handles = [conv.register_forward_pre_hook(_recording_hook(found, size)) for conv in _patch_convolutions(model)]
@@ -154,7 +174,7 @@ def _record_uncovered(model: nn.Module, size: Sequence[int]) -> Iterator[list[tu
 
 
 def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
-    """The convolutions that cut images into patches."""
+    """Return the convolutions that cut images into patches."""
     inside = {child for module in model.modules() if hasattr(module, "patch_size") for child in module.children()}
     return [
         module
@@ -169,12 +189,12 @@ def _patch_convolutions(model: nn.Module) -> list[nn.Conv2d]:
 def _recording_hook(
     found: list[tuple[int, int]], size: Sequence[int]
 ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-    """A hook that notes the patches of a convolution, in pixels, where they do not fill its input."""
+    """Return a hook that records the patch size of a convolution, in pixels, where patches do not fill its input."""
 
-    def note(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    def record(conv: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         sides, steps = inputs[0].shape[-2:], conv.kernel_size
         if any(side % int(step) for side, step in zip(sides, steps, strict=True)):  # type: ignore[arg-type]
             height, width = (int(k) * round(a / max(b, 1)) for k, a, b in zip(steps, size[-2:], sides, strict=True))  # type: ignore[arg-type]
             found.append((height, width))
 
-    return note
+    return record

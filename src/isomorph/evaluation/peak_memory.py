@@ -98,7 +98,7 @@ class PeakMeter:
         return True
 
     def _start(self) -> subprocess.Popen[str]:
-        """Starts the process that `answer_requests` is."""
+        """Start the process, which runs `answer_requests`."""
         self.stop()
         # return large freed blocks to the system at once, so that the peak is that of the pass
         env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

@@ -1,4 +1,4 @@
-"""Random inputs for a model."""
+"""Random images as input of a model."""
 
 import torch
 from torch import nn
@@ -8,8 +8,8 @@ from isomorph.evaluation.input_sizes import training_config
 
 
 def random_images(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> torch.Tensor:
-    """Noise for the model, of the given height and width or the model's own."""
+    """Return standard normal noise at the given height and width or the model's own. Shape: -> (B, C, H, W)"""
     shape = training_config(model, size)["input_size"]
     if batch < 1:
-        raise UserError(f"a batch of {batch} has no image; give at least 1")
+        raise UserError(f"a batch of {batch} has no images; give at least 1")
     return torch.randn((batch, *shape), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""How fast models are: images a second in rounds that take turns, so that none has the quiet minute to itself."""
+"""Speed of models in images per second; models are timed in turns, so that all see the same load of the machine."""
 
 import math
 import time
@@ -16,7 +16,12 @@ _WARM_UP_PASSES = 2
 
 
 class Speed(NamedTuple):
-    """Images a second: median and quartiles over runs, and how many runs there were."""
+    """Images per second: median and quartiles over passes, and the number of passes.
+
+    >>> from isomorph.evaluation import Speed
+    >>> Speed(median=100.0, low=90.0, high=110.0, runs=5).median
+    100.0
+    """
 
     median: float
     low: float
@@ -25,13 +30,13 @@ class Speed(NamedTuple):
 
 
 def _synchronize(device: torch.device) -> None:
-    """Waits for the device, where it works on its own."""
+    """Wait until the device has finished its work."""
     if device.type in ("cuda", "mps"):
         getattr(torch, device.type).synchronize()
 
 
 def _time_pass(model: nn.Module, batch: Tensor) -> float:
-    """Seconds of one inference pass."""
+    """Return the seconds of one inference pass."""
     _synchronize(batch.device)
     start = time.perf_counter()
     model(batch)
@@ -47,18 +52,26 @@ def measure_speeds(
     seconds: float = 2.0,
     least: int = 5,
 ) -> dict[str, Speed]:
-    """Images a second of each model in eval mode, in turns: one pass of each, round after round, after a warm-up.
+    """Measure the images per second of each model in eval mode, in rounds of one pass per model, after a warm-up.
 
-    Rounds go on for `seconds` a model, `least` rounds at least. Weights and mode are as before afterwards.
+    Rounds continue for `seconds` per model, and there are at least `least`. Every module gets its mode back.
+
+    Shape: input_sizes is (channels, height, width), or one per model
 
     Raises: UserError when a batch has no image, there is no model, or the time is negative or not finite.
+
+    >>> from isomorph.evaluation import measure_speeds
+    >>> model = timm.create_model("cifar_resnet20")
+    >>> speeds = measure_speeds({"a": model, "b": model}, (3, 32, 32), batch_size=1, seconds=0)
+    >>> list(speeds), speeds["a"].runs
+    (['a', 'b'], 5)
     """
     if not 0 <= seconds < math.inf:
         raise UserError(f"{seconds:g} seconds cannot be timed; give 0 or more")
     if batch_size < 1 or not models:
-        raise UserError(f"nothing to time: {len(models)} models, batches of {batch_size}")
+        raise UserError(f"cannot time {len(models)} models with batches of {batch_size}; give at least 1 of each")
     sizes = input_sizes if isinstance(input_sizes, Mapping) else dict.fromkeys(models, input_sizes)
-    taken: dict[str, list[float]] = {name: [] for name in models}
+    times: dict[str, list[float]] = {name: [] for name in models}
     with ExitStack() as stack:
         batches = {}
         for name, model in models.items():
@@ -71,20 +84,24 @@ def measure_speeds(
         end = time.perf_counter() + seconds * len(models)
         while rounds < least or time.perf_counter() < end:
             for name, model in models.items():
-                taken[name].append(_time_pass(model, batches[name]))
+                times[name].append(_time_pass(model, batches[name]))
             rounds += 1
-    return {
-        name: _median_and_quartiles(batch_size / torch.tensor(times, dtype=torch.float64))
-        for name, times in taken.items()
-    }
+    return {name: _median_and_quartiles(batch_size / torch.tensor(t, dtype=torch.float64)) for name, t in times.items()}
 
 
 def _median_and_quartiles(rates: Tensor) -> Speed:
-    """Median and quartiles. Shape: (runs,)"""
+    """Return median and quartiles. Shape: (runs,)"""
     low, median, high = torch.quantile(rates, torch.tensor([0.25, 0.5, 0.75], dtype=rates.dtype)).tolist()
     return Speed(median, low, high, len(rates))
 
 
 def throughput(model: nn.Module, input_size: tuple[int, ...], batch_size: int = 32, seconds: float = 2.0) -> float:
-    """Images a second in eval mode: the median over runs of at least `seconds` in all, after a warm-up."""
+    """Return the images per second in eval mode: the median over passes for at least `seconds`, after a warm-up.
+
+    Shape: input_size is (channels, height, width)
+
+    >>> from isomorph.evaluation import throughput
+    >>> throughput(timm.create_model("cifar_resnet20"), (3, 32, 32), batch_size=1, seconds=0) > 0
+    True
+    """
     return measure_speeds({"": model}, input_size, batch_size, seconds)[""].median

@@ -126,7 +126,7 @@ def _class_rows(counts: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
         return []
     return [
         {"class": name, "images": seen, "right": right, "top1": 100 * right / seen}
-        for name, seen, right in zip(classes, counts.seen.tolist(), counts.right.tolist(), strict=True)
+        for name, seen, right in zip(classes, counts.total.tolist(), counts.correct.tolist(), strict=True)
         if seen
     ]
 
