@@ -46,8 +46,8 @@ class Result:
     >>> data = {"source": "digits", "fraction": 0.02, "size": [8, 8]}
     >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, epochs=1)
     >>> result = iso.train(recipe, show=False)
-    >>> isinstance(result, iso.training.Result), sorted(result.metrics)[-1]
-    (True, 'top1')
+    >>> result.metrics["images"], str(result.folder)
+    (450, 'runs/run')
     """
 
     model: nn.Module
