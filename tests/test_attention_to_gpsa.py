@@ -170,7 +170,7 @@ def test_anneals_open():
     assert layer.gate.tolist() == [1.0] * 3
     assert layer.locality.tolist() == [2.0] * 3
     assert layer.centre.tolist() == [[0, -1], [0, 0], [0, 1]]
-    with pytest.raises(iso.UserError, match="recast from nothing"):
+    with pytest.raises(iso.UserError, match="was not recast"):
         iso.Anneal(10).apply(timm.create_model("convit_ti"), 0)
     with pytest.raises(iso.UserError, match="whole number"):
         iso.Anneal(1.5)
@@ -221,7 +221,7 @@ def test_a_grid_of_the_rules_own_is_kept():
 
 def test_models_without_one_whole_grid_are_refused():
     two = nn.ModuleDict({"a": vit(img_size=64), "b": vit(img_size=(32, 128))})
-    with pytest.raises(iso.UserError, match="several places"):
+    with pytest.raises(iso.UserError, match="several patch embeddings"):
         iso.recast(two, iso.AttentionToGPSA(), "b.blocks.*.attn")
     with pytest.raises(iso.UserError, match="drops patches"):
         iso.recast(vit(patch_drop_rate=0.25), iso.AttentionToGPSA(), WHERE)

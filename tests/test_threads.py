@@ -139,7 +139,7 @@ class TestBlocksComputedAgain:
 
         model.zero_grad()
         same(gradients(model, lambda _: run(batch[:1])), expected)
-        said = "8 tokens computed again .* grids 4 x 2, 2 x 4; checkpoint without"
+        said = "8 tokens recomputed .* grids 4 x 2, 2 x 4; checkpoint without"
         with ThreadPoolExecutor(1) as pool, pytest.raises(iso.UserError, match=said):
             # in a thread of its own: torch frees what a failed backward pass leaves when the thread ends
             pool.submit(backward, run(batch)).result()

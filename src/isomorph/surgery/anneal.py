@@ -1,7 +1,7 @@
-"""The dial between two inits: a schedule that carries localities and gates from `exact` to `paper` over given steps.
+"""Schedule that moves localities and gates from their exact initialisation to the paper's during training.
 
-A T-CNN born exact keeps the CNN's accuracy but has nothing to learn with; one born on the verge of locality has to
-win the accuracy back. Annealing opens the layers while the rest of the network follows.
+A T-CNN with exact initialisation keeps the CNN's accuracy, but its gates are closed and learn little; one with the
+paper's initialisation has to regain the accuracy. Annealing opens the layers while the rest of the network adapts.
 """
 
 from collections.abc import Sequence
@@ -21,58 +21,76 @@ from isomorph.surgery.rules.gated import (
 
 @dataclass(frozen=True)
 class Anneal:
-    """Moves every gated attention layer from one (locality, gate) to another in `steps` steps, then lets go of it.
+    """Schedule of (locality, gate) over the first training steps, for every gated attention layer of a model.
 
-    Annealed ReLUs (VanillaNet) go from slope 0 to slope 1, the identity, in the same steps, and stay there.
+    Locality changes geometrically (its effect is exponential), the logit of the gate linearly. After `steps` steps the
+    optimiser trains both. Annealed ReLUs (VanillaNet) go from slope 0 to slope 1, the identity, in the same steps, and
+    stay there.
 
-    Without a `start` each layer starts exact: as the convolution (20, 15) or the attention (1, -15) it was recast from.
-    Locality moves geometrically (a constant factor a step: its effect is exponential), the gate's logit linearly.
+    Raises: UserError for a number of steps below 1, or a locality or gate out of bounds.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.0.conv1")
+        >>> anneal = iso.Anneal(steps=100)
+        >>> anneal.at(0), anneal.at(100)
+        ((20.0, 15.0), (1.0, 1.0))
+        >>> anneal.apply(tcnn, step=100)  # call it before every step of training
+        >>> tcnn.layer3[0].conv1.gate[0].item()
+        1.0
     """
 
     steps: int
+    """Number of training steps."""
+
     start: tuple[float, float] | None = None
+    """(locality, gate) at step 0; by default (20, 15) for a recast convolution and (1, -15) for recast attention."""
+
     stop: tuple[float, float] = initial_gating("paper", None, None)
+    """(locality, gate) at the last step."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
-            raise UserError(f"anneal steps {self.steps} must be a whole number, at least 1")
+            raise UserError(f"steps {self.steps!r} of the anneal must be a whole number of at least 1")
         for pair in filter(None, (self.start, self.stop)):
             check_gating(*pair)
 
     def at(self, step: int, exact: tuple[float, float] = CONV_GATING["exact"]) -> tuple[float, float]:
-        """(locality, gate) at a step; step `steps` and later give `stop`. `exact` is the start where none is given."""
+        """Return (locality, gate) at a step, `stop` from the last step on; without a `start` it begins at `exact`."""
         t = min(max(step / self.steps, 0.0), 1.0)
         (locality_0, gate_0), (locality_1, gate_1) = self.start or exact, self.stop
         return locality_0 * (locality_1 / locality_0) ** t, gate_0 + t * (gate_1 - gate_0)
 
     def apply(self, model: nn.Module, step: int) -> None:
-        """Sets the dials for a step; call it at every one. After `steps` they are the optimiser's and stay untouched.
+        """Set the gating parameters of the model for a step; after `steps` it changes nothing.
 
-        Raises: UserError for a model that was born gated (ConViT) where no `start` says from where.
+        Raises: UserError for a model that was not recast (ConViT) if there is no `start`.
         """
         if step <= self.steps:
             self.set_slopes(model, step)
             for layer in annealed_layers(model)[0]:
                 if self.start is None and type(layer) is GPSA:
-                    raise UserError("this layer was recast from nothing, so nothing is exact; give the anneal a start")
-                named = CONV_GATING if isinstance(layer, GPSA2d) else ATTENTION_GATING
-                layer.set_gating(*self.at(step, named["exact"]))
+                    raise UserError(
+                        "the model was not recast, so it has no exact initialisation; give the anneal a start"
+                    )
+                defaults = CONV_GATING if isinstance(layer, GPSA2d) else ATTENTION_GATING
+                layer.set_gating(*self.at(step, defaults["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
-        """Sets the slopes of annealed ReLUs after so many steps, of averaged weights too: a slope is not averaged."""
+        """Set the slopes of annealed ReLUs for a step; averaged weights need it too, as a slope is not averaged."""
         for layer in _annealed_relus(model):
             layer.set_slope(min(max(step / self.steps, 0.0), 1.0))
 
 
 def _annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
-    """Every annealed ReLU of a model."""
+    """Return the annealed ReLUs of a model."""
     return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
 
 
 def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | GPSA2d], Sequence[AnnealedReLU]]:
-    """All that an anneal moves: gated attention layers, and annealed ReLUs.
+    """Return the gated attention layers and the annealed ReLUs of a model.
 
-    Raises: UserError when there is neither.
+    Raises: UserError if there is neither.
     """
     relus = _annealed_relus(model)
     gated = any(isinstance(module, GPSA | GPSA2d) for module in model.modules())
@@ -80,9 +98,9 @@ def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | GPSA2d], Sequence
 
 
 def gpsa_layers(model: nn.Module) -> Sequence[GPSA | GPSA2d]:
-    """Every gated attention layer of a model.
+    """Return the gated attention layers of a model.
 
-    Raises: UserError when there is none.
+    Raises: UserError if there is none.
     """
     layers = [module for module in model.modules() if isinstance(module, GPSA | GPSA2d)]
     if not layers:

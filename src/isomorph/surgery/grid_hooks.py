@@ -1,12 +1,12 @@
-"""Hooks that tell layers in a ViT, which see tokens and not the image, the grid of their tokens.
+"""Hooks that pass the grid of the tokens to layers of a ViT, which receive tokens instead of the image.
 
-The grid belongs to the call: threads may share a model, and images of several sizes may be on their way at once.
+The grid is a property of the call: threads may share a model, and run it on images of several sizes at the same time.
 
-- When a model embeds an image, its grid is noted in a context variable, so for this thread only. While a block runs,
-  the layers in it get that grid as an argument. A layer that is called on its own, and any layer under a compiler, uses
-  its attribute `grid_size`: the grid of the model's last image, or what has been assigned since.
+- When a model embeds an image, a context variable stores the grid, for this thread only. While a block runs, the layers
+  inside receive that grid as an argument. A layer that is called outside its model, or under a compiler, uses its
+  attribute `grid_size`: the grid of the model's last image, or the value assigned since.
 - Gradient checkpointing runs blocks again during the backward pass, in any order and perhaps in another thread. So the
-  memory of the tokens that enter a block is marked with their grid, and a block that runs again reads the mark.
+  storage of the tokens that enter a block is marked with their grid, and a block that runs again reads the mark.
 """
 
 from contextvars import ContextVar
@@ -23,20 +23,20 @@ from isomorph.layers import SpatialAttention, ViTGPSA
 from isomorph.surgery.field_checks import check_grid
 
 GRID_LAYERS = (SpatialAttention, ViTGPSA)
-"""Layers whose tokens have positions on the grid of the image."""
+"""Layers that need the grid positions of their tokens."""
 
 GridSize = tuple[int, int]
 
 
 class _EmbeddedImage(NamedTuple):
-    """The grid of the image that comes next, and the backward pass that it is for (-1: none)."""
+    """The grid of an embedded image, and the id of the backward pass in which it was embedded (-1: none)."""
 
     grid: GridSize
-    backward: int
+    backward_id: int
 
 
 class _RunningModule(NamedTuple):
-    """A module that runs, and the grid of its tokens."""
+    """A module whose forward is running, and the grid of its tokens."""
 
     grids: "_CallGrids"
     module: nn.Module
@@ -44,19 +44,20 @@ class _RunningModule(NamedTuple):
 
 
 _EMBEDDED: ContextVar[dict[ref["_CallGrids"], _EmbeddedImage]] = ContextVar("isomorph_embedded")
-"""The last image of each model in this thread; the dict is replaced, never changed."""
+"""The last image of each model in this thread; the dict is replaced instead of changed, as contexts share it."""
 
 _RUNNING: ContextVar[tuple[_RunningModule, ...]] = ContextVar("isomorph_running", default=())
-"""The modules that run in this thread, the innermost last."""
+"""The modules whose forward is running in this thread, the innermost last."""
 
 
-def _backward_pass() -> int:
-    """The backward pass that this code runs in, -1 for none. torch.utils.checkpoint asks the same private question."""
+def _backward_pass_id() -> int:
+    """Return the id of the backward pass that runs this code, or -1 outside one."""
+    # private, and the only way to know; torch.utils.checkpoint uses it too
     return torch._C._current_graph_task_id()
 
 
 def _storage_of(tokens: Any) -> Any:
-    """The storage of tokens, whose attributes last as long as it does; None for what has none, as inside vmap."""
+    """Return the storage of tokens, whose attributes live as long as it does, or None if it has none, as in vmap."""
     try:
         return tokens.untyped_storage() if isinstance(tokens, Tensor) else None
     except (NotImplementedError, RuntimeError):
@@ -64,102 +65,107 @@ def _storage_of(tokens: Any) -> Any:
 
 
 def _mark_storage(tokens: Any, grid: GridSize) -> None:
-    """Marks the memory of tokens with their grid."""
+    """Mark the storage of tokens with their grid."""
     storage = _storage_of(tokens)
     if storage is not None:
         storage.isomorph_grid = grid
 
 
 class _CallGrids:
-    """The grids of the calls of one model: hooks for the layers with positions and for the modules they lie in."""
+    """The grids of the running calls of one model, with the hooks of its grid layers and of the modules around them."""
 
     reattached: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self.seen: dict[GridSize, None] = {}
+        self.seen: dict[GridSize, None] = {}  # an ordered set
 
-    def note(self, grid: GridSize) -> None:
-        """Notes the grid of the blocks that this thread runs next."""
-        alive = {key: known for key, known in _EMBEDDED.get({}).items() if key() is not None}
-        _EMBEDDED.set({**alive, ref(self): _EmbeddedImage(grid, _backward_pass())})
+    def set_next(self, grid: GridSize) -> None:
+        """Set the grid of the blocks that this thread runs next."""
+        alive = {key: image for key, image in _EMBEDDED.get({}).items() if key() is not None}
+        _EMBEDDED.set({**alive, ref(self): _EmbeddedImage(grid, _backward_pass_id())})
 
-    def embed(self, grid: GridSize) -> None:
-        """Notes the grid of an image; what an interrupt has left of an earlier one is dropped."""
-        if all(type(size) is int for size in grid):  # not a tracer's stand-ins
+    def start_image(self, grid: GridSize) -> None:
+        """Set the grid of a new image, and drop entries that an interrupted forward left behind."""
+        if all(type(size) is int for size in grid):  # under a tracer they are symbolic
             self.seen.setdefault(grid)
         _RUNNING.set(tuple(entry for entry in _RUNNING.get() if entry.grids is not self))
-        self.note(grid)
+        self.set_next(grid)
 
-    def embedded(self) -> GridSize | None:
-        """The grid of the last image, if it was embedded in the pass that runs now."""
-        known = _EMBEDDED.get({}).get(ref(self))
-        return known.grid if known and known.backward == _backward_pass() else None
+    def of_last_image(self) -> GridSize | None:
+        """Return the grid of the last image, if it was embedded in the forward or backward pass that runs now."""
+        image = _EMBEDDED.get({}).get(ref(self))
+        return image.grid if image and image.backward_id == _backward_pass_id() else None
 
-    def running(self) -> GridSize | None:
-        """The grid of the innermost module of this model that runs."""
+    def of_running_module(self) -> GridSize | None:
+        """Return the grid of the innermost running module of this model."""
         return next((entry.grid for entry in reversed(_RUNNING.get()) if entry.grids is self), None)
 
-    def recall(self, tokens: Any) -> GridSize | None:
-        """The grid that tokens are marked with, where a backward pass computes their block again."""
-        grid = None if _backward_pass() == -1 else getattr(_storage_of(tokens), "isomorph_grid", None)
+    def of_recomputed(self, tokens: Any) -> GridSize | None:
+        """Return the grid that tokens are marked with, in a backward pass that runs their block again."""
+        grid = None if _backward_pass_id() == -1 else getattr(_storage_of(tokens), "isomorph_grid", None)
         if grid:
-            self.note(grid)  # further blocks of the same checkpoint get tokens that were never seen
+            self.set_next(grid)  # the next blocks of the same checkpoint get new tokens, without a mark
         return grid
 
-    def of_tokens(self, tokens: Any, noted: bool) -> GridSize | None:
-        """The grid of a module's tokens; `noted`: that of the last image counts too."""
-        return self.recall(tokens) or self.running() or (self.embedded() if noted else None)
+    def of_tokens(self, tokens: Any, use_last_image: bool) -> GridSize | None:
+        """Return the grid of a module's tokens, if known; `use_last_image`: that of the last image by default."""
+        grid = self.of_recomputed(tokens) or self.of_running_module()
+        return grid or (self.of_last_image() if use_last_image else None)
 
-    def only(self, layer: Any, tokens: Tensor) -> GridSize | None:
-        """The one grid that so many tokens have had so far, for a block whose marks are lost (saved-tensor hooks).
+    def of_token_count(self, layer: Any, tokens: Tensor) -> GridSize | None:
+        """Return the only grid seen so far with this number of tokens, if any.
 
-        Raises: UserError when there are several.
+        For tokens without a mark, which hooks on saved tensors have replaced.
+
+        Raises: UserError if there are several such grids.
         """
         count = tokens.shape[1] - layer.prefix_tokens
         fitting = [grid for grid in tuple(self.seen) if grid[0] * grid[1] == count]
         if len(fitting) > 1:
             sizes = ", ".join(f"{H} x {W}" for H, W in fitting)
             raise UserError(
-                f"{count} tokens computed again in the backward pass may lie on grids {sizes}; checkpoint without "
-                "hooks on saved tensors, or call backward before the model runs on another size"
+                f"{count} tokens recomputed in the backward pass may have the grids {sizes}; checkpoint without hooks "
+                "on saved tensors, or call backward before the model runs on another size"
             )
         return fitting[0] if fitting else None
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a module with layers inside: they get the grid of its tokens while it runs."""
+    def before_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Set the grid for the layers inside a module before it runs."""
         if torch.compiler.is_compiling():
             return
         tokens = args[0] if args else kwargs.get("x")
-        grid = self.of_tokens(tokens, noted=True)
+        grid = self.of_tokens(tokens, use_last_image=True)
         if grid:
             _mark_storage(tokens, grid)
             _RUNNING.set((*_RUNNING.get(), _RunningModule(self, module, grid)))
 
-    def leave(self, module: nn.Module, *_: Any) -> None:
-        """After a module with layers inside, also one that raised."""
+    def after_module(self, module: nn.Module, *_: Any) -> None:
+        """Remove the grid of a module after it ran or raised."""
         entries = () if torch.compiler.is_compiling() else _RUNNING.get()
         if entries and entries[-1].module is module:
             _RUNNING.set(entries[:-1])
 
-    def place(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: bool = False) -> Any:
-        """Before a layer: passes it the grid of its tokens, unless the call does. On its own it has one already."""
+    def before_layer(
+        self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], use_last_image: bool = False
+    ) -> Any:
+        """Pass the grid of its tokens to a layer, unless the call does; outside its model it uses `grid_size`."""
         if torch.compiler.is_compiling() or kwargs.get("grid_size"):
             return None
         tokens = args[0] if args else kwargs["x"]
-        grid = self.of_tokens(tokens, noted)
-        if grid is None and _backward_pass() != -1:
-            grid = self.only(layer, tokens)
+        grid = self.of_tokens(tokens, use_last_image)
+        if grid is None and _backward_pass_id() != -1:
+            grid = self.of_token_count(layer, tokens)
         grid = grid or layer.grid_size
         _mark_storage(tokens, grid)
         return args, {**kwargs, "grid_size": grid}
 
-    def place_alone(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`place` for a layer that lies in no other module of its model."""
-        return self.place(layer, args, kwargs, noted=True)
+    def before_top_layer(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pass the grid of its tokens to a layer that is a direct child of its model."""
+        return self.before_layer(layer, args, kwargs, use_last_image=True)
 
 
 class _PatchEmbedHook:
-    """Tells layers with positions the grid of each image that is embedded: a hook on the model's `patch_embed`."""
+    """Hook on a model's `patch_embed` that sets the grid of each image for its grid layers."""
 
     reattached: ClassVar[bool] = True
 
@@ -172,13 +178,14 @@ class _PatchEmbedHook:
         grid_size = patch_embed.dynamic_feat_size((height, width))
         for module in self.model.modules():
             if isinstance(module, GRID_LAYERS):
-                module.grid_size = grid_size  # for calls on its own, and for compilers
+                module.grid_size = grid_size  # for calls outside the model, and under a compiler
         if not torch.compiler.is_compiling():
-            self.grids.embed(grid_size)
+            self.grids.start_image(grid_size)
 
 
 def _remove_grid_hooks(module: nn.Module) -> None:
-    """Takes the hooks of this file off a module."""
+    """Remove the hooks of this file from a module."""
+    # torch removes hooks by their handles only, and a copied model has none: the private dicts have to do
     before = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
     after = (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
     for hooks, *flags in (before, after):
@@ -188,31 +195,31 @@ def _remove_grid_hooks(module: nn.Module) -> None:
 
 
 def _is_grid_hook(hook: Any) -> bool:
-    """Whether a hook is one of this file."""
+    """True if a hook is one of this file."""
     return isinstance(getattr(hook, "__self__", hook), _PatchEmbedHook | _CallGrids)
 
 
 def _register_grid_hooks(model: Any) -> None:
-    """Hooks the patch embedding, the layers that need its grid and the modules these lie in; unhooks all others."""
-    found = model.named_modules(remove_duplicate=False)
-    layers = {name: module for name, module in found if isinstance(module, GRID_LAYERS)}
+    """Register hooks on the patch embedding, the grid layers and the modules around them; remove all earlier ones."""
+    named = model.named_modules(remove_duplicate=False)
+    layers = {name: module for name, module in named if isinstance(module, GRID_LAYERS)}
     for module in model.modules():
         _remove_grid_hooks(module)
     if not layers:
         return
     grids = _CallGrids()
     model.patch_embed.register_forward_pre_hook(_PatchEmbedHook(model, grids), with_kwargs=True)
-    around = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
-    for module in {model.get_submodule(name) for name in around}:
-        module.register_forward_pre_hook(grids.enter, with_kwargs=True)
-        module.register_forward_hook(grids.leave, always_call=True)
+    outer = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
+    for module in {model.get_submodule(name) for name in outer}:
+        module.register_forward_pre_hook(grids.before_module, with_kwargs=True)
+        module.register_forward_hook(grids.after_module, always_call=True)
     for layer in set(layers.values()):
-        alone = all("." not in name for name, other in layers.items() if other is layer)
-        layer.register_forward_pre_hook(grids.place_alone if alone else grids.place, with_kwargs=True)
+        on_top = all("." not in name for name, other in layers.items() if other is layer)
+        layer.register_forward_pre_hook(grids.before_top_layer if on_top else grids.before_layer, with_kwargs=True)
 
 
 def embedding_models(model: nn.Module) -> list[Any]:
-    """The parts of a model that embed patches and say on which grid, each embedding once."""
+    """Return the submodules with a `patch_embed` that gives the grid of an image, one for each embedding."""
     parts = {
         id(part.patch_embed): part
         for part in reversed(list(model.modules()))
@@ -222,40 +229,46 @@ def embedding_models(model: nn.Module) -> list[Any]:
 
 
 def _only_embedding_model(model: nn.Module) -> Any:
-    """The one part of a model that embeds patches, or None.
+    """Return the only submodule that embeds patches, or None.
 
-    Raises: UserError when there are several, or when it drops patches: their grid has holes then.
+    Raises: UserError if there are several, or if it drops patches, which leaves no full grid.
     """
     found = embedding_models(model)
     if len(found) > 1:
         raise UserError(
-            "the model embeds patches in several places; recast each part, or give grid_size and prefix_tokens"
+            "the model has several patch embeddings; recast each submodule, or give grid_size and prefix_tokens"
         )
     if found and isinstance(getattr(found[0], "patch_drop", None), PatchDropout) and found[0].patch_drop.prob:
         raise UserError(
-            "the model drops patches in training (patch_drop_rate), which leaves no grid; create it without"
+            "the model drops patches in training, so its tokens have no full grid; create it with patch_drop_rate=0"
         )
     return found[0] if found else None
 
 
 def check_grid_fields(rule: Any) -> None:
-    """Makes `grid_size` a pair, as JSON and YAML have lists only. Raises: UserError for an impossible place."""
+    """Check `grid_size` and `prefix_tokens` of a rule, and make a list a tuple, as JSON and YAML have only lists.
+
+    Raises: UserError for an impossible value.
+    """
     check_grid(rule.grid_size, rule.prefix_tokens)
     if rule.grid_size is not None:
         object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
 
 
 def with_model_grid(rule: Any, model: nn.Module) -> Any:
-    """The rule with the model's grid and number of prefix tokens, where it has none of its own."""
+    """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:
         return rule
-    known = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
-    return replace(rule, **{name: value for name, value in known.items() if getattr(rule, name) is None})
+    fields = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
+    return replace(rule, **{name: value for name, value in fields.items() if getattr(rule, name) is None})
 
 
 def attach_grid(rule: Any, model: nn.Module) -> None:
-    """Lets the grid of the rule's layers follow the images, unless the rule gives one; stops where none is left."""
+    """Register the hooks that pass the grid of each image to the grid layers, unless the rule gives a grid.
+
+    Without grid layers, after a revert, earlier hooks are removed.
+    """
     owner = _only_embedding_model(model) if rule.grid_size is None else None
     if owner is not None:
         _register_grid_hooks(owner)

@@ -1,4 +1,4 @@
-"""Proof that two models compute the same function, on the inputs that matter, in two precisions."""
+"""Compare the outputs of two models in float32 and float64."""
 
 import copy
 import math
@@ -17,13 +17,13 @@ from isomorph.surgery.recast import edits_since
 
 
 def _max_or_inf(values: Iterable[float]) -> float:
-    """The maximum, where NaN counts as infinitely wrong."""
+    """Return the maximum, with NaN as infinity."""
     return max(float("inf") if value != value else value for value in values)
 
 
 @dataclass(frozen=True)
 class TargetDeviation:
-    """What one recast module does with the very input that the original received."""
+    """Largest difference of one recast module's output from the original's, on the original's input."""
 
     name: str
     kind: str
@@ -33,7 +33,7 @@ class TargetDeviation:
 
 @dataclass(frozen=True)
 class InputDeviation:
-    """Largest |difference| of the outputs for one input, in float32 and float64, and the largest |output|."""
+    """Largest difference of the models' outputs for one input, in float32 and float64, and the largest output."""
 
     shape: str
     fp32: float
@@ -43,36 +43,46 @@ class InputDeviation:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """Largest |difference| of the outputs in float32 and float64, per input, and per recast module in float64.
+    """Result of comparing two models: largest differences by input, and by recast module in float64.
 
-    It passes when every difference, of outputs and of recast modules alike, is within `atol` of outputs up to 1 and
-    within that share of larger ones. The modules count too because a residual branch that is still switched off (a
-    zero-initialised norm) hides them from the output.
+    It passes if every difference is at most `atol * max(1, largest output)`, both of the models' outputs and of each
+    recast module's. The modules are compared too because a residual branch with a zero-initialised norm hides them
+    from the output.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+        >>> report = iso.verify(cnn, tcnn, torch.randn(1, 3, 32, 32))
+        >>> report.passed, report.fp64 < 1e-4, len(report.targets)
+        (True, True, 6)
     """
 
     atol: float
     inputs: tuple[InputDeviation, ...]
     targets: tuple[TargetDeviation, ...]
     notes: tuple[str, ...] = ()
-    """What else surgery has changed, as `notes` of the recast model says: ties between parameters."""
+    """Notes on the recast model, such as parameters that are no longer tied."""
 
     @property
     def fp32(self) -> float:
+        """Largest difference of the outputs in float32, over all inputs."""
         return _max_or_inf(row.fp32 for row in self.inputs)
 
     @property
     def fp64(self) -> float:
+        """Largest difference of the outputs in float64, over all inputs."""
         return _max_or_inf(row.fp64 for row in self.inputs)
 
     @property
     def passed(self) -> bool:
+        """True if every difference is finite and within the tolerance."""
         outputs = [(max(row.fp32, row.fp64), row.scale) for row in self.inputs]
         modules = [(row.deviation, row.scale) for row in self.targets]
         finite = math.isfinite(self.fp32 + self.fp64)
         return finite and all(difference <= self.atol * max(1.0, scale) for difference, scale in outputs + modules)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the report as plain values for JSON."""
         return {**asdict(self), "fp32": self.fp32, "fp64": self.fp64, "passed": self.passed}
 
     def __str__(self) -> str:
@@ -95,7 +105,16 @@ class VerifyReport:
 
 
 class NotEqual(UserError):
-    """The models differ; `report` says where, and is the message."""
+    """Error of `verify` for models that differ; its text is the report, which is also its attribute `report`.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> try:
+        ...     iso.verify(cnn, iso.unstride(cnn, where="layer3"), torch.randn(1, 3, 32, 32))
+        ... except iso.surgery.NotEqual as error:
+        ...     print(error.report.passed)
+        False
+    """
 
     def __init__(self, report: VerifyReport) -> None:
         super().__init__(str(report))
@@ -109,20 +128,33 @@ def compare_outputs(
     atol: float | None = None,
     seeds: Sequence[int] = (),
 ) -> VerifyReport:
-    """Compares two models on the same inputs, in eval mode, in float32 and float64.
+    """Compare two models on the same inputs, in eval mode, in float32 and float64; `verify` without the error.
 
-    `inputs`: one batch or several, of any sizes the models take; each seed adds a standard normal batch of every
-    given size. `atol` defaults to the loosest tolerance of the rules that made `recast` from `original` (1e-5 if none).
-    Both models are left as they were; of a compiled one the model inside is compared.
+    Copies are compared: both models are unchanged, and compiled ones are unwrapped.
+
+    Args:
+        original: the model before surgery.
+        recast: the model made from it.
+        inputs: a batch (B, C, H, W) or several, of any sizes that the models accept.
+        atol: largest difference; by default the largest `atol` of the rules that made `recast`, or 1e-5 without rules.
+        seeds: each seed adds a standard normal batch of the shape of every given batch.
+
+    Raises: UserError if there is no batch, or the outputs have different shapes.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> wide = iso.unstride(cnn, where="layer3")
+        >>> iso.surgery.compare_outputs(cnn, wide, torch.randn(1, 3, 32, 32)).passed
+        False
     """
     batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not batches:
-        raise UserError("verify needs at least one input batch")
+        raise UserError("verify needs at least one batch of inputs")
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     batches += [torch.randn(b.shape, generator=g).to(b.device) for g in generators for b in batches[:]]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
-    noted = notes(recast)[len(notes(original)) :]
+    new_notes = notes(recast)[len(notes(original)) :]
     original, recast = unwrap_compiled(original), unwrap_compiled(recast)
     models = {
         dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
@@ -131,7 +163,7 @@ def compare_outputs(
         atol=atol,
         inputs=tuple(_input_deviation(models, batch) for batch in batches),
         targets=_target_deviations(*models[torch.float64], batches[0].double()),
-        notes=noted,
+        notes=new_notes,
     )
 
 
@@ -142,9 +174,18 @@ def verify(
     atol: float | None = None,
     seeds: Sequence[int] = (),
 ) -> VerifyReport:
-    """`compare_outputs`, as a proof: the Report when the models are equal within `atol`.
+    """Check that two models compute the same function on the given inputs, and return the differences.
 
-    Raises: NotEqual (a UserError with the Report as text and `.report`) when one is above `atol` or not finite.
+    Arguments as in `compare_outputs`. Outputs are compared in float32 and float64, in eval mode, and so is each recast
+    module on the original's input.
+
+    Raises: NotEqual (a UserError with the report as its text) if a difference is above `atol` or not finite.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+        >>> iso.verify(cnn, tcnn, torch.randn(2, 3, 32, 32)).passed
+        True
     """
     report = compare_outputs(original, recast, inputs, atol, seeds)
     if not report.passed:
@@ -153,49 +194,51 @@ def verify(
 
 
 def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy in eval mode and the given precision."""
+    """Return a copy of a model in eval mode, in the given precision and without gradients."""
     return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
 
 
 @torch.no_grad()
 def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Tensor) -> InputDeviation:
-    """Largest |a(x) - b(x)| in each precision."""
-    found, scale = {}, 0.0
+    """Return the largest |a(x) - b(x)| in each precision."""
+    differences, scale = {}, 0.0
     for dtype, (a, b) in models.items():
         y, z = a(batch.to(dtype)), b(batch.to(dtype))
         if y.shape != z.shape:
-            raise UserError(f"the models' outputs have different shapes: {tuple(y.shape)} and {tuple(z.shape)}")
-        found[dtype], scale = (y - z).abs().max().item(), y.abs().max().item()
+            raise UserError(f"the outputs of the models have different shapes: {tuple(y.shape)} and {tuple(z.shape)}")
+        differences[dtype], scale = (y - z).abs().max().item(), y.abs().max().item()
     shape = "x".join(map(str, batch.shape))
-    return InputDeviation(shape, found[torch.float32], found[torch.float64], scale)
+    return InputDeviation(shape, differences[torch.float32], differences[torch.float64], scale)
 
 
 @torch.no_grad()
 def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
-    """Each recast module against the one it replaced, on the input that the latter sees in `original`.
+    """Return the difference of each recast module from the one that it replaced, on the original's input.
 
-    A part of a joint projection is compared as the whole layer.
+    For a part of a joint projection the whole layers are compared.
     """
     parts = joint_parts(original)
     edited = (name for edit in edits_since(recast, original) for name in edit.names)
     names = list(dict.fromkeys(parts[name].joint_name if name in parts else name for name in edited))
     present = dict(original.named_modules())
-    found: dict[str, TargetDeviation] = {}
+    deviations: dict[str, TargetDeviation] = {}
 
-    def watch(name: str) -> Any:
+    def compare_with(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             module = recast.get_submodule(name)
             other = module(*args, **kwargs)
             deviation = (other - output).abs().max().item() if other.shape == output.shape else math.inf
-            found[name] = TargetDeviation(name, type(module).__name__, deviation, output.abs().max().item())
+            deviations[name] = TargetDeviation(name, type(module).__name__, deviation, output.abs().max().item())
 
         return hook
 
-    handles = [present[name].register_forward_hook(watch(name), with_kwargs=True) for name in names if name in present]
+    handles = [
+        present[name].register_forward_hook(compare_with(name), with_kwargs=True) for name in names if name in present
+    ]
     try:
-        recast(x)  # layers that follow the image's grid now stand on this one
+        recast(x)  # sets grid_size of the layers that are called outside their model below
         original(x)
     finally:
         for handle in handles:
             handle.remove()
-    return tuple(found[name] for name in names if name in found)
+    return tuple(deviations[name] for name in names if name in deviations)
