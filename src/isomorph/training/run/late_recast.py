@@ -29,7 +29,7 @@ def recast_run(run: Run) -> tuple[Run, str]:
     recipe, before = run.recipe, run.trained
     tensors, values = split_optimizer(before, run.optimizer)
     model, averaged = _recast_copy(before, run), None if run.averaged is None else _recast_copy(run.averaged, run)
-    kept = unchanged_parameters(before, model)
+    unchanged = unchanged_parameters(before, model)
     objective, optimizer, scheduler, header = assemble(recipe, model, run.runtime, run.order.steps)
     run.objective, run.optimizer, run.scheduler, run.header = objective, optimizer, scheduler, header
     if averaged is not None:
@@ -37,13 +37,15 @@ def recast_run(run: Run) -> tuple[Run, str]:
     owned = {
         name: tensor
         for name, tensor in tensors.items()
-        if owner_name(name) in kept or owner_name(name).startswith(GROUP_PREFIX)
+        if owner_name(name) in unchanged or owner_name(name).startswith(GROUP_PREFIX)
     }
-    values["state"] = {name: value for name, value in values["state"].items() if name in kept}
+    values["state"] = {name: value for name, value in values["state"].items() if name in unchanged}
     load_optimizer(run.trained, optimizer, owned, values)
     run.progress.recast = True
-    new = sum(1 for name, _ in run.trained.named_parameters() if name not in kept)
-    message = f"recast after epoch {run.progress.closed}: {len(kept)} parameter tensors are unchanged, {new} are new"
+    new = sum(1 for name, _ in run.trained.named_parameters() if name not in unchanged)
+    message = (
+        f"recast after epoch {run.progress.closed}: {len(unchanged)} parameter tensors are unchanged, {new} are new"
+    )
     return run, "; ".join((message, *notes(run.trained)))
 
 

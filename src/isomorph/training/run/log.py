@@ -158,8 +158,8 @@ def _truncate_log(path: Path, epoch: int, step: int) -> int:
         rows, damaged = _read_rows(path)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}; move it away") from None
-    kept = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", 0) <= epoch)]
-    write_atomically(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in kept)))
+    remaining = [row for row in rows if (row["step"] <= step if "step" in row else row.get("epoch", 0) <= epoch)]
+    write_atomically(path, lambda file: file.write_text("".join(json.dumps(row) + "\n" for row in remaining)))
     return damaged
 
 

@@ -112,8 +112,8 @@ def _complete(run: Run, journal: Journal) -> Result:
 def _print_start(run: Run, journal: Journal) -> None:
     """Print size, device and parameter groups of the run, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
-    for said in rename_damaged(run.found) if run.found and runtime.is_main else ():
-        journal.say(f"{recipe.name}: {said}; using the one before it")
+    for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
+        journal.say(f"{recipe.name}: {message}; using the one before it")
     steps = run.order.steps
     begin = f"resuming after step {progress.step:,} of {recipe.epochs * steps:,}; " if progress.step else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""

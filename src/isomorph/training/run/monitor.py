@@ -46,7 +46,7 @@ class StepMonitor:
         if step % LOSS_WINDOW == 0:
             self.check_loss()
         elif self.reads(step) or last:
-            self.refuse_infinite()
+            self.check_finite()
         if step % recipe.log_every == 0 or last:
             self.write_step()
         if run.runtime.world == 1 or self.reads(step) or last:
@@ -68,7 +68,7 @@ class StepMonitor:
         if problem := self.run.guard.problem(loss):
             raise divergence_error(self.run, problem)
 
-    def refuse_infinite(self) -> None:
+    def check_finite(self) -> None:
         """Raise Diverged when the loss since the last check is not finite."""
         if not math.isfinite(self.loss_since(self.seen)[0]):
             raise divergence_error(self.run, NOT_FINITE)
@@ -99,7 +99,7 @@ class StepMonitor:
         number, anywhere_due = run.runtime.maximum(self.stop.number, due)
         if not number and not anywhere_due:
             return
-        self.refuse_infinite()
+        self.check_finite()
         save_snapshot(run)
         self.saved = time.perf_counter()
         raise_if_stopped(run, int(number))

@@ -90,8 +90,8 @@ def restore(run: Run, found: IntactSnapshot) -> None:
         raise UserError(f"{found.path} does not fit the model: {', '.join(differing[:3])}; give `out` another folder")
     read_tensors_into(found.path, tensors)
     run.total.copy_(tensors[LOSS_SUM])
-    kept = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}
-    load_optimizer(run.trained, run.optimizer, kept, found.values["optimizer"])
+    of_optimizer = {name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_PREFIX)}
+    load_optimizer(run.trained, run.optimizer, of_optimizer, found.values["optimizer"])
     run.progress = RunProgress(**found.values["progress"])
     run.guard.first = run.progress.first_loss
     run.found = found
