@@ -65,7 +65,7 @@ class TestRecipe:
         assert "\n" not in text
 
     def test_names_are_checked_before_anything_runs(self):
-        with pytest.raises(iso.UserError, match=r"no recipe 'cifar_exat'; did you mean cifar_exact"):
+        with pytest.raises(iso.UserError, match=r"there is no recipe 'cifar_exat'; did you mean cifar_exact"):
             iso.load_recipe("cifar_exat")
         with pytest.raises(iso.UserError, match=r"did you mean .*cifar_resnet20"):
             iso.load_recipe("cifar_exact", ["model.name=cifar_resnet2"])

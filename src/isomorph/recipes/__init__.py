@@ -1,6 +1,6 @@
-"""The papers' runs of image classification by name, each with its expected number.
+"""Recipes of the papers' image classification runs by name, each with the result to expect.
 
-docs/recipes.md says which published runs are not among them.
+docs/recipes.md lists the published runs that are not included.
 """
 
 import difflib
@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from isomorph.errors import UserError
+from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
 from isomorph.training.recipe.recipe import (
     Recipe,
     apply_overrides,
     read_recipe,
     validate,
 )
-from isomorph.errors import UserError
-from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
 
 RECIPES: dict[str, dict[str, Any]] = {
     **tcnn.RECIPES,
@@ -26,46 +26,64 @@ RECIPES: dict[str, dict[str, Any]] = {
     **coatnet.RECIPES,
     **cifar.RECIPES,
 }
-"""Recipes by name, as plain values."""
+"""Recipes by name: nested dicts of the fields that differ from their defaults."""
 
 
 def recipe_values(name: str) -> dict[str, Any]:
-    """The values of a named recipe or of a YAML or TOML file. Raises: UserError naming the closest recipes."""
+    """Return the values in a named recipe, or in a YAML or TOML file.
+
+    Raises: UserError with the closest names if there is no such recipe.
+    """
     if name in RECIPES:
         return {"name": name, **RECIPES[name]}
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
         return {"name": path.stem, **read_recipe(path)}
     if path.is_file():
-        raise UserError(f"{name} is no recipe; its file must end in .yaml, .yml or .toml")
-    begun = [known for known in RECIPES if known.startswith(name)]
-    close = begun[:3] or difflib.get_close_matches(name, RECIPES, n=3)
+        raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
+    completions = [known for known in RECIPES if known.startswith(name)]
+    close = completions[:3] or difflib.get_close_matches(name, RECIPES, n=3)
     hint = f"; did you mean {', '.join(close)}?" if close else "; see `isomorph recipes`, or give a .yaml or .toml file"
-    raise UserError(f"no recipe {name!r}{hint}")
+    raise UserError(f"there is no recipe {name!r}{hint}")
 
 
 def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
-    """A checked recipe: a name or a file, with overrides like `optim.lr=1e-4` laid over it.
+    """Load and check a recipe for `iso.train`.
 
-    Raises: UserError listing every problem at once.
+    `name` is that of one of isomorph's recipes (`isomorph recipes` lists them) or the path of a .yaml or .toml file.
+    `overrides` are assignments to its fields, such as `optim.lr=1e-4`.
+
+    Raises: UserError for an unknown recipe or an unreadable file; for invalid fields it lists every problem at once.
+
+    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=1", "optim.lr=1e-3"])
+    >>> recipe.model.name, recipe.epochs, recipe.optim.lr
+    ('cifar_resnet20', 1, 0.001)
     """
     return validate(apply_overrides(recipe_values(name), overrides or []))
 
 
 def parse_overrides(tokens: Sequence[str]) -> list[str]:
-    """`--field value`, `--field=value` and `field=value` as `field=value`."""
+    """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
+
+    Raises: UserError for a field without a value.
+    """
     assignments, rest = [], list(tokens)
     while rest:
         token = rest.pop(0)
         field = token.removeprefix("--")
         if "=" not in token:
             if token.startswith("--") and (not rest or rest[0].startswith("--")):
-                raise UserError(f"{token} needs a value: write it as {token} VALUE")
+                raise UserError(f"{token} has no value; write {token} VALUE")
             if not token.startswith("--"):
-                raise UserError(f"{token!r}: write a field of the recipe as --{field} VALUE or {field}=VALUE")
+                raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
             field = f"{field}={rest.pop(0)}"
         assignments.append(field)
     return assignments
 
 
-__all__ = ["RECIPES", "load_recipe", "parse_overrides", "recipe_values"]
+__all__ = ["RECIPES", "load_recipe"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -1,8 +1,8 @@
-"""Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and the digits of the demo.
+"""Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and the demo on digits.
 
-The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10, the same budget for all: alone, and with the six
-convolutions of layer3 as attention, born exact, near the verge of locality, or annealed towards it. Schedules begin at
-the first step, as they did when the figures of the docs were made.
+The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10 with the same budget in four forms: unchanged, and
+with the six convolutions of layer3 recast as attention, initialised nearly exactly, as in the paper, or exactly and
+then annealed. Schedules begin at the first step, as they did when the figures of the docs were made.
 """
 
 from typing import Any
@@ -15,14 +15,14 @@ SURGERIES: dict[str, dict[str, Any]] = {
     "paper": dict(recast=dict(where=LAYER3, init="paper")),
     "annealed": dict(recast=dict(where=LAYER3, init="exact")),
 }
-"""Surgery before fine-tuning."""
+"""Fields of `model` that set the surgery before fine-tuning."""
 
 
-def _cifar_recipe(birth: str) -> dict[str, Any]:
-    """One column of the study."""
-    anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if birth == "annealed" else {}
+def _cifar_recipe(surgery: str) -> dict[str, Any]:
+    """Return one run of the study."""
+    anneal = dict(anneal=dict(epochs=2, start=[20.0, 15.0], stop=[3.0, 1.0])) if surgery == "annealed" else {}
     return dict(
-        model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[birth]),
+        model=dict(name="cifar_resnet20", pretrained=True, **SURGERIES[surgery]),
         data=dict(source="cifar10", batch_size=128),
         augment=dict(crop_padding=4),
         optim=dict(lr=1e-3, gate_lr="100x", position_lr="20x", warmup_epochs=0.5, schedule_from="start"),
@@ -32,9 +32,9 @@ def _cifar_recipe(birth: str) -> dict[str, Any]:
     )
 
 
-def _digits_recipe(birth: str) -> dict[str, Any]:
-    """One run of the demo: three epochs on the digits at 24 x 24, from the CNN of `digits_cnn`."""
-    recipe = _cifar_recipe(birth)
+def _digits_recipe(surgery: str) -> dict[str, Any]:
+    """Return one run of the demo: three epochs on the digits at 24 x 24, from the CNN of `digits_cnn`."""
+    recipe = _cifar_recipe(surgery)
     recipe["model"] |= dict(pretrained=False, start="weights")
     anneal = {"anneal": recipe["anneal"] | dict(epochs=1.5)} if "anneal" in recipe else {}
     return (
@@ -50,7 +50,7 @@ def _digits_recipe(birth: str) -> dict[str, Any]:
 
 
 def _late_recast(epoch: int) -> dict[str, Any]:
-    """T-CNN Table 3 at CIFAR scale: trained from nothing by SGD, layer3 becoming attention after so many epochs."""
+    """Return T-CNN Table 3 at CIFAR scale: trained from scratch with SGD, layer3 recast after `epoch` epochs."""
     return dict(
         model=dict(name="cifar_resnet20", recast=dict(where=LAYER3, init="paper"), recast_epoch=epoch),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128, test_crop="whole"),
@@ -62,8 +62,8 @@ def _late_recast(epoch: int) -> dict[str, Any]:
     )
 
 
-RECIPES: dict[str, dict[str, Any]] = {f"cifar_{birth}": _cifar_recipe(birth) for birth in SURGERIES}
-RECIPES |= {f"digits_{birth}": _digits_recipe(birth) for birth in SURGERIES if birth != "cnn"}
+RECIPES: dict[str, dict[str, Any]] = {f"cifar_{surgery}": _cifar_recipe(surgery) for surgery in SURGERIES}
+RECIPES |= {f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery != "cnn"}
 RECIPES["digits_finetune"] = _digits_recipe("cnn")
 RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
     epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")

@@ -1,13 +1,13 @@
-"""CoAtNet: Tables 4 and 5 and the ablations (Fig. 1, Tables 2, 6 to 9), by the columns of Table 10.
+"""CoAtNet: Tables 4 and 5 and the ablations (Fig. 1, Tables 2, 6 to 9), with the settings of Table 10.
 
-Pre-training at 224 on ImageNet-1k (300 epochs), ImageNet-21k (90) or JFT (14), batch 4096; fine-tuning on ImageNet-1k
-at 384 or 512 for 30 epochs at a constant 5e-5, averaged with .9999, with `--model.weights` from the run before. Steps
-of warm-up are epochs here: 312 steps of ImageNet-1k, 73,242 of JFT-300M make one. JFT is Google's own: these rows are
-configuration for whoever has it (`--data.root`). The paper's "center crop: false" is read as the whole test image,
-squashed; its RandAugment "2, 15" as Google's code has it (docs/decisions/010-randaugment.md). Schedules begin at the
-"peak learning rate", when the warm-up ends. Table 10 has nothing for CoAtNet-6 and -7 on JFT-3B: they have -5's, epochs
-included, which is a guess. Table 4 prints the 384 numbers after ImageNet-21k in its 224 rows too; Table 14 has them at
-384 only, and so have we.
+Pre-training is at 224 on ImageNet-1k (300 epochs), ImageNet-21k (90) or JFT (14) with batch size 4096. Fine-tuning is
+on ImageNet-1k at 384 or 512 for 30 epochs with a constant learning rate of 5e-5 and weights averaged with .9999, from
+the weights of the run before (`--model.weights`). Warm-up is given in epochs instead of steps: an epoch has 312 steps
+on ImageNet-1k and 73,242 on JFT-300M. JFT is not public; its recipes are for those who have it (`--data.root`). The
+paper's "center crop: false" is taken to mean the whole test image, resized to a square, and its RandAugment "2, 15" is
+that of Google's code (docs/decisions/010-randaugment.md). Schedules begin at the "peak learning rate", when the warm-up
+ends. Table 10 has no settings for CoAtNet-6 and -7 on JFT-3B: they have those of CoAtNet-5, epochs included, which is a
+guess. Table 4 prints the 384 results after ImageNet-21k in its 224 rows too; here they are at 384 only, as in Table 14.
 """
 
 from typing import Any
@@ -16,33 +16,35 @@ IN1K, IN21K, JFT_300M, JFT_3B = "ImageNet-1k", "ImageNet-21k", "JFT-300M (not pu
 DROP_PATH = {0: 0.2, 1: 0.3, 2: 0.5, 3: 0.7}
 DROP_PATH_IN21K = {2: 0.3, 3: 0.5, 4: 0.7}
 DROP_PATH_JFT = {3: (0.0, 0.1), 4: (0.1, 0.3), 5: (0.0, 0.2), 6: (0.0, 0.2), 7: (0.0, 0.2)}
-"""Stochastic depth by size; on JFT before and while fine-tuning."""
+"""Stochastic depth by size: trained on ImageNet-1k, on ImageNet-21k, and on JFT (in pre-training, in fine-tuning)."""
 JFT_WARMUP_EPOCHS = {JFT_300M: 0.273, JFT_3B: 0.0273}
 """20,000 steps in epochs."""
 JFT_LEARNING_RATES = {3: 1e-3, 4: 5e-4, 5: 5e-4, 6: 5e-4, 7: 5e-4}
 
 
 def _recipe(size: int, kwargs: dict[str, Any], source: str, expected: str, **more: Any) -> dict[str, Any]:
-    """What all runs share."""
+    """Return a recipe with the fields that all runs share."""
     recipe = dict(model=dict(name=f"coatnet_{size}", kwargs=kwargs), amp="bf16")
     return recipe | dict(source=f"CoAtNet {source}", expected=expected) | more
 
 
 def _adamw(lr: float, decay: float, schedule: str, **more: Any) -> dict[str, Any]:
+    """Return the optimiser fields."""
     return dict(name="adamw", lr=lr, weight_decay=decay, schedule=schedule, clip_grad=1.0, **more)
 
 
 def _image_data(batch: int, size: int = 224, test_crop: str = "center") -> dict[str, Any]:
+    """Return the data fields."""
     return dict(source="imagefolder", batch_size=batch, workers=8, size=[size, size], test_crop=test_crop)
 
 
 def _randaugment(magnitude: int | None) -> dict[str, Any]:
-    """RandAugment 2, M as Google's code applies it: operations always, levels linear in M beyond 10."""
+    """Return RandAugment 2, M as in Google's code: operations always apply, levels are linear in M beyond 10."""
     return {} if magnitude is None else dict(auto_augment=f"rand-m{magnitude}-n2-p1.0-mmax30")
 
 
 def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str, Any]:
-    """Table 10, first column: ImageNet-1k."""
+    """Return a run with the first column of Table 10: training on ImageNet-1k."""
     optim = _adamw(1e-3, 0.05, "cosine", min_lr=1e-5, warmup_epochs=32)
     augment = _randaugment(15) | dict(mixup=0.8, smoothing=0.1)
     setting = dict(data=_image_data(4096), augment=augment, optim=optim, epochs=300, drop_path=DROP_PATH[size])
@@ -52,7 +54,7 @@ def _from_scratch(size: int, source: str, top1: str, **kwargs: Any) -> dict[str,
 def _pretrain_in21k(
     size: int, source: str, precision: str = "", magnitude: int | None = None, epochs: int = 90, **kwargs: Any
 ) -> dict[str, Any]:
-    """Table 10, third column: ImageNet-21k, classes by sigmoids."""
+    """Return a run with the third column of Table 10: pre-training on ImageNet-21k with a sigmoid loss."""
     optim = _adamw(1e-3, 0.01, "linear", min_lr=1e-5, warmup_epochs=5)
     setting = dict(data=_image_data(4096), optim=optim, epochs=epochs, drop_path=DROP_PATH_IN21K[size], loss="sigmoid")
     augment = _randaugment(magnitude) | dict(smoothing=0.0001)
@@ -61,7 +63,7 @@ def _pretrain_in21k(
 
 
 def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -> dict[str, Any]:
-    """Table 10, fifth column: JFT."""
+    """Return a run with the fifth column of Table 10: pre-training on JFT."""
     optim = _adamw(JFT_LEARNING_RATES[size], 0.01, "linear", min_lr=1e-5, warmup_epochs=JFT_WARMUP_EPOCHS[data])
     augment = _randaugment(5) | dict(smoothing=0.0001)
     setting = dict(data=_image_data(4096), augment=augment, optim=optim, epochs=14, loss="sigmoid")
@@ -71,7 +73,7 @@ def _pretrain_jft(size: int, source: str, data: str = JFT_300M, **kwargs: Any) -
 def _fine_tune(
     size: int, pixels: int, before: str, source: str, top1: str, magnitude: int | None = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Table 10, the other columns: on ImageNet-1k, after ImageNet-1k itself, ImageNet-21k or JFT."""
+    """Return a run with another column of Table 10: fine-tuning on ImageNet-1k after training on `before`."""
     batch = 1024 if before == IN21K else 512
     drop = {IN1K: DROP_PATH, IN21K: DROP_PATH_IN21K}.get(before, {s: drops[1] for s, drops in DROP_PATH_JFT.items()})[
         size
@@ -87,14 +89,14 @@ def _fine_tune(
 
 
 def _table_4() -> dict[str, dict[str, Any]]:
-    """ImageNet-1k alone, and after ImageNet-21k; PT-RA: with RandAugment before, E150: 150 epochs."""
-    found = {}
+    """Return Table 4: ImageNet-1k alone and after ImageNet-21k; `_ra`: pre-trained with RandAugment."""
+    recipes = {}
     rows = {0: ("81.6", "83.9", ""), 1: ("83.3", "85.1", ""), 2: ("84.1", "85.7", "85.9"), 3: ("84.5", "85.8", "86.0")}
     for size, (small, larger, largest) in rows.items():
-        found[f"coatnet_{size}"] = _from_scratch(size, "Table 4", small)
+        recipes[f"coatnet_{size}"] = _from_scratch(size, "Table 4", small)
         for pixels, top1 in ((384, larger), (512, largest)):
             if top1:
-                found[f"coatnet_{size}_{pixels}"] = _fine_tune(
+                recipes[f"coatnet_{size}_{pixels}"] = _fine_tune(
                     size, pixels, IN1K, "Table 4", top1, 20 if size == 3 else 15
                 )
     many: dict[str, tuple[int, int | None, int, str, str]] = {
@@ -105,15 +107,15 @@ def _table_4() -> dict[str, dict[str, Any]]:
         "coatnet_4_in21k_ra_150ep": (4, 5, 150, "88.4", "88.56"),
     }
     for name, (size, magnitude, epochs, larger, largest) in many.items():
-        found[name] = _pretrain_in21k(size, "Table 4, pre-training", "53.0" if size == 3 else "", magnitude, epochs)
+        recipes[name] = _pretrain_in21k(size, "Table 4, pre-training", "53.0" if size == 3 else "", magnitude, epochs)
         for pixels, result in ((384, larger), (512, largest)):
-            found[f"{name}_{pixels}"] = _fine_tune(size, pixels, IN21K, "Table 4", result, magnitude)
-    return found
+            recipes[f"{name}_{pixels}"] = _fine_tune(size, pixels, IN21K, "Table 4", result, magnitude)
+    return recipes
 
 
 def _table_5() -> dict[str, dict[str, Any]]:
-    """After JFT. CoAtNet-3 halves in the depthwise convolution there."""
-    found = {}
+    """Return Table 5: after JFT. Its CoAtNet-3 has the stride in the depthwise convolution."""
+    recipes = {}
     dagger = dict(stride_on="depthwise")
     rows: dict[int, tuple[str, dict[int, str], dict[str, Any]]] = {
         3: (JFT_300M, {384: "88.52", 512: "88.81"}, dagger),
@@ -124,18 +126,18 @@ def _table_5() -> dict[str, dict[str, Any]]:
     }
     for size, (data, results, kwargs) in rows.items():
         name = f"coatnet_{size}_{'jft' if data == JFT_300M else 'jft3b'}"
-        found[name] = _pretrain_jft(size, "Table 5, pre-training", data, **kwargs)
+        recipes[name] = _pretrain_jft(size, "Table 5, pre-training", data, **kwargs)
         for pixels, top1 in results.items():
-            found[f"{name}_{pixels}"] = _fine_tune(size, pixels, data, "Table 5", top1, 5, **kwargs)
-    return found
+            recipes[f"{name}_{pixels}"] = _fine_tune(size, pixels, data, "Table 5", top1, 5, **kwargs)
+    return recipes
 
 
 def _tables_6_to_9() -> dict[str, dict[str, Any]]:
-    """Tables 6 to 9. Table 6 names no networks: its numbers with relative attention are CoAtNet-2's and -3's."""
+    """Return Tables 6 to 9. Table 6 names no networks: its numbers with relative attention are CoAtNet-2's and -3's."""
     blind: dict[str, Any] = dict(relative="none")
     norm: dict[str, Any] = dict(norm="layer")
     v1: dict[str, Any] = dict(depths=[2, 2, 2, 18, 2])
-    found = {
+    recipes = {
         "coatnet_2_placeblind": _from_scratch(2, "Table 6, without relative attention", "83.8", **blind),
         "coatnet_2_placeblind_384": _fine_tune(2, 384, IN1K, "Table 6, without", "85.3", 15, **blind),
         "coatnet_3_placeblind_in21k": _pretrain_in21k(3, "Table 6, without relative attention", "52.8", **blind),
@@ -151,8 +153,8 @@ def _tables_6_to_9() -> dict[str, dict[str, Any]]:
     }
     for size, top1 in ((0, "82.0"), (1, "83.5"), (2, "84.1")):
         name = f"coatnet_{size}_strided_depthwise"
-        found[name] = _from_scratch(size, "Table 9", top1, stride_on="depthwise")
-    return found
+        recipes[name] = _from_scratch(size, "Table 9", top1, stride_on="depthwise")
+    return recipes
 
 
 FIGURE_1_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -162,27 +164,33 @@ FIGURE_1_LAYOUTS: dict[str, dict[str, Any]] = {
     "c_t_t_t": dict(layout="C-T-T-T", depths=[2, 2, 3, 1, 3]),
     "vit_rel": dict(layout="PT", depths=[1, 13], widths=[384, 384]),
 }
-"""Fig. 1's five at CoAtNet-0's size (parameters within 3%, MACs within 3%, ViT_REL 20% above): the paper gives none."""
+"""The five layouts of Fig. 1, whose sizes the paper does not give, at that of CoAtNet-0: parameters within 3%, MACs
+within 3%, except ViT_REL with 20% more."""
 
 
 def _figure_1() -> dict[str, dict[str, Any]]:
-    """Fig. 1: no regularisation, no augmentation. Table 2: two of them, transferred from JFT, set as CoAtNet-3 is."""
-    found = {}
+    """Return Fig. 1, without regularisation and augmentation, and Table 2: two layouts fine-tuned after JFT.
+
+    Table 2 has the settings of CoAtNet-3.
+    """
+    recipes = {}
     bare = dict(augment=dict(scale=[1.0, 1.0], hflip=0.0), drop_path=0.0)
     transfer = {"c_c_t_t": ("82.39", "84.23"), "c_t_t_t": ("81.78", "84.02")}
     precision = {"c_c_t_t": "34.40", "c_t_t_t": "34.36"}
     for name, kwargs in FIGURE_1_LAYOUTS.items():
         one = _from_scratch(0, "Fig. 1, ImageNet-1k", "", **kwargs)
-        found[f"coatnet_layout_{name}"] = one | bare | dict(optim=one["optim"] | dict(weight_decay=0.0), expected="")
+        recipes[f"coatnet_layout_{name}"] = one | bare | dict(optim=one["optim"] | dict(weight_decay=0.0), expected="")
         jft = _pretrain_jft(3, "Fig. 1, JFT", **kwargs) | bare | dict(epochs=3, model=one["model"])
         expected = f"{precision[name]} precision@1, needs {JFT_300M}" if name in precision else f"needs {JFT_300M}"
-        found[f"coatnet_layout_{name}_jft"] = jft | dict(optim=jft["optim"] | dict(weight_decay=0.0), expected=expected)
+        recipes[f"coatnet_layout_{name}_jft"] = jft | dict(
+            optim=jft["optim"] | dict(weight_decay=0.0), expected=expected
+        )
         for pixels, top1 in zip((224, 384), transfer.get(name, ()), strict=False):
             tuned = _fine_tune(3, pixels, JFT_300M, "Table 2", top1, 5, **kwargs)
-            found[f"coatnet_layout_{name}_jft_{pixels}"] = tuned | dict(
+            recipes[f"coatnet_layout_{name}_jft_{pixels}"] = tuned | dict(
                 model=dict(name="coatnet_0", start="weights", kwargs=kwargs | dict(img_size=pixels))
             )
-    return found
+    return recipes
 
 
 CIFAR_MODEL = dict(img_size=32, stem_stride=1, patch_size=4, head_dim=16)
@@ -194,11 +202,12 @@ CIFAR_LAYOUTS: dict[str, dict[str, Any]] = {
     "c_t_t_t": dict(layout="SC-T-T-T", depths=[2, 1, 1, 3, 1], widths=CIFAR_WIDTHS),
     "vit_rel": dict(layout="PT", depths=[1, 7], widths=[64, 64]),
 }
-"""The study's networks, stages at 32, 16, 8, 4 places a side: 360,000 parameters within 3%, 23.6M MACs within 12%."""
+"""The CIFAR study's networks: stages of 32, 16, 8 and 4 positions a side, 360,000 parameters within 3%, 23.6M MACs
+within 12%."""
 
 
 def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
-    """One run of docs/methods/coatnet.md: nothing but images and labels."""
+    """Return one run of docs/methods/coatnet.md, without augmentation and regularisation."""
     return dict(
         model=dict(name="coatnet_0", kwargs=CIFAR_MODEL | CIFAR_LAYOUTS[layout] | more),
         data=dict(source="cifar10", fraction=0.1, size=[32, 32], batch_size=128),

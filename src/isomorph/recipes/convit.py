@@ -1,9 +1,10 @@
 """ConViT: networks trained from scratch as DeiT is, on ImageNet-1k and fractions of it (Tables 1 to 3, Fig. 8).
 
-300 epochs of AdamW, batch 1024, lr 5e-4 x batch / 512, decay .05, warm-up 5, cosine to 1e-5 from the first step on
-(timm's default, which their code has), drop path .1, DeiT's augmentation with every image three times; the "+" models
-(64 channels a head) batch 512 and lr 4e-4. Gates and places learn at the rate of all. A plain ViT of the same shape
-(`local_up_to_layer` 0) stands beside each where the paper has one. The batch is that of all processes together.
+300 epochs of AdamW with batch size 1024, learning rate 5e-4 x batch / 512, weight decay .05, 5 epochs of warm-up, a
+cosine schedule to 1e-5 from the first step (timm's default, as in their code), drop path .1 and DeiT's augmentation
+with every image three times. The "+" models (64 channels per head) have batch size 512 and learning rate 4e-4. Gates
+and positions have the same learning rate as everything else. Where the paper has a plain ViT of the same shape, there
+is a recipe for it (`local_up_to_layer` 0). The batch size is that of all processes together.
 """
 
 from itertools import product
@@ -45,16 +46,16 @@ TABLE_3: dict[str, tuple[dict[str, Any], bool, str, str]] = {
     "g": (FROZEN_ATTENTION, False, "73.7", "44.8"),
 }
 LOCALITY_STRENGTHS, GPSA_LAYER_COUNTS = (0.5, 1.0, 2.0), (0, 3, 6, 9, 10)
-"""Strengths and numbers of GPSA layers of the grid of Fig. 8, whose curves the paper does not give in numbers. It says
-S in the text and S+ in the caption: S+ it is here."""
+"""Locality strengths and numbers of GPSA layers in Fig. 8, whose curves the paper does not give in numbers. Its text
+says ConViT-S and its caption S+; the recipes are of S+."""
 KEEP_EVERY = 20
-"""Epochs between two models kept for the curves along training (Fig. 5, 6 and SM. D)."""
+"""Epochs between saved checkpoints, for the curves over training (Fig. 5, 6 and SM. D)."""
 
 
 def _recipe(
     model: dict[str, Any], batch: int, lr: float, source: str, top1: str, fraction: float = 1.0
 ) -> dict[str, Any]:
-    """One run: DeiT's recipe, as many images shown whatever the fraction of the data."""
+    """Return one run: DeiT's recipe, with the same number of images shown for every fraction of the data."""
     return dict(
         model=model,
         data=dict(source="imagefolder", fraction=fraction, draw="first", batch_size=batch, workers=8),
@@ -72,49 +73,49 @@ def _recipe(
 def _ablation(
     change: dict[str, Any], local_init: bool, source: str, top1: str, fraction: float = 1.0
 ) -> dict[str, Any]:
-    """An ablation of ConViT-S+."""
+    """Return an ablation of ConViT-S+."""
     kwargs = change.get("kwargs", {}) | ({} if local_init else dict(local_init=False))
     model = dict(name="convit_s_plus", **(change | dict(kwargs=kwargs)))
     return _recipe(model, 512, 4e-4, source, top1, fraction)
 
 
 def _table_1() -> dict[str, dict[str, Any]]:
-    """All six ConViTs, and the plain ViTs of their shape that the paper trained."""
-    found = {}
+    """Return all six ConViTs, and the plain ViTs of their shape that the paper trained."""
+    recipes: dict[str, dict[str, Any]] = {}
     for name, (top1, plain, batch, lr) in TABLE_1.items():
-        found[name] = _recipe(dict(name=name), batch, lr, "Table 1", top1)
+        recipes[name] = _recipe(dict(name=name), batch, lr, "Table 1", top1)
         if not name.endswith("_plus"):
-            found[name]["keep_every"] = KEEP_EVERY
+            recipes[name]["keep_every"] = KEEP_EVERY
         if plain:
             model = dict(name=name, kwargs=dict(local_up_to_layer=0, qkv_bias=True))
-            found[name.replace("convit", "vit")] = _recipe(model, batch, lr, "Table 1, DeiT", plain)
-    return found
+            recipes[name.replace("convit", "vit")] = _recipe(model, batch, lr, "Table 1, DeiT", plain)
+    return recipes
 
 
 def _table_2() -> dict[str, dict[str, Any]]:
-    """Sample efficiency; `--data.draw seeded` draws the fraction instead of taking the first files."""
-    found = {}
+    """Return the runs on sample efficiency; `--data.draw seeded` samples the fraction instead of taking first files."""
+    recipes: dict[str, dict[str, Any]] = {}
     for fraction, (top1, plain) in TABLE_2.items():
         share = f"{round(100 * fraction)}pct"
-        found[f"convit_s_{share}"] = _recipe(dict(name="convit_s"), 1024, 1e-3, "Table 2", top1, fraction)
+        recipes[f"convit_s_{share}"] = _recipe(dict(name="convit_s"), 1024, 1e-3, "Table 2", top1, fraction)
         deit = _recipe(dict(name="deit_small_patch16_224"), 1024, 1e-3, "Table 2, DeiT-S", plain, fraction)
-        found[f"deit_s_{share}"] = deit | dict(data=deit["data"] | dict(crop_pct=0.875))  # ConViT's; timm has 0.9
-    found["deit_s_100pct"]["keep_every"] = KEEP_EVERY
-    return found
+        recipes[f"deit_s_{share}"] = deit | dict(data=deit["data"] | dict(crop_pct=0.875))  # ConViT's; timm has 0.9
+    recipes["deit_s_100pct"]["keep_every"] = KEEP_EVERY
+    return recipes
 
 
 def _table_3() -> dict[str, dict[str, Any]]:
-    """Gating, convolutional birth and GPSA itself, taken away one by one."""
-    found = {}
+    """Return the ablations of gating, of convolutional initialisation and of GPSA."""
+    recipes: dict[str, dict[str, Any]] = {}
     for row, (change, local_init, full, tenth) in TABLE_3.items():
-        found[f"convit_ablation_{row}"] = _ablation(change, local_init, f"Table 3 [{row}]", full)
-        found[f"convit_ablation_{row}_10pct"] = _ablation(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
-    return found
+        recipes[f"convit_ablation_{row}"] = _ablation(change, local_init, f"Table 3 [{row}]", full)
+        recipes[f"convit_ablation_{row}_10pct"] = _ablation(change, local_init, f"Table 3 [{row}], 10%", tenth, 0.1)
+    return recipes
 
 
 def _figure_8() -> dict[str, dict[str, Any]]:
-    """The more convolutional the better: every strength with every number of GPSA layers, on the first 100 classes."""
-    found = {}
+    """Return every locality strength with every number of GPSA layers, on the first 100 classes."""
+    recipes: dict[str, dict[str, Any]] = {}
     for layers, alpha in product(GPSA_LAYER_COUNTS, LOCALITY_STRENGTHS):
         if not layers and alpha != 1:  # a plain ViT has no locality
             continue
@@ -122,21 +123,21 @@ def _figure_8() -> dict[str, dict[str, Any]]:
             {} if alpha == 1 and layers < 10 else dict(locality_strength=alpha)
         )
         recipe = _ablation(dict(kwargs=kwargs), True, "Fig. 8, first 100 classes", "")
-        found[f"convit_{_cell_name(layers, alpha)}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
-    return found
+        recipes[f"convit_{_cell_name(layers, alpha)}"] = recipe | dict(data=recipe["data"] | dict(classes=100))
+    return recipes
 
 
 def _cell_name(layers: int, alpha: float) -> str:
-    """The name of a cell of the grid: what differs from ten layers and a strength of 1."""
+    """Return the name of a point of Fig. 8, from what differs from ten layers and a strength of 1."""
     parts = [f"layers_{layers}"] * (layers < 10) + [f"locality_{alpha:g}"] * (alpha != 1 or layers == 10)
     return "_".join(parts)
 
 
 def _variations() -> dict[str, dict[str, Any]]:
-    """Distilled, without absolute positions, with PSA in place of GPSA, and on CIFAR-100 enlarged to 224.
+    """Return ConViT distilled, without absolute positions, with PSA instead of GPSA, and on CIFAR-100 resized to 224.
 
-    The paper's text gives no number for the last three: it says that PSA is ahead early and behind late (SM. A), and
-    that CIFAR-100 reaches "high performance" (SM. C).
+    The paper's text gives no number for the last three: it says that PSA is ahead early in training and behind later
+    (SM. A), and that CIFAR-100 reaches "high performance" (SM. C).
     """
     distilled = _ablation(LEARNED_GATES, True, "section 3, hard distillation", "82.9")
     cifar = _recipe(dict(name="convit_s"), 1024, 1e-3, "section 3, SM. C", "")
@@ -153,12 +154,13 @@ def _variations() -> dict[str, dict[str, Any]]:
 
 
 CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
-"""The study's network: 8 x 8 patches of a CIFAR image, four heads of 16, four GPSA blocks, two plain ones. Linear
-layers start at Xavier's scale: at width 64 the usual .02 leaves queries and keys so small that attention is uniform."""
+"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, four heads of 16 channels, four GPSA blocks and two
+plain ones. Linear layers have Xavier's initialisation: with the usual std .02 queries and keys of width 64 would be so
+small that attention is uniform."""
 
 
 def _cifar_recipe(kwargs: dict[str, Any], fraction: float, images: int) -> dict[str, Any]:
-    """One run of docs/methods/convit.md: as many images shown whatever the fraction of the 50,000."""
+    """Return one run of docs/methods/convit.md, with the same number of images shown for every fraction of the data."""
     epochs = round(images / 50_000 / fraction)
     return dict(
         model=dict(name="convit_ti", kwargs=kwargs),
@@ -173,7 +175,7 @@ def _cifar_recipe(kwargs: dict[str, Any], fraction: float, images: int) -> dict[
 
 
 CPU_PERCENTS, GPU_PERCENTS = (5, 20), (5, 10, 30, 100)
-"""Percent of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
+"""Percentages of CIFAR-10 that the study trains on: on a CPU, and on a GPU at ConViT-Ti's depth and width."""
 
 RECIPES: dict[str, dict[str, Any]] = {**_table_1(), **_table_2(), **_table_3(), **_figure_8(), **_variations()}
 for kind in ("convit", "vit"):

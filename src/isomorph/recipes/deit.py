@@ -11,5 +11,5 @@ DEIT: dict[str, Any] = dict(
     smoothing=0.1,
     repeats=3,
 )
-"""DeiT's augmentation, every image three times: DeiT's paper calls repeated augmentation a key ingredient, and its
-code, on which papers that "use the augmentation of DeiT" build, does it by default."""
+"""DeiT's augmentation, with every image three times in an epoch: DeiT's paper calls repeated augmentation a key
+ingredient, and its code, which papers that "use the augmentation of DeiT" build on, does it by default."""

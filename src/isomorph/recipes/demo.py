@@ -12,10 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from isomorph.training.build import data_config
-from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.run.loop import train
-from isomorph.analysis import gates, attention_spans
+from isomorph.analysis import attention_spans, gates
 from isomorph.data.corruptions.corrupt import NoisySource
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
@@ -28,6 +25,9 @@ from isomorph.report.charts import Dots, Line, Panel
 from isomorph.report.html import Section, write_page
 from isomorph.report.layer_maps import capture_layer_maps
 from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
+from isomorph.training.build import data_config
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.loop import train
 
 NOISE_STDS = (0.2, 0.35)
 """Standard deviations of the noisy test sets."""
@@ -65,7 +65,9 @@ class Demo:
 def _measure(name: str, model: nn.Module, test: Source, config: dict[str, Any]) -> dict[str, Any]:
     """Clean and noisy accuracy of one model."""
     clean = evaluate(model, eval_loader(test, config))
-    noisy = {f"noise {std:g}": evaluate(model, eval_loader(NoisySource(test, std), config))["top1"] for std in NOISE_STDS}
+    noisy = {
+        f"noise {std:g}": evaluate(model, eval_loader(NoisySource(test, std), config))["top1"] for std in NOISE_STDS
+    }
     return {"name": name, "clean": clean["top1"], "nll": clean["nll"], **noisy}
 
 
@@ -141,7 +143,8 @@ def _attention_section(models: dict[str, nn.Module], test: Source, config: dict[
     mean, std = (torch.tensor(config[key])[:, None, None] for key in ("mean", "std"))
     pictures = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
     seen = [
-        ViewerModel(name, capture_layer_maps(model, batch)[0], _as_lists(gates(model))) for name, model in models.items()
+        ViewerModel(name, capture_layer_maps(model, batch)[0], _as_lists(gates(model)))
+        for name, model in models.items()
     ]
     viewer = build_viewer(seen, pictures)
     text = "Point at a patch of the digit: every head shows what it looks at from there."
@@ -159,7 +162,9 @@ def _page_parts(
 ) -> tuple[str, str, list[Section], str]:
     """Title, lead, sections and footer of the page."""
     stages = {"born exact": born["exact"], "born paper": born["paper"], "paper, fine-tuned": tuned["digits_paper"]}
-    opened, wide = ({name: _as_lists(dial(model)) for name, model in stages.items()} for dial in (gates, attention_spans))
+    opened, wide = (
+        {name: _as_lists(dial(model)) for name, model in stages.items()} for dial in (gates, attention_spans)
+    )
     lines = {name: Line(range(len(values)), values) for name, values in curves.items()}
     sections = [
         Section("Accuracy, clean and under noise", "One seed, small test set: one image is 0.22 points.", demo.table()),

@@ -1,21 +1,23 @@
 """Refiner: ablations, networks and fine-tuning at larger sizes (Tables 1 to 4, 7 to 9, 11 to 13), all on ImageNet-1k.
 
-Table 8 has two settings. Standard (ablations): 300 epochs of batch 256, mixup .2; advanced (Table 7): batch 512, mixup
-.8, cutmix 1, drop path .1 x blocks / 12. Both say a learning rate of 5e-3 at their batch; the released code has a tenth
-of it, and recipes named `*_released_lr` take that. Smoothing is timm's default; the paper lists none. Schedules begin
-at the first step, as timm's default does in their code. Table 7's test crops are the released code's, without
-receptive-field calibration: .9 (S, and all ablations), 1 (M, L, and every network fine-tuned at 384 or 448).
+Table 8 has two settings. Standard, for ablations: 300 epochs with batch size 256 and mixup .2. Advanced, for Table 7:
+batch size 512, mixup .8, cutmix 1, drop path .1 x blocks / 12. The paper gives both a learning rate of 5e-3; the
+released code has a tenth of it, which the recipes named `*_released_lr` use. Label smoothing is timm's default; the
+paper lists none. Schedules begin at the first step, timm's default in their code. Table 7's test crops are those of the
+released code, without receptive-field calibration: .9 (S, and all ablations), 1 (M, L, and every network fine-tuned at
+384 or 448).
 
-`refined_vit_*_released` train the released networks by the scripts with label maps, `*_released_image_labels` by those
-without: mixup .8 and cutmix 1 before MixToken, averaged weights, and a penalty on the similarity of neighbouring
-blocks' maps. NFNet's label maps are files to give (`--token_labels.maps FOLDER`); without them patches have their
+`refined_vit_*_released` train the released networks as the scripts with label maps do, `*_released_image_labels` as
+those without: mixup .8 and cutmix 1 before MixToken, averaged weights, and a penalty on the similarity of neighbouring
+blocks' maps. NFNet's label maps are files to download (`--token_labels.maps FOLDER`); without them patches have their
 image's label.
 
-The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. It does not say
-how refiners start either; here they change nothing at first (`--model.kwargs.init paper` draws them). Ablations on 16
-blocks of 384 are of `refined_vit_s`; plain networks keep their own queries and keys (`share` 0), or lose 5 points.
-Table 12 at 12 heads has no recipe of its own: refined it is `refiner_ratio_3` (82.6 there, 82.8 in Table 1), plain
-`refiner_plain_share_0` (82 in Table 13). The plain numbers of Table 12 are CaiT's, from another training.
+The paper does not say which expansion ratio its 83.0 rows have; they have 6 here, as in Table 1. Nor does it say how
+refiners are initialised; here they change nothing at first (`--model.kwargs.init paper` draws them randomly). Ablations
+with 16 blocks of width 384 are of `refined_vit_s`; plain networks keep their own queries and keys (`share` 0), as they
+lose 5 points otherwise. Table 12 with 12 heads has no recipe of its own: the refined network is `refiner_ratio_3` (82.6
+there, 82.8 in Table 1), the plain one `refiner_plain_share_0` (82 in Table 13). The plain numbers of Table 12 are
+CaiT's, trained differently.
 """
 
 from typing import Any
@@ -33,14 +35,14 @@ LOCAL_ATTENTION_ONLY: dict[str, Any] = dict(ratio=0, share=0)
 
 
 def _image_data(batch: int, crop_pct: float = 0.9, **more: Any) -> dict[str, Any]:
-    """ImageNet-1k, and what of a test image is seen."""
+    """Return the data fields: ImageNet-1k, with the crop of test images."""
     return dict(source="imagefolder", batch_size=batch, workers=8, crop_pct=crop_pct, **more)
 
 
 def _recipe(
     name: str, kwargs: dict[str, Any], setting: dict[str, Any], source: str, top1: str, **more: Any
 ) -> dict[str, Any]:
-    """One run from scratch at 224."""
+    """Return one run from scratch at 224."""
     recipe = dict(
         model=dict(name=name, kwargs=kwargs),
         data=_image_data(setting["batch"]),
@@ -56,40 +58,43 @@ def _recipe(
 
 
 def _ablation(kwargs: dict[str, Any], source: str, top1: str, name: str = "refined_vit_s") -> dict[str, Any]:
-    """One ablation."""
+    """Return one ablation in the standard setting."""
     return _recipe(name, kwargs, STANDARD, source, top1)
 
 
 def _at_released_rate(recipe: dict[str, Any]) -> dict[str, Any]:
-    """The same with the released code's learning rate."""
+    """Return the recipe with the released code's learning rate."""
     optim = recipe["optim"] | dict(lr=recipe["optim"]["lr"] / 10)
     return recipe | dict(optim=optim, source=f"{recipe['source']}, rate as released")
 
 
 def _table_1() -> dict[str, dict[str, Any]]:
-    """Expansion ratios; 1 is talking heads with a convolution."""
+    """Return the expansion ratios; 1 is talking heads with a convolution."""
     top1 = {1: "82.3", 2: "82.8", 3: "82.8", 4: "82.9", 6: "83.0"}
     return {f"refiner_ratio_{r}": _ablation(dict(ratio=r), "Table 1", expected) for r, expected in top1.items()}
 
 
 def _table_2() -> dict[str, dict[str, Any]]:
-    """Distributed local attention alone, in plain ViTs with the MLP of the published sizes; and the DeiT of Fig. 2."""
+    """Return plain ViTs with and without distributed local attention, and the DeiT of Fig. 2.
+
+    Their MLPs are as wide as those of the published sizes.
+    """
     top1 = {(12, 768): ("79.5", "81.2"), (16, 384): ("78.9", "80.3"), (24, 384): ("79.3", "80.9")}
     top1[32, 384] = ("79.2", "81.1")
-    found = {}
+    recipes = {}
     for (depth, width), (plain, dla) in top1.items():
         shape = dict(depth=depth, embed_dim=width, mlp_ratio=4 if width == 768 else 3)
         for name, form, expected in (("", PLAIN_VIT, plain), ("_dla", LOCAL_ATTENTION_ONLY, dla)):
             recipe = _ablation(shape | form, "Table 2", expected, "refined_vit_b")
-            found[f"refiner_vit_{depth}b{name}"] = recipe
+            recipes[f"refiner_vit_{depth}b{name}"] = recipe
     shape = dict(depth=16, embed_dim=384, mlp_ratio=3)
-    found["refiner_deit_16b"] = _recipe("refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
-    return found
+    recipes["refiner_deit_16b"] = _recipe("refined_vit_b", shape | PLAIN_VIT, DEIT_SETTING, "Fig. 2, DeiT-16B", "80.8")
+    return recipes
 
 
 def _tables_3_to_13() -> dict[str, dict[str, Any]]:
-    """Tables 3, 4, 12 and 13, and the kernel sizes of Fig. 6, which the paper gives as a curve."""
-    found = {
+    """Return Tables 3, 4, 12 and 13, and the kernel sizes of Fig. 6, which the paper gives as a curve."""
+    recipes = {
         "refiner_without_reduction": _ablation(
             RATIO_6 | dict(reduce=False, share=0), "Table 3, w/o reduction", "82.99"
         ),
@@ -99,23 +104,23 @@ def _tables_3_to_13() -> dict[str, dict[str, Any]]:
         "refiner_span_row_column": _ablation(RATIO_6 | dict(span="row+column"), "Table 4, Row+Col", "81.7"),
     }
     for heads, plain, refined in ((8, "79.9", "82.5"), (16, "80.0", "82.8")):
-        found[f"refiner_heads_{heads}"] = _ablation(dict(num_heads=heads), "Table 12", refined)
+        recipes[f"refiner_heads_{heads}"] = _ablation(dict(num_heads=heads), "Table 12", refined)
         recipe = _ablation(PLAIN_VIT | dict(num_heads=heads), "Table 12, ViT-Small", "")
-        found[f"refiner_plain_heads_{heads}"] = recipe | dict(
+        recipes[f"refiner_plain_heads_{heads}"] = recipe | dict(
             expected=f"not published; CaiT has {plain} by its own training"
         )
     shared = (("82", "83.0"), ("77", "83.0"), ("70", "82.8"), ("NaN (diverges) for", "82.6"))
     for share, (plain, refined) in enumerate(shared):
-        found[f"refiner_share_{share}"] = _ablation(RATIO_6 | dict(share=share), "Table 13", refined)
-        found[f"refiner_plain_share_{share}"] = _ablation(PLAIN_VIT | dict(share=share), "Table 13, SA", plain)
+        recipes[f"refiner_share_{share}"] = _ablation(RATIO_6 | dict(share=share), "Table 13", refined)
+        recipes[f"refiner_plain_share_{share}"] = _ablation(PLAIN_VIT | dict(share=share), "Table 13, SA", plain)
     for kernel in (1, 3, 5, 7):
-        found[f"refiner_kernel_{kernel}"] = _ablation(RATIO_6 | dict(kernel=kernel), "Fig. 6", "")
-    return found
+        recipes[f"refiner_kernel_{kernel}"] = _ablation(RATIO_6 | dict(kernel=kernel), "Fig. 6", "")
+    return recipes
 
 
 def _tables_9_and_11() -> dict[str, dict[str, Any]]:
-    """Tables 9 and 11: ViT-Base by three recipes, with and without refined attention."""
-    found = {}
+    """Return Tables 9 and 11: ViT-Base trained in three ways, with and without refined attention."""
+    recipes = {}
     convs = dict(conv_embed=True)
     rows: dict[str, tuple[dict[str, Any], dict[str, Any], str, str, str]] = {
         "": (STANDARD, {}, "Table 11, baseline", "79.3", "81.2"),
@@ -123,10 +128,10 @@ def _tables_9_and_11() -> dict[str, dict[str, Any]]:
         "_convs": (DEIT_SETTING, convs, "Tables 9 and 11, convolutions", "82.2", "83.1"),
     }
     for name, (setting, kwargs, source, plain, refined) in rows.items():
-        found[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", kwargs | PLAIN_VIT, setting, source, plain)
-        found[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, source, refined)
-    found["refiner_deep_narrow"] = _ablation(RATIO_6, "Table 9, 16 x 384", "83.0")
-    return found
+        recipes[f"refiner_plain_b{name}"] = _recipe("refined_vit_b", kwargs | PLAIN_VIT, setting, source, plain)
+        recipes[f"refiner_b{name}"] = _recipe("refined_vit_b", kwargs, setting, source, refined)
+    recipes["refiner_deep_narrow"] = _ablation(RATIO_6, "Table 9, 16 x 384", "83.0")
+    return recipes
 
 
 TABLE_7: dict[str, tuple[int, float, str, str, str]] = {
@@ -139,15 +144,15 @@ L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.
 
 
 DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
-"""Drop path of the released scripts, without and with label maps. The one for L without them has later become the one
-that evaluates at 448; it is as it was before."""
+"""Drop path of the released scripts, without and with label maps. The script for L without them was later replaced by
+one that evaluates at 448; its earlier value is used."""
 
 
 def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
-    """A run of the released scripts; those without label maps train without the patches' head.
+    """Return a run of the released scripts; without label maps there is no classifier of patches.
 
-    The penalty compares the first 12 pairs of neighbours with label maps, the first 2 without (the code ignores the
-    script's 12 there). Their ten epochs more at the last rate are left out.
+    The penalty compares the first 12 pairs of neighbouring blocks with label maps, and the first 2 without, where the
+    code ignores the script's 12. The ten additional epochs at the final learning rate are left out.
     """
     tokens = dict(token_labels=dict(weight=0.5, mix=True)) if maps else {}
     similarity = dict(map_similarity=dict(weight=0.1, pairs=12 if maps else 2))
@@ -160,7 +165,7 @@ def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
 
 
 def _fine_tune(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
-    """A trained network at a larger size, as DeiT does it; weights are those of the run at 224 (--model.weights)."""
+    """Return the fine-tuning of a network trained at 224 (--model.weights) at a larger size, as in DeiT."""
     recipe = dict(
         model=dict(name=name, start="weights", kwargs=dict(img_size=size)),
         data=_image_data(512, crop_pct=1.0, size=[size, size]),
@@ -176,25 +181,26 @@ def _fine_tune(name: str, size: int, top1: str, **more: Any) -> dict[str, Any]:
 
 
 def _table_7() -> dict[str, dict[str, Any]]:
-    """The networks, as in the paper and as released, and fine-tuned."""
-    found = {}
+    """Return the networks as in the paper, as released, and fine-tuned."""
+    recipes = {}
     for letter, (blocks, crop_pct, small, larger, largest) in TABLE_7.items():
         paper, released = f"refined_vit_{letter}", f"refined_vit_{letter}_released"
         drop, data = dict(drop_path=round(0.1 * blocks / 12, 3)), dict(data=_image_data(512, crop_pct))
-        found[paper] = _recipe(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
-        found[f"{paper}_released_lr"] = _at_released_rate(found[paper])
-        found[released] = _as_released(letter, maps=True, **data)
-        found[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
+        recipes[paper] = _recipe(paper, {}, ADVANCED, "Table 7", small, **drop, **data)
+        recipes[f"{paper}_released_lr"] = _at_released_rate(recipes[paper])
+        recipes[released] = _as_released(letter, maps=True, **data)
+        recipes[f"{released}_image_labels"] = _as_released(letter, maps=False, **data)
         for size, top1 in ((384, larger), (448, largest)):
             if top1:
-                found |= {f"{name}_{size}": _fine_tune(name, size, top1) for name in (paper, released)}
-    found["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
-    found["refined_vit_s_standard_released_lr"] = _at_released_rate(found["refined_vit_s_standard"])
-    return found
+                recipes |= {f"{name}_{size}": _fine_tune(name, size, top1) for name in (paper, released)}
+    recipes["refined_vit_s_standard"] = _ablation({}, "Table 8, standard setting", "")
+    recipes["refined_vit_s_standard_released_lr"] = _at_released_rate(recipes["refined_vit_s_standard"])
+    return recipes
 
 
 CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, mlp_ratio=4, weight_init="jax")
-"""The study's network: 8 x 8 patches of a CIFAR image, linear layers at Xavier's scale."""
+"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
+
 CIFAR_FORMS: dict[str, dict[str, Any]] = {
     "plain": dict(ratio=0, kernel=0),
     "dla": dict(ratio=0),
@@ -205,7 +211,7 @@ CIFAR_FORMS: dict[str, dict[str, Any]] = {
 
 
 def _cifar_recipe(form: str, **more: Any) -> dict[str, Any]:
-    """One run of docs/methods/refiner.md."""
+    """Return one run of docs/methods/refiner.md."""
     return dict(
         model=dict(name="refined_vit_b", kwargs=CIFAR_MODEL | CIFAR_FORMS[form] | more),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),

@@ -1,8 +1,8 @@
 """T-CNN: pretrained ResNets fine-tuned with self-attention, and the same fine-tuning without (T-CNN Tables 1, 2, 3, 5).
 
-50 epochs of AdamW, batch 1024 (in all: one process here takes all of it), peak 1e-4, warm-up 5, cosine from the first
-step on (timm's default, on which their code builds), gates at 0.1 (1000 times the rest, whatever `optim.lr` is), DeiT's
-augmentation; drop path .1 at 224 and .2 at 320; 16 V100s took 6 hours for the smallest.
+50 epochs of AdamW with batch size 1024 (over all processes), peak learning rate 1e-4, 5 epochs of warm-up and a cosine
+schedule from the first step (timm's default, which their code uses); gates at 0.1 (1000 times the rest, whatever
+`optim.lr` is); DeiT's augmentation; drop path .1 at 224 and .2 at 320. The smallest took 6 hours on 16 V100s.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ BACKBONES: dict[str, tuple[int, float, str, str, str]] = {
 
 
 def _fine_tune(backbone: str, attention: bool) -> dict[str, Any]:
-    """One row of the tables, with or without self-attention."""
+    """Return one row of the tables, with or without self-attention."""
     size, drop_path, alone, transformed, table = BACKBONES[backbone]
     surgery = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper")) if attention else {}
     top1 = transformed if attention else alone
@@ -45,12 +45,14 @@ def _fine_tune(backbone: str, attention: bool) -> dict[str, Any]:
 
 
 LATE_RECAST_TOP1 = {0: "79.95", 100: "80.44", 200: "80.28", 300: "79.28", 400: "79.04"}
-"""Top-1 of a ResNet-50 whose last stage becomes attention after so many of 400 epochs (Table 3)."""
+"""Epoch (of 400) at which the last stage of a ResNet-50 is recast as attention, and its top-1 (Table 3)."""
 
 
 def _late_recast(epoch: int) -> dict[str, Any]:
-    """One row of Table 3: SGD all the way, momentum .9, warm-up 5, cosine, DeiT's augmentation. Its peak is not given:
-    .4 is .1 at 256 images."""
+    """Return one row of Table 3: SGD with momentum .9, 5 epochs of warm-up, cosine, DeiT's augmentation.
+
+    The paper does not give the peak learning rate; .4 is .1 for 256 images, scaled to the batch size.
+    """
     return dict(
         model=dict(
             name="resnet50",
@@ -74,27 +76,29 @@ SHORT_RUNS = {
     "resnetrs50": {10: "80.11", 20: "80.51"},
     "resnetrs101": {10: "81.54", 20: "81.90"},
 }
+"""Epochs of fine-tuning at 224 and top-1 (Table 4); the runs of 50 epochs are tcnn_resnetrs50 and tcnn_resnetrs101."""
+
 PEAK_RATES = {"3e-5": 3e-5, "3e-4": 3e-4}
-"""Peak learning rates around the 1e-4 of `tcnn_resnetrs50` (Fig. 6): lower has a smaller dip and a slower rise, higher
-the other way round. Which three the figure has, the paper does not say in words, nor whether the gates' 0.1 stays:
-here it moves along; `--optim.gate_lr 0.1` holds it."""
+"""Peak learning rates below and above the 1e-4 of `tcnn_resnetrs50` (Fig. 6): with a lower one accuracy first drops
+less and then rises more slowly. The paper does not say which three the figure has, nor whether the gates stay at 0.1:
+here their rate scales too; `--optim.gate_lr 0.1` keeps it."""
 
 
 def _short_run(backbone: str, epochs: int) -> dict[str, Any]:
-    """One row of Table 4."""
+    """Return one row of Table 4."""
     expected = f"{SHORT_RUNS[backbone][epochs]} top-1 on ImageNet-1k"
     return _fine_tune(backbone, attention=True) | dict(epochs=epochs, source="T-CNN Table 4", expected=expected)
 
 
 def _at_peak_rate(lr: float) -> dict[str, Any]:
-    """One line of Fig. 6, which gives no number."""
+    """Return one curve of Fig. 6, for which the paper gives no number."""
     return _fine_tune("resnetrs50", attention=True) | dict(
         optim=OPTIM | dict(lr=lr), source="T-CNN Fig. 6", expected=""
     )
 
 
 def _after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
-    """The rows of Table 3 that fine-tune the ResNet-50 of 400 epochs for 50 more: give it as --model.weights."""
+    """Return a row of Table 3 that fine-tunes the ResNet-50 of 400 epochs (--model.weights) for 50 more."""
     surgery = dict(unstride="layer4", recast=dict(where="layer4.*.conv2", init="paper")) if attention else {}
     return dict(
         model=dict(name="resnet50", start="weights", **surgery),
@@ -112,7 +116,7 @@ def _after_400(size: int, attention: bool, top1: str) -> dict[str, Any]:
 RECIPES: dict[str, dict[str, Any]] = {f"tcnn_{name}": _fine_tune(name, attention=True) for name in BACKBONES}
 RECIPES["tcnn_resnetrs270"]["keep_every"] = 2  # gates and spans along training (Fig. 4): 25 models of 0.5 GB
 RECIPES |= {
-    f"tcnn_{name}_{epochs}ep": _short_run(name, epochs) for name, found in SHORT_RUNS.items() for epochs in found
+    f"tcnn_{name}_{epochs}ep": _short_run(name, epochs) for name, results in SHORT_RUNS.items() for epochs in results
 }
 RECIPES |= {f"tcnn_resnetrs50_lr_{name}": _at_peak_rate(lr) for name, lr in PEAK_RATES.items()}
 RECIPES |= {f"finetune_{name}": _fine_tune(name, attention=False) for name in BACKBONES if BACKBONES[name][2]}

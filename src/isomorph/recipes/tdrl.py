@@ -1,11 +1,11 @@
 """TDRL: fine-tuning, training from scratch, and applications to other networks (Tables 1, 3, 5, 7, 9, 10, B.4, B.5).
 
-Fine-tuning as Table 4 says: AdamW, base learning rate 1e-3 at 256 images (MAE's way of counting: 4e-3 at batch 1024),
-decay .05, cosine, RandAugment(10, .5), mixup .2, no cutmix, no smoothing, no drop path. Layer decay is .65 with
-pyramids kept, .85 without (.75 with a teacher). Rows that start from pre-training want its checkpoint as
-`--model.weights`; a plain ViT's is carried over by the pyramids. Distilled rows have a distillation token, whose head
-learns the classes of MAE's fine-tuned ViT-B (`--distill.weights`). Schedules begin at the peak, as MAE's, G2SD's and
-Swin's do; DeiT's begins at the first step.
+Fine-tuning has the settings of Table 4: AdamW, base learning rate 1e-3 for 256 images (as MAE counts: 4e-3 for batch
+size 1024), weight decay .05, cosine schedule, RandAugment(10, .5), mixup .2, no cutmix, no label smoothing, no drop
+path. Layer decay is .65 with pyramids and .85 without (.75 with a teacher). Runs after pre-training need its checkpoint
+as `--model.weights`, which may also be a plain ViT's. Distilled runs have a distillation token, whose head is trained
+on the classes that MAE's fine-tuned ViT-B predicts (`--distill.weights`). Schedules begin at the peak, as in MAE, G2SD
+and Swin; DeiT's begins at the first step.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from isomorph.recipes.deit import DEIT
 
 AUGMENT = dict(auto_augment="rand-m10-mstd0.5-inc1", color_jitter=0.3, mixup=0.2)
 G2SD_AUGMENT = dict(auto_augment="rand-m9-mstd0.5-inc1", mixup=0.8, cutmix=1.0, erasing=0.25, smoothing=0.1)
-"""Augmentation of ViT-Small, "the same as Huang et al."; policy and smoothing are MAE's, which their code builds on."""
+"""Augmentation of ViT-Small, "the same as Huang et al."; RandAugment and smoothing are MAE's, as in their code."""
 TEACHER = dict(
     teacher="vit_base_patch16_224.mae",
     weights="mae_finetuned_vit_base.pth",
@@ -23,7 +23,7 @@ TEACHER = dict(
     share=0.5,
     token=True,
 )
-"""MAE's fine-tuned ViT-B, which averages over tokens, 83.6 top-1; as G2SD distils (section 4.1)."""
+"""MAE's fine-tuned ViT-B, which has average pooling and 83.6 top-1; distilled as in G2SD (section 4.1)."""
 PLAIN_LAYOUT = dict(layout="plain")
 MLP_LAYERS = ["blocks.*.mlp.fc?"]
 
@@ -31,7 +31,7 @@ MLP_LAYERS = ["blocks.*.mlp.fc?"]
 def fine_tune(
     kwargs: dict[str, Any], epochs: int, source: str, top1: str, distilled: bool = False, decay: float | None = None
 ) -> dict[str, Any]:
-    """One row of ViT-Tiny after pre-training, or from scratch where `decay` is 1."""
+    """Return one row of ViT-Tiny after pre-training, or from scratch if `decay` is 1."""
     plain = kwargs == PLAIN_LAYOUT
     recipe = dict(
         model=dict(
@@ -59,8 +59,8 @@ def fine_tune(
 
 
 def _tables() -> dict[str, dict[str, Any]]:
-    """Every row of ViT-Tiny; Tables 5 and 7 share their 100 and 200 epochs with Table 1."""
-    found = {
+    """Return every row of ViT-Tiny and ViT-Small; Tables 5 and 7 share their 100 and 200 epochs with Table 1."""
+    recipes = {
         "tdrl_vit_ti_100ep": fine_tune({}, 100, "Table 5", "77.39"),
         "tdrl_vit_ti_100ep_distilled": fine_tune({}, 100, "Table 5, Table 7", "77.74", distilled=True),
         "tdrl_vit_ti_200ep": fine_tune({}, 200, "Table 1", "78.3"),
@@ -82,19 +82,19 @@ def _tables() -> dict[str, dict[str, Any]]:
         recipe = fine_tune(kwargs, 100, "Table 3", top1)
         optim = recipe["optim"] | dict(lr=2e-3, layer_decay=0.65)  # MAE's: 5e-4 at 256 images
         model = recipe["model"] | dict(name="tdrl_vit_s")
-        found[name] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
-    return found
+        recipes[name] = recipe | dict(model=model, augment=G2SD_AUGMENT, optim=optim, drop_path=0.1)
+    return recipes
 
 
 DEIT_OPTIM: dict[str, Any] = dict(lr=1e-3, weight_decay=0.05, warmup_epochs=5, schedule_from="start", min_lr=1e-5)
 SWIN_OPTIM = DEIT_OPTIM | dict(warmup_epochs=20, schedule_from="peak", clip_grad=5.0)
 SWIN: dict[str, Any] = dict(augment=DEIT | dict(repeats=1), optim=SWIN_OPTIM, drop_path=0.2)
 G2SD_OPTIM = dict(lr=2.4e-3, betas=[0.9, 0.95], weight_decay=0.05, warmup_epochs=10, min_lr=2.5e-6, clip_grad=3.0)
-"""The authors' own: DeiT's, Swin's, and G2SD's pre-training."""
+"""Optimisers of DeiT, of Swin, and of G2SD's pre-training."""
 
 
 def _application(model: str, where: list[str] | None, top1: str, source: str, **more: Any) -> dict[str, Any]:
-    """Another network trained from scratch for 100 epochs as DeiT is, recast with pyramids or (where None) as it is."""
+    """Return 100 epochs from scratch as in DeiT of another network, with pyramids or (`where` None) without."""
     recast = dict(rule="LinearToPyramid", layout="P-W2S", init="paper", where=where) if where else None
     return (
         dict(
@@ -120,7 +120,7 @@ MOBILE = dict(
     ema=0.9995,
     drop_path=0.0,
 )
-"""MobileOne's own training as far as one recipe can say it: without its growing images and falling weight decay."""
+"""MobileOne's own training, except that the image size does not grow and the weight decay does not fall."""
 
 
 VANILLA: dict[str, Any] = dict(
@@ -140,12 +140,12 @@ VANILLA: dict[str, Any] = dict(
     ema=0.99996,
     drop_path=0.0,
 )
-"""VanillaNet-5's own training, at the batch of TDRL A.4. Its loss is a mean over classes, here a sum, which LAMB
-divides out again; its anneal moves once an epoch, here once a step."""
+"""VanillaNet-5's own training, with the batch size of TDRL A.4. Its loss is a mean over classes, here a sum, which
+makes no difference with LAMB; its annealing advances every epoch, here every step."""
 
 
 def _applications() -> dict[str, dict[str, Any]]:
-    """Table 3 and B.5; the paper trains each network with its authors' own code."""
+    """Return Table 3 and B.5; the paper trains each network with its authors' own code."""
     swin, blocks = "swin_tiny_patch4_window7_224", ["stem", "stages.?.?", "stages.?.??"]
     deit = "deit_base_patch16_224"
     return {
@@ -161,17 +161,17 @@ def _applications() -> dict[str, dict[str, Any]]:
 
 
 def _vanillanet(where: list[str] | None, top1: str, source: str) -> dict[str, Any]:
-    """VanillaNet-5, the two 1x1 convolutions of every block replaced by one pyramid, or (None) as it is."""
+    """Return VanillaNet-5 with a pyramid for the two 1x1 convolutions of every block, or (`where` None) without."""
     recipe = _application("vanillanet_5", where, top1, source, **VANILLA)
     return recipe | dict(model=recipe["model"] | dict(kwargs=dict(drop_rate=0.05)))
 
 
 CIFAR_MODEL = dict(img_size=32, patch_size=4, embed_dim=64, depth=6, num_heads=4, weight_init="jax")
-"""The study's network: 8 x 8 patches of a CIFAR image, linear layers at Xavier's scale in both forms."""
+"""Arguments of the CIFAR study's network: a grid of 8 x 8 patches, linear layers with Xavier's initialisation."""
 
 
 def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
-    """One run of docs/methods/tdrl.md."""
+    """Return one run of docs/methods/tdrl.md."""
     return dict(
         model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | dict(layout=layout, **more)),
         data=dict(source="cifar10", fraction=0.2, size=[32, 32], batch_size=128),
@@ -185,7 +185,7 @@ def _cifar_recipe(layout: str, **more: Any) -> dict[str, Any]:
 def pretrain(
     kwargs: dict[str, Any], source: str, expected: str, epochs: int = 300, model: str = "tdrl_vit_ti"
 ) -> dict[str, Any]:
-    """Generic distillation from MAE's ViT-B; its full checkpoint is --mask.teacher (section 4.1)."""
+    """Return generic distillation from MAE's ViT-B, whose full checkpoint is --mask.teacher (section 4.1)."""
     return dict(
         model=dict(name=model, kwargs=kwargs),
         data=dict(source="imagefolder", batch_size=4096, workers=8),
@@ -201,7 +201,7 @@ def pretrain(
 
 
 def _cifar_pretrain(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """Pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
+    """Return pre-training on half of CIFAR-10 without its labels (docs/training.md)."""
     return dict(
         model=dict(name="tdrl_vit_ti", kwargs=CIFAR_MODEL | kwargs),
         data=dict(source="cifar10", fraction=0.5, size=[32, 32], batch_size=128, test_crop="whole"),
@@ -215,7 +215,7 @@ def _cifar_pretrain(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -
 
 
 def _cifar_fine_tune(weights: str | None) -> dict[str, Any]:
-    """A fifth of the labels, five epochs: from nothing, or more gently from what pre-training has left."""
+    """Return five epochs on a fifth of the labels, from scratch or, with a lower learning rate, from `weights`."""
     recipe = _cifar_recipe("P-W2S")
     if weights:
         recipe["model"] |= dict(weights=weights)
