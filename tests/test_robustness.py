@@ -279,7 +279,7 @@ def test_a_file_from_before_ece_is_read(net, tmp_path):
 def test_a_label_beyond_the_classes_is_refused(net):
     net.reset_classifier(3)
     net.num_classes = 10  # what it says of itself is not what its head gives
-    with pytest.raises(iso.UserError, match="the data has class 9, but the model knows 3 classes"):
+    with pytest.raises(iso.UserError, match="the data has class 9, but the model has 3 classes"):
         iso.robustness(net, source_of(), **FOG)
 
 
@@ -508,7 +508,7 @@ def test_what_is_missing_is_said(published, tmp_path):
         with pytest.raises(iso.UserError, match=said) as caught:
             iso.robustness(model, **arguments)
         assert "\n" not in str(caught.value)
-    with pytest.raises(iso.UserError, match="has 2 classes, the model knows 3"):
+    with pytest.raises(iso.UserError, match="has 2 classes, the model has 3"):
         iso.robustness(Brightness(3, 64), folder=published, corruptions=["fog"], severities=[1])
     with pytest.raises(iso.UserError, match="32 px at least; the model's input is 16 x 16"):
         iso.robustness(Brightness(10, 16), source_of())

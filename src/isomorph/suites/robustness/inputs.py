@@ -1,4 +1,4 @@
-"""What a model is shown: clean images framed as the suite asks, or the published pictures."""
+"""The images of a robustness evaluation: clean images to corrupt, or a published data set of corrupted ones."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,24 +27,25 @@ PUBLISHED_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class RobustnessInputs:
-    """What is shown to the model and how: the clean source, the published pictures, size, frame, seed."""
+    """The images that a model is evaluated on: the clean source, the published data set, data config, crop and seed."""
 
     source: Source | None
     published: Published | None
     config: Mapping[str, Any]
-    frame: ImageTransform
+    crop: ImageTransform
     imagenet: bool
-    classes: int
+    num_classes: int
     seed: int
     limit: int | None
 
     @property
     def size(self) -> tuple[int, int]:
+        """Height and width of the images."""
         height, width = self.config["input_size"][-2:]
         return height, width
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for two results to be comparable."""
+        """Return the values that must be equal for two results to be comparable."""
         source = f"published {self.published.root.resolve()}" if self.published else fingerprint(self.clean_source())
         return {
             "suite": (self.published or ImageNetC).suite,
@@ -53,64 +54,70 @@ class RobustnessInputs:
             "limit": self.limit,
             "size": list(self.size),
             "seed": self.seed,
-            "pictures": self.described(),
+            "pictures": self.describe_images(),
         }
 
-    def data(self) -> str:
-        """How many images of how many classes there are, in words; nothing of published ones."""
+    def describe_data(self) -> str:
+        """Return the number of images and classes in words; "" for a published data set."""
         if self.published:
             return ""
         source = self.clean_source()
         return f"{len(source):,} images of {len(source.classes):,} classes"
 
-    def constants(self) -> str:
-        """Whose constants the severities have: CIFAR-10-C, at its size, has others."""
+    def describe_constants(self) -> str:
+        """Return in words which constants define the severities: CIFAR-10-C has others than ImageNet-C."""
         if isinstance(self.published, CifarC):
             return "CIFAR-C's constants"
         if self.published or self.size == PUBLISHED_SIZE:
             return SEVERITY_SCALE
         return f"{SEVERITY_SCALE} at every size, not CIFAR-10-C's milder ones"
 
-    def described(self) -> str:
-        """How the pictures came about, in words."""
+    def describe_images(self) -> str:
+        """Return in words how the images are made. Results are compared by this text, so it must not change."""
         if self.published:
-            return self.published.shown
+            return self.published.description
         first = "shorter side to 256/224 of the size, middle cut out" if self.imagenet else "the model's own test crop"
         return f"{first}, {self.size[1]} x {self.size[0]} px, then corrupted"
 
     def clean_source(self) -> Source:
-        """The clean images, all or evenly spaced ones. Raises: UserError when there is no source."""
+        """Return the clean images, `limit` evenly spaced ones at most. Raises: UserError when there is no source."""
         if self.source is None:
             raise UserError("there are no clean images; give a source")
         return _limit_images(self.source, self.limit)
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], CorruptedImages]]:
-        """Datasets of a corruption's cells: all severities from one decoding, or each from its published folder."""
+        """Iterate over the data sets of a corruption: one with all severities, or one for each published folder."""
         if self.published is None:
             source = self.clean_source()
-            yield tuple(severities), CorruptedImages(source, self.frame, corruption, severities, self.seed)
+            yield tuple(severities), CorruptedImages(source, self.crop, corruption, severities, self.seed)
             return
         for severity in severities:
-            cell = _limit_images(self.published.cell(corruption, severity, self.classes), self.limit)
-            yield (severity,), CorruptedImages(cell, self.frame)
+            cell = _limit_images(self.published.cell(corruption, severity, self.num_classes), self.limit)
+            yield (severity,), CorruptedImages(cell, self.crop)
 
 
 def _limit_images(source: Source, limit: int | None) -> Source:
-    """So many images, evenly spaced; all of them without a limit."""
+    """Return `limit` evenly spaced images of a source; all of them for None."""
     if limit is None or limit >= len(source):
         return source
     return source.subset(np.linspace(0, len(source) - 1, limit).astype(int))
 
 
-def _match_labels(source: Source, classes: int, imagenet: bool, partial: bool) -> Source:
-    """The source with the model's labels. Raises: UserError when its classes are not the model's."""
-    if len(source.classes) != classes and not (imagenet and partial):
-        hint = "; to use a part of ImageNet's classes: --partial (partial=True)" if imagenet else ""
+def _match_labels(source: Source, num_classes: int, imagenet: bool, partial: bool) -> Source:
+    """Return the source with the model's labels. Raises: UserError when its classes are not the model's."""
+    if len(source.classes) != num_classes and not (imagenet and partial):
+        hint = ", or --partial (partial=True) to use a part of ImageNet's classes" if imagenet else ""
         raise UserError(
-            f"the model knows {classes} classes, the data has {len(source.classes)}: not the same labels (trained with "
-            f"data.classes? then give --classes){hint}"
+            f"the model has {num_classes} classes, the data has {len(source.classes)}; give data with the model's "
+            f"labels, or --classes if it was trained with data.classes{hint}"
         )
     return with_imagenet_labels(source, "the data") if imagenet else source
+
+
+def _check_channels(model: nn.Module) -> None:
+    """Raise UserError unless the model takes colour images."""
+    if input_channels(model) != 3:
+        raise UserError(f"the corruptions need images of 3 channels, the model takes {input_channels(model)}")
 
 
 def prepare_inputs(
@@ -122,29 +129,26 @@ def prepare_inputs(
     limit: int | None,
     partial: bool = False,
 ) -> RobustnessInputs:
-    """What the model is shown; a source for a model of 1000 classes gets ImageNet's labels by the names of its classes.
+    """Return the images for a model; for a model of 1000 classes, with ImageNet's labels by class name.
 
-    Raises: UserError when classes or sizes do not fit.
+    Raises: UserError when classes, channels or sizes do not fit.
     """
     if source is None and published is None:
-        raise UserError("give a source of clean images, or the folder of the published suite")
-    classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
-    imagenet = classes == 1000
+        raise UserError("give a source of clean images, or the folder of a published data set")
+    num_classes = getattr(model, "num_classes", len(source.classes) if source else 1000)
+    imagenet = num_classes == 1000
     if source is not None:
-        source = _match_labels(source, classes, imagenet, partial)
-    if input_channels(model) != 3:
-        raise UserError(
-            f"the corruptions are of colour pictures, the model's images have {input_channels(model)} channels"
-        )
-    square = imagenet or isinstance(published, ImageNetC)
+        source = _match_labels(source, num_classes, imagenet, partial)
+    _check_channels(model)
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
-        size = PUBLISHED_SIZE if square and not fixed else evaluation_config(model)["input_size"][-2:]
+        published_size = (imagenet or isinstance(published, ImageNetC)) and not fixed
+        size = PUBLISHED_SIZE if published_size else evaluation_config(model)["input_size"][-2:]
     config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:
         raise UserError(
-            f"the published pictures are 224 x 224, the model is to see {size[1]} x {size[0]}: resampling would change "
-            "the corruptions; corrupt on the fly instead (a source and no folder)"
+            f"the published images are 224 x 224, the model needs {size[1]} x {size[0]}, and resizing would change the "
+            "corruptions; give a source and no folder to corrupt images at that size"
         )
     check_input_size(config)
-    return RobustnessInputs(source, published, config, image_transform(config), imagenet, classes, seed, limit)
+    return RobustnessInputs(source, published, config, image_transform(config), imagenet, num_classes, seed, limit)

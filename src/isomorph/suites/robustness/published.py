@@ -1,4 +1,4 @@
-"""The published pictures of ImageNet-C and of CIFAR-10-C and CIFAR-100-C, as their archives unpack."""
+"""The published data sets ImageNet-C, CIFAR-10-C and CIFAR-100-C, as their archives unpack."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -17,79 +17,83 @@ from isomorph.suites.imagenet.classes import with_imagenet_labels
 
 
 class ImageNetC:
-    """The folders CORRUPTION/SEVERITY/WNID/*.JPEG, also below those of their categories (`noise/gaussian_noise/1`)."""
+    """ImageNet-C: folders CORRUPTION/SEVERITY/WNID/*.JPEG, also inside category folders (`noise/gaussian_noise/1`)."""
 
     suite: ClassVar[str] = "imagenet-c"
-    shown: ClassVar[str] = "published pictures, as they are"
+    description: ClassVar[str] = "published pictures, as they are"
+    """Part of the identity of saved results: it must not change."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def refuse_missing(self, wanted: Mapping[str, Sequence[int]]) -> None:
-        """Raises: UserError when a folder of these corruptions and severities is not there."""
+    def check_files(self, wanted: Mapping[str, Sequence[int]]) -> None:
+        """Raise UserError if the folder of one of these corruptions and severities is missing."""
         for corruption, severities in wanted.items():
             _corruption_folder(self.root, corruption, severities)
 
-    def cell(self, corruption: str, severity: int, classes: int) -> Source:
-        """The pictures of one cell.
+    def cell(self, corruption: str, severity: int, num_classes: int) -> Source:
+        """Open the images of a corruption at a severity.
 
-        Labels of a 1000-class model go by WordNet id, so part of the classes will do; others go by sorted folder.
+        For 1000 classes, labels follow from the wnids, so classes may be missing; otherwise from the sorted folders.
 
         Raises: UserError when a folder is missing, or its classes are not the model's.
         """
         folder = _corruption_folder(self.root, corruption, [severity]) / str(severity)
         source = imagefolder("test", folder)
-        if classes == 1000:
+        if num_classes == 1000:
             return with_imagenet_labels(source, str(folder))
-        if len(source.classes) != classes:
-            raise UserError(f"{folder} has {len(source.classes)} classes, the model knows {classes}")
+        if len(source.classes) != num_classes:
+            raise UserError(f"{folder} has {len(source.classes)} classes, the model has {num_classes}")
         return source
 
 
 class CifarC:
-    """The arrays CORRUPTION.npy, the images of severity 1 to 5 one after the other, and their labels.npy."""
+    """CIFAR-10-C or CIFAR-100-C: arrays CORRUPTION.npy with the images of severities 1 to 5 in turn, and labels.npy."""
 
     suite: ClassVar[str] = "cifar-c"
-    shown: ClassVar[str] = "published pictures in the model's own test crop"
+    description: ClassVar[str] = "published pictures in the model's own test crop"
+    """Part of the identity of saved results: it must not change."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
-    def refuse_missing(self, wanted: Mapping[str, Sequence[int]]) -> None:
-        """Raises: UserError when an array of these corruptions, or the labels, are not there or do not fit."""
+    def check_files(self, wanted: Mapping[str, Sequence[int]]) -> None:
+        """Raise UserError if the array of one of these corruptions, or the labels, are missing or do not fit."""
         if not self.root.is_dir():
             raise UserError(f"no folder {self.root}; give the one with CIFAR-C's CORRUPTION.npy and labels.npy")
         for corruption in wanted:
-            pictures = _open_array(self.root / f"{corruption}.npy")
-            shape = pictures.shape
+            path = self.root / f"{corruption}.npy"
+            images = _open_array(path)
+            shape = images.shape
             if len(shape) != 4 or shape[3] != 3 or shape[0] != len(self.labels) or shape[0] % len(SEVERITIES):
                 raise UserError(
-                    f"{self.root / corruption}.npy is {' x '.join(map(str, shape))}, not five times as many images as "
-                    f"there are, height, width and 3, with {len(self.labels)} labels"
+                    f"{path} has shape {' x '.join(map(str, shape))}; it must be N x height x width x 3 with N a "
+                    f"multiple of 5 and equal to the {len(self.labels)} labels"
                 )
-            if pictures.dtype != np.uint8 or not pictures.size:
-                raise UserError(f"{self.root / corruption}.npy holds {pictures.dtype}, not images as uint8")
+            if images.dtype != np.uint8 or not images.size:
+                raise UserError(f"{path} holds {images.dtype}; it must hold images as uint8")
 
     @cached_property
     def labels(self) -> np.ndarray:
+        """Labels of all images of an array. Shape: (5 * images,)"""
         labels = _open_array(self.root / "labels.npy")
         if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer) or not labels.size or labels.min() < 0:
-            raise UserError(f"{self.root / 'labels.npy'} is not a row of class numbers, one for each image")
+            raise UserError(f"{self.root / 'labels.npy'} must be a 1-D array with a class number for each image")
         return np.asarray(labels, np.int64)
 
-    def cell(self, corruption: str, severity: int, classes: int) -> Source:
-        """The pictures of one cell. Raises: UserError when their labels are not the model's."""
+    def cell(self, corruption: str, severity: int, num_classes: int) -> Source:
+        """Open the images of a corruption at a severity. Raises: UserError when their labels are not the model's."""
         count = len(self.labels) // len(SEVERITIES)
         labels = self.labels[(severity - 1) * count : severity * count]
-        found = int(self.labels.max()) + 1
-        if found != classes:
-            raise UserError(f"the pictures in {self.root} are of {found} classes, the model knows {classes}")
-        pictures = _ArrayImages(self.root / f"{corruption}.npy", (severity - 1) * count, count)
-        return Source(pictures, labels, map(str, range(classes)))
+        present = int(self.labels.max()) + 1
+        if present != num_classes:
+            raise UserError(f"the images in {self.root} have {present} classes, the model has {num_classes}")
+        images = _ArrayImages(self.root / f"{corruption}.npy", (severity - 1) * count, count)
+        return Source(images, labels, map(str, range(num_classes)))
 
 
 class _ArrayImages(Sequence[Image.Image]):
-    """Images of an array in a file, read one by one when asked for. Shape of the array: (n, H, W, 3) uint8"""
+    """A slice of the images in an array file, read one by one. Shape of the array: (n, H, W, 3) uint8"""
 
     def __init__(self, path: Path, start: int, count: int) -> None:
         self.path, self.start, self.size = path, start, count
@@ -98,21 +102,22 @@ class _ArrayImages(Sequence[Image.Image]):
         return self.size
 
     def __getitem__(self, index: Any) -> Any:
-        place = range(self.start, self.start + self.size)[index]
-        return Image.fromarray(np.array(_open_array(self.path)[place]))
+        position = range(self.start, self.start + self.size)[index]
+        return Image.fromarray(np.array(_open_array(self.path)[position]))
 
     def name(self, index: int) -> str:
+        """Return the name of an image for messages."""
         return f"image {self.start + index} of {self.path}"
 
 
 def _open_array(path: Path) -> np.ndarray:
-    """An array in a file, mapped into memory. Raises: UserError when it is not there or no array."""
+    """Open an array file, memory-mapped. Raises: UserError when it is missing or not an array."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        there = ", ".join(sorted(found.stem for found in path.parent.glob("*.npy") if found.stem != "labels"))
-        others = f"choose those that are there with --corruption: {there}" if there else "unpack CIFAR-10-C there"
-        raise UserError(f"no {path}; {others}") from None
+        present = ", ".join(sorted(file.stem for file in path.parent.glob("*.npy") if file.stem != "labels"))
+        hint = f"choose from those present with --corruption: {present}" if present else "unpack CIFAR-10-C there"
+        raise UserError(f"no {path}; {hint}") from None
     except (ValueError, EOFError, OSError) as error:
         raise UserError(f"{path} cannot be read as an array ({first_line(error)})") from None
 
@@ -122,34 +127,33 @@ PUBLISHED_SUITES: dict[str, type[Published]] = {kind.suite: kind for kind in (Im
 
 
 def open_published(suite: str, folder: Path | None) -> Published | None:
-    """The published pictures of a suite; None without a folder.
+    """Open the published data set of a suite; None without a folder.
 
-    Raises: UserError for an unknown suite, a suite that is published only without its folder, or another's folder.
+    Raises: UserError for an unknown suite, the folder of another suite, or no folder for cifar-c.
     """
     if suite not in PUBLISHED_SUITES:
         raise UserError(f"suite {suite!r} is unknown; choose one of {', '.join(PUBLISHED_SUITES)}")
     if folder is None and suite == CifarC.suite:
-        raise UserError("cifar-c is published pictures only: give the folder of CIFAR-10-C or CIFAR-100-C")
+        raise UserError("the suite cifar-c needs the published images; give the folder of CIFAR-10-C or CIFAR-100-C")
     if folder and suite == ImageNetC.suite and (folder / "labels.npy").is_file():
         raise UserError(f"{folder} holds the arrays of CIFAR-C; choose the suite cifar-c")
     return PUBLISHED_SUITES[suite](folder) if folder else None
 
 
 def _corruption_folder(root: Path, corruption: str, severities: Sequence[int]) -> Path:
-    """Raises: UserError when there is no folder of the suite, of the corruption, or of a severity."""
+    """Return the folder of a corruption. Raises: UserError when it, the suite's or that of a severity is missing."""
     if not root.is_dir():
         raise UserError(f"no folder {root}; give the one with ImageNet-C's CORRUPTION/SEVERITY/CLASS/*.JPEG")
-    found = [root / corruption, *sorted(root.glob(f"*/{corruption}"))]
-    for folder in found:
+    for folder in [root / corruption, *sorted(root.glob(f"*/{corruption}"))]:
         if folder.is_dir():
             missing = [severity for severity in severities if not (folder / str(severity)).is_dir()]
             if missing:
                 raise UserError(f"{folder} has no folder {missing[0]}; it must hold one per severity, 1 to 5")
             return folder
-    below = [
+    present = [
         path.name
         for path in sorted((*root.glob("*"), *root.glob("*/*")))
         if path.is_dir() and path.name not in CORRUPTION_CATEGORIES
     ]
-    nearest = "".join(f"; nearest: {close}" for close in get_close_matches(corruption, below, n=1))
+    nearest = "".join(f"; nearest: {name}" for name in get_close_matches(corruption, present, n=1))
     raise UserError(f"{root} has no folder {corruption}{nearest}; unpack it, or choose others with --corruption")
