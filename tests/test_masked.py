@@ -542,10 +542,10 @@ def test_alignment_is_the_papers():
 def test_pairs_that_cannot_be():
     teacher = autoencoder(depth=3)
     cases = [
-        (autoencoder(), teacher, 4, "blocks 1 to 3"),
-        (autoencoder(), teacher, 0, "blocks 1 to 3"),
+        (autoencoder(), teacher, 4, "from 1 to 3"),
+        (autoencoder(), teacher, 0, "from 1 to 3"),
         (teacher, teacher, 2, "share"),
-        (autoencoder("rectangular"), teacher, 2, "cannot see"),
+        (autoencoder("rectangular"), teacher, 2, "cannot process"),
         (MaskedAutoencoder(timm.create_model(PLAIN, **{**SMALL, "patch_size": 8}), 1, 16, 4, 0.5), teacher, 2, "4x4"),
         (MaskedAutoencoder(timm.create_model(PLAIN, **SMALL, in_chans=1), 1, 16, 4), teacher, 2, "channels"),
     ]

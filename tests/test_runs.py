@@ -595,9 +595,9 @@ class TestRecipes:
             iso.load_recipe("digits_cnn", [f"model.kwargs.{argument}"])
 
     def test_arguments_given_twice(self):
-        with pytest.raises(iso.UserError, match=r"num_classes and kwargs\.num_classes are the same"):
+        with pytest.raises(iso.UserError, match=r"num_classes is also given as kwargs\.num_classes"):
             iso.load_recipe("digits_cnn", ["model.kwargs.num_classes=10", "model.num_classes=10"])
-        with pytest.raises(iso.UserError, match=r"drop_path and model\.kwargs\.drop_path_rate are the same"):
+        with pytest.raises(iso.UserError, match=r"drop_path is also given as model\.kwargs\.drop_path_rate"):
             iso.load_recipe("digits_cnn", ["model.kwargs.drop_path_rate=0.1", "drop_path=0.1"])
 
 
@@ -620,7 +620,7 @@ class TestStart:
 
     def test_random_ones_are_said_aloud_and_a_resumed_run_is_not_asked(self, tmp_path):
         model = TINY["model"] | dict(start="weights")
-        with pytest.raises(iso.UserError, match=r"--model.start random trains from random ones"):
+        with pytest.raises(iso.UserError, match=r"--model.start random starts from random weights"):
             open_run(tiny(tmp_path / "run", model=model))
         stopped_run(tmp_path / "run", 2, {**TINY, "model": TINY["model"] | dict(start="random")})
         assert open_run(tiny(tmp_path / "run", model=model)).progress.step == 2

@@ -61,7 +61,7 @@ class TestRecipe:
         assert "optim.weigth_decay is not a field (did you mean weight_decay?)" in text
         assert "modle is not a field (did you mean model?)" in text
         assert "optim.lr: input should be greater than 0" in text
-        assert "'cifar' is unknown" in text
+        assert "'cifar' is not a data source" in text
         assert "\n" not in text
 
     def test_names_are_checked_before_anything_runs(self):
@@ -180,11 +180,11 @@ class TestRecipe:
         for assignments, message in (
             (["optim.warmup_epochs=10"], "must be below epochs"),
             (["augment.mixup=0.8", "data.batch_size=33"], "must be even"),
-            (["augment.scale=[1.0,0.5]"], "the smaller share first"),
+            (["augment.scale=[1.0,0.5]"], "the smaller fraction first"),
             (["augment.scale=[0,0]"], "2 problems"),
             (["optim.lr=inf"], "finite"),
             (["anneal.epochs=11"], "at most epochs"),
-            (["augment.auto_augment=rubbish"], "does not understand"),
+            (["augment.auto_augment=rubbish"], "cannot parse the policy"),
             (["seed=-1"], "seed"),
         ):
             with pytest.raises(iso.UserError, match=message):
@@ -502,7 +502,7 @@ class TestRun:
         iso.save(timm.create_model("deit_tiny_patch16_224", num_classes=10), fixed["teacher"])
         with pytest.raises(iso.UserError, match="teacher cannot process the run's images of 3x16x16"):
             open_run(tiny(tmp_path, distill=fixed))
-        with pytest.raises(iso.UserError, match="knows 10 classes, the model has 12"):
+        with pytest.raises(iso.UserError, match="has 10 classes, the model has 12"):
             open_run(tiny(tmp_path, distill=distill, model=TINY["model"] | dict(num_classes=12)))
 
     @pytest.mark.parametrize("kind", ["hard", "soft"])
@@ -547,7 +547,7 @@ class TestRun:
     def test_problems_are_found_before_anything_is_written(self, tmp_path):
         for changes, message in (
             (dict(model=dict(name="cifar_resnet20", recast=dict(where="layer9.*"))), "matches no module"),
-            (dict(model=dict(name="cifar_resnet20", num_classes=3)), "10 classes, model.num_classes is 3"),
+            (dict(model=dict(name="cifar_resnet20", num_classes=3)), "10 classes, but model.num_classes is 3"),
             (dict(model=dict(name="cifar_resnet20", weights="none.safetensors")), "none.safetensors does not exist"),
             (dict(model=dict(name="cifar_resnet20", kwargs=dict(blob=1))), "timm cannot create"),
             (dict(device="tpu"), "device 'tpu' is not available"),

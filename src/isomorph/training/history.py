@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from isomorph.analysis import Trajectory, along, gating_along
+from isomorph.analysis import GatingHistory, track, track_gating
 from isomorph.checkpoints.open import open_trained
 from isomorph.checkpoints.snapshot import newest_snapshot
 from isomorph.data.loaders import eval_loader
@@ -55,7 +55,7 @@ def saved_models(folder: str | Path, damaged: list[str] | None = None) -> Iterat
             yield epoch, model
 
 
-def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Trajectory:
+def gating_history(folder: str | Path, damaged: list[str] | None = None) -> GatingHistory:
     """Return gates, centres and spans at every saved epoch of a run, and at its newest snapshot.
 
     With a list `damaged`, unreadable checkpoints are skipped, and their error messages are appended to it.
@@ -68,7 +68,7 @@ def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Traj
     >>> iso.training.gating_history(result.folder).gates["layer3.2.conv2"].shape  # (epochs, heads)
     torch.Size([1, 9])
     """
-    return gating_along(saved_models(folder, damaged))
+    return track_gating(saved_models(folder, damaged))
 
 
 AttentionMeasure = Callable[[nn.Module, Any], dict[str, Tensor]]
@@ -95,7 +95,7 @@ def attention_history(
         found = {key: measure(model, images_on_device(loader, model)) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
-    moments, values = along(saved_models(folder, damaged), measure_heads)
+    moments, values = track(saved_models(folder, damaged), measure_heads)
     return moments, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
 
 

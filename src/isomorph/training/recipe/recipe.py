@@ -231,7 +231,7 @@ def _describe_problem(problem: Any) -> str:
     own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
     message = message.removeprefix("Value error, ") if own else message[0].lower() + message[1:]
     if problem["type"] == "int_parsing_size":
-        message = "the number is too large"
+        message = "input is too large"
     if isinstance(problem["input"], dict):
         return f"{field}: {message}" if problem["loc"] else message
     given = str(problem["input"])[:80] if isinstance(problem["input"], int) else repr(problem["input"])[:80]
