@@ -511,8 +511,8 @@ MERGES = "a: &a {x: 1}\n" + "".join(
     f"{new}: &{new} {{<<: [{', '.join([f'*{old}'] * 10)}]}}\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 TEXTS = {
-    "laughs": (LAUGHS, "at most 10,000 values, aliases written out"),
-    "merges": (MERGES, "at most 10,000 values, aliases written out"),
+    "laughs": (LAUGHS, "at most 10,000 values, with aliases expanded"),
+    "merges": (MERGES, "at most 10,000 values, with aliases expanded"),
     "itself": ("a: &a [*a]", "at most 32 levels"),
     "deep": ("a: " + "[" * 3000, "at most 32 levels"),
     "long": ("# " + "x" * 100_000, "at most 100,000 characters"),
