@@ -18,7 +18,7 @@ def stopped_run(folder, step, values):
     def kick(self, waited, images, after_step=StepMonitor.after_step):
         if self.run.progress.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-            while not self.stop.number:
+            while not self.request.number:
                 time.sleep(0.001)
         after_step(self, waited, images)
 

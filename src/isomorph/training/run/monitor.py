@@ -30,9 +30,9 @@ class StepMonitor:
     The loss is read every few steps only, since reading it waits for the device.
     """
 
-    def __init__(self, run: Run, journal: Journal, raise_if_stopped: StopRequest) -> None:
-        self.run, self.journal, self.stop = run, journal, raise_if_stopped
-        self.seen, self.written = (run.progress.step, run.total.item()), (run.progress.step, run.total.item())
+    def __init__(self, run: Run, journal: Journal, request: StopRequest) -> None:
+        self.run, self.journal, self.request = run, journal, request
+        self.checked = self.written = (run.progress.step, run.total.item())  # step, sum of losses
         self.began = self.saved = time.perf_counter()
         self.waited = self.waited_before = 0.0
 
@@ -45,15 +45,15 @@ class StepMonitor:
             self.monitor(images)
         if step % LOSS_WINDOW == 0:
             self.check_loss()
-        elif self.reads(step) or last:
+        elif self.reads_loss(step) or last:
             self.check_finite()
         if step % recipe.log_every == 0 or last:
             self.write_step()
-        if run.runtime.world == 1 or self.reads(step) or last:
+        if run.runtime.world == 1 or self.reads_loss(step) or last:
             _check_unreadable(run)
             self.save_or_stop(last)
 
-    def reads(self, step: int) -> bool:
+    def reads_loss(self, step: int) -> bool:
         """Return True if the loss is read after this step, and processes agree on whether to save or stop."""
         return step % LOSS_WINDOW == 0 or step % self.run.recipe.log_every == 0
 
@@ -64,13 +64,13 @@ class StepMonitor:
 
     def check_loss(self) -> None:
         """Raise Diverged when the mean loss of the latest ten steps is too high or not finite."""
-        loss, self.seen = self.loss_since(self.seen)
+        loss, self.checked = self.loss_since(self.checked)
         if problem := self.run.guard.problem(loss):
             raise divergence_error(self.run, problem)
 
     def check_finite(self) -> None:
         """Raise Diverged when the loss since the last check is not finite."""
-        if not math.isfinite(self.loss_since(self.seen)[0]):
+        if not math.isfinite(self.loss_since(self.checked)[0]):
             raise divergence_error(self.run, NOT_FINITE)
 
     def write_step(self) -> None:
@@ -96,7 +96,7 @@ class StepMonitor:
         """Save a snapshot after a signal, or when it is due (except after the last step). Raises: Stopped."""
         run, minutes = self.run, (time.perf_counter() - self.saved) / 60
         due = minutes >= run.recipe.checkpoint_minutes and run.runtime.is_main and not last
-        number, anywhere_due = run.runtime.maximum(self.stop.number, due)
+        number, anywhere_due = run.runtime.maximum(self.request.number, due)
         if not number and not anywhere_due:
             return
         self.check_finite()
