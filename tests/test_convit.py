@@ -172,7 +172,7 @@ def test_the_first_blocks_are_the_formula_and_the_class_token_joins_after_them()
     torch.testing.assert_close(found["image_intermediates_prefix"][0], last[:, :1])
     tokens = model.get_intermediate_layers(x, n=[0, 3])
     assert [tuple(t.shape) for t in tokens] == [(2, 24, 36)] * 2
-    with pytest.raises(iso.UserError, match="no attention mask"):
+    with pytest.raises(iso.UserError, match="attn_mask is not supported"):
         model.get_intermediate_layers(x, attn_mask=torch.ones(24, 24))
 
 

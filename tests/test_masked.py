@@ -13,7 +13,8 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
-from isomorph.checkpoints.model import read_header, record_data
+from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.rebuild import record_data
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.errors import UserError
@@ -232,7 +233,7 @@ REFUSED = {
     "a CNN": (lambda: timm.create_model("resnet18"), "VisionTransformer"),
     "ConViT": (lambda: timm.create_model("convit_ti"), "grid"),
     "places": (lambda: iso.recast(timm.create_model(PLAIN, **SMALL), iso.AttentionToGPSA(), "blocks.0.attn"), "recast"),
-    "no positions": (lambda: timm.create_model(PLAIN, pos_embed="none", **SMALL), "positions"),
+    "no positions": (lambda: timm.create_model(PLAIN, pos_embed="none", **SMALL), "position embedding"),
     "dropped patches": (lambda: timm.create_model(PLAIN, patch_drop_rate=0.5, **SMALL), "patch_drop_rate"),
     "hybrid": (lambda: timm.create_model("vit_tiny_r_s16_p8_224"), "mixes"),
 }

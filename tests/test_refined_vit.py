@@ -12,7 +12,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
-from isomorph.layers.refined_attention import ReusedAttention
+from isomorph.layers.reused_attention import ReusedAttention
 from isomorph.models.dense_head import Box
 from isomorph.models.refined_vit import checkpoint_filter_fn
 from isomorph.recipes import refiner
@@ -151,14 +151,14 @@ def test_positions_follow_the_size(name, tmp_path):
 def test_impossible_networks_are_refused(arguments, said):
     with pytest.raises(iso.UserError, match=said):
         timm.create_model("refined_vit_s", **{**SMALL, **arguments})
-    for bad, words in ((dict(qk_norm=True), "no qk_norm"), (dict(ratio=0), "ratio 0"), (dict(kernel=3), "no kernel")):
+    for bad, words in ((dict(qk_norm=True), "qk_norm is not"), (dict(ratio=0), "ratio 0"), (dict(kernel=3), "kernel is not")):
         with pytest.raises(iso.UserError, match=words):
             timm.create_model("refined_vit_s_released", **bad, **SMALL)
 
 
 def test_a_refined_vit_does_not_revert():
     """Its blocks hand maps on; a plain one is created."""
-    with pytest.raises(iso.UserError, match="belongs to a Refined-ViT"):
+    with pytest.raises(iso.UserError, match="part of a Refined-ViT"):
         iso.revert(timm.create_model("refined_vit_s", **SMALL))
 
 

@@ -149,7 +149,7 @@ def test_impossible_slopes_are_refused(slope):
 
 
 def test_impossible_networks_and_images_are_refused():
-    with pytest.raises(iso.UserError, match="one more than strides"):
+    with pytest.raises(iso.UserError, match="one number more than strides"):
         timm.create_model("vanillanet_5", dims=[8, 8])
     with pytest.raises(iso.UserError, match="31 x 64 image is too small"):
         small()(torch.randn(1, 3, 31, 64))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import RefinedAttention, SpatialAttention
-from isomorph.layers.refined_attention import ReusedAttention
 from isomorph.layers.refiner import MapConvolution
+from isomorph.layers.reused_attention import ReusedAttention
 from isomorph.models.conv_embed import ConvPatchEmbed
 from isomorph.models.dense_head import DenseHeadViT, classifier_names
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints

@@ -55,9 +55,9 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
 
     Raises: UserError for an unknown recipe or an unreadable file; for invalid fields it lists every problem at once.
 
-    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=1", "optim.lr=1e-3"])
+    >>> recipe = iso.load_recipe("digits_cnn", ["epochs=3", "optim.lr=1e-3"])
     >>> recipe.model.name, recipe.epochs, recipe.optim.lr
-    ('cifar_resnet20', 1, 0.001)
+    ('cifar_resnet20', 3, 0.001)
     """
     return validate(apply_overrides(recipe_values(name), overrides or []))
 
