@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.checkpoints.model import load_state, read_tensors, record_base
+from isomorph.checkpoints.files import read_tensors
+from isomorph.checkpoints.model import load_state
+from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform

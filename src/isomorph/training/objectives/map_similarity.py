@@ -27,9 +27,8 @@ def neighbour_similarity(maps: Sequence[Tensor], pairs: int | None = None) -> Te
     Source: Refiner code
     """
     neighbours = list(islice(pairwise(maps), pairs))
-    squares = {
-        id(each): _squared_length(each) for pair in neighbours for each in pair
-    }  # a map passed on is measured once
+    # keyed by identity, so that a map that is passed on is measured once
+    squares = {id(each): _squared_length(each) for pair in neighbours for each in pair}
     total = maps[0].new_zeros((), dtype=torch.promote_types(maps[0].dtype, torch.float32))
     for first, second in neighbours:
         if first is second:

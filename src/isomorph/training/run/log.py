@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from isomorph.checkpoints.model import write_atomically
+from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.training.recipe.recipe import Recipe

@@ -11,7 +11,7 @@ from timm.utils import unwrap_model
 from torch import nn
 from torch.optim import Optimizer
 
-from isomorph.checkpoints.model import describe_model, record_data
+from isomorph.checkpoints.rebuild import describe_model, record_data
 from isomorph.checkpoints.snapshot import IntactSnapshot
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts
