@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder, save_autoencoder
 from isomorph.checkpoints.header import parse_header
-from isomorph.checkpoints.model import record_data
+from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
-from isomorph.models.masked import MaskedAutoencoder
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
 
 BASE = {"name": "cifar_resnet20", "num_classes": 10, "in_chans": 3}
 EDIT = {"rule": "ConvToGPSA", "fields": {"init": "exact", "locality": None, "gate": None}, "names": ["layer3.2.conv2"]}

@@ -17,11 +17,11 @@ from matplotlib.colors import to_hex
 from PIL import Image
 
 import isomorph as iso
-from isomorph.analysis import Trajectory
+from isomorph.analysis import GatingHistory
 from isomorph.analysis.cka import hsic
-from isomorph.analysis.evolution import random_draws
-from isomorph.analysis.token_grid import Places
-from isomorph.checkpoints.model import record_data
+from isomorph.analysis.evolution import random_draw_indices
+from isomorph.analysis.token_grid import TokenGrid
+from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
 from isomorph.cli.analyze import open_image_loaders
 from isomorph.cli.compare import gating_histories
@@ -127,13 +127,13 @@ class TestMaps:
         assert torch.allclose(back, maps, atol=4 / 510)
 
     def test_padding_is_cut_off_the_keys(self):
-        where = Places((2, 3), (4, 5), padding=(1, 1), prefix=1)
+        where = TokenGrid((2, 3), (4, 5), padding=(1, 1), prefix=1)
         keys = torch.arange(1 + 4 * 5.0).expand(1, 1, 7, -1)
         assert drop_padded_keys(keys, where)[0, 0, 0].tolist() == [0, 7, 8, 9, 12, 13, 14]
 
     @pytest.mark.parametrize("step", [(1, 1), (2, 1), (2, 2), (3, 2), (9, 9)])
     def test_thinning_keeps_the_middle_of_blocks(self, step):
-        maps = LayerMaps("a", Places((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)))
+        maps = LayerMaps("a", TokenGrid((5, 6), (5, 6), prefix=1), np.zeros((1, 1, 31, 31)), np.zeros((1, 1, 31, 2)))
         rows = sorted({min(step[0] // 2, 4) + i * step[0] for i in range(5)} & set(range(5)))
         columns = sorted({min(step[1] // 2, 5) + i * step[1] for i in range(6)} & set(range(6)))
         assert maps.stored_queries(step) == [0, *(1 + r * 6 + c for r in rows for c in columns)]
@@ -152,7 +152,7 @@ class TestMaps:
         draw = np.random.default_rng(0)
         levels = draw.integers(0, 256, (1, 6, 197, 197), dtype=np.uint8)
         ranges = draw.random((1, 6, 197, 2), dtype=np.float32)
-        where = Places((14, 14), (14, 14), prefix=1)
+        where = TokenGrid((14, 14), (14, 14), prefix=1)
         maps = {f"blocks.{i}.attn": LayerMaps(f"blocks.{i}.attn", where, levels, ranges) for i in range(12)}
         viewer = build_viewer(
             [ViewerModel("a", maps), ViewerModel("b", maps)], [PageImage("x", torch.rand(3, 224, 224))]
@@ -721,7 +721,7 @@ class TestCommands:
         assert list(first) == ["blocks.0", "blocks.1", "blocks.2"]
         assert first["blocks.0"] == pytest.approx(1)
         source, model = open_source("digits", "test"), iso.load("vit.safetensors")
-        draws = random_draws(len(source))
+        draws = random_draw_indices(len(source))
         assert draws.shape == (320,)
         assert all(len(set(draw)) == 32 for draw in draws.view(10, 32).tolist())
         loader = eval_loader(source.subset(draws.tolist()), evaluation_config(model), 32)
@@ -730,7 +730,7 @@ class TestCommands:
         assert re.search(r"blocks\.2 +\d", capsys.readouterr().out)
         assert "Feature evolution" in (folder / "page.html").read_text()
         with pytest.raises(iso.UserError, match="31 images are too few"):
-            random_draws(31)
+            random_draw_indices(31)
 
     def test_layers_are_drawn_from_the_epoch_they_are_there(self):
         nan = math.nan
@@ -752,7 +752,7 @@ class TestCommands:
         logs = read_run_logs([folder / "run"])
         found = gating_histories([folder / "run"], logs)
         section = compare_sections(logs, found)[-1]
-        late = Trajectory(found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:]))
+        late = GatingHistory(found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:]))
         assert [chart.title for chart in compare_sections(logs, {"run": late})[-1].charts] == [
             "Centres at the end: run"
         ]
@@ -839,7 +839,7 @@ class TestFigures:
         number = grid[0] * grid[1]
         levels = np.eye(number, dtype=np.uint8)[None, None] * 255
         ranges = np.tile(np.float32([0, 1]), (1, 1, number, 1))
-        layer = LayerMaps("a", Places(grid, grid), levels, ranges)
+        layer = LayerMaps("a", TokenGrid(grid, grid), levels, ranges)
         seen, (row, column, height, width) = layer.maps_from(0, 0.5, 0.5)[0], framed_in(layer, (40, 84))
         assert (height, width) == pytest.approx((40 / grid[0], 84 / grid[1]))
         assert np.argwhere(seen).tolist() == [[round(row / height), round(column / width)]]

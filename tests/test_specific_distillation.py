@@ -7,7 +7,7 @@ from torch import nn
 
 import isomorph as iso
 from isomorph.checkpoints.autoencoder import load_autoencoder
-from isomorph.models.masked import MaskedAutoencoder
+from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
 from isomorph.training.objectives.supervised import open_teacher
 from isomorph.training.recipe.fields import ModelPart
@@ -105,7 +105,7 @@ def test_a_teacher_with_arguments(tmp_path):
     part = run_recipe(tmp_path, distill=distill).distill
     x = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(open_teacher(part)(x), net(x))
-    with pytest.raises(iso.UserError, match="averages over tokens: create it with global_pool='avg'"):
+    with pytest.raises(iso.UserError, match="averages tokens: create the model with global_pool='avg'"):
         open_teacher(part.model_copy(update=dict(kwargs=SMALL | dict(num_classes=10))))
     iso.save(timm.create_model("cifar_resnet20"), tmp_path / "own.safetensors")
     own = part.model_copy(update=dict(teacher=str(tmp_path / "own.safetensors"), weights=None))

@@ -11,7 +11,7 @@ from timm.data import resolve_data_config
 from torch import nn
 
 import isomorph as iso
-from isomorph.checkpoints.model import describe_base, describe_edits
+from isomorph.checkpoints.rebuild import describe_base, describe_edits
 from isomorph.recipes import RECIPES, convit
 from isomorph.training.build import build_model
 from isomorph.training.optim import (
@@ -631,7 +631,7 @@ class TestCheckpoint:
         assert not list(tmp_path.iterdir())
 
     def test_a_failed_write_leaves_the_old_file(self, tmp_path):
-        from isomorph.checkpoints.model import write_atomically
+        from isomorph.checkpoints.files import write_atomically
 
         path = tmp_path / "file"
         path.write_text("old")

@@ -1,6 +1,11 @@
-"""Files of models, snapshots of runs, and opening what the user named."""
+"""Checkpoints of models and snapshots of training runs."""
 
 from isomorph.checkpoints.model import load, load_weights, save
 from isomorph.checkpoints.open import open_model, open_trained
 
 __all__ = ["load", "load_weights", "open_model", "open_trained", "save"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

@@ -10,17 +10,10 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
+from isomorph.checkpoints.files import read_header, read_tensors
 from isomorph.checkpoints.header import parse_header
-from isomorph.checkpoints.model import (
-    build_checked,
-    check_state_fits,
-    describe_model,
-    read_header,
-    read_tensors,
-    rebuild,
-    record_data,
-    write_model,
-)
+from isomorph.checkpoints.model import check_state_fits, write_model
+from isomorph.checkpoints.rebuild import build_checked, describe_model, rebuild, record_data
 from isomorph.errors import UserError
 from isomorph.models import create
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_embed

@@ -8,13 +8,10 @@ import timm
 import torch
 from torch import nn
 
-from isomorph.checkpoints.model import (
-    load,
-    load_weights,
-    read_header,
-    rebuild_from_header,
-)
+from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.model import load, load_weights
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
+from isomorph.checkpoints.rebuild import rebuild_from_header
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
