@@ -243,7 +243,7 @@ class TestWrongTars:
             open_source("tar", "train", tmp_path / "nowhere")
         with pytest.raises(iso.UserError, match=r"no folder .*nowhere"):
             open_source("webdataset", "train", tmp_path / "nowhere")
-        with pytest.raises(iso.UserError, match=r"has no train\.tar, nor"):
+        with pytest.raises(iso.UserError, match=r"has no train\.tar, and no folder"):
             open_source("tar", "train", tmp_path)
         with pytest.raises(iso.UserError, match="no shard for the test split"):
             open_source("webdataset", "test", tmp_path)

@@ -200,11 +200,11 @@ def test_errors_are_one_clear_line(monkeypatch):
         CorruptedSource(source, "fog", 0)
     with pytest.raises(iso.UserError, match="32 px at least; this one is 31 x 40"):
         CorruptedSource(source, "fog", 1).image(0)
-    seam.corrupters.cache_clear()
+    seam.corruption_functions.cache_clear()
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
     with pytest.raises(iso.UserError, match=r"pip install 'isomorph\[corruptions\]'"):
         corrupt(drawing(), "fog", 1, 0)
-    seam.corrupters.cache_clear()
+    seam.corruption_functions.cache_clear()
 
 
 def source_of(number=6, side=40):
