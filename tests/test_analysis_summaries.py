@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.analysis import along, pooled
-from isomorph.analysis.captured import Scores
+from isomorph.analysis import track, pool_features
+from isomorph.analysis.applied_attention import Scores
 from isomorph.analysis.cka import cka_of_pairs, hsic
-from isomorph.analysis.map_statistics import entropy, matrix_rank
+from isomorph.analysis.map_statistics import entropy, effective_matrix_rank
 
 
 def vit(**kwargs):
@@ -59,10 +59,10 @@ class TestSummaries:
 
     def test_identity_and_one_hot_maps(self):
         N = 9
-        torch.testing.assert_close(matrix_rank(torch.eye(N)[None]), torch.tensor([float(N)]))
+        torch.testing.assert_close(effective_matrix_rank(torch.eye(N)[None]), torch.tensor([float(N)]))
         assert entropy(torch.eye(N)).abs().max() == 0
         projector = torch.block_diag(*(torch.full((3, 3), 1 / 3) for _ in range(3)))
-        torch.testing.assert_close(matrix_rank(projector[None]), torch.tensor([3.0]), atol=1e-4, rtol=0)
+        torch.testing.assert_close(effective_matrix_rank(projector[None]), torch.tensor([3.0]), atol=1e-4, rtol=0)
         assert entropy(torch.tensor([1.5, -0.5])).isnan()
 
     def test_a_loader_is_the_mean_over_its_images(self):
@@ -83,17 +83,17 @@ class TestSummaries:
             iso.analysis.attention_entropy(model, [])
 
     def test_pieces_are_the_map(self, monkeypatch):
-        monkeypatch.setattr("isomorph.analysis.captured.ENTRIES_AT_ONCE", 2 * 3 * 5 * 5)
+        monkeypatch.setattr("isomorph.analysis.applied_attention.MAX_MAP_ENTRIES", 2 * 3 * 5 * 5)
         found = Scores(torch.randn(5, 3, 5, 4), torch.randn(5, 3, 5, 4), torch.randn(5, 1, 5, 5))
         pieces = list(found.pieces())
         assert [len(piece) for piece in pieces] == [2, 2, 1]
         torch.testing.assert_close(torch.cat(pieces), found.map())
 
     def test_masked_logits_have_an_entropy(self):
-        from isomorph.analysis.logits import summarise
+        from isomorph.analysis.logits import summarise_scores
 
         bias = torch.zeros(1, 1, 4, 4).masked_fill(torch.ones(4, 4).triu(1).bool(), -torch.inf)
-        stats = summarise(Scores(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))
+        stats = summarise_scores(Scores(torch.zeros(1, 2, 4, 3), torch.zeros(1, 2, 4, 3), bias))
         expected = sum(math.log(n) for n in (1, 2, 3, 4)) / 4
         torch.testing.assert_close(stats[2], torch.full((2,), expected))
 
@@ -177,7 +177,7 @@ class TestCKA:
         assert found.matrix.shape == (2, 3)
         assert found.rows == ["blocks.0", "blocks.1"]
         torch.testing.assert_close(iso.cka(a, a, x).matrix.diagonal(), torch.ones(2).double())
-        assert iso.cka(a, b, x, None, "layer?", read=pooled).matrix.shape == (2, 3)
+        assert iso.cka(a, b, x, None, "layer?", read=pool_features).matrix.shape == (2, 3)
 
     @pytest.mark.parametrize(
         ("batch", "where", "said"), [(3, "?", "at least 4 images"), (8, "c", "no layer of the model is selected")]
@@ -188,7 +188,7 @@ class TestCKA:
             iso.cka(model, model, torch.randn(batch, 4), where)
 
     def test_too_many_features_for_covariances_are_said(self, monkeypatch):
-        monkeypatch.setattr("isomorph.analysis.cka.LARGEST", 10)
+        monkeypatch.setattr("isomorph.analysis.cka.MAX_COVARIANCE_ENTRIES", 10)
         model = Two(torch.eye(4), torch.eye(4))
         with pytest.raises(iso.UserError, match="covariances of these features take"):
             iso.analysis.covariance_cka(model, model, torch.randn(8, 4), "?")
@@ -201,7 +201,7 @@ class TestAlong:
             for epoch, gate in ((1, 3.0), (4, -3.0)):
                 yield epoch, timm.create_model("t_cifar_resnet20", gate=gate)
 
-        found = iso.analysis.gating_along(models())
+        found = iso.analysis.track_gating(models())
         assert found.moments.tolist() == [0, 1, 4]
         gates = found.gates["layer3.0.conv1"]
         assert gates.shape == (3, 9)
@@ -212,9 +212,9 @@ class TestAlong:
 
     def test_nothing_to_follow_is_said(self):
         with pytest.raises(iso.UserError, match="no gated attention layer"):
-            along([(0, timm.create_model("cifar_resnet20"))], iso.gates)
+            track([(0, timm.create_model("cifar_resnet20"))], iso.gates)
         with pytest.raises(iso.UserError, match="no model was given"):
-            along([], iso.gates)
+            track([], iso.gates)
 
     def test_a_folder_of_checkpoints(self, tmp_path):
         for epoch, gate in ((10, 1.0), (2, 5.0)):

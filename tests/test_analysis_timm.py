@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.analysis.timm_layouts import REFUSED
+from isomorph.analysis.timm_layouts import NO_MAP_REASONS
 
 SMALL = {
     "vit_tiny_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),
@@ -161,6 +161,6 @@ def test_class_attention_of_xcit_has_a_map_its_channel_attention_none():
 
 
 def test_refused_layers_exist():
-    for name in REFUSED:
+    for name in NO_MAP_REASONS:
         module, _, kind = name.rpartition(".")
         assert hasattr(__import__(module, fromlist=[kind]), kind) or kind == "LiteMLA", name

@@ -218,10 +218,10 @@ def test_logit_stats_in_closed_form():
         torch.testing.assert_close(stats.entropy, entropy, rtol=1e-4, atol=1e-4)
     layer = model.blocks[0].attn
     q, k = torch.eye(2)[None, None] * 3, torch.eye(2)[None, None] * 5
-    from isomorph.analysis.captured import Scores
-    from isomorph.analysis.logits import summarise
+    from isomorph.analysis.applied_attention import Scores
+    from isomorph.analysis.logits import summarise_scores
 
-    torch.testing.assert_close(summarise(Scores(q, k))[:, 0], torch.tensor([15.0, 1.0, 0.0]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(summarise_scores(Scores(q, k))[:, 0], torch.tensor([15.0, 1.0, 0.0]), atol=1e-4, rtol=0)
     assert layer.num_heads == len(found["blocks.0.attn"].max_logit)
 
 

@@ -7,16 +7,16 @@ from isomorph.analysis.cka import (
     cka,
     covariance_cka,
     linear_cka,
-    pooled,
+    pool_features,
 )
 from isomorph.analysis.evolution import feature_evolution, map_similarity
 from isomorph.analysis.gating import (
-    Trajectory,
-    along,
+    GatingHistory,
+    track,
     attention_spans,
     centres,
     gates,
-    gating_along,
+    track_gating,
 )
 from isomorph.analysis.logits import LogitStats, logit_stats
 from isomorph.analysis.map_statistics import attention_entropy, effective_rank, head_similarity
@@ -25,8 +25,8 @@ from isomorph.analysis.windows import attention_windows
 __all__ = [
     "CKA",
     "LogitStats",
-    "Trajectory",
-    "along",
+    "GatingHistory",
+    "track",
     "attention_entropy",
     "attention_from",
     "attention_maps",
@@ -39,11 +39,11 @@ __all__ = [
     "effective_rank",
     "feature_evolution",
     "gates",
-    "gating_along",
+    "track_gating",
     "head_similarity",
     "linear_cka",
     "logit_stats",
     "map_similarity",
     "nonlocality",
-    "pooled",
+    "pool_features",
 ]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.capture import Frame, observe
-from isomorph.analysis.captured import Applied
-from isomorph.analysis.token_grid import Places, image_grid, places
+from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.applied_attention import AppliedAttention
+from isomorph.analysis.token_grid import TokenGrid, image_grid, find_token_grid
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
@@ -24,11 +24,11 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
     Shape: batch (B, C, H, W) -> {name: (B or windows, heads, queries, keys)}
     Raises: UserError when `where` selects no layer with a map, or the layer has none, with the reason.
     """
-    return observe(model, batch, lambda _, applied: applied.map(), where)
+    return capture_attention(model, batch, lambda _, applied: applied.map(), where)
 
 
-def placed(
-    model: nn.Module, batch: Tensor, look: Callable[[str, Applied, Places], Tensor], where: Where
+def _measure_on_grid(
+    model: nn.Module, batch: Tensor, look: Callable[[str, AppliedAttention, TokenGrid], Tensor], where: Where
 ) -> dict[str, Any]:
     """What `look(name, applied, places)` gives for the layers whose queries and keys have known places.
 
@@ -36,15 +36,15 @@ def placed(
     """
     grid, reasons = image_grid(model, batch), list[str]()
 
-    def measure(frame: Frame, applied: Applied) -> Tensor | None:
+    def measure(frame: LayerCall, applied: AppliedAttention) -> Tensor | None:
         try:
-            where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+            where = find_token_grid(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
         except UserError as error:
             reasons.append(f"{frame.name}: {error}")
             return None
         return look(frame.name, applied, where)
 
-    found = observe(model, batch, measure, where)
+    found = capture_attention(model, batch, measure, where)
     if not found:
         raise UserError(reasons[0])
     return found
@@ -56,16 +56,16 @@ def attention_from(
     """What every head looks at from one place, as a picture on the layer's grid without padding and prefix tokens.
 
     `place`: row and column of the query, as shares of height and width. Layers whose queries and keys lie on no common
-    grid (`places`) are left out.
+    grid (`find_token_grid`) are left out.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
     Raises: UserError as `attention_maps` does, or when no layer's places are known.
     """
 
-    def look(_: str, applied: Applied, where: Places) -> Tensor:
+    def look(_: str, applied: AppliedAttention, where: TokenGrid) -> Tensor:
         return torch.cat([where.picture(maps, place) for maps in applied.pieces()])
 
-    return placed(model, batch, look, where)
+    return _measure_on_grid(model, batch, look, where)
 
 
 def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
@@ -74,7 +74,7 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     From the map that each layer really applies to what it really receives, in steps of its grid (in patches, for a
     ViT), or of the map that its windows are cut from (`attention_windows`). Tokens without a place (class token,
     registers, padding of windows) are no queries, and attention to them counts as distance 0.
-    Layers whose queries and keys lie on no common grid (`places`) are left out.
+    Layers whose queries and keys lie on no common grid (`find_token_grid`) are left out.
 
     Shape: a batch (B, C, H, W), or a loader of such -> {name: (heads,)}
     Source: ConViT eq. 8; differs: the authors' code feeds the patch embedding to every layer
@@ -84,7 +84,7 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     def measure(batch: Tensor) -> dict[str, Tensor]:
         cut = attention_windows(model, batch)
 
-        def look(name: str, applied: Applied, where: Places) -> Tensor:
+        def look(name: str, applied: AppliedAttention, where: TokenGrid) -> Tensor:
             total, seen, queries = torch.zeros(()), 0, 0
             for maps in applied.pieces():
                 if name in cut:
@@ -99,6 +99,6 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
                 seen, queries = seen + len(maps), queries + count
             return total / queries
 
-        return placed(model, batch, look, where)
+        return _measure_on_grid(model, batch, look, where)
 
     return mean_over(data, measure)

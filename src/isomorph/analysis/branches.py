@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import batches
-from isomorph.analysis.capture import visit
-from isomorph.analysis.cka import comparable, hsic
+from isomorph.analysis.capture import capture_inputs
+from isomorph.analysis.cka import matching_batches, hsic
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain
@@ -37,16 +37,16 @@ def branch_similarity(model: nn.Module, data: Tensor | Iterable[Any]) -> dict[st
     if not layers:
         raise UserError("the model has no pyramids; recast it with LinearToPyramid, or it is fused already")
     if isinstance(data, Tensor):
-        return visit(model, data, of_tokens, layers)
+        return capture_inputs(model, data, _token_cka, layers)
     device, sums = next(model.parameters()).device, dict[str, Tensor]()
-    for (batch,) in comparable((batch,) for batch in batches(data)):
-        look = partial(_of_images, images=len(batch))
-        for name, found in visit(model, batch.to(device), look, layers).items():
+    for (batch,) in matching_batches((batch,) for batch in batches(data)):
+        look = partial(_image_hsic, images=len(batch))
+        for name, found in capture_inputs(model, batch.to(device), look, layers).items():
             sums[name] = sums.get(name, torch.zeros_like(found)) + found
-    return {name: normalised(inner) for name, inner in sums.items()}
+    return {name: normalise_hsic(inner) for name, inner in sums.items()}
 
 
-def of_tokens(layer: Any, x: Tensor) -> Tensor:
+def _token_cka(layer: Any, x: Tensor) -> Tensor:
     """CKA within one layer, its tokens the samples.
 
     Shape: -> (branches, branches), or (pyramids, branches, branches)
@@ -57,11 +57,11 @@ def of_tokens(layer: Any, x: Tensor) -> Tensor:
     def inner(maps: list[Tensor]) -> Tensor:
         return torch.stack([torch.stack([(a @ covariance @ b.mT).norm() ** 2 for b in maps]) for a in maps])
 
-    return normalised(_of_pyramids(layer, inner))
+    return normalise_hsic(_apply_to_pyramids(layer, inner))
 
 
-def _of_images(layer: Any, x: Tensor, images: int) -> Tensor:
-    """Unbiased HSIC within one layer, the images the samples, whose windows follow each other. Shape: as `of_tokens`"""
+def _image_hsic(layer: Any, x: Tensor, images: int) -> Tensor:
+    """Unbiased HSIC within one layer, the images the samples, whose windows follow each other. Shape: as `_token_cka`"""
     window = getattr(layer, "window", None)
     tokens = read_tokens(x, window and window._replace(groups=1)).double()  # (B N, C)
 
@@ -74,10 +74,10 @@ def _of_images(layer: Any, x: Tensor, images: int) -> Tensor:
         grams = torch.stack([gram(weight) for weight in maps])  # (branches, B, B)
         return hsic(grams, grams)
 
-    return _of_pyramids(layer, inner)
+    return _apply_to_pyramids(layer, inner)
 
 
-def _of_pyramids(layer: Any, inner: Callable[[list[Tensor]], Tensor]) -> Tensor:
+def _apply_to_pyramids(layer: Any, inner: Callable[[list[Tensor]], Tensor]) -> Tensor:
     """What `inner` gives of the linear maps of a pyramid, or of every pyramid of a joint layer, filled up with 0."""
     if not isinstance(layer, JointPyramid):
         return inner(_branch_maps(layer))
@@ -92,7 +92,7 @@ def _branch_maps(pyramid: Pyramid) -> list[Tensor]:
     return [a if a.ndim == 2 else torch.block_diag(*a) for a in maps]
 
 
-def normalised(inner: Tensor) -> Tensor:
+def normalise_hsic(inner: Tensor) -> Tensor:
     """CKA from the inner products of all pairs. Shape: (*, branches, branches)"""
     own = inner.diagonal(dim1=-2, dim2=-1).clamp(min=0).sqrt()
     scale = own.unsqueeze(-1) * own.unsqueeze(-2)

@@ -15,40 +15,40 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from isomorph.analysis.captured import (
-    Applied,
-    Formed,
-    HandedOut,
+from isomorph.analysis.applied_attention import (
+    AppliedAttention,
+    FormedMap,
+    MethodMap,
     Scores,
-    hands_out_map,
+    has_attention_method,
 )
-from isomorph.analysis.timm_layouts import hides_map, laid_out, refusal
+from isomorph.analysis.timm_layouts import fused_form_has_no_map, to_standard_layout, no_map_reason
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
-SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
-PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
-TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
+_SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
+_PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
+_TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
 """Parts of a layer that act in its name."""
 
 
-class Frame:
+class LayerCall:
     """One layer while its forward runs."""
 
     def __init__(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {key: value for key, value in kwargs.items() if args or key != "x"}
         self.name, self.layer, self.args, self.kwargs = name, layer, args or (kwargs.get("x"),), named
-        self.found: list[Applied] = []
+        self.found: list[AppliedAttention] = []
         self.softmax: tuple[Tensor, Tensor] | None = None
 
-    def applied(self) -> Applied | None:
+    def applied(self) -> AppliedAttention | None:
         """What the layer weighed its values with, once its forward is over."""
-        if hands_out_map(self.layer):
-            return HandedOut(self.layer, self.args, self.kwargs)
-        formed = [one for one in self.found if isinstance(one, Formed)]
+        if has_attention_method(self.layer):
+            return MethodMap(self.layer, self.args, self.kwargs)
+        formed = [one for one in self.found if isinstance(one, FormedMap)]
         if len(formed) == len(self.found) > 1:
-            return joined(formed)
+            return _join_heads(formed)
         return self.found[-1] if self.found else None
 
     def fused(self, q: Tensor, k: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -63,7 +63,7 @@ class Frame:
         maps = _map_among(after, a, b)
         if maps is not None:
             self.softmax = None
-            self.found.append(Formed(laid_out(self.layer, maps), Scores(laid_out(self.layer, logits), None)))
+            self.found.append(FormedMap(to_standard_layout(self.layer, maps), Scores(to_standard_layout(self.layer, logits), None)))
 
 
 def _map_among(after: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
@@ -74,10 +74,10 @@ def _map_among(after: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
     return alike[0] if alike else None
 
 
-def joined(found: list[Formed]) -> Formed:
+def _join_heads(found: list[FormedMap]) -> FormedMap:
     """Heads that a layer goes through one by one, together."""
     logits = [one.logits.q for one in found if one.logits]
-    return Formed(torch.cat([one.maps for one in found], 1), Scores(torch.cat(logits, 1), None) if logits else None)
+    return FormedMap(torch.cat([one.maps for one in found], 1), Scores(torch.cat(logits, 1), None) if logits else None)
 
 
 def _fused_scores(
@@ -99,16 +99,16 @@ def _fused_scores(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
     if attn_mask is not None and q.ndim != 4:
-        attn_mask = laid_out(layer, attn_mask.expand(*q.shape[:-1], k.shape[-2]))
-    return Scores(laid_out(layer, q) * scale, laid_out(layer, k), attn_mask)
+        attn_mask = to_standard_layout(layer, attn_mask.expand(*q.shape[:-1], k.shape[-2]))
+    return Scores(to_standard_layout(layer, q) * scale, to_standard_layout(layer, k), attn_mask)
 
 
-class Tap(TorchFunctionMode):
+class _AttentionMode(TorchFunctionMode):
     """Notes what the layer on top of the stack does with softmax and products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack: list[Frame | None] = []
+        self.stack: list[LayerCall | None] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -120,24 +120,24 @@ class Tap(TorchFunctionMode):
             frame.fused(*args, **{{"query": "q", "key": "k", "value": "_"}.get(n, n): v for n, v in given.items()})
         elif func is F.multi_head_attention_forward:  # what nn.MultiheadAttention calls; it hides what it does
             asked = {**given, "need_weights": True, "average_attn_weights": False}
-            frame.found.append(Formed(F.multi_head_attention_forward(*args, **asked)[1], None))
-        elif func in SOFTMAX and along_keys(out, *args[1:], **given):
+            frame.found.append(FormedMap(F.multi_head_attention_forward(*args, **asked)[1], None))
+        elif func in _SOFTMAX and _is_over_keys(out, *args[1:], **given):
             frame.softmax = (args[0], out)
-        elif func in PRODUCT:
+        elif func in _PRODUCT:
             frame.product(args[0], args[1] if len(args) > 1 else given.get("other", given.get("mat2")))
         return out
 
 
-def along_keys(out: Tensor, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
+def _is_over_keys(out: Tensor, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
     """Whether a softmax runs along the last axis."""
     dim = kwargs.get("dim", dim)
     return out.ndim > 2 and dim in (-1, out.ndim - 1)
 
 
 @contextmanager
-def unfused(model: nn.Module) -> Iterator[None]:
+def _plain_attention(model: nn.Module) -> Iterator[None]:
     """Layers whose fused form has no map in their plain form within the block."""
-    layers: list[Any] = [layer for layer in model.modules() if hides_map(layer)]
+    layers: list[Any] = [layer for layer in model.modules() if fused_form_has_no_map(layer)]
     forms = [layer.fused_attn for layer in layers]
     try:
         for layer in layers:
@@ -149,7 +149,7 @@ def unfused(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def run_hooked(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
+def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
     """Runs the model in eval mode, not compiled, and takes the hooks off it again."""
     try:
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
@@ -159,7 +159,7 @@ def run_hooked(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandl
             handle.remove()
 
 
-def visit(model: nn.Module, batch: Tensor, look: Callable[..., Any], layers: Mapping[str, nn.Module]) -> dict[str, Any]:
+def capture_inputs(model: nn.Module, batch: Tensor, look: Callable[..., Any], layers: Mapping[str, nn.Module]) -> dict[str, Any]:
     """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode."""
     seen: dict[str, Any] = {}
 
@@ -170,15 +170,15 @@ def visit(model: nn.Module, batch: Tensor, look: Callable[..., Any], layers: Map
         return hook
 
     handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
-    run_hooked(model, batch, handles)
+    run_with_hooks(model, batch, handles)
     return seen
 
 
-Look = Callable[[Frame, Applied], Any]
+_Reader = Callable[[LayerCall, AppliedAttention], Any]
 
 
 @torch.no_grad()
-def observe(model: nn.Module, batch: Tensor, look: Look, where: Where = "*") -> dict[str, Any]:
+def capture_attention(model: nn.Module, batch: Tensor, look: _Reader, where: Where = "*") -> dict[str, Any]:
     """What `look(frame, applied)` gives for each attention layer that `where` selects, in the order of the forward.
 
     It looks when the layer has just run; nothing else of the layer is kept. A layer that runs several times is seen as
@@ -186,16 +186,16 @@ def observe(model: nn.Module, batch: Tensor, look: Look, where: Where = "*") -> 
 
     Raises: UserError when no layer that is selected has a map, naming those that have, or why one has none.
     """
-    tap, seen, looked, others = Tap(), dict[str, Any](), list[str](), list[str]()
+    tap, seen, looked, others = _AttentionMode(), dict[str, Any](), list[str](), list[str]()
     refused: dict[str, str] = {}
 
     def enter(name: str, layer: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inside = tap.stack and (tap.stack[-1] is None or hands_out_map(tap.stack[-1].layer))
-            reason = refusal(layer)
+            inside = tap.stack and (tap.stack[-1] is None or has_attention_method(tap.stack[-1].layer))
+            reason = no_map_reason(layer)
             if reason and matches_where(where, name, layer):
                 refused[name] = f"{name} ({type(layer).__name__}) {reason}"
-            tap.stack.append(None if reason or inside else Frame(name, layer, args, kwargs))
+            tap.stack.append(None if reason or inside else LayerCall(name, layer, args, kwargs))
 
         return hook
 
@@ -220,18 +220,18 @@ def observe(model: nn.Module, batch: Tensor, look: Look, where: Where = "*") -> 
     with ExitStack() as stack:
         handles = []
         for name, layer in model.named_modules():
-            if not isinstance(layer, TRANSPARENT):
+            if not isinstance(layer, _TRANSPARENT):
                 handles.append(layer.register_forward_pre_hook(enter(name, layer), with_kwargs=True))
                 handles.append(layer.register_forward_hook(leave(name, layer)))
-        stack.enter_context(unfused(model))
+        stack.enter_context(_plain_attention(model))
         stack.enter_context(tap)
-        run_hooked(model, batch, handles)
+        run_with_hooks(model, batch, handles)
     if not looked:
-        raise UserError(missing(where, others, list(refused.values())))
+        raise UserError(_missing_message(where, others, list(refused.values())))
     return seen
 
 
-def missing(where: Where, others: list[str], refused: list[str]) -> str:
+def _missing_message(where: Where, others: list[str], refused: list[str]) -> str:
     """What to say when no layer was found."""
     if refused:
         return refused[0]

@@ -11,13 +11,13 @@ from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
-LARGEST = 2**28
+MAX_COVARIANCE_ENTRIES = 2**28
 """Numbers that `covariance_cka` may keep: 2 GiB."""
 
-LEAST = 4
+MIN_IMAGES = 4
 """Images of a batch that unbiased HSIC can be taken of: it divides by n - 3."""
 
-Reading = Callable[[Tensor], Tensor]
+_ReadFeatures = Callable[[Tensor], Tensor]
 
 
 class CKA(NamedTuple):
@@ -31,12 +31,12 @@ class CKA(NamedTuple):
     columns: list[str]
 
 
-def flat(output: Tensor) -> Tensor:
+def flatten_features(output: Tensor) -> Tensor:
     """Every image as one vector of all that the layer gives. Shape: (B, ...) -> (B, features)"""
     return output.flatten(1)
 
 
-def pooled(output: Tensor) -> Tensor:
+def pool_features(output: Tensor) -> Tensor:
     """Every image as the mean over its tokens or places. Shape: (B, N, C) or (B, C, H, W) -> (B, C)"""
     return output.mean(1) if output.ndim == 3 else output.flatten(2).mean(2) if output.ndim == 4 else output.flatten(1)
 
@@ -47,7 +47,7 @@ def cka(
     data: Tensor | Iterable[Any],
     where: Where | None = None,
     other_where: Where | None = None,
-    read: Reading = flat,
+    read: _ReadFeatures = flatten_features,
 ) -> CKA:
     """How alike the layers of two models are on the same images: linear CKA from unbiased HSIC, batch by batch.
 
@@ -73,7 +73,7 @@ def cka_of_pairs(
     pairs: Iterable[tuple[Tensor, Tensor]],
     where: Where | None = None,
     other_where: Where | None = None,
-    read: Reading = flat,
+    read: _ReadFeatures = flatten_features,
 ) -> CKA:
     """`cka` of two models that take the same images differently: normalised, resized, each in its own way.
 
@@ -82,8 +82,8 @@ def cka_of_pairs(
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
     cross, own_a, own_b = 0.0, 0.0, 0.0  # type: Any, Any, Any
-    for one, other in comparable(pairs):
-        x, y = grams(a, one, rows, read), grams(b, other, columns, read)
+    for one, other in matching_batches(pairs):
+        x, y = gram_matrices(a, one, rows, read), gram_matrices(b, other, columns, read)
         cross = cross + hsic(x, y)
         own_a, own_b = own_a + _hsic_own(x), own_b + _hsic_own(y)
     return CKA(cross / (own_a[:, None] * own_b).sqrt(), list(rows), list(columns))
@@ -92,7 +92,7 @@ def cka_of_pairs(
 Batches = TypeVar("Batches", bound=Sequence[Tensor])
 
 
-def comparable(given: Iterable[Batches]) -> Iterator[Batches]:
+def matching_batches(given: Iterable[Batches]) -> Iterator[Batches]:
     """Those of several models' batches of the same images that unbiased HSIC can be taken of: of 4 images at least.
 
     Raises: UserError when none is large enough, or the models' batches are of different numbers of images.
@@ -103,13 +103,13 @@ def comparable(given: Iterable[Batches]) -> Iterator[Batches]:
         if len(set(sizes)) > 1:
             raise UserError(f"CKA compares models on the same images, not on {' and '.join(map(str, sizes))} of them")
         largest = max(largest, *sizes)
-        if sizes[0] >= LEAST:
+        if sizes[0] >= MIN_IMAGES:
             yield several
-    if largest < LEAST:
-        raise UserError(f"unbiased CKA takes batches of at least {LEAST} images; the largest here has {largest}")
+    if largest < MIN_IMAGES:
+        raise UserError(f"unbiased CKA takes batches of at least {MIN_IMAGES} images; the largest here has {largest}")
 
 
-def grams(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: Reading) -> Tensor:
+def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
     """Gram matrix of each layer's features without its diagonal, in float64; features are let go at once.
 
     Shape: -> (layers, B, B)
@@ -152,12 +152,12 @@ def covariance_cka(
     data: Tensor | Iterable[Any],
     where: Where | None = None,
     other_where: Where | None = None,
-    read: Reading = pooled,
+    read: _ReadFeatures = pool_features,
 ) -> CKA:
     """Linear CKA of two models' layers over all images of a loader at once, exactly, from streamed covariances.
 
     |Cov(x, y)|^2 / (|Cov(x, x)| |Cov(y, y)|), as `linear_cka` of all features would give; for few features, so by
-    default the mean over tokens or places of what a layer gives (`pooled`). Memory goes with features squared, not with
+    default the mean over tokens or places of what a layer gives (`pool_features`). Memory goes with features squared, not with
     images. Arguments as `cka`.
 
     This is the biased estimate: it is not near 0 for unrelated features unless the images are many more than the
@@ -169,26 +169,26 @@ def covariance_cka(
     Raises: UserError when the covariances would take more than 2 GiB, or a model has no such layer.
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
-    moments: Moments | None = None
+    moments: _FeatureCovariances | None = None
     for batch in batches(data):
         x, y = (
             features(m, batch.to(next(m.parameters()).device), layers, lambda out: read(out).double().cpu())
             for m, layers in ((a, rows), (b, columns))
         )
-        moments = moments or Moments(list(x.values()), list(y.values()))
+        moments = moments or _FeatureCovariances(list(x.values()), list(y.values()))
         moments.add(list(x.values()), list(y.values()))
     assert moments is not None  # batches() has raised otherwise
     return CKA(moments.alignment(), list(rows), list(columns))
 
 
-class Moments:
+class _FeatureCovariances:
     """Sums of outer products of features, of each layer and of all pairs, about the mean of the first batch."""
 
     def __init__(self, x: list[Tensor], y: list[Tensor]) -> None:
         self.origins = [value.mean(0) for value in x], [value.mean(0) for value in y]
         self.images = 0
         size = sum(f.shape[1] ** 2 for f in x + y) + sum(f.shape[1] * g.shape[1] for f in x for g in y)
-        if size > LARGEST:
+        if size > MAX_COVARIANCE_ENTRIES:
             raise UserError(
                 f"covariances of these features take {size * 8 / 2**30:.1f} GiB; select fewer layers with where, "
                 "read fewer features (read=pooled), or take iso.cka, which goes by batches"

@@ -14,20 +14,20 @@ from isomorph.analysis.features import feature_layers, features
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
-DRAWS, DRAWN = 10, 32
+NUM_DRAWS, DRAW_SIZE = 10, 32
 """Batches that F_k is the mean of in the paper's measurement, and images of each."""
 
 
-def random_draws(images: int) -> Tensor:
+def random_draw_indices(images: int) -> Tensor:
     """Which of so many images the batches of F_k have, one batch after the other; the same at every call.
 
     Shape: -> (DRAWS DRAWN,)
     Raises: UserError when there are fewer images than a batch has.
     """
-    if images < DRAWN:
-        raise UserError(f"{images} images are too few to draw batches of {DRAWN} from; give more test images")
+    if images < DRAW_SIZE:
+        raise UserError(f"{images} images are too few to draw batches of {DRAW_SIZE} from; give more test images")
     generator = torch.Generator().manual_seed(0)
-    return torch.cat([torch.randperm(images, generator=generator)[:DRAWN] for _ in range(DRAWS)])
+    return torch.cat([torch.randperm(images, generator=generator)[:DRAW_SIZE] for _ in range(NUM_DRAWS)])
 
 
 def feature_evolution(model: nn.Module, data: Tensor | Iterable[Any], where: Where | None = None) -> dict[str, float]:
@@ -68,12 +68,12 @@ def map_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
 
     def look(image: Tensor) -> dict[str, Tensor]:
         maps = [F.normalize(found.float(), dim=-1) for found in attention_maps(model, image, where).values()]
-        rows = [[alike(a, b) for b in maps] for a in maps]
+        rows = [[_mean_cosine(a, b) for b in maps] for a in maps]
         return {"": torch.stack([torch.stack(row) for row in rows])}
 
     return mean_over((image for batch in batches(data) for image in batch.split(1)), look)[""]
 
 
-def alike(a: Tensor, b: Tensor) -> Tensor:
+def _mean_cosine(a: Tensor, b: Tensor) -> Tensor:
     """Mean cosine of the rows of two maps, NaN where they have different shapes."""
     return (a * b).sum(-1).mean() if a.shape == b.shape else a.new_tensor(float("nan"))

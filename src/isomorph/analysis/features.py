@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.capture import run_hooked
+from isomorph.analysis.capture import run_with_hooks
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where, matches_where, nearest_names
 
@@ -57,5 +57,5 @@ def features(
 
         return hook
 
-    run_hooked(model, batch, [layer.register_forward_hook(keep(name)) for name, layer in layers.items()])
+    run_with_hooks(model, batch, [layer.register_forward_hook(keep(name)) for name, layer in layers.items()])
     return {name: seen[name] for name in layers if name in seen}

@@ -49,7 +49,7 @@ def centres(model: nn.Module) -> dict[str, Tensor]:
 Key = TypeVar("Key")
 
 
-def along(
+def track(
     models: Iterable[tuple[float, nn.Module]], look: Callable[[nn.Module], dict[Key, Tensor]]
 ) -> tuple[Tensor, dict[Key, Tensor]]:
     """What `look(model)` gives at each moment, by layer; NaN at moments without the layer. One model at a time is held.
@@ -75,7 +75,7 @@ def along(
     return torch.tensor(moments), {name: torch.stack([f.get(name, empty[name]) for f in seen]) for name in like}
 
 
-class Trajectory(NamedTuple):
+class GatingHistory(NamedTuple):
     """Dials at each moment of a training, by layer; NaN before a layer was there.
 
     Shape: moments (T,), gates and spans {name: (T, heads)}, centres {name: (T, heads, 2)}
@@ -87,12 +87,12 @@ class Trajectory(NamedTuple):
     spans: dict[str, Tensor]
 
 
-def gating_along(models: Iterable[tuple[float, nn.Module]]) -> Trajectory:
-    """Gates, centres and spans at each moment. Arguments and errors as `along`."""
+def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
+    """Gates, centres and spans at each moment. Arguments and errors as `track`."""
     kinds = {"gates": gates, "centres": centres, "spans": attention_spans}
 
     def look(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         return {(kind, name): value.cpu() for kind, of in kinds.items() for name, value in of(model).items()}
 
-    moments, found = along(models, look)
-    return Trajectory(moments, *({name: v for (k, name), v in found.items() if k == kind} for kind in kinds))
+    moments, found = track(models, look)
+    return GatingHistory(moments, *({name: v for (k, name), v in found.items() if k == kind} for kind in kinds))

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.capture import Frame, observe
-from isomorph.analysis.captured import Applied, Scores
+from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.applied_attention import AppliedAttention, Scores
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
-QUERIES_AT_ONCE = 64
+_QUERIES_PER_CHUNK = 64
 """Rows of the map that exist at the same time."""
 
 
@@ -37,7 +37,7 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     """
 
     def look(batch: Tensor) -> dict[str, Tensor]:
-        found = observe(model, batch, summary, where)
+        found = capture_attention(model, batch, _layer_stats, where)
         if not found:
             raise UserError("the model has no attention layer whose queries and keys are known")
         return found
@@ -45,17 +45,17 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
     return {name: LogitStats(*found) for name, found in mean_over(data, look).items()}
 
 
-def summary(_: Frame, applied: Applied) -> Tensor | None:
+def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
     """Statistics of one layer. Shape: -> (3, heads)"""
-    return None if applied.logits is None else summarise(applied.logits.float())
+    return None if applied.logits is None else summarise_scores(applied.logits.float())
 
 
-def summarise(found: Scores) -> Tensor:
+def summarise_scores(found: Scores) -> Tensor:
     """Largest logit, largest attention, entropy, some queries at a time. Shape: -> (3, nh)"""
     tops, peaks, entropies = [], [], []
     queries = found.q.shape[2]
-    for start in range(0, queries, QUERIES_AT_ONCE):
-        logits = found.rows(start, start + QUERIES_AT_ONCE)  # (B, nh, n, N)
+    for start in range(0, queries, _QUERIES_PER_CHUNK):
+        logits = found.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
         total = logits.logsumexp(-1)  # (B, nh, n)
         weighted = (torch.softmax(logits, -1) * logits).nan_to_num()  # 0 x -inf where a mask forbids
         entropies.append((total - weighted.sum(-1)).sum(2))

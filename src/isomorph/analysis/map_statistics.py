@@ -11,15 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.analysis.batches import mean_over
-from isomorph.analysis.capture import Frame, observe
-from isomorph.analysis.captured import Applied
+from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.applied_attention import AppliedAttention
 from isomorph.surgery.where import Where
 
 
-def _mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[Frame, Applied], Tensor]:
+def _mean_over_images(measure: Callable[[Tensor], Tensor]) -> Callable[[LayerCall, AppliedAttention], Tensor]:
     """The mean of what `measure(maps)` gives for each image, over the images of a layer, a few at a time."""
 
-    def look(_: Frame, applied: Applied) -> Tensor:
+    def look(_: LayerCall, applied: AppliedAttention) -> Tensor:
         total, images = torch.zeros(()), 0
         for maps in applied.pieces():
             total = total.to(maps.device) + measure(maps.float()).sum(0)
@@ -39,7 +39,7 @@ def attention_entropy(model: nn.Module, data: Tensor | Iterable[Any], where: Whe
     Raises: UserError as `attention_maps` does.
     """
     look = _mean_over_images(lambda maps: entropy(maps).mean(-1))
-    return mean_over(data, lambda batch: observe(model, batch, look, where))
+    return mean_over(data, lambda batch: capture_attention(model, batch, look, where))
 
 
 def entropy(weights: Tensor) -> Tensor:
@@ -57,11 +57,11 @@ def effective_rank(model: nn.Module, data: Tensor | Iterable[Any], where: Where 
     Source: Roy and Vetterli (2007), The effective rank
     Raises: UserError as `attention_maps` does.
     """
-    look = _mean_over_images(matrix_rank)
-    return mean_over(data, lambda batch: observe(model, batch, look, where))
+    look = _mean_over_images(effective_matrix_rank)
+    return mean_over(data, lambda batch: capture_attention(model, batch, look, where))
 
 
-def matrix_rank(maps: Tensor) -> Tensor:
+def effective_matrix_rank(maps: Tensor) -> Tensor:
     """Effective rank of matrices. Shape: (..., n, m) -> (...)"""
     values = torch.linalg.svdvals(maps)
     return entropy(values / values.sum(-1, keepdim=True)).exp()
@@ -79,4 +79,4 @@ def head_similarity(model: nn.Module, data: Tensor | Iterable[Any], where: Where
         return torch.einsum("bhqk,bgqk->bhg", maps, maps) / maps.shape[2]
 
     look = _mean_over_images(cosines)
-    return mean_over(data, lambda batch: observe(model, batch, look, where))
+    return mean_over(data, lambda batch: capture_attention(model, batch, look, where))

@@ -5,21 +5,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-CHANNELS = "attends from channels to channels: it has no map over places"
-KEYS_ALONE = "takes the softmax of its keys alone: no query is compared with a key, so there is no map"
-POOLS = "pools places with weights that no query makes"
+_CHANNELS = "attends from channels to channels: it has no map over places"
+_KEYS_ALONE = "takes the softmax of its keys alone: no query is compared with a key, so there is no map"
+_POOLS = "pools places with weights that no query makes"
 
-REFUSED = {
-    "timm.models.xcit.XCA": CHANNELS,
-    "timm.models.edgenext.CrossCovarianceAttn": CHANNELS,
-    "timm.models.davit.ChannelAttention": CHANNELS,
-    "timm.models.davit.ChannelAttentionV2": CHANNELS,
-    "timm.models.coat.FactorAttnConvRelPosEnc": KEYS_ALONE,
-    "timm.layers.lambda_layer.LambdaLayer": KEYS_ALONE,
-    "timm.models.mobilevit.LinearSelfAttention": KEYS_ALONE,
-    "timm.models.swiftformer.EfficientAdditiveAttention": KEYS_ALONE,
-    "timm.layers.global_context.GlobalContext": POOLS,
-    "timm.layers.non_local_attn.BilinearAttnTransform": POOLS,
+NO_MAP_REASONS = {
+    "timm.models.xcit.XCA": _CHANNELS,
+    "timm.models.edgenext.CrossCovarianceAttn": _CHANNELS,
+    "timm.models.davit.ChannelAttention": _CHANNELS,
+    "timm.models.davit.ChannelAttentionV2": _CHANNELS,
+    "timm.models.coat.FactorAttnConvRelPosEnc": _KEYS_ALONE,
+    "timm.layers.lambda_layer.LambdaLayer": _KEYS_ALONE,
+    "timm.models.mobilevit.LinearSelfAttention": _KEYS_ALONE,
+    "timm.models.swiftformer.EfficientAdditiveAttention": _KEYS_ALONE,
+    "timm.layers.global_context.GlobalContext": _POOLS,
+    "timm.layers.non_local_attn.BilinearAttnTransform": _POOLS,
     "timm.models.efficientvit_mit.LiteMLA": "is linear attention: it never weighs one place against the others",
 }
 """Layers of timm that are called attention but have no map of queries and keys, and why."""
@@ -30,9 +30,9 @@ def _names_of(layer: nn.Module) -> list[str]:
     return [f"{kind.__module__}.{kind.__qualname__}" for kind in type(layer).__mro__]
 
 
-def refusal(layer: nn.Module) -> str | None:
+def no_map_reason(layer: nn.Module) -> str | None:
     """Why the layer has no map, or None."""
-    return next((REFUSED[name] for name in _names_of(layer) if name in REFUSED), None)
+    return next((NO_MAP_REASONS[name] for name in _names_of(layer) if name in NO_MAP_REASONS), None)
 
 
 def _as_it_comes(_: Any, found: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _heads_with_images(layer: Any, found: Tensor) -> Tensor:
     return found.transpose(1, 2).flatten(0, 1) if found.ndim == 5 else found
 
 
-LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+_LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "timm.models.twins.LocallyGroupedAttn": _groups_first,
     "timm.layers.bottleneck_attn.BottleneckAttn": _heads_with_images,
     "timm.layers.halo_attn.HaloAttn": _heads_with_images,
@@ -64,16 +64,16 @@ LAYOUTS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }
 
 
-def laid_out(layer: nn.Module, found: Tensor) -> Tensor:
+def to_standard_layout(layer: nn.Module, found: Tensor) -> Tensor:
     """Maps, queries or keys of a layer with the axes of all others. Shape: -> (B, nh, ., .)"""
-    layout = next((LAYOUTS[name] for name in _names_of(layer) if name in LAYOUTS), _as_it_comes)
+    layout = next((_LAYOUTS[name] for name in _names_of(layer) if name in _LAYOUTS), _as_it_comes)
     return layout(layer, found)
 
 
-UNFUSED = {"timm.layers.diff_attention.DiffAttention"}
+_NO_FUSED_MAP = {"timm.layers.diff_attention.DiffAttention"}
 """Layers whose fused form takes the difference of two outputs, so that their map exists in the plain form only."""
 
 
-def hides_map(layer: nn.Module) -> bool:
+def fused_form_has_no_map(layer: nn.Module) -> bool:
     """Whether the layer's fused form has no map."""
-    return bool(UNFUSED.intersection(_names_of(layer)))
+    return bool(_NO_FUSED_MAP.intersection(_names_of(layer)))

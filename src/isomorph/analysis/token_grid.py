@@ -11,7 +11,7 @@ from isomorph.layers.grid import axis_offsets
 from isomorph.surgery.grid_hooks import embedding_models
 
 
-class Places(NamedTuple):
+class TokenGrid(NamedTuple):
     """Grids of queries and keys, padded ones among them, in steps of the key grid; `prefix` tokens have no place."""
 
     queries: tuple[int, int]
@@ -74,14 +74,14 @@ def _window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
     return (size[0], size[1]) if pair and x.ndim == 3 and size[0] * size[1] == x.shape[1] else None
 
 
-def places(
+def find_token_grid(
     layer: Any,
     x: Tensor,
     *args: Any,
     shape: tuple[int, int] | None = None,
     grid: tuple[int, int] | None = None,
     **kwargs: Any,
-) -> Places:
+) -> TokenGrid:
     """Places of a layer that is called with x and more; `grid` is that of the image's patches, `shape` of its maps.
 
     Known where queries and keys are the same tokens: of the image's patches, of a map, of windows; and of GPSA2d.
@@ -91,7 +91,7 @@ def places(
     if isinstance(layer, GPSA2d):
         size = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
-        return Places(
+        return TokenGrid(
             layer.query_grid(*x.shape[-2:]), (size[0], size[1]), layer.padding, (middle, middle), layer.stride
         )
     own = _map_grid(layer, x, shape and shape[0]) or _window_grid(layer, x)
@@ -106,4 +106,4 @@ def places(
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of {'the layer' if own else 'the patches'}")
     if queries != keys:
         raise UserError(f"{type(layer).__name__} has {queries} queries and {keys} keys: they lie on no common grid")
-    return Places((H, W), (H, W), prefix=prefix)
+    return TokenGrid((H, W), (H, W), prefix=prefix)

@@ -7,9 +7,9 @@ import torch
 from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
-from isomorph.analysis.capture import visit
+from isomorph.analysis.capture import capture_inputs
 
-PARTITIONS = ("_attn", "_partition_attn")
+_PARTITION_METHODS = ("_attn", "_partition_attn")
 """Methods of timm's blocks (Swin V1 and V2, MaxViT) that cut a map into windows for `attn` and join it again."""
 
 
@@ -49,7 +49,7 @@ class Windows(NamedTuple):
         return self.members[(self.members == place).any(1)][0]
 
 
-class Recorder(nn.Module):
+class _InputRecorder(nn.Module):
     """Takes the place of an attention layer, and keeps what it is called with."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -65,11 +65,11 @@ def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
     first = isinstance(block, PartitionAttention2d)
     H, W = shape[2:] if first else shape[1:3]
     numbers = torch.arange(1.0, H * W + 1).view((1, 1, H, W) if first else (1, H, W, 1))
-    attn, recorder = block.attn, Recorder()
+    attn, recorder = block.attn, _InputRecorder()
     device = next(block.parameters(), numbers).device
     block.attn = recorder
     try:
-        partition = next(getattr(block, name) for name in PARTITIONS if hasattr(block, name))
+        partition = next(getattr(block, name) for name in _PARTITION_METHODS if hasattr(block, name))
         partition(numbers.to(device))
     finally:
         block.attn = attn
@@ -85,7 +85,7 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
     blocks = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(getattr(module, "attn", None), nn.Module) and any(hasattr(module, way) for way in PARTITIONS)
+        if isinstance(getattr(module, "attn", None), nn.Module) and any(hasattr(module, way) for way in _PARTITION_METHODS)
     }
-    shapes = visit(model, batch[:1], lambda _, x, *args, **kwargs: x.shape, blocks) if blocks else {}
+    shapes = capture_inputs(model, batch[:1], lambda _, x, *args, **kwargs: x.shape, blocks) if blocks else {}
     return {f"{name}.attn".removeprefix("."): _windows_of(blocks[name], shape) for name, shape in shapes.items()}

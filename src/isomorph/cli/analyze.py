@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from isomorph.analysis import feature_evolution
-from isomorph.analysis.evolution import random_draws
+from isomorph.analysis.evolution import random_draw_indices
 from isomorph.checkpoints.open import is_checkpoint_or_run, open_model
 from isomorph.cli.app import Device, Json, Model, Weights, WholeNumber, app, check_limits, display_name, spinner
 from isomorph.cli.page_output import page_footer, save_figures_and_print
@@ -68,7 +68,7 @@ def _same_image_loaders(models: list[PageModel], source: Source) -> dict[str, It
 def _feature_evolutions(models: list[PageModel], data: str | None, root: Path | None) -> dict[str, dict[str, float]]:
     """Return F_k of every layer of each model, on the same random batches of test images."""
     source = open_test_images(models[0].model, data, root)
-    loaders = _same_image_loaders(models, source.subset(random_draws(len(source)).tolist()))
+    loaders = _same_image_loaders(models, source.subset(random_draw_indices(len(source)).tolist()))
     return {m.name: feature_evolution(m.model, images_on_device(loaders[m.name], m.model)) for m in models}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from cyclopts import Parameter
 
-from isomorph.analysis import Trajectory
+from isomorph.analysis import GatingHistory
 from isomorph.cli.app import Device, Json, WholeNumber, app, check_limits, spinner
 from isomorph.cli.page_output import page_footer, save_figures_and_print
 from isomorph.data.formats.registry import open_source
@@ -25,7 +25,7 @@ from isomorph.training.history import attention_history, run_cost
 Along = Literal["nonlocality", "entropy"]
 
 
-def gating_histories(folders: Iterable[Path], logs: Iterable[RunLog]) -> dict[str, Trajectory]:
+def gating_histories(folders: Iterable[Path], logs: Iterable[RunLog]) -> dict[str, GatingHistory]:
     """Return gates, centres and spans along each run that saved a model with gated layers; other runs are left out.
 
     Checkpoints that cannot be read are added to the problems of the run's log.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from isomorph.analysis import attention_entropy, attention_spans, gates, logit_stats, nonlocality
-from isomorph.analysis.evolution import DRAWN, DRAWS
+from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation.cost_tables import cost_table, static_cost
 from isomorph.report.attention_viewer import PageImage, ViewerModel, build_viewer
@@ -192,7 +192,7 @@ class AnalyzeOptions:
 
 EVOLUTION_TEXT = (
     "F_k = CKA(f_k, f_out) / CKA(f_in, f_out) of the output of layer k: 1 at the first layer, higher where features "
-    f"are closer to the last ones (Refiner eq. 2). Linear CKA of {DRAWN} random test images, mean of {DRAWS} draws."
+    f"are closer to the last ones (Refiner eq. 2). Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
 )
 
 

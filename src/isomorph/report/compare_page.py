@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isomorph.analysis import Trajectory
+from isomorph.analysis import GatingHistory
 from isomorph.errors import UserError
 from isomorph.report.accuracy_cost import AccuracyPoint, accuracy_charts, points_table
 from isomorph.report.attention_history import MeasureHistories, head_range_line, history_panels
@@ -208,7 +208,7 @@ def _recipe_differences(logs: Sequence[RunLog]) -> Table:
     return [["field", *(log.name for log in logs)], *rows]
 
 
-def _gating_charts(gating: Mapping[str, Trajectory]) -> list[Chart]:
+def _gating_charts(gating: Mapping[str, GatingHistory]) -> list[Chart]:
     """Return charts of gates, spans and centres along each run, a line or colour for each layer.
 
     A run with one saved model has a chart of its centres only.
@@ -230,7 +230,7 @@ def centre_paths(centres: Tensor) -> list[list[tuple[float, float]]]:
     return [[(row, column) for row, column in path] for path in heads]
 
 
-def _centreless_text(history: Trajectory) -> str:
+def _centreless_text(history: GatingHistory) -> str:
     """Return a sentence on the heads that have no centre at the end; empty where all have one."""
     count = sum(
         int((spans[-1].isnan() & ~history.gates[name][-1].isnan()).sum()) for name, spans in history.spans.items()
@@ -240,7 +240,7 @@ def _centreless_text(history: Trajectory) -> str:
     )
 
 
-def _gating_section(gating: Mapping[str, Trajectory]) -> list[Section]:
+def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     """Return the section of gates, spans and centres; none for runs without gated layers."""
     charts = _gating_charts(gating)
     if not charts:
@@ -292,7 +292,7 @@ def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
 
 def compare_sections(
     logs: Sequence[RunLog],
-    gating: Mapping[str, Trajectory] | None = None,
+    gating: Mapping[str, GatingHistory] | None = None,
     histories: MeasureHistories | None = None,
     images: str = "",
     points: Sequence[AccuracyPoint] = (),

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.capture import Frame, observe
-from isomorph.analysis.captured import Applied
-from isomorph.analysis.token_grid import Places, image_grid, places
+from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.applied_attention import AppliedAttention
+from isomorph.analysis.token_grid import TokenGrid, image_grid, find_token_grid
 from isomorph.analysis.windows import Windows, attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
@@ -37,7 +37,7 @@ class LayerMaps:
     """
 
     name: str
-    where: Places
+    where: TokenGrid
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
     windows: Windows | None = None
@@ -96,7 +96,7 @@ def round_rows(maps: Tensor) -> tuple[Tensor, Tensor]:
     return levels, torch.stack([low, high], -1)
 
 
-def drop_padded_keys(maps: Tensor, where: Places) -> Tensor:
+def drop_padded_keys(maps: Tensor, where: TokenGrid) -> Tensor:
     """Return the maps without keys in the padding. Shape: (B, nh, Q, prefix + Nk) -> (B, nh, Q, prefix + H W)"""
     (height, width), (ph, pw) = where.keys, where.padding
     grid = maps[..., where.prefix :].unflatten(-1, where.keys)[..., ph : height - ph, pw : width - pw]
@@ -114,15 +114,15 @@ def capture_layer_maps(
     problems: dict[str, str] = {}
     grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
 
-    def read_layer(frame: Frame, applied: Applied) -> LayerMaps | None:
+    def read_layer(frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
         try:
             maps, windows = applied.map().float(), windows_of.get(frame.name)
             if windows and len(maps) == len(batch) * len(windows.members):
-                where, maps = Places(windows.grid, windows.grid), windows.on_grid(maps)
+                where, maps = TokenGrid(windows.grid, windows.grid), windows.on_grid(maps)
             elif len(maps) != len(batch):
                 raise UserError(f"it attends in {len(maps) // len(batch)} windows per image of unknown position")
             else:
-                where = places(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+                where = find_token_grid(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
                 maps, windows = drop_padded_keys(maps, where), None
         except UserError as error:
             problems[frame.name] = str(error)
@@ -131,7 +131,7 @@ def capture_layer_maps(
         return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows)
 
     try:
-        return observe(model, batch, read_layer, "*" if layers is None else layers), problems
+        return capture_attention(model, batch, read_layer, "*" if layers is None else layers), problems
     except UserError:
         if layers is not None:
             raise

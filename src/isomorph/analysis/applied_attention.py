@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention
 
-ENTRIES_AT_ONCE = 2**22
+MAX_MAP_ENTRIES = 2**22
 """Entries of a layer's maps that are formed at the same time where only a summary of them is wanted."""
 
 
-class Applied(Protocol):
+class AppliedAttention(Protocol):
     """Attention as a layer applies it; `logits` is what its softmax is given, where that is known."""
 
     @property
@@ -35,12 +35,12 @@ class Applied(Protocol):
         ...
 
 
-def images_at_once(heads: int, queries: int, keys: int) -> int:
+def images_per_chunk(heads: int, queries: int, keys: int) -> int:
     """Images whose maps may exist together: at least one."""
-    return max(ENTRIES_AT_ONCE // max(heads * queries * keys, 1), 1)
+    return max(MAX_MAP_ENTRIES // max(heads * queries * keys, 1), 1)
 
 
-def _part_of(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
+def _select_images(tensor: Tensor | None, start: int, stop: int) -> Tensor | None:
     """Some images' share of a tensor that may be the same for all."""
     return tensor if tensor is None or tensor.ndim < 4 or len(tensor) == 1 else tensor[start:stop]
 
@@ -85,16 +85,16 @@ class Scores(NamedTuple):
     def images(self, start: int, stop: int) -> "Scores":
         """Those of some images."""
         k = None if self.k is None else self.k[start:stop]
-        return Scores(self.q[start:stop], k, _part_of(self.bias, start, stop))
+        return Scores(self.q[start:stop], k, _select_images(self.bias, start, stop))
 
     def pieces(self) -> Iterator[Tensor]:
         """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
-        count = images_at_once(self.q.shape[1], *self.shape)
+        count = images_per_chunk(self.q.shape[1], *self.shape)
         for start in range(0, len(self.q), count):
             yield self.images(start, start + count).map()
 
 
-class Formed(NamedTuple):
+class FormedMap(NamedTuple):
     """A map that the forward has formed, and the logits of the softmax it came from, where they were seen."""
 
     maps: Tensor
@@ -110,10 +110,10 @@ class Formed(NamedTuple):
 
     def pieces(self) -> Iterator[Tensor]:
         """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
-        yield from self.maps.split(images_at_once(*self.maps.shape[1:]))
+        yield from self.maps.split(images_per_chunk(*self.maps.shape[1:]))
 
 
-class HandedOut(NamedTuple):
+class MethodMap(NamedTuple):
     """The map of a layer that has a method `attention`, called as the layer was; formed on demand."""
 
     layer: Any
@@ -130,7 +130,7 @@ class HandedOut(NamedTuple):
         """Shape: -> (B, nh, Nq, Nk)"""
         return self.layer.attention(*self.args, **self.kwargs)
 
-    def images(self, start: int, stop: int) -> "HandedOut":
+    def images(self, start: int, stop: int) -> "MethodMap":
         """That of some images: of all tensors that are given for each image."""
         count = len(self.args[0])
 
@@ -139,13 +139,13 @@ class HandedOut(NamedTuple):
             return value[start:stop] if each else value
 
         kwargs = {name: part(value) for name, value in self.kwargs.items()}
-        return HandedOut(self.layer, tuple(map(part, self.args)), kwargs)
+        return MethodMap(self.layer, tuple(map(part, self.args)), kwargs)
 
     def pieces(self) -> Iterator[Tensor]:
         """The map of some images after that of others. Shape: (b, nh, Nq, Nk) each"""
         first = self.images(0, 1).map()
         yield first
-        count = images_at_once(*first.shape[1:])
+        count = images_per_chunk(*first.shape[1:])
         for start in range(1, len(self.args[0]), count):
             yield self.images(start, start + count).map()
 
@@ -160,7 +160,7 @@ def scores(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Scores:
 
 
 @scores.register
-def plain(
+def _timm_scores(
     layer: Attention, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, *_: Any, **__: Any
 ) -> Scores:
     """timm's Attention, of which others of ours are made, masks included. Shape: x (B, N, C)"""
@@ -170,7 +170,7 @@ def plain(
 
 
 @scores.register
-def relative(layer: RelativeAttention, x: Tensor) -> Scores:
+def _relative_scores(layer: RelativeAttention, x: Tensor) -> Scores:
     """Shape: x (B, H, W, C)"""
     q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
     after = isinstance(layer, PostRelativeAttention)
@@ -178,26 +178,26 @@ def relative(layer: RelativeAttention, x: Tensor) -> Scores:
 
 
 @scores.register
-def gated(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
+def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
     """The content half. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
     return Scores(q * q.shape[-1] ** -0.5, k)
 
 
 @scores.register
-def gated_on_maps(layer: GPSA2d, x: Tensor) -> Scores:
+def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
     """The content half, the padding among its keys. Shape: x (B, C, H, W)"""
     q, keys = layer.queries_padded_keys(x)
     return Scores(q * q.shape[-1] ** -0.5, keys)
 
 
 @scores.register
-def positional(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
+def _psa_scores(layer: PSA, x: Tensor, grid_size: tuple[int, int] | None = None) -> Scores:
     """Content and position, as its softmax is given them. Shape: x (B, N, C)"""
     q, k = layer.queries_keys(x)
     return Scores(q * q.shape[-1] ** -0.5, k, layer.position_bias(x, grid_size).to(q.dtype))
 
 
-def hands_out_map(layer: nn.Module) -> bool:
+def has_attention_method(layer: nn.Module) -> bool:
     """Whether the layer has a method `attention`."""
     return callable(getattr(type(layer), "attention", None))
