@@ -11,7 +11,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.errors import UserError
-from isomorph.models.vit_cfg import check_heads, check_image_size, parse_sizes, require_images
+from isomorph.models.vit_cfg import check_heads, check_whole_patches, parse_sizes, require_images
 
 # Both read sizes, so torch.fx must call them rather than trace into them; timm wraps them in its own modules only.
 torch.fx.wrap("require_images")
@@ -158,7 +158,7 @@ class BlockwiseViT(VisionTransformer):
         if isinstance(patch_size, int):
             patch_size = (patch_size, patch_size)
         embed = self.patch_embed
-        check_image_size(
+        check_whole_patches(
             *parse_sizes(img_size or embed.img_size, patch_size or embed.patch_size), padded=embed.dynamic_img_pad
         )
         super().set_input_size(img_size, patch_size)

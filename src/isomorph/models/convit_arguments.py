@@ -6,7 +6,7 @@ from typing import Any
 from timm.layers import Attention
 
 from isomorph.errors import UserError
-from isomorph.models.vit_cfg import check_heads, check_image_size, parse_sizes
+from isomorph.models.vit_cfg import check_heads, check_whole_patches, parse_sizes
 
 REPLACED_ARGUMENTS = {
     "pos_embed": "set use_pos_embed instead",
@@ -34,7 +34,7 @@ def check_arguments(local_up_to_layer: int, locality_strength: float, gate: floa
     size, patch = parse_sizes(kwargs.get("img_size", 224), kwargs.get("patch_size", 16))
     if kwargs.get("dynamic_img_pad") and min(patch) > 0:
         size = (size[0] - size[0] % patch[0], size[1] - size[1] % patch[1])
-    check_image_size(size, patch, padded=False)
+    check_whole_patches(size, patch, padded=False)
     depth, heads, dim = kwargs.get("depth", 12), kwargs.get("num_heads", 12), kwargs.get("embed_dim", 768)
     for name, instead in REPLACED_ARGUMENTS.items():
         if name in kwargs:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.models.blockwise import BlockwiseViT
-from isomorph.models.vit_cfg import check_heads, check_image_size
+from isomorph.models.vit_cfg import check_heads, check_whole_patches
 from isomorph.surgery.grid_hooks import GRID_LAYERS
 
 UNUSED_HEADS = ("head", "head_dist", "attn_pool")
@@ -20,7 +20,7 @@ UNUSED_HEADS = ("head", "head_dist", "attn_pool")
 
 
 class MaskSplit(NamedTuple):
-    """The patches that an encoder sees and those that it does not; as many of every image.
+    """A split of the patches into visible and hidden ones, with the same number visible in every image.
 
     Shape: visible (B, V) the indices of the visible patches; restore (B, N) the index of each patch in the order
     visible, then hidden; mask (B, N), 1 = hidden
@@ -218,7 +218,7 @@ class MaskedAutoencoder(nn.Module):
     def grid_of(self, size: tuple[int, ...]) -> tuple[int, int]:
         """Return the grid of patches for images of a height and width. Raises: UserError if the size does not fit."""
         stem = self.encoder.patch_embed
-        check_image_size(size, self.patch_size, padded=False)
+        check_whole_patches(size, self.patch_size, padded=False)
         if stem.strict_img_size and size != tuple(stem.img_size):
             own, given = ("x".join(map(str, s)) for s in (stem.img_size, size))
             raise UserError(f"the encoder takes images of {own}, not {given}; create it with dynamic_img_size=True")

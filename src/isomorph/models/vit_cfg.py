@@ -75,11 +75,11 @@ def require_images(x: Tensor, patch: tuple[int, int] | None = None, padded: bool
     if x.ndim != 4 or x.shape[2] < 1 or x.shape[3] < 1:
         raise UserError(f"images must have shape (B, in_chans, height, width), not {tuple(x.shape)}")
     if patch:
-        check_image_size((x.shape[2], x.shape[3]), patch, padded)
+        check_whole_patches((x.shape[2], x.shape[3]), patch, padded)
     return x
 
 
-def check_image_size(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
+def check_whole_patches(size: tuple[int, ...], patch: tuple[int, ...], padded: bool) -> None:
     """Check an image size. Raises: UserError if it is below the patch size, or not a multiple of it unless `padded`."""
     (height, width), (ph, pw) = size, patch
     if min(ph, pw) < 1 or height < 1 or width < 1:

@@ -35,7 +35,7 @@ TABLE_2 = {
 LEARNED_GATES: dict[str, Any] = {}
 FIXED_GATES = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.gate"])
 FROZEN_ATTENTION = dict(kwargs=dict(gate=0.0), freeze=[f"{GPSA_LAYERS}.*"])
-# row of Table 3: what differs from ConViT-S+, convolutional at birth, top-1 on all and on 10% of the data
+# row of Table 3: what differs from ConViT-S+, initialised as convolution, top-1 on all and on 10% of the data
 TABLE_3: dict[str, tuple[dict[str, Any], bool, str, str]] = {
     "a": (LEARNED_GATES, True, "82.2", "59.7"),
     "b": (FIXED_GATES, True, "82.0", "57.4"),

@@ -143,7 +143,7 @@ TABLE_7: dict[str, tuple[int, float, str, str, str]] = {
 L; with calibration, 1.13, Table 5 has 85.98 at 448 (`isomorph evaluate --rfc 1.13`)."""
 
 
-DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
+RELEASED_DROP_PATH = {"s": (0.1, 0.2), "m": (0.2, 0.25), "l": (0.2, 0.25)}
 """Drop path of the released scripts, without and with label maps. The script for L without them was later replaced by
 one that evaluates at 448; its earlier value is used."""
 
@@ -158,7 +158,7 @@ def _as_released(letter: str, maps: bool, **more: Any) -> dict[str, Any]:
     similarity = dict(map_similarity=dict(weight=0.1, pairs=12 if maps else 2))
     kwargs, source = ({}, "label maps") if maps else (dict(dense_head=False), "the images' labels")
     top1 = TABLE_7[letter][2] if maps else ""
-    setting = dict(drop_path=DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
+    setting = dict(drop_path=RELEASED_DROP_PATH[letter][maps], ema=0.99996, **tokens, **similarity, **more)
     recipe = _recipe(f"refined_vit_{letter}_released", kwargs, RELEASED, f"code, with {source}", top1, **setting)
     expected = f"not published; {TABLE_7[letter][2]} is taken to be of the script with label maps"
     return recipe if maps else recipe | dict(expected=expected)
