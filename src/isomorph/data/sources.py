@@ -173,7 +173,7 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
 
     >>> source = iso.data.open_source("digits", "train")
     >>> len(source), len(iso.data.class_fraction(source, 0.1))
-    (1347, 131)
+    (1347, 129)
     """
     if not 0 < fraction <= 1:
         raise UserError(f"fraction {fraction} is not in (0, 1]")
