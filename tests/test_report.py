@@ -426,7 +426,7 @@ class TestRobustness:
         results, _, problems = read_results([path], {"net": "net"})
         assert results == whole.cells
         assert not whole.problems
-        assert problems == ["a.jsonl: its last line is cut short and is left out."]
+        assert problems == ["a.jsonl: its last line is incomplete and is left out."]
 
     def test_two_models_side_by_side(self, tmp_path):
         paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", 3, model="other")]
@@ -449,7 +449,7 @@ class TestRobustness:
     def test_what_is_no_result(self, tmp_path, text):
         if text is not None:
             (tmp_path / "a.jsonl").write_text(text)
-        with pytest.raises(iso.UserError, match="isomorph robustness writes"):
+        with pytest.raises(iso.UserError, match="a result file of isomorph robustness"):
             read_results([tmp_path / "a.jsonl"], {"net": "net"})
 
     def test_a_file_without_a_cell(self, tmp_path):
@@ -794,7 +794,7 @@ class TestCommands:
             "analyze cnn.safetensors --image b.png": "b.png cannot be read as an image",
             "analyze cnn.safetensors --image c.png": "image c.png does not exist",
             "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
-            "analyze cnn.safetensors --image a.png --robustness x.jsonl": "no results x.jsonl",
+            "analyze cnn.safetensors --image a.png --robustness x.jsonl": "cannot read results x.jsonl",
             "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
             "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
             "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",

@@ -246,16 +246,16 @@ def test_another_models_file_is_refused(net, tmp_path):
     assert "\n" not in str(caught.value)
     with pytest.raises(
         iso.UserError,
-        match=r"holds cells of .* with data: 12 images of 10 classes, not 13 images of 10 classes as of this",
+        match=r"holds cells of .* with data: 12 images of 10 classes, not 13 images of 10 classes as for",
     ):
         iso.robustness(net, source_of(13), **one)
     nn.init.zeros_(net.conv1.weight)
     before = out.read_text()
-    with pytest.raises(iso.UserError, match=r"holds cells of .*, whose weights are others; give another"):
+    with pytest.raises(iso.UserError, match=r"holds cells of .* with other weights; give another"):
         iso.robustness(net, source, **one)
     assert out.read_text() == before
     out.write_text("not cells\n")
-    with pytest.raises(iso.UserError, match="is not a file of robustness cells"):
+    with pytest.raises(iso.UserError, match="is not a result file of isomorph robustness"):
         iso.robustness(net, source, **one)
     with pytest.raises(iso.UserError, match=r"cannot read .*: Is a directory"):
         iso.robustness(net, source, **{**one, "out": tmp_path})
@@ -313,7 +313,7 @@ def test_a_baseline_in_either_form(net, tmp_path, as_json):
     others.images = others.images[::-1]
     with pytest.raises(iso.UserError, match=r"with other images \(12 images of 10 classes, as here\), .* with these;"):
         iso.robustness(net, others, **options)
-    with pytest.raises(iso.UserError, match=r"no results .*none"):
+    with pytest.raises(iso.UserError, match=r"cannot read results .*none"):
         iso.robustness(net, source, **FEW, baseline=tmp_path / "none")
     with pytest.raises(iso.UserError, match=r"was measured with seed 0, .* with 4;"):
         iso.robustness(net, source, **options, seed=4)
@@ -551,7 +551,7 @@ def test_the_command(tmp_path, data_root, capsys):
     assert len(err.strip().splitlines()) == 1
     assert "give another --out" in err
     code, out, err = run("--out", cells)
-    assert "4 cells had been measured before" in out
+    assert "4 cells were read from --out" in out
     code, out, err = run("--no-pretrained")
     assert "cifar_resnet20 (random weights)" in out
     assert run("--no-pretrained")[1] == out  # random, but the same at every call

@@ -74,7 +74,8 @@ def evaluate_suites(
     >>> folder.mkdir(parents=True)
     >>> Image.new("RGB", (32, 32)).save(folder / "1.png")
     >>> model = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-    >>> rows = iso.suites.evaluate_suites(model, "imagenet", root="data", partial=True)
+    >>> sweep = iso.suites.Sweep(sizes=[(32, 32)])
+    >>> rows = iso.suites.evaluate_suites(model, "imagenet", root="data", partial=True, sweep=sweep)
     >>> [(row["suite"], row["images"]) for row in rows]
     [('imagenet', 1)]
     """

@@ -1,4 +1,4 @@
-"""The file of finished cells: whose they are on the first line, then a line a cell."""
+"""Result files of robustness: the identity of the evaluation on the first line, then one finished cell per line."""
 
 import hashlib
 import json
@@ -16,27 +16,27 @@ from isomorph.suites.robustness.scores import Cell, Cells, inputs_line
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
-"""What two models' results must share to be compared."""
+"""Keys that must be equal in two results for a comparison."""
 _KEY_WORDS = {"version": "corruptions of version", "source": "data:"}
-"""What these are called where they differ."""
+"""Words for keys in messages about differing results."""
 _PARSE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
-"""Errors of reading a file that holds no results."""
+"""Errors raised on reading a file that does not hold results."""
 
 
 def weights_hash(model: nn.Module) -> str:
-    """What tells a model's weights from others: names and bytes of all that its state holds."""
-    known = hashlib.sha256()
+    """Return a hash of the names, types, shapes and bytes of a model's state."""
+    digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        kept = tensor.detach().cpu().contiguous()
-        known.update(f"{name} {kept.dtype} {tuple(kept.shape)}".encode())
-        known.update(kept.flatten().view(torch.uint8).numpy().data if kept.numel() else b"")
-    return known.hexdigest()[:16]
+        values = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}".encode())
+        digest.update(values.flatten().view(torch.uint8).numpy().data if values.numel() else b"")
+    return digest.hexdigest()[:16]
 
 
 class CellFile:
-    """Cells of one model on one source, appended as they finish; in memory only without a path.
+    """The finished cells of one evaluation, appended to a file one by one; in memory only if `path` is None.
 
-    Raises: UserError when the file holds another model's or source's cells, or is something else.
+    Raises: UserError when the file holds cells of another model or other images, or is not a result file.
     """
 
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
@@ -45,10 +45,10 @@ class CellFile:
         if path is None:
             return
         if path.exists() and path.stat().st_size:
-            found, cells, whole = _read_cell_file(path)
-            _check_same_model(path, found, self.identity)
+            saved_identity, cells, complete = _read_cell_file(path)
+            _check_same_model(path, saved_identity, self.identity)
             self.cells.update(cells)
-            os.truncate(path, whole)  # a line cut short by a kill
+            os.truncate(path, complete)  # drops a last line that a killed process left incomplete
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,12 +57,13 @@ class CellFile:
         self.append({"kind": _KIND, **self.identity})
 
     def add(self, corruption: str, severity: int, metrics: Mapping[str, Any]) -> None:
-        """Keeps a finished cell, and has it on disk before returning."""
+        """Add a finished cell and flush it to disk."""
         cell = {"corruption": corruption, "severity": severity, **metrics}
         self.cells[corruption, severity] = cell
         self.append(cell)
 
     def append(self, line: Mapping[str, Any]) -> None:
+        """Append a line of JSON and flush it to disk. Raises: UserError when the file cannot be written."""
         if self.path is None:
             return
         try:
@@ -75,48 +76,46 @@ class CellFile:
 
 
 def _read_cell_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
-    """Identity, cells, and how many bytes of the file are whole lines.
+    """Return the identity, the cells, and the number of bytes in complete lines.
 
-    Raises: UserError when it is no such file, or damaged before its last line.
+    Raises: UserError when the file is not a result file, or damaged before its last line.
     """
     try:
         block = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    whole = block.rfind(b"\n") + 1
+    complete = block.rfind(b"\n") + 1
     try:
-        first, *others = [json.loads(line) for line in block[:whole].splitlines()]
+        first, *others = [json.loads(line) for line in block[:complete].splitlines()]
         if first.pop("kind") != _KIND:
             raise ValueError
-        return _parse_identity(first), _cells_by_key(others), whole
+        return _parse_identity(first), _cells_by_key(others), complete
     except _PARSE_ERRORS:
-        raise UserError(
-            f"{path} is not a file of robustness cells, or is damaged; isomorph robustness writes them"
-        ) from None
+        raise UserError(f"{path} is not a result file of isomorph robustness, or is damaged") from None
 
 
 def _cells_by_key(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
-    """Cells by corruption and severity, their numbers as such. Raises: one of NOT_RESULTS for what is none."""
+    """Return cells by corruption and severity. Raises: one of _PARSE_ERRORS for another line."""
     return {(str(line["corruption"]), int(line["severity"])): _parse_cell(line) for line in lines}
 
 
 def _parse_cell(line: Cell) -> Cell:
-    """A cell with its numbers as such. Raises: one of NOT_RESULTS for an accuracy or a count that is none."""
+    """Return a cell with its accuracy and count as numbers. Raises: one of _PARSE_ERRORS for an invalid one."""
     if not 0 <= float(line["top1"]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
         raise ValueError
     return {**line, "top1": float(line["top1"])} | ({"images": int(line["images"])} if "images" in line else {})
 
 
 def _parse_identity(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Whose results these are, and of which pictures. Raises: one of NOT_RESULTS where that is not said."""
-    told = {key: line[key] for key in ("weights", "data", "constants") if key in line}
-    return told | {key: line[key] for key in _IDENTITY_KEYS} | {"model": str(line["model"])}
+    """Return the model and the images of the results. Raises: one of _PARSE_ERRORS when they are missing."""
+    optional = {key: line[key] for key in ("weights", "data", "constants") if key in line}
+    return optional | {key: line[key] for key in _IDENTITY_KEYS} | {"model": str(line["model"])}
 
 
 def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
-    """Identity and cells, the clean one too, of a file written by --out, or of what --json printed.
+    """Return the identity and the cells, including the clean one, of an --out file or of --json output.
 
-    Raises: UserError when it is neither.
+    Raises: UserError when the file is neither.
     """
     try:
         result = json.loads(path.read_text())
@@ -124,14 +123,14 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         cells = _cells_by_key([*result["cells"], *([clean] if clean else [])])
         return _parse_identity(result), cells
     except OSError as error:
-        raise UserError(f"no results {path}: {error.strerror}; isomorph robustness writes them") from None
+        raise UserError(f"cannot read results {path}: {error.strerror}; give a file of isomorph robustness") from None
     except _PARSE_ERRORS:
-        identity, found, _ = _read_cell_file(path)
-        return identity, found
+        identity, saved_cells, _ = _read_cell_file(path)
+        return identity, saved_cells
 
 
 class Results(NamedTuple):
-    """Top-1 (%) of models by cell, in words what was measured, and what is missing, a line each."""
+    """Top-1 (%) of every model by cell, a description of the images, and problems, one per line."""
 
     cells: dict[str, dict[tuple[str, int], float]]
     measured: str
@@ -139,9 +138,9 @@ class Results(NamedTuple):
 
 
 def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
-    """The results of models in files, in the order of the models: {name: `weights_hash`}.
+    """Read the results of models, given as {name: `weights_hash`}, from files; in the order of the models.
 
-    Raises: UserError when a file is no result, has no cell, is none of the models', or was measured on other pictures
+    Raises: UserError when a file is not a result, has no cell, is of another model, or was measured on other images
     than the first.
     """
     found: dict[str, dict[tuple[str, int], float]] = {}
@@ -149,46 +148,46 @@ def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
     for path in paths:
         identity, cells = read_result(path)
         if not set(cells) - {(CLEAN, 0)}:
-            raise UserError(f"{path} has no finished cell yet; call isomorph robustness with it again")
+            raise UserError(f"{path} has no finished cell; run isomorph robustness with this --out again")
         identities.append(identity)
         check_same_inputs(str(path), identity, identities[0])
         owners = [name for name, weights in models.items() if weights == identity.get("weights") and name not in found]
         if not owners:
-            whose = f"{path} holds the results of {identity['model']}, with other weights than "
-            raise UserError(f"{whose}{' and '.join(models)}; give a file for each model, once")
+            description = f"{path} holds the results of {identity['model']}, with other weights than "
+            raise UserError(f"{description}{' and '.join(models)}; give one file per model")
         found[owners[0]] = {key: cell["top1"] for key, cell in cells.items()}
         measured = measured or inputs_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
         block = path.read_bytes()
         if block.startswith(b'{"kind"') and not block.endswith(b"\n"):
-            problems.append(f"{path.name}: its last line is cut short and is left out.")
+            problems.append(f"{path.name}: its last line is incomplete and is left out.")
     return Results({name: found[name] for name in models if name in found}, measured, problems)
 
 
-def _check_same_model(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises: UserError when a file's cells are another model's or were measured otherwise."""
-    if "weights" in wanted and found.get("weights") != wanted["weights"]:
-        raise UserError(f"{path} holds cells of {found.get('model')}, whose weights are others; give another --out")
-    there, here = _describe_differences(found, wanted)
+def _check_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise UserError if the cells of a file are of another model, or were measured on other images."""
+    if "weights" in wanted and saved.get("weights") != wanted["weights"]:
+        raise UserError(f"{path} holds cells of {saved.get('model')} with other weights; give another --out")
+    there, here = _describe_differences(saved, wanted)
     if there:
         raise UserError(
-            f"{path} holds cells of {found.get('model')} with {there}, not {here} as of this {wanted['model']}; "
+            f"{path} holds cells of {saved.get('model')} with {there}, not {here} as for {wanted['model']} now; "
             "give another --out"
         )
 
 
 def check_same_inputs(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raises: UserError when the results of a file are of other pictures."""
+    """Raise UserError if the results of a file were measured on other images."""
     there, here = _describe_differences(base, identity)
     if there:
         raise UserError(
-            f"{path} was measured with {there}, {identity.get('model')} with {here}; measure both on the same pictures"
+            f"{path} was measured with {there}, {identity.get('model')} with {here}; measure both on the same images"
         )
 
 
 def _describe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
-    """In words what two results do not share, as it is in the one and in the other; nothing where all is alike."""
+    """Return in words how two results differ: the values of the first and of the second; "" if they do not."""
     unlike = [key for key in _IDENTITY_KEYS if a.get(key) != b.get(key)]
-    # a hash of the images differs with their number, and a description with the size: the cause is what is said
+    # the hash of the images follows from their number, and the description from the size: report the cause only
     unlike = [key for key in unlike if key not in _dependent_keys(unlike)]
     if unlike == ["source"] and a.get("data") == b.get("data"):
         return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
@@ -201,12 +200,12 @@ def _describe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[s
 
 
 def _dependent_keys(unlike: Sequence[str]) -> list[str]:
-    """Keys that differ only because others do."""
+    """Return the keys that differ only because others do."""
     return ["source"] * bool({"limit", "pictures"} & set(unlike)) + ["pictures"] * ("size" in unlike)
 
 
 def _value_text(key: str, identity: Mapping[str, Any]) -> str:
-    """A value of a result's identity in words."""
+    """Return a value of a result's identity in words."""
     value = identity.get(key)
     if key == "limit" and value is None:
         return "none (all images)"

@@ -1,4 +1,4 @@
-"""From cells (corruption, severity, metrics) to the measures that are published of them."""
+"""Scores of a robustness evaluation: means over cells, mCE, and the gain over a baseline."""
 
 from collections.abc import Mapping, Sequence
 from statistics import mean
@@ -38,13 +38,13 @@ Source: ImageNet-C's authors (github hendrycks/robustness, issue 10: by severity
 torchvision's (issue 38).
 """
 ALEXNET_CLEAN = 43.478
-"""Its error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1, 56.522 right; the paper prints 43.5."""
+"""AlexNet's top-1 error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1, 56.522 right; the paper prints 43.5."""
 
 
 def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
-    """Accuracy by corruption, category and severity; mCE and relative mCE where they are defined.
+    """Return accuracy by corruption, category and severity, and mCE and relative mCE if they are defined.
 
-    Means by severity and over all are over the 15 corruptions of the suite; the extra ones stand by themselves.
+    Means by severity and over all use the 15 corruptions of the suite; the extra ones are a separate category.
     mCE = mean over corruptions of (sum over severities of error / the same of AlexNet): for 1000 classes at 224 px
     (`imagenet`) and all 75 cells. Relative mCE subtracts each net's clean error from both.
 
@@ -71,17 +71,17 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
 
 
 def _group_means(cells: Cells, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Mean top-1 of each group of corruptions, each by the mean over its severities; empty groups left out."""
-    found = {}
+    """Return the mean top-1 of each group of corruptions, over the means of their severities; omit empty groups."""
+    group_means = {}
     for group, names in groups.items():
         rows = [[cell["top1"] for (name, _), cell in cells.items() if name == member] for member in names]
         if any(rows):
-            found[group] = mean(mean(row) for row in rows if row)
-    return found
+            group_means[group] = mean(mean(row) for row in rows if row)
+    return group_means
 
 
 def _severity_means(cells: Cells) -> dict[int, float]:
-    """Mean top-1 over the suite's corruptions (over the extra ones where there are no others)."""
+    """Return the mean top-1 over the suite's corruptions by severity (over the extra ones if there are no others)."""
     chosen = [key for key in cells if key[0] in IMAGENET_C_CORRUPTIONS] or list(cells)
     return {
         severity: mean(cells[key]["top1"] for key in chosen if key[1] == severity)
@@ -90,37 +90,37 @@ def _severity_means(cells: Cells) -> dict[int, float]:
 
 
 def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
-    """Gain over a baseline on the cells that both have: points of top-1, and in per cent of the baseline's.
+    """Return the gain over a baseline on common cells, in points of top-1 and in per cent of the baseline's top-1.
 
-    `error_ratio` is the mCE with the baseline in AlexNet's place: mean over corruptions of error / its error (%).
+    `error_ratio` is the mCE with the baseline instead of AlexNet: mean over corruptions of error / its error (%).
 
     Source: T-CNN Fig. 3 (relative improvement by category and by severity)
-    Raises: UserError when they have no cell in common.
+    Raises: UserError when they have no common cell.
     """
     common = [key for key in cells if key in base]
     if not common:
-        raise UserError(f"the baseline {name} has none of these cells; measure both with the same options")
-    ours, theirs = ({key: kept[key] for key in common} for kept in (cells, base))
-    ours_found, theirs_found = (robustness_summary(kept, None, imagenet=False) for kept in (ours, theirs))
-    found: dict[str, Any] = {"model": name, "cells": len(common)}
+        raise UserError(f"the baseline {name} has none of these cells; evaluate both with the same options")
+    ours, theirs = ({key: own[key] for key in common} for own in (cells, base))
+    our_scores, their_scores = (robustness_summary(own, None, imagenet=False) for own in (ours, theirs))
+    gain: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
-        pairs = {key: (ours_found[view][key], theirs_found[view][key]) for key in ours_found[view]}
-        found[view] = {
+        pairs = {key: (our_scores[view][key], their_scores[view][key]) for key in our_scores[view]}
+        gain[view] = {
             key: {"points": a - b, "relative": 100 * (a - b) / b if b else None} for key, (a, b) in pairs.items()
         }
     ratios = [
-        (100 - top1) / (100 - theirs_found["by_corruption"][key])
-        for key, top1 in ours_found["by_corruption"].items()
-        if key in IMAGENET_C_CORRUPTIONS and theirs_found["by_corruption"][key] < 100
+        (100 - top1) / (100 - their_scores["by_corruption"][key])
+        for key, top1 in our_scores["by_corruption"].items()
+        if key in IMAGENET_C_CORRUPTIONS and their_scores["by_corruption"][key] < 100
     ]
     if ratios:
-        found["points"] = ours_found["mean_top1"] - theirs_found["mean_top1"]
-        found["error_ratio"] = 100 * mean(ratios)
-    return found
+        gain["points"] = our_scores["mean_top1"] - their_scores["mean_top1"]
+        gain["error_ratio"] = 100 * mean(ratios)
+    return gain
 
 
 def robustness_table(result: Mapping[str, Any]) -> list[list[str]]:
-    """Head, and a row of top-1 (%) by severity for each corruption, category and the whole, for a terminal."""
+    """Return a table of top-1 (%) by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
     gain, ce = result.get("against", {}), result.get("ce", {})
@@ -154,7 +154,7 @@ def robustness_table(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
-    """The gain over a baseline by severity, over the suite's corruptions: in points, and in per cent of its top-1."""
+    """Return rows with the gain over a baseline by severity: in points, and in per cent of its top-1."""
     rows = []
     for title, key in (("gain, points", "points"), ("gain, % of its", "relative")):
         found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
@@ -164,16 +164,16 @@ def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int)
 
 
 def inputs_line(result: Mapping[str, Any], images: int) -> str:
-    """Which pictures were shown, in words."""
-    said = (result["pictures"], result.get("constants"), f"{images:,} images, seed {result['seed']}")
-    return "; ".join(str(part) for part in said if part is not None)
+    """Return a line that describes the images of a result."""
+    parts = (result["pictures"], result.get("constants"), f"{images:,} images, seed {result['seed']}")
+    return "; ".join(str(part) for part in parts if part is not None)
 
 
 def summary_lines(result: Mapping[str, Any]) -> list[str]:
-    """What to say below the table, a line each."""
+    """Return the lines to print below the table."""
     lines = [inputs_line(result, result["images"])]
     if result.get("resumed"):
-        lines.append(f"{result['resumed']} cells had been measured before")
+        lines.append(f"{result['resumed']} cells were read from --out")
     if result["clean"]:
         lines.append(f"clean top-1 {result['clean']['top1']:.2f} %")
     if "mce" in result:
@@ -183,5 +183,5 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
     if "error_ratio" in (gain := result.get("against", {})):
         ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
-        lines.append(f"beside {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
+        lines.append(f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
     return lines
