@@ -16,9 +16,9 @@ from isomorph.layers import (
     SpatialAttention,
     attention_base,
 )
-from isomorph.layers.refined_attention import ReusedAttention
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.released_refiner import ReleasedDLA
+from isomorph.layers.reused_attention import ReusedAttention
 
 HEADS, DIM = 4, 12
 FORMS = {

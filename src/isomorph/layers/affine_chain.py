@@ -119,11 +119,14 @@ def collapse_chain(layers: Sequence[nn.Module], moments: Moments | None, start: 
     weight, scale, bias = None, None, start
     for layer, after in pairwise([*layers, None]):
         if isinstance(layer, nn.Linear | nn.Conv2d):
-            own = weight_matrix(layer)
-            weight = own if weight is None else own @ weight if scale is None else scaled_product(own, scale, weight)
+            matrix = weight_matrix(layer)
+            if weight is None:
+                weight = matrix
+            else:
+                weight = matrix @ weight if scale is None else scaled_product(matrix, scale, weight)
             # batch statistics subtract W c and b again: their gradient is 0, so skip the outer product for W
-            bias = matvec(own.detach() if uses_batch_statistics(after) else own, bias)
-            scale, bias = None, bias if layer.bias is None else bias + _shape_like_rows(layer.bias, own)
+            bias = matvec(matrix.detach() if uses_batch_statistics(after) else matrix, bias)
+            scale, bias = None, bias if layer.bias is None else bias + _shape_like_rows(layer.bias, matrix)
         elif layer is not None:
             scale, bias = apply_batchnorm(layer, weight, bias, moments)  # type: ignore[arg-type]
     return (weight if scale is None else weight * scale.unsqueeze(-1)), bias  # type: ignore[operator, return-value]

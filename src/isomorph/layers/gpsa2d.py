@@ -76,7 +76,7 @@ class _SoftColumns(torch.autograd.Function):
 class GPSA2d(nn.Module):
     """Self-attention that starts as a given k x k convolution and can learn to attend globally (T-CNN).
 
-    Each of the k*k heads stands for one tap of the convolution and keeps that tap's filter:
+    Each of the k*k heads stands for one tap of the convolution and has that tap's filter:
 
         y = sum_h A_h V weight_h + bias,    V = W_val x
 

@@ -169,10 +169,11 @@ class RefinedAttention(AttentionBase):
         """
         if not self.is_revertible:
             raise ValueError(
-                "it is part of a Refined-ViT and was not recast; create that model with ratio=0, kernel=0, share=0"
+                "this layer is part of a Refined-ViT and was not recast; "
+                "for plain attention create the model with ratio=0, kernel=0, share=0"
             )
         if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
-            raise ValueError("its projections are not linear layers any more; fuse the model first")
+            raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
         atol = max(atol, torch.finfo(self.qkv.weight.dtype).eps)
         plain = Attention(**attention_kwargs(self))
         copy_parts(self, plain)
@@ -323,36 +324,3 @@ class SpatialAttention(RefinedAttention):
 
     def num_probe_tokens(self) -> int:
         return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]
-
-
-class ReusedAttention(nn.Module):
-    """Attention that applies the maps of an earlier block, with values and a projection of its own.
-
-    y = proj(maps v). It saves the queries, keys and softmax of a block.
-
-    Shape: x (B, N, C), maps (B, H, N, N) -> (B, N, C)
-    Source: Refiner B.4, Table 13
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int = 8,
-        qkv_bias: bool = True,
-        proj_bias: bool = True,
-        proj_drop: float = 0.0,
-        **kind: Any,
-    ) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.v = nn.Linear(dim, dim, bias=qkv_bias, **kind)
-        self.proj = nn.Linear(dim, dim, bias=proj_bias, **kind)
-        self.proj_drop = nn.Dropout(proj_drop)
-
-    def forward(self, x: Tensor, maps: Tensor) -> Tensor:
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, H, N, hd)
-        return self.proj_drop(self.proj((maps @ v).transpose(1, 2).flatten(2)))
-
-    def attention(self, x: Tensor, maps: Tensor) -> Tensor:
-        """Return the attention map that `forward` applies: the given one. Shape: maps (B, H, N, N) -> (B, H, N, N)"""
-        return maps

@@ -183,16 +183,17 @@ class RelativeAttention(AttentionBase):
 
     def position_bias(self, grid_size: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return P for every pair of positions, from the cache where possible. Shape: -> (nh, N, N)"""
-        own = self.relative_bias
-        if self.training or not _can_cache(own):
+        table = self.relative_bias
+        if self.training or not _can_cache(table):
             return expand_table(self.resized_table(grid_size), grid_size).to(dtype)
-        on_cpu = own.device.type == "cpu"
-        version = None if on_cpu else storage_version(own)
-        key = (grid_size, dtype, own.dtype, own.device, torch.is_inference_mode_enabled(), version, _cuda_stream(own))
+        on_cpu = table.device.type == "cpu"
+        version = None if on_cpu else storage_version(table)
+        table_state = (table.dtype, table.device, version, _cuda_stream(table))
+        key = (grid_size, dtype, torch.is_inference_mode_enabled(), *table_state)
         cached = self.cached_bias  # read once: another thread may replace it at any time
-        if cached is None or not cached.matches(key, own):
+        if cached is None or not cached.matches(key, table):
             bias = expand_table(self.resized_table(grid_size), grid_size).to(dtype).detach()
-            cached = _CachedBias(key, own.detach().clone() if on_cpu else own, bias)
+            cached = _CachedBias(key, table.detach().clone() if on_cpu else table, bias)
             self.cached_bias = cached
         return cached.bias
 

@@ -70,8 +70,8 @@ class ReleasedAttention(Attention):
         Shape: x (B, N, C), maps (B, H, N, N) or None -> (B, H, N, N), (B, H, N, hd)
         """
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        own = torch.softmax((q * self.scale) @ k.mT, dim=-1)
-        return self.attn_drop(own if maps is None else own + maps * self.scale), v
+        content = torch.softmax((q * self.scale) @ k.mT, dim=-1)
+        return self.attn_drop(content if maps is None else content + maps * self.scale), v
 
     def forward(self, x: Tensor, maps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         maps, v = self.maps_and_values(x, maps)
