@@ -20,7 +20,7 @@ ImageTransform = Callable[[Image.Image], Image.Image]
 CLEAN = "clean"
 """Name of the images without corruption, at severity 0."""
 IMAGENET_C_CROP = dict(crop_pct=224 / 256, crop_mode="center", interpolation="bilinear")
-"""How ImageNet-C's files were cropped before corruption: shorter side to 256, bilinear, then the central 224 x 224."""
+"""The crop of ImageNet-C's files before corruption: shorter side to 256, bilinear, then the central 224 x 224."""
 
 
 def image_transform(config: Mapping[str, Any]) -> ImageTransform:
