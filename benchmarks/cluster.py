@@ -24,7 +24,7 @@ from isomorph.checkpoints.snapshot import (
 )
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import train_loader, train_transform
-from isomorph.data.sampler import TrainSampler, BatchOrder, BatchParts
+from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.distributed import Runtime
 from isomorph.evaluation.cost import count_parameters
 

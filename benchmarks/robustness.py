@@ -24,13 +24,19 @@ from timm.data import resolve_data_config
 
 import isomorph as iso
 from interleave import show, write
-from isomorph.data.corruptions.corrupt import EXTRA_CORRUPTIONS, IMAGENET_C_CORRUPTIONS, SEVERITIES, corrupt, corruption_seed
+from isomorph.data.corruptions.corrupt import (
+    EXTRA_CORRUPTIONS,
+    IMAGENET_C_CORRUPTIONS,
+    SEVERITIES,
+    corrupt,
+    corruption_seed,
+)
 from isomorph.data.corruptions.dataset import (
     IMAGENET_C_CROP,
     CorruptedImages,
     fingerprint,
-    image_transform,
     image_loader,
+    image_transform,
 )
 from isomorph.data.formats.registry import open_source
 from isomorph.suites.robustness.scores import summary_lines
@@ -52,7 +58,9 @@ class Before(CorruptedImages):
 
     def __getitem__(self, index):
         pixels = np.asarray(self.frame(self.source.image(index)))
-        seeds = (corruption_seed(self.corruption, severity, int(self.source.ids[index])) for severity in self.severities)
+        seeds = (
+            corruption_seed(self.corruption, severity, int(self.source.ids[index])) for severity in self.severities
+        )
         seen = [package(pixels, self.corruption, s, seed) for s, seed in zip(self.severities, seeds, strict=True)]
         return torch.from_numpy(np.stack(seen)).permute(0, 3, 1, 2), int(self.source.labels[index])
 
