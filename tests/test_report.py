@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from isomorph.evaluation.input_sizes import evaluation_config
 from matplotlib.colors import to_hex
 from PIL import Image
 
@@ -29,6 +28,7 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
 from isomorph.evaluation.cost import count_macs
+from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.report import (
     AnalyzeOptions,
     Bars,
@@ -752,7 +752,9 @@ class TestCommands:
         logs = read_run_logs([folder / "run"])
         found = gating_histories([folder / "run"], logs)
         section = compare_sections(logs, found)[-1]
-        late = GatingHistory(found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:]))
+        late = GatingHistory(
+            found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:])
+        )
         assert [chart.title for chart in compare_sections(logs, {"run": late})[-1].charts] == [
             "Centres at the end: run"
         ]

@@ -192,7 +192,8 @@ class AnalyzeOptions:
 
 EVOLUTION_TEXT = (
     "F_k = CKA(f_k, f_out) / CKA(f_in, f_out) of the output of layer k: 1 at the first layer, higher where features "
-    f"are closer to the last ones (Refiner eq. 2). Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
+    f"are closer to the last ones (Refiner eq. 2). Linear CKA of {DRAW_SIZE} random test images, "
+    f"mean of {NUM_DRAWS} draws."
 )
 
 

@@ -9,9 +9,9 @@ from torch import nn
 from isomorph.analysis.batches import batches
 from isomorph.analysis.cka import (
     CKA,
-    matching_batches,
     gram_matrices,
     hsic,
+    matching_batches,
     pool_features,
 )
 from isomorph.analysis.features import feature_layers
@@ -33,7 +33,10 @@ def pairwise_cka(models: Mapping[str, nn.Module], loaders: Mapping[str, Iterable
     layers = {name: feature_layers(model, None, 1) for name, model in models.items()}
     sums: dict[tuple[str, str], Any] = dict.fromkeys(pairs, 0.0)
     for several in matching_batches(zip(*(batches(loaders[name]) for name in names), strict=True)):
-        found = {name: gram_matrices(models[name], x, layers[name], pool_features) for name, x in zip(names, several, strict=True)}
+        found = {
+            name: gram_matrices(models[name], x, layers[name], pool_features)
+            for name, x in zip(names, several, strict=True)
+        }
         sums = {(a, b): total + hsic(found[a], found[b]) for (a, b), total in sums.items()}
     own = {name: sums[name, name].diagonal() for name in names}
     return {

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isomorph.analysis.capture import LayerCall, capture_attention
 from isomorph.analysis.applied_attention import AppliedAttention
-from isomorph.analysis.token_grid import TokenGrid, image_grid, find_token_grid
+from isomorph.analysis.capture import LayerCall, capture_attention
+from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import Windows, attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
