@@ -264,7 +264,7 @@ BAD = {
     ),
     "nothing to fuse": (["fuse", "{weights}", "--out", "x.safetensors"], "has nothing to fuse"),
     "fuse nothing": (["fuse", "none.safetensors"], "no checkpoint none.safetensors"),
-    "fuse no run": (["fuse", "images"], "no folder of a run with a snapshot"),
+    "fuse no run": (["fuse", "images"], "nor the folder of a run with a snapshot"),
     "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another file"),
     "fuse suffix": (["fuse", "few.safetensors", "--out", "few.pth"], "must end in .safetensors"),
     "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "--recalibrate must be at least 0"),

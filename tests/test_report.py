@@ -781,7 +781,7 @@ class TestCommands:
         monkeypatch.setattr("isomorph.training.history.newest_snapshot", lambda _: newest)
         logs = read_run_logs([folder / "run"])
         assert gating_histories([folder / "run"], logs)["run"].moments.tolist() == [1]
-        assert "no folder of a run with a snapshot" in logs[0].problems[-1]
+        assert "nor the folder of a run with a snapshot" in logs[0].problems[-1]
 
     def test_models_of_other_channels(self, folder, capsys):
         iso.save(timm.create_model("cifar_resnet20", in_chans=1), "grey.safetensors")

@@ -28,7 +28,7 @@ from isomorph.suites.robustness.scores import (
     ALEXNET_CLEAN,
     compare_to_baseline,
     robustness_summary,
-    robustness_table,
+    severity_table,
     summary_lines,
 )
 
@@ -185,14 +185,14 @@ def test_cells_are_what_evaluate_says(net):
     assert "unnormalised" in summary_lines(found)[-1]
     assert found["constants"] == "ImageNet-C's constants at every size, not CIFAR-10-C's milder ones"
     assert found["constants"] in summary_lines(found)[0]
-    assert [row[0] for row in robustness_table(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
+    assert [row[0] for row in severity_table(found)[1:4]] == ["gaussian_noise", "fog", "pixelate"]
 
 
 def test_a_part_of_the_suite_is_not_called_the_suite(net):
     found = iso.robustness(net, source_of(), corruptions=["fog", "speckle_noise"], severities=[1])
-    assert robustness_table(found)[-1][0] == "1 of the suite's 15"
+    assert severity_table(found)[-1][0] == "1 of the suite's 15"
     found = iso.robustness(net, source_of(), corruptions=["speckle_noise"], severities=[1])
-    assert [row[0] for row in robustness_table(found)[1:]] == ["speckle_noise", "extra"]
+    assert [row[0] for row in severity_table(found)[1:]] == ["speckle_noise", "extra"]
 
 
 def test_it_is_public():
@@ -273,7 +273,7 @@ def test_a_file_from_before_ece_is_read(net, tmp_path):
     again = iso.robustness(net, source, **both, out=out, baseline=out)
     assert ["ece" in cell for cell in again["cells"]] == [False, True, True, True]
     assert summary_lines(again)
-    assert robustness_table(again)
+    assert severity_table(again)
 
 
 def test_a_label_beyond_the_classes_is_refused(net):
@@ -555,7 +555,7 @@ def test_the_command(tmp_path, data_root, capsys):
     code, out, err = run("--no-pretrained")
     assert "cifar_resnet20 (random weights)" in out
     assert run("--no-pretrained")[1] == out  # random, but the same at every call
-    assert "leaves random weights" in run("--no-pretrained", "--weights", "x.safetensors")[2]
+    assert "asks for random weights" in run("--no-pretrained", "--weights", "x.safetensors")[2]
 
 
 @pytest.mark.parametrize("asked", [["--folder", "nowhere"], ["--suite", "cifar-c"], ["--suite", "other"]])
@@ -573,6 +573,6 @@ def test_gains_by_severity_are_rows():
     cells = [{"corruption": "fog", "severity": s, "top1": 50.0 - s} for s in (1, 2)]
     gain = {"by_severity": {1: {"points": 2.0, "relative": 4.0}, 2: {"points": -1.0, "relative": None}}, "points": 0.5}
     result = {"model": "net", "cells": cells, "against": gain, "by_corruption": {"fog": 48.5}, "by_category": {}}
-    rows = robustness_table(result | {"by_severity": {1: 49.0, 2: 48.0}, "mean_top1": 48.5})
+    rows = severity_table(result | {"by_severity": {1: 49.0, 2: 48.0}, "mean_top1": 48.5})
     assert rows[-2:] == [["gain, points", "+2.00", "-1.00", "", ""], ["gain, % of its", "+4.00", "", "", ""]]
     assert {len(row) for row in rows} == {5}

@@ -445,7 +445,7 @@ class TestCommand:
         assert capsys.readouterr().out.startswith("test_resnet (random weights)\n")
         for trained in ([weights], ["test_resnet", "--weights", weights]):
             assert run(["evaluate", *trained, *asked]) == 2
-            assert "--no-pretrained is for a timm model by its name" in capsys.readouterr().err
+            assert "--no-pretrained asks for random weights" in capsys.readouterr().err
 
     def test_cost_at_every_size(self, monkeypatch):
         from isomorph.suites.sweep import measure_costs

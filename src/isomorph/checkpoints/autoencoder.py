@@ -1,4 +1,4 @@
-"""Files of masked autoencoders, ours and published ones: one layout, the encoder's tensors under their own names."""
+"""Saving and loading masked autoencoders, in the layout of MAE's published files."""
 
 import json
 import re
@@ -20,14 +20,14 @@ from isomorph.models.masked_autoencoder import MaskedAutoencoder, sincos_pos_emb
 from isomorph.models.vit_cfg import unwrap_state_dict
 
 _DECODER_PREFIXES = ("decoder_", "mask_token")
-"""First words of the tensors that are not the encoder's."""
+"""Prefixes of the names of tensors outside the encoder."""
 
 
 def save_autoencoder(model: MaskedAutoencoder, path: str | Path) -> None:
-    """Writes encoder and decoder with all that rebuilds them, as one safetensors file, whole or not at all.
+    """Save encoder and decoder as one safetensors file, from which `load_autoencoder` rebuilds them.
 
-    The names are those of MAE's published files, so `load_weights` starts a `tdrl_vit_*` from it; to start any other
-    ViT write its encoder as well: `save(model.encoder, path)`.
+    Tensor names are those of MAE's published files, so `load_weights` loads the file into a `tdrl_vit_*`; for any other
+    ViT, save the encoder with `save(model.encoder, path)`. The file is written completely or not at all.
 
     Raises: UserError when the encoder cannot be rebuilt, or the file cannot be written.
     """
@@ -39,7 +39,7 @@ def save_autoencoder(model: MaskedAutoencoder, path: str | Path) -> None:
 def write_autoencoder(
     model: MaskedAutoencoder, encoder: dict[str, str], tensors: Mapping[str, Tensor], path: Path
 ) -> None:
-    """Writes the file from the encoder's header and the tensors by the model's names."""
+    """Write the file from the encoder's header and the model's tensors by name."""
     decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
     sizes = {**decoder, "mask": model.ratio, "normalise": model.normalise}
     state = {name.removeprefix("encoder."): tensor for name, tensor in tensors.items()}
@@ -54,12 +54,12 @@ def load_autoencoder(
     normalise: bool = True,
     **arguments: Any,
 ) -> MaskedAutoencoder:
-    """A masked autoencoder from a file by `save_autoencoder`, or from a published MAE checkpoint; in eval mode.
+    """Load a masked autoencoder from a file of `save_autoencoder`, or from a published MAE checkpoint; in eval mode.
 
-    A published one tells its tensors only: `encoder_name` is its encoder in timm (vit_base_patch16_224), `arguments`
-    are what else timm.create_model needs, `heads` are the decoder's. Its images are normalised as MAE's are, by
-    ImageNet's mean and deviation, unless the name has a tag that says otherwise. A file of ours knows all that by
-    itself.
+    A published checkpoint holds tensors only. Then `encoder_name` is its encoder in timm (vit_base_patch16_224),
+    `arguments` are further ones of timm.create_model, and `heads` is the decoder's number of heads. Images are
+    normalised with ImageNet's mean and deviation, as MAE's, unless the name has a tag with other values. A file of
+    `save_autoencoder` needs none of these.
 
     Raises: UserError when the file is missing, damaged, an encoder alone, or does not fit tensor for tensor.
     """
@@ -69,21 +69,21 @@ def load_autoencoder(
     _check_has_decoder(state, path)
     if "autoencoder" in header:
         if encoder_name:
-            raise UserError(f"{path} knows its encoder by itself; leave {encoder_name} out")
+            raise UserError(f"{path} names its encoder itself; leave {encoder_name} out")
         model = _rebuild_autoencoder(header, state, path)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
-        if "." not in encoder_name:  # else its pretrained_cfg is the one that was asked for
+        if "." not in encoder_name:  # a tag chooses another pretrained_cfg
             record_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         depth, width = _decoder_sizes(state, path)
         model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
     else:
-        raise UserError(f"{path} does not say what its encoder is; give its timm name, like vit_base_patch16_224")
+        raise UserError(f"{path} does not name its encoder; give its timm name, for example vit_base_patch16_224")
     return _load_tensors(model, state, path)
 
 
 def _check_has_decoder(state: dict[str, Any], path: Path) -> None:
-    """Raises: UserError when a checkpoint has no decoder."""
+    """Raise UserError if a checkpoint has no decoder."""
     if not any(name.startswith("decoder_blocks.") for name in state):
         raise UserError(
             f"{path} holds an encoder and no decoder; generic distillation (G2SD) aligns with features of the "
@@ -92,16 +92,16 @@ def _check_has_decoder(state: dict[str, Any], path: Path) -> None:
 
 
 def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Depth and width of the decoder, from its tensors. Raises: UserError when they are not those of MAE."""
-    found = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
+    """Return depth and width of the decoder from its tensors. Raises: UserError when they are not those of MAE."""
+    matches = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
     weight = state.get("decoder_embed.weight")
     if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is no checkpoint of MAE")
-    return 1 + max(int(match[1]) for match in found if match), len(weight)
+        raise UserError(f"{path} has decoder blocks but no decoder_embed.weight: it is not an MAE checkpoint")
+    return 1 + max(int(match[1]) for match in matches if match), len(weight)
 
 
 def _rebuild_autoencoder(header: dict[str, str], state: dict[str, Any], path: Path) -> MaskedAutoencoder:
-    """The autoencoder that a header describes, its weights not yet loaded."""
+    """Return the autoencoder that a header describes, without its weights."""
     parts = parse_header(header, path)
     model = build_checked(state, path, lambda: MaskedAutoencoder(rebuild(parts.base, parts.edits), **parts.autoencoder))
     record_data(model.encoder, parts.data)
@@ -109,7 +109,7 @@ def _rebuild_autoencoder(header: dict[str, str], state: dict[str, Any], path: Pa
 
 
 def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
-    """The model with every tensor of a file, strictly; in eval mode and the file's precision."""
+    """Load every tensor of a file into the model, strictly; return it in eval mode and the file's precision."""
     state = dict(state)
     _check_decoder_positions(model, state.pop("decoder_pos_embed", None), path)
     state = {
@@ -123,7 +123,7 @@ def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -
 
 
 def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
-    """Raises: UserError when a file's fixed positions are not sine-cosine: its decoder would see another grid."""
+    """Raise UserError if a file's position table is not sine-cosine, as the model's decoder uses that table."""
     if positions is None:
         return
     table = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)
@@ -135,4 +135,4 @@ def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor | None,
         )
     off = (positions[0, -len(table) :].to(table) - table).abs().max().item()
     if not (off < 1e-3 and torch.count_nonzero(positions[0, : -len(table)]) == 0):
-        raise UserError(f"the decoder_pos_embed of {path} is no sine-cosine table (off by {off:.2g}); MAE's is")
+        raise UserError(f"the decoder_pos_embed of {path} is not the sine-cosine table of MAE (off by {off:.2g})")

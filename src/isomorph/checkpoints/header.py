@@ -1,7 +1,7 @@
-"""The header of a checkpoint through one schema: types, names and sizes are checked before any of it is used.
+"""The schema of a checkpoint's header: types, names and sizes are checked before any of it is used.
 
-A header is text that anyone may have written. Whatever in it has another type than it should, or a size that no model
-has, is one line that names the file, the field, what it holds and what is allowed.
+A header may come from anyone. A value of another type, or a size that no model has, raises an error that names the
+file, the field, its value and what is allowed.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
 _MAX_BLOCKS = 1000
-"""Most blocks of a model."""
+"""Maximum number of blocks of a model."""
 _MAX_PART_LENGTH = 2**24
-"""Characters of one part of a header."""
+"""Maximum number of characters in one part of a header."""
 _BLOCK_COUNT_WORDS = ("depth", "layers", "blocks")
-"""Words in the names of arguments that count blocks."""
+"""Words in names of arguments that count blocks."""
 _WEIGHTS_ARGUMENT = "checkpoint_path"
-"""The argument of timm.create_model that reads another file."""
+"""Argument of timm.create_model that reads another file."""
 _MESSAGE_WIDTH = 60
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 _Size = Annotated[int, Field(ge=1, le=2**13)]
 _FiniteNumber = Annotated[float, Field(ge=-1e6, le=1e6)]
@@ -37,7 +37,7 @@ class _StrictModel(BaseModel):
 
 
 class _BaseSchema(_StrictModel):
-    """How timm creates the model that the edits start from: its name, and any further plain arguments."""
+    """The arguments of timm.create_model for the model before its edits."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue]
@@ -58,7 +58,7 @@ class _BaseSchema(_StrictModel):
 
 
 class _EditSchema(_StrictModel):
-    """One recast: the rule's name, its fields, and the names of the modules it rebuilt."""
+    """An edit: the rule's name, its fields, and the names of the modules it replaced."""
 
     rule: str
     fields: dict[str, JsonValue]
@@ -66,7 +66,7 @@ class _EditSchema(_StrictModel):
 
 
 class _DataSchema(_StrictModel):
-    """What images the model expects; `source` names the data set, `label_names` its classes."""
+    """The images that the model expects; `source` names the data set, `label_names` its classes."""
 
     input_size: tuple[_Size, _Size, _Size] | None = None
     mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
@@ -79,7 +79,7 @@ class _DataSchema(_StrictModel):
 
 
 class _DecoderSchema(_StrictModel):
-    """The decoder of a masked autoencoder, and what it learns from."""
+    """The decoder of a masked autoencoder, its mask ratio, and if its targets are normalised."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -91,7 +91,7 @@ class _DecoderSchema(_StrictModel):
 
 
 DATA_KEYS = tuple(_DataSchema.model_fields)
-"""What of a pretrained_cfg travels with the weights."""
+"""Keys of a pretrained_cfg that are saved with the weights."""
 _SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "base": TypeAdapter(_BaseSchema),
     "edits": TypeAdapter(Annotated[list[_EditSchema], Field(strict=True)]),
@@ -101,7 +101,7 @@ _SCHEMAS: dict[str, TypeAdapter[Any]] = {
 
 
 class Header(NamedTuple):
-    """What a header says, checked."""
+    """The checked parts of a header."""
 
     base: dict[str, Any]
     edits: tuple[Edit, ...]
@@ -110,9 +110,11 @@ class Header(NamedTuple):
 
 
 def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save") -> Header:
-    """The parts of a header as plain values of the right types. `whose` and `todo` are for messages.
+    """Return the parts of a header as plain values of the right types.
 
-    Raises: UserError for a part that is missing, or a field that has another type or size than it should.
+    `whose` and `todo` are the file or model, and the advice, in messages.
+
+    Raises: UserError for a missing part, or a field of another type or size.
     """
     try:
         return _parse_parts(header)
@@ -142,7 +144,7 @@ def _parse_part(name: str, text: str | None) -> Any:
 
 
 def _build_edit(edit: _EditSchema, place: str) -> Edit:
-    """The edit with its rule. Raises: UserError for a rule that is unknown, or fields that it does not take."""
+    """Return the edit with its rule. Raises: UserError for an unknown rule, or fields that it does not take."""
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
         raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
@@ -158,7 +160,7 @@ def _build_edit(edit: _EditSchema, place: str) -> Edit:
 
 
 def _describe_problems(error: ValidationError, part: str) -> str:
-    """The first problem of a part in words, and how many there are."""
+    """Return the first problem of a part in words, and the number of further ones."""
     first, *others = error.errors()
     field = ".".join([part, *map(str, first["loc"])])
     message = first["msg"].removeprefix("Value error, ")
@@ -174,13 +176,13 @@ def _describe_problems(error: ValidationError, part: str) -> str:
 
 
 def _shorten(value: object) -> str:
-    """A value for a message, in one line and cut short."""
+    """Return a value for a message, in one line of limited length."""
     text = repr(value)
     return text if len(text) <= _MESSAGE_WIDTH else text[: _MESSAGE_WIDTH - 3] + "..."
 
 
 def _max_magnitude(value: JsonValue) -> float:
-    """The largest number in a plain value, without its sign, or length of a list; NaN counts as infinite."""
+    """Return the largest absolute number or list length in a plain value; NaN counts as infinite."""
     if isinstance(value, Mapping):
         return max(map(_max_magnitude, value.values()), default=0)
     if isinstance(value, Sequence) and not isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Opening the model that the user named: a timm model, a checkpoint, or the folder of a run."""
+"""Opening a model by timm name, checkpoint, or folder of a run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,13 +23,14 @@ from isomorph.models import create, require_registered
 
 
 def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
-    """A model by timm name (with its public weights, those of a file, or none), a checkpoint by isomorph, or a run.
+    """Open a timm model by name, a checkpoint written by isomorph, or the model of a run by its folder; in eval mode.
 
-    `arguments` are further ones of timm.create_model, for a model by its name.
+    A timm model gets the weights of the file `weights`, else its public weights if `pretrained`, else random ones, and
+    `arguments` go to timm.create_model.
     """
     if is_checkpoint_or_run(name):
         if weights:
-            raise UserError(f"{name} is a trained model already; --weights goes with a model's name")
+            raise UserError(f"{name} has weights already; --weights applies to timm models by name")
         return open_trained(Path(name))
     require_registered(name)
     public = _pretrained_cfg(name)
@@ -44,7 +45,7 @@ def open_model(name: str, weights: Path | None = None, pretrained: bool = True, 
 
 
 def _pretrained_cfg(name: str) -> Any:
-    """What timm has of the weights of a registered model. Raises: UserError for a tag that it does not have."""
+    """Return timm's config of a model's public weights. Raises: UserError for an unknown tag."""
     try:
         return timm.get_pretrained_cfg(name)
     except RuntimeError:
@@ -54,22 +55,22 @@ def _pretrained_cfg(name: str) -> Any:
 
 
 def check_pretrained_option(name: str, weights: Path | None, pretrained: bool) -> None:
-    """Raises: UserError when a model that is to have random weights is given some."""
+    """Raise UserError if --no-pretrained, which asks for random weights, is combined with weights."""
     if not pretrained and (weights or is_checkpoint_or_run(name)):
-        raise UserError("--no-pretrained is for a timm model by its name, without --weights: it leaves random weights")
+        raise UserError("--no-pretrained asks for random weights; give a timm model by name and no --weights")
 
 
 def is_checkpoint_or_run(name: str) -> bool:
-    """Whether this names a checkpoint by isomorph or a run's folder, and no model of timm."""
+    """True if this is the path of a checkpoint or of a run's folder, and not the name of a timm model."""
     return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
 
 
 def open_trained(path: Path, averaged: bool = True) -> nn.Module:
-    """The model of a run as it is now: a checkpoint by isomorph, or a run's folder, mid-run or complete.
+    """Open a checkpoint written by isomorph, or the current model of a run by its folder; in eval mode.
 
-    Of masked pre-training, the encoder. `averaged`: the averaged weights, where the run has any.
+    For masked pre-training this is the encoder. With `averaged`, the averaged weights are used if the run has any.
 
-    Raises: UserError when nothing is there yet, it is damaged, or it does not fit.
+    Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
     if path.suffix == ".safetensors":
         return load(path)
@@ -77,7 +78,7 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")
     if found is None:
-        raise UserError(f"{path} is no checkpoint (.safetensors) and no folder of a run with a snapshot")
+        raise UserError(f"{path} is neither a checkpoint (.safetensors) nor the folder of a run with a snapshot")
     header = found.values["model"] or _read_run_header(path)
     tensors = read_snapshot(found.path)
     prefix = AVERAGED_PREFIX if averaged and any(name.startswith(AVERAGED_PREFIX) for name in tensors) else MODEL_PREFIX
@@ -92,9 +93,9 @@ def open_trained(path: Path, averaged: bool = True) -> nn.Module:
 
 
 def _newest_intact_snapshot(folder: Path) -> IntactSnapshot | None:
-    """The newest snapshot of a run. Raises: UserError when it is damaged: one before it is another model."""
+    """Return the newest snapshot of a run. Raises: UserError when it is damaged, as an older one is another model."""
     files = [path for name in ("model", "best") if (path := folder / f"{name}.safetensors").is_file()]
-    advice = f"name {files[0]} instead, or start the run again" if files else "start the run again"
+    advice = f"give {files[0]} instead, or resume the run" if files else "resume the run"
     try:
         found = newest_snapshot(folder)
     except DamagedSnapshot as error:
@@ -105,14 +106,14 @@ def _newest_intact_snapshot(folder: Path) -> IntactSnapshot | None:
 
 
 def _read_run_header(folder: Path) -> dict[str, str]:
-    """What rebuilds the model of a run whose snapshots do not say it. Raises: UserError when nothing does yet."""
+    """Return the header of a run whose snapshots have none. Raises: UserError when it has not been written yet."""
     if not (folder / "best.safetensors").is_file():
-        raise UserError(f"the run in {folder} has not been evaluated yet, and cannot be rebuilt before; let it resume")
+        raise UserError(f"the run in {folder} has no evaluated model yet; resume it until its first evaluation")
     return read_header(folder / "best.safetensors")
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:
-    """What precedes the names of the model's tensors in what a run trains: masked pre-training wraps an encoder."""
+    """Return the prefix of the model's tensor names in a run: masked pre-training wraps an encoder."""
     mask = recipe.get("mask")
     if not isinstance(mask, dict):
         return ""

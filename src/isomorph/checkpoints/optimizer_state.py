@@ -1,7 +1,7 @@
-"""The tensors of a run by name: weights, their averages, and what the optimiser keeps of every parameter.
+"""The tensors of a run by name: weights, averaged weights, and the optimiser's state of every parameter.
 
-Names, not places in a list: what belongs to a parameter stays with it when groups change, when other parameters come
-and go (a recast), and when processes share it out differently.
+State is stored by parameter name, not by index as in torch, so that it stays with its parameter when groups change,
+when a recast adds or removes parameters, and when parameters are sharded differently.
 """
 
 from typing import Any
@@ -14,17 +14,17 @@ MODEL_PREFIX, AVERAGED_PREFIX, OPTIMIZER_PREFIX, GROUP_PREFIX = "model.", "ema."
 
 
 def model_tensors(model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Parameters and buffers by prefixed name."""
+    """Return parameters and buffers by prefixed name."""
     return {f"{prefix}{name}": tensor for name, tensor in model.state_dict().items()}
 
 
 def owner_name(name: str) -> str:
-    """The parameter, or `group:` and the group, that a tensor of the optimiser belongs to."""
+    """Return the name of the parameter, or `group:` and the group, that a tensor of the optimiser belongs to."""
     return name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")[0]
 
 
 def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What the optimiser keeps, by parameter name and key: tensors, and plain values (groups' own too)."""
+    """Return the optimiser's state by parameter name and key: tensors, and plain values (also those of groups)."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
@@ -42,26 +42,26 @@ def split_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, T
 
 
 def _plain_options(group: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of a parameter group, which some optimisers adapt as they go."""
+    """Return the numbers of a parameter group, which some optimisers change during training."""
     return {key: value for key, value in group.items() if isinstance(value, bool | int | float)}
 
 
 def load_optimizer(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Gives the optimiser what it kept of each parameter; parameters that nothing is known of start fresh."""
+    """Load the optimiser's state by parameter name; parameters without saved state start without any."""
     state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values["state"].items()}
     for name, tensor in tensors.items():
         state.setdefault(owner_name(name), {})[name.rpartition(".")[2]] = tensor
     named = {parameter: name for name, parameter in model.named_parameters()}
     order = [named[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    whole = optimizer.state_dict()
-    whole["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
-    for group in whole["param_groups"]:
+    state_dict = optimizer.state_dict()
+    state_dict["state"] = {i: state[name] for i, name in enumerate(order) if name in state}
+    for group in state_dict["param_groups"]:
         group |= values["groups"].get(group["name"], {}) | state.get(f"{GROUP_PREFIX}{group['name']}", {})
-    optimizer.load_state_dict(whole)
+    optimizer.load_state_dict(state_dict)
 
 
 def allocate_tensor(name: str, shape: torch.Size, dtype: torch.dtype, parameters: dict[str, Tensor]) -> Tensor:
-    """An empty tensor for one that the optimiser kept: laid out as its parameter is, where it has its shape."""
+    """Return zeros for a tensor of the optimiser, sharded like its parameter if it has the parameter's shape."""
     parameter = parameters.get(owner_name(name))
     if parameter is not None and parameter.shape == shape:
         return torch.zeros_like(parameter, dtype=dtype)

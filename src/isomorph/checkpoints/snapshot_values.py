@@ -1,4 +1,4 @@
-"""What a snapshot holds besides tensors, as one schema: a value that is missing or mistyped is named in a line."""
+"""Schema of a snapshot's values other than tensors (state.json)."""
 
 import hashlib
 import json
@@ -15,13 +15,13 @@ _Number = bool | int | float
 
 
 class _StrictModel(BaseModel):
-    """Values of the types that are written, and no others."""
+    """Base of schemas that reject unknown fields and other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class RunProgress(_StrictModel):
-    """How far a run is: steps done, epochs closed (evaluated and logged), what is known of both."""
+    """Progress of a run: finished steps, closed (evaluated and logged) epochs, and their metrics."""
 
     step: _Count = 0
     closed: _Count = 0
@@ -34,14 +34,14 @@ class RunProgress(_StrictModel):
 
 
 class OptimizerValues(_StrictModel):
-    """What the optimiser holds that is not a tensor: by parameter and key, and by group and option."""
+    """The optimiser's values that are not tensors, by parameter and key, and by group and option."""
 
     state: dict[str, dict[str, _Number]]
     groups: dict[str, dict[str, _Number]]
 
 
 class DataCounts(_StrictModel):
-    """What a run counts its images by."""
+    """Numbers of images, steps and classes of a run's data."""
 
     images: _Count
     steps: _Count
@@ -49,8 +49,7 @@ class DataCounts(_StrictModel):
 
 
 class SnapshotValues(_StrictModel):
-    """The whole of state.json. `model` is the header that rebuilds the network; older snapshots have none of it, and no
-    digest."""
+    """The content of state.json. `model` is the header that rebuilds it; older snapshots lack it and `digest`."""
 
     step: _Count
     files: dict[str, str]
@@ -64,16 +63,13 @@ class SnapshotValues(_StrictModel):
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """SHA-256 of all values but the digest itself, as JSON with sorted keys."""
+    """Return the SHA-256 of all values except the digest itself, as JSON with sorted keys."""
     rest = {name: value for name, value in values.items() if name != "digest"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def parse_values(text: str) -> dict[str, Any]:
-    """The values of a state.json that is as it was written.
-
-    Raises: UserError saying what is not.
-    """
+    """Return the values of a state.json. Raises: UserError when they are not as written."""
     try:
         found = json.loads(text)
         digest = digest_of(found) if isinstance(found, dict) else ""
@@ -90,7 +86,7 @@ def parse_values(text: str) -> dict[str, Any]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    """The first problem of several in words: the field, and what is wrong with it."""
+    """Return the first problem in words: the field and what is wrong with it."""
     problem = error.errors(include_url=False, include_input=False)[0]
     field = ".".join(map(str, problem["loc"])) or "all of it"
     return f"{field} is missing" if problem["type"] == "missing" else f"{field}: {problem['msg'][:120].lower()}"

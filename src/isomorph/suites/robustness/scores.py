@@ -38,7 +38,7 @@ Source: ImageNet-C's authors (github hendrycks/robustness, issue 10: by severity
 torchvision's (issue 38).
 """
 ALEXNET_CLEAN = 43.478
-"""AlexNet's top-1 error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1, 56.522 right; the paper prints 43.5."""
+"""AlexNet's top-1 error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5."""
 
 
 def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     return gain
 
 
-def robustness_table(result: Mapping[str, Any]) -> list[list[str]]:
+def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
     """Return a table of top-1 (%) by severity with a row for each corruption, each category and their mean."""
     severities = list(result["by_severity"])
     cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
