@@ -408,7 +408,7 @@ def test_a_published_checkpoint(tmp_path):
         "1 missing .decoder_norm.bias": {"decoder_norm.bias": None},
         "1 unexpected .encoder.other": {"other": torch.zeros(1)},
         "1 of another shape .decoder_pred.bias": {"decoder_pred.bias": torch.zeros(3)},
-        "no checkpoint of MAE": {"decoder_embed.weight": None},
+        "not an MAE checkpoint": {"decoder_embed.weight": None},
     }
     for words, change in changes.items():
         damaged = {name: tensor for name, tensor in (state | change).items() if tensor is not None}

@@ -1,8 +1,8 @@
-"""Snapshots of a run: folders of safetensors shards and one JSON file, whole and checked, or not there at all.
+"""Snapshots of a run: folders of safetensors shards and one JSON file, written completely or not at all.
 
-A snapshot is written beside the others under a name that no reader looks at, flushed, given the checksums of its files
-and a digest over these and all other values, and renamed. Tensors may be sharded over processes: each writes its own
-part, and any number of processes can read them again (torch.distributed.checkpoint). Nothing in a snapshot is code.
+A snapshot is written to a hidden folder, flushed to disk, given the checksums of its files and a digest of all other
+values, and then renamed. Tensors may be sharded: each process writes its own shards, and any number of processes can
+read them (torch.distributed.checkpoint). A snapshot contains no code.
 """
 
 import hashlib
@@ -30,51 +30,51 @@ from isomorph.errors import UserError
 
 STATE_FILE = "state.json"
 _SNAPSHOTS_TO_KEEP = 2
-"""Newest snapshots that stay."""
+"""Number of newest snapshots to keep."""
 
 
 class DamagedSnapshot(UserError):
-    """A snapshot that is not what was written."""
+    """Error for a snapshot that differs from what was written."""
 
 
 @contextmanager
 def _no_process_group_warning() -> Iterator[None]:
-    """Silences torch's warning that a checkpoint is written or read without a process group."""
+    """Silence torch's warning that a checkpoint is written or read without a process group, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         yield
 
 
 def _folder_name(step: int) -> str:
-    """What the snapshot of a step is called."""
+    """Return the folder name of a step's snapshot."""
     return f"step-{step:08d}"
 
 
 def _parse_step(path: Path) -> int | None:
-    """The step that a name says, or None where it is not a snapshot's."""
+    """Return the step in a snapshot's name; None for another name."""
     digits = re.fullmatch(r"step-([0-9]{8,})", path.name)
     return int(digits[1]) if digits and _folder_name(int(digits[1])) == path.name else None
 
 
 def _named_snapshots(folder: Path) -> list[Path]:
-    """All that is named like a snapshot, newest first; not all of it needs to be one."""
+    """Return every path that is named like a snapshot, newest first, complete or not."""
     named = {path: step for path in folder.glob("step-*") if (step := _parse_step(path)) is not None}
     return sorted(named, key=lambda path: named[path], reverse=True)
 
 
 def list_snapshots(folder: Path) -> list[Path]:
-    """Complete snapshots, newest first."""
+    """Return the complete snapshots of a run, newest first."""
     return [path for path in _named_snapshots(folder) if (path / STATE_FILE).is_file()]
 
 
 def write_snapshot(
     folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], runtime: Runtime
 ) -> Path:
-    """Writes a snapshot for a step and drops all older ones but the newest; every process calls it.
+    """Write the snapshot of a step and delete old ones; every process calls it.
 
-    `tensors` are the same in every process, or shards (DTensor); `values` are plain.
+    `tensors` are equal in all processes, or shards (DTensor); `values` are plain.
 
-    Raises: UserError when it cannot be written (a full disk); the older snapshots are then as they were.
+    Raises: UserError when it cannot be written (a full disk); the older snapshots are then unchanged.
     """
     path, partial = folder / _folder_name(step), folder / f".{_folder_name(step)}.partial"
     sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
@@ -105,24 +105,24 @@ def write_snapshot(
     except OSError as error:
         if runtime.is_main:
             shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"cannot write {path}: {error}; the snapshots before it are whole") from None
+        raise UserError(f"cannot write {path}: {error}; the snapshots before it are intact") from None
     if runtime.is_main:
         _delete_older(folder)
     return path
 
 
 def _run_on_all_processes(step: Callable[[], None], runtime: Runtime) -> None:
-    """Takes a step in every process. Raises: OSError in all, with the first one's reason, when one fails."""
+    """Run a step in every process. Raises: OSError in all, with the first process's reason, when one fails."""
     try:
         step()
         problem = ""
     except (
         Exception,
         CheckpointException,
-    ) as error:  # whatever it is, the others must hear of it; the last is no Exception
+    ) as error:  # all processes must learn of any failure; CheckpointException is not an Exception
         problem = error_reason(error)
-    if said := next((said for said in runtime.gather(problem) if said), ""):
-        raise OSError(said)
+    if message := next((text for text in runtime.gather(problem) if text), ""):
+        raise OSError(message)
 
 
 def _make_empty(folder: Path) -> None:
@@ -131,7 +131,7 @@ def _make_empty(folder: Path) -> None:
 
 
 def _write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Writes the values that are not tensors and the digest of them all, and flushes them to disk."""
+    """Write the values that are not tensors with their digest, and flush them to disk."""
     values = json.loads(json.dumps(state))
     with path.open("w") as file:
         json.dump({**values, "digest": digest_of(values)}, file)
@@ -140,16 +140,16 @@ def _write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _delete_older(folder: Path) -> None:
-    """Leaves the newest snapshots, and nothing that a crash left half written."""
+    """Delete all but the newest snapshots, and partial ones that a crash has left."""
     for path in list_snapshots(folder)[_SNAPSHOTS_TO_KEEP:]:
-        with suppress(OSError):  # renamed first: one that is half deleted has no snapshot's name
+        with suppress(OSError):  # renamed first, so that a half deleted folder is not named like a snapshot
             path.rename(folder / f".{path.name}.partial")
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush_folder(folder: Path) -> None:
-    """Makes a rename in the folder last."""
+    """Flush a folder to disk, which makes a rename in it durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -158,36 +158,37 @@ def _flush_folder(folder: Path) -> None:
 
 
 def error_reason(error: BaseException) -> str:
-    """One line, also out of the exception that wraps those of all processes."""
+    """Return one line for an error, also for torch's exception that wraps those of all processes."""
     inner = next(iter(getattr(error, "failures", {}).values()), None)
     first = inner[0] if isinstance(inner, tuple) else error
     return " ".join(str(first).split()) or type(first).__name__
 
 
 def _write_tensors(folder: Path, tensors: Mapping[str, Tensor], alone: bool) -> None:
-    """Shards as they lie, each in its process's file; flushed to disk."""
-    kept = {name: _unshared(tensor) for name, tensor in tensors.items()}
+    """Write tensors, or this process's shards of them, to its file and flush it to disk."""
+    copies = {name: _unshared(tensor) for name, tensor in tensors.items()}
     with _no_process_group_warning():
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-        dcp.save(kept, storage_writer=writer, no_dist=alone)
+        dcp.save(copies, storage_writer=writer, no_dist=alone)
 
 
 def _unshared(tensor: Tensor) -> Tensor:
-    """The tensor as safetensors takes it: contiguous, its memory shared with no other."""
+    """Return the tensor as safetensors needs it: contiguous, sharing memory with no other."""
     return (
         tensor.detach() if isinstance(tensor, DTensor) else tensor.detach().clone(memory_format=torch.contiguous_format)
     )
 
 
 def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """The values of a snapshot that are not tensors, when it is, file by file, what was written.
+    """Return the values of a snapshot that are not tensors, after checking every file.
 
-    Raises: Damaged otherwise.
+    Raises: DamagedSnapshot when a file is missing, changed or added.
     """
     if not (path / STATE_FILE).is_file():
         raise DamagedSnapshot(f"the snapshot {path} is damaged: it has no {STATE_FILE}")
@@ -208,25 +209,25 @@ def read_values(path: Path) -> dict[str, Any]:
 
 
 def _foreign_files(path: Path, files: Mapping[str, str]) -> list[str]:
-    """Names in a snapshot that are not part of it, but for hidden files that no reader takes for tensors."""
+    """Return names of files in a snapshot that are not part of it, except hidden ones that are not read as tensors."""
     names = {entry.name for entry in path.iterdir()} - {STATE_FILE, *files}
     return sorted(name for name in names if not name.startswith(".") or name.endswith(".safetensors"))
 
 
 def read_layout(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Full shape and dtype of every tensor of a snapshot."""
+    """Return the full shape and dtype of every tensor of a snapshot."""
     layout = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
     return {name: (about.size, about.properties.dtype) for name, about in layout.items()}  # type: ignore[union-attr]
 
 
 def read_tensors_into(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors, or each process's shards of them, from a snapshot."""
+    """Read a snapshot into tensors, or into this process's shards of them."""
     with _no_process_group_warning():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
 
 
 def read_snapshot(path: Path) -> dict[str, Tensor]:
-    """Every tensor of a snapshot, whole."""
+    """Return every tensor of a snapshot, unsharded."""
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in read_layout(path).items()}
     read_tensors_into(path, tensors)
     return tensors
@@ -234,7 +235,7 @@ def read_snapshot(path: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class IntactSnapshot:
-    """A whole snapshot, what it holds besides tensors, and what is said of newer ones that are damaged."""
+    """An intact snapshot, its values, and the paths and error messages of newer ones that are damaged."""
 
     path: Path
     values: dict[str, Any]
@@ -242,27 +243,27 @@ class IntactSnapshot:
 
 
 def rename_damaged(found: IntactSnapshot) -> list[str]:
-    """Renames the damaged snapshots, so that they do not count among the kept; returns what is said of them."""
+    """Rename the damaged snapshots, so that they are not counted as snapshots; return their error messages."""
     for path, _ in found.damaged:
         names = (path.with_name(f"damaged-{path.name}{again}") for again in ("", *(f"-{n}" for n in range(2, 100))))
         with suppress(OSError, StopIteration):
             path.rename(next(name for name in names if not name.exists()))
-    return [said for _, said in found.damaged]
+    return [message for _, message in found.damaged]
 
 
 def newest_snapshot(folder: Path) -> IntactSnapshot | None:
-    """The newest snapshot that is as it was written, or None where there is none at all.
+    """Return the newest intact snapshot, or None if there are no snapshots.
 
-    Raises: Damaged when there are some, and none is whole.
+    Raises: DamagedSnapshot when there are snapshots and all are damaged.
     """
     damaged: list[tuple[Path, str]] = []
     for path in _named_snapshots(folder):
         try:
             return IntactSnapshot(path, read_values(path), tuple(damaged))
         except DamagedSnapshot as error:
-            if not path.exists():  # the run that writes here has dropped it in between
+            if not path.exists():  # the running process has deleted it meanwhile
                 return newest_snapshot(folder)
             damaged.append((path, str(error)))
     if damaged:
-        raise DamagedSnapshot("; ".join(said for _, said in damaged))
+        raise DamagedSnapshot("; ".join(message for _, message in damaged))
     return None
