@@ -159,11 +159,11 @@ def _load_label_map(path: Path, num_classes: int) -> Tensor:
         raise UserError(f"{path} is not a label map: it is {given}, but must be 2 x K x H x W (scores, their classes)")
     if not loaded.isfinite().all():
         raise UserError(f"{path} is not a label map: it has values that are not finite")
-    _check_classes(path, loaded[1].double(), num_classes)
+    _check_class_numbers(path, loaded[1].double(), num_classes)
     return loaded
 
 
-def _check_classes(path: Path, classes: Tensor, num_classes: int) -> None:
+def _check_class_numbers(path: Path, classes: Tensor, num_classes: int) -> None:
     """Raise a UserError for classes that are not whole numbers from 0 to below `num_classes`."""
     wrong = (classes < 0) | (classes >= num_classes) | (classes != classes.round())
     if wrong.any():

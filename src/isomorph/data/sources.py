@@ -36,7 +36,7 @@ class ImageSubset(Sequence[ImageLike]):
         return _describe_image(self.images, int(self.indices[index]))
 
 
-def _select_images(images: Sequence[ImageLike], indices: np.ndarray) -> ImageSubset:
+def _subset_images(images: Sequence[ImageLike], indices: np.ndarray) -> ImageSubset:
     """Return the images at these indices; a subset of a subset is one subset."""
     if isinstance(images, ImageSubset):
         return ImageSubset(images.images, images.indices[indices])
@@ -135,7 +135,7 @@ class Source(Dataset[tuple[Any, int]]):
         between files.
         """
         part, chosen = copy.copy(self), np.asarray(indices, np.int64)
-        part.images, part.labels = _select_images(self.images, chosen), self.labels[chosen]
+        part.images, part.labels = _subset_images(self.images, chosen), self.labels[chosen]
         part.ids = np.asarray(self.ids)[chosen]
         part.shards = None if self.shards is None else _select_ranges(self.shards, chosen)
         return part

@@ -12,7 +12,7 @@ from isomorph.evaluation.peak_memory import PeakMeter, peak_bytes
 from isomorph.evaluation.saved_memory import saved_bytes
 from isomorph.evaluation.speed import Speed, measure_speeds
 
-CostRow = dict[str, Any]
+TableRow = dict[str, Any]
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
 """Columns of peak memory: True for a training pass with its backward pass, False for an inference pass."""
 T = TypeVar("T")
@@ -27,7 +27,7 @@ def cost_table(
     seconds: float = 2.0,
     peak: bool = True,
     progress: TableProgress = lambda done, total, doing: None,
-) -> Iterator[CostRow]:
+) -> Iterator[TableRow]:
     """Yield one row for each image size, batch size and model: its cost, and its speed relative to the first model's.
 
     `models` are named, `sizes` are (height, width). `seconds` is the time to measure the speed of one model at one
@@ -94,7 +94,7 @@ class _ProgressSteps:
 
 def _peak_cell(
     key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
-) -> CostRow:
+) -> TableRow:
     """Return the cell of a peak, with the problem if it could not be measured."""
     try:
         return {key: peak_bytes(model, input_size, batch, training, meter)}
@@ -102,7 +102,7 @@ def _peak_cell(
         return {key: None, "problem": str(error)}
 
 
-def _speed_cells(speed: Speed, first: float) -> CostRow:
+def _speed_cells(speed: Speed, first: float) -> TableRow:
     """Return the cells of a speed, and its ratio to the first model's."""
     return {
         "images_per_second": speed.median,

@@ -98,7 +98,7 @@ def _apply_transform(stream: Stream, image: Image.Image) -> Any:
     return image if stream.transform is None else stream.transform(image)
 
 
-class _TestImages(IterableDataset[tuple[Any, int]]):
+class _StreamTestImages(IterableDataset[tuple[Any, int]]):
     """One process's share of a stream, read once in the stored order."""
 
     def __init__(self, stream: Stream, parts: BatchParts) -> None:
@@ -144,7 +144,7 @@ def stream_test_loader(
     stream = copy.copy(stream)
     stream.transform = transform
     return IsolatedDataLoader(
-        _TestImages(stream, parts),
+        _StreamTestImages(stream, parts),
         batch_size=batch_size,
         num_workers=workers,
         collate_fn=default_collate,
