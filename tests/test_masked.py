@@ -468,7 +468,9 @@ def train(task, batches, epochs, lr=3e-3):
 @pytest.mark.parametrize("kind", ["timm", "pyramids"])
 def test_painting_is_learnt_on_real_images(kind, cifar):
     name, sizes = ENCODERS[kind]
-    task = build_pretraining(MaskPart(depth=1, width=16, heads=4), timm.create_model(name, weight_init="jax", **sizes), CPU)
+    task = build_pretraining(
+        MaskPart(depth=1, width=16, heads=4), timm.create_model(name, weight_init="jax", **sizes), CPU
+    )
     assert isinstance(task, MaskedTask)
     task.setup_ema(decay=0.9)
     before = evaluate_reconstruction(task.get_trainable_module(), cifar)

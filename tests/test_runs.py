@@ -16,7 +16,7 @@ import torch
 import isomorph as iso
 from command_line import SERVER, answer, isomorph, refusal, settings
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot, list_snapshots
+from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
 from isomorph.checkpoints.snapshot_values import digest_of
 from isomorph.distributed import Runtime
 from isomorph.training import Stopped
@@ -359,7 +359,10 @@ COMMANDS = {
 RUIN = {
     "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; name run/best.safetensors"),
     "nested": (nested, "not readable JSON"),
-    "all": (lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)], "has no state.json; .*it has no state"),
+    "all": (
+        lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)],
+        "has no state.json; .*it has no state",
+    ),
     "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is no checkpoint .* and no folder of a run"),
 }
 

@@ -14,7 +14,7 @@ import torch
 
 import isomorph as iso
 from isomorph.checkpoints.open import open_model
-from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot, list_snapshots
+from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
 from isomorph.training import Diverged, Stopped
 from isomorph.training.recipe.recipe import (
@@ -32,7 +32,7 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.2, size=[16, 16], batch_size=32),
+    data=dict(source="digits", fraction=0.2, size=[8, 8], batch_size=32),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=3,
