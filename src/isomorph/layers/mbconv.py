@@ -130,7 +130,7 @@ class InvertedBottleneck(nn.Module):
         return _run_chunked(self, self.forward_chunk, self.expand, x)
 
     def forward_chunk(self, x: Tensor) -> Tensor:
-        """Compute the formula. Shape: as `forward`"""
+        """Compute the formula for some of the images. Shape: as `forward`"""
         y = self.norm1(self.expand(self.norm(x)))  # (B, width, H, W)
         y = self.norm2(self.depthwise(y))
         return self.shortcut(x) + self.drop_path(self.project(self.se(y)))
@@ -261,7 +261,7 @@ class Stem(nn.Module):
         return _run_chunked(self, self.forward_chunk, self.conv1, x)
 
     def forward_chunk(self, x: Tensor) -> Tensor:
-        """Compute the formula. Shape: as `forward`"""
+        """Compute the formula for some of the images. Shape: as `forward`"""
         return self.conv2(self.norm(self.conv1(x)))
 
 

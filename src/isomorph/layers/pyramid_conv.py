@@ -72,6 +72,7 @@ class PyramidConv2d(Pyramid):
         return nn.BatchNorm2d(features, affine=affine)
 
     def zero_mean(self) -> Tensor:
+        """Return a mean of zeros for the patches. Shape: -> (C k k,), or (G, C k k / G)"""
         weight = next(self.parameters())
         groups, taps = self.window.groups, self.window.kernel_size[0] * self.window.kernel_size[1]
         reads = self.in_features // groups * taps

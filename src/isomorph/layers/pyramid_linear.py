@@ -69,6 +69,7 @@ class PyramidLinear(Pyramid):
         return nn.BatchNorm1d(features, affine=affine)
 
     def zero_mean(self) -> Tensor:
+        """Return a mean of zeros for the input. Shape: -> (C,)"""
         weight = next(self.parameters())
         return weight.new_zeros(self.in_features, dtype=torch.promote_types(weight.dtype, torch.float32))
 

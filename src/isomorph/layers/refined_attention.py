@@ -229,6 +229,7 @@ class ExpandedAttention(RefinedAttention):
         self.proj = nn.Linear(width, kwargs.get("dim_out") or dim, bias=bias, **factory_kwargs(kwargs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None) -> Tensor:
+        """Return the values weighed by every map of their head, concatenated. Shape: -> (B, ratio H, N, hd)"""
         maps = self.refined_maps(q, k, token_mask).unflatten(1, (self.num_heads, -1))  # (B, H, ratio, N, N)
         return (maps @ v[:, :, None]).flatten(1, 2)  # (B, ratio H, N, hd)
 
@@ -246,6 +247,7 @@ class ExpandedAttention(RefinedAttention):
         return super().forward(x, attn_mask, is_causal, **more)
 
     def reduce_projection(self, plain: Attention) -> None:
+        """Set plain attention's projection to the sum of this one's parts of each head."""
         weight = self.proj.weight.unflatten(1, (self.num_heads, self.refine.ratio, -1)).sum(2).flatten(1)
         plain.proj.weight, plain.proj.in_features = nn.Parameter(weight), weight.shape[1]
 
@@ -295,6 +297,7 @@ class SpatialAttention(RefinedAttention):
     def refined_maps(
         self, q: Tensor, k: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
     ) -> Tensor:
+        """Return the refined maps. Shape: q, k (B, H, N, hd) -> (B, H, N, N)"""
         H, W = grid_size or self.grid_size
         if token_mask is not None:
             raise ValueError("SpatialAttention does not support attn_mask: every grid position is a real token")
@@ -309,6 +312,7 @@ class SpatialAttention(RefinedAttention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, token_mask: Tensor | None, grid_size: tuple[int, int] | None = None
     ) -> Tensor:
+        """Return the refined maps times the values. Shape: q, k, v (B, H, N, hd) -> (B, H, N, hd)"""
         return self.refined_maps(q, k, token_mask, grid_size) @ v
 
     def attention(
@@ -319,8 +323,10 @@ class SpatialAttention(RefinedAttention):
         return_maps: bool = False,
         grid_size: tuple[int, int] | None = None,
     ) -> Tensor:
+        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, H, N, N)"""
         q, k, _ = self.queries_keys_values(x)
         return self.refined_maps(q, k, _padding_mask(x, attn_mask, is_causal), grid_size)
 
     def num_probe_tokens(self) -> int:
+        """Return the number of tokens of the grid, prefix tokens included."""
         return self.prefix_tokens + self.grid_size[0] * self.grid_size[1]

@@ -150,6 +150,7 @@ class Expansion(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
+        """Initialise the weights as `init` says."""
         if self.init == "paper":
             nn.init.uniform_(self.expand, -(self.num_heads**-0.5), self.num_heads**-0.5)
         else:

@@ -218,6 +218,7 @@ class RelativeAttention(AttentionBase):
         return ((q * self.scale) @ k.mT + self.position_bias((x.shape[1], x.shape[2]), q.dtype)).softmax(-1)
 
     def train(self, mode: bool = True) -> "RelativeAttention":
+        """Set the mode and clear the cached bias."""
         self.cached_bias = None
         return super().train(mode)
 

@@ -44,6 +44,7 @@ class ViTGPSA(GPSA):
         return window_centres(squarest_window(self.num_heads))
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return normalised queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = super().queries_keys(x)
         return self.q_norm(q), self.k_norm(k)
 
