@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts", "torchmetrics")
-EXTRAS = {"datasets": "data", "imagecorruptions-imaug": "corruptions", "onnxruntime": "export"}
+PACKAGES = ("isomorph", "torch", "torchvision", "timm", "numpy", "safetensors", "pydantic", "cyclopts")
+EXTRAS = {"datasets": "data", "imagecorruptions-imaug": "corruptions", "tensorboard": "track"}
 MIN_FREE_DISK = 10 * 2**30
 
 
