@@ -85,7 +85,7 @@ class TestSummaries:
     def test_pieces_are_the_map(self, monkeypatch):
         monkeypatch.setattr("isomorph.analysis.applied_attention.MAX_MAP_ENTRIES", 2 * 3 * 5 * 5)
         found = Scores(torch.randn(5, 3, 5, 4), torch.randn(5, 3, 5, 4), torch.randn(5, 1, 5, 5))
-        pieces = list(found.pieces())
+        pieces = list(found.chunks())
         assert [len(piece) for piece in pieces] == [2, 2, 1]
         torch.testing.assert_close(torch.cat(pieces), found.map())
 

@@ -198,7 +198,7 @@ def test_a_grid_can_be_given():
 
 def test_other_attentions_are_named():
     swin = timm.create_model("swin_tiny_patch4_window7_224")
-    with pytest.raises(iso.UserError, match=r"rebuilds Attention, .*matches none .*WindowAttention"):
+    with pytest.raises(iso.UserError, match=r"recasts Attention, .*matches only other classes \(WindowAttention"):
         iso.recast(swin, iso.AttentionToGPSA(), "layers.0.blocks.*.attn")
     beit = timm.create_model("beit_base_patch16_224", depth=1)
     with pytest.raises(iso.UserError, match=r"\(another timm.models.beit.Attention\)"):

@@ -123,7 +123,7 @@ def test_targets_that_cannot_be_refined_are_refused():
     for rule in (iso.AttentionToRefined(reduce=False), iso.AttentionToRefined()):
         iso.verify(bare, iso.recast(bare, rule, "0"), torch.randn(2, 7, 12))
     pyramids = iso.recast(alone, iso.LinearToPyramid(), "0.qkv")
-    with pytest.raises(iso.UserError, match="JointPyramid and Linear, not linear layers"):
+    with pytest.raises(iso.UserError, match="JointPyramid and Linear, not nn.Linear"):
         iso.recast(pyramids, iso.AttentionToRefined(), "0")
     both = iso.recast(iso.recast(alone, iso.AttentionToRefined(), "0"), iso.LinearToPyramid(), "0.qkv")
     with pytest.raises(iso.UserError, match="fuse the model first"):
@@ -131,7 +131,7 @@ def test_targets_that_cannot_be_refined_are_refused():
     iso.verify(alone, iso.revert(iso.fuse(both.eval())), torch.randn(2, 7, 12))
     with pytest.raises(iso.UserError, match="gated or normalised"):
         iso.recast(gated, iso.AttentionToRefined(reduce=False), "0")
-    with pytest.raises(iso.UserError, match="AttentionToRefined rebuilds Attention"):
+    with pytest.raises(iso.UserError, match="AttentionToRefined recasts Attention"):
         iso.recast(timm.create_model("resnet18"), iso.AttentionToRefined(), "layer1.*")
     with pytest.raises(iso.UserError, match="AttentionToRefined has no layout; it has ratio, kernel"):
         build_rule("AttentionToRefined", layout="P-W2S")

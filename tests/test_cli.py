@@ -137,7 +137,7 @@ BAD = {
     ),
     "not convolutions": (
         ["recast", "{weights}", "--where", "layer3.*.bn?", "--out", "x.safetensors"],
-        "rebuilds Conv2d",
+        "recasts Conv2d",
     ),
     "grouped": (
         ["recast", "resnext50_32x4d", "--no-pretrained", "--where", "layer4.*.conv2", "--out", "x.safetensors"],

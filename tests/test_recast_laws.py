@@ -236,13 +236,13 @@ def test_no_match_names_the_nearest():
     cnn = timm.create_model("cifar_resnet20")
     with pytest.raises(iso.UserError, match=r"matches no module; nearest names: .*layer3\.0\.conv2"):
         iso.recast(cnn, iso.ConvToGPSA(), "layer3.0.conv22")
-    with pytest.raises(iso.UserError, match=r"rebuilds Conv2d, and where='layer3\.\*\.bn1' matches none"):
+    with pytest.raises(iso.UserError, match=r"recasts Conv2d, but where='layer3\.\*\.bn1' matches only other classes"):
         iso.recast(cnn, iso.ConvToGPSA(), "layer3.*.bn1")
 
 
 def test_a_target_inside_a_target_is_refused():
     cnn = timm.create_model("cifar_resnet20")
-    with pytest.raises(iso.UserError, match="lies inside target layer3"):
+    with pytest.raises(iso.UserError, match="is inside target layer3"):
         iso.unstride(cnn, ["layer3", "layer3.0"])
 
 
@@ -290,7 +290,7 @@ class TestRevert:
         tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA("paper"), "layer3.*.conv?")
         with pytest.raises(iso.UserError, match=r"^layer3\.0\.conv1: .* deviation is"):
             iso.revert(tcnn)
-        with pytest.raises(iso.UserError, match="no layer with a way back"):
+        with pytest.raises(iso.UserError, match="no layer that can be reverted"):
             iso.revert(timm.create_model("cifar_resnet20"))
 
 
@@ -465,7 +465,7 @@ def check_nothing_is_lost(model, operate, shape):
                 assert torch.allclose(new.eval()(x), altered.eval()(x), atol=2e-3), case
     assert kept
     assert refused
-    words = ("0", "the model cannot be copied", "LinearToPyramid rebuilds")  # a chain that is none is no target
+    words = ("0", "the model cannot be copied", "LinearToPyramid recasts")  # an altered chain is not a target
     assert all(said.startswith(words) and "\n" not in said for said in refused), refused
 
 

@@ -76,7 +76,7 @@ def test_surgery(name):
 
 
 def test_attention_of_a_coatnet_is_not_taken_for_plain():
-    with pytest.raises(iso.UserError, match=r"rebuilds Attention, .* matches none .*Attention2d"):
+    with pytest.raises(iso.UserError, match=r"recasts Attention, .* matches only other classes .*Attention2d"):
         iso.recast(build(RW), iso.AttentionToRefined(), "stages.*.attn")
 
 

@@ -1,4 +1,4 @@
-"""(model, batch or loader) -> tensors by layer name."""
+"""Measure attention, features and gating parameters of models; most results are tensors by layer name."""
 
 from isomorph.analysis.attention import attention_from, attention_maps, nonlocality
 from isomorph.analysis.branches import branch_similarity
@@ -12,10 +12,10 @@ from isomorph.analysis.cka import (
 from isomorph.analysis.evolution import feature_evolution, map_similarity
 from isomorph.analysis.gating import (
     GatingHistory,
-    track,
     attention_spans,
     centres,
     gates,
+    track,
     track_gating,
 )
 from isomorph.analysis.logits import LogitStats, logit_stats
@@ -24,9 +24,8 @@ from isomorph.analysis.windows import attention_windows
 
 __all__ = [
     "CKA",
-    "LogitStats",
     "GatingHistory",
-    "track",
+    "LogitStats",
     "attention_entropy",
     "attention_from",
     "attention_maps",
@@ -39,11 +38,17 @@ __all__ = [
     "effective_rank",
     "feature_evolution",
     "gates",
-    "track_gating",
     "head_similarity",
     "linear_cka",
     "logit_stats",
     "map_similarity",
     "nonlocality",
     "pool_features",
+    "track",
+    "track_gating",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

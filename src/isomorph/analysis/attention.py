@@ -1,4 +1,4 @@
-"""What the attention layers look at, by layer name: any attention of timm's, of ours, of yours."""
+"""Attention maps of a model and measures of where they attend, by layer name."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -6,99 +6,116 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis.applied_attention import AppliedAttention
 from isomorph.analysis.batches import mean_over
 from isomorph.analysis.capture import LayerCall, capture_attention
-from isomorph.analysis.applied_attention import AppliedAttention
-from isomorph.analysis.token_grid import TokenGrid, image_grid, find_token_grid
+from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
 
 def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[str, Tensor]:
-    """The attention map of each layer that `where` selects, as the forward applies it, in eval mode.
+    """Return the attention maps of every selected layer as the forward applies them, in eval mode.
 
-    Of any layer that multiplies values with softmax(q k^T), through `scaled_dot_product_attention` or by itself, timm's
-    or yours, and of ours. Where a layer attends within windows, these count as images, one after the other.
+    For every layer that multiplies values by softmax(q k^T), with `scaled_dot_product_attention` or without, whether
+    timm's, isomorph's or your own. The windows of a layer that attends within windows count as images.
 
     Shape: batch (B, C, H, W) -> {name: (B or windows, heads, queries, keys)}
-    Raises: UserError when `where` selects no layer with a map, or the layer has none, with the reason.
+    Raises: UserError if `where` selects no layer with an attention map, with the reason.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+        >>> maps = iso.attention_maps(vit, torch.randn(4, 3, 32, 32))
+        >>> {name: tuple(value.shape) for name, value in maps.items()}
+        {'blocks.0.attn': (4, 3, 5, 5), 'blocks.1.attn': (4, 3, 5, 5)}
     """
     return capture_attention(model, batch, lambda _, applied: applied.map(), where)
 
 
 def _measure_on_grid(
-    model: nn.Module, batch: Tensor, look: Callable[[str, AppliedAttention, TokenGrid], Tensor], where: Where
+    model: nn.Module, batch: Tensor, measure: Callable[[str, AppliedAttention, TokenGrid], Tensor], where: Where
 ) -> dict[str, Any]:
-    """What `look(name, applied, places)` gives for the layers whose queries and keys have known places.
+    """Return `measure(name, attention, grid)` for the layers whose queries and keys have known grid positions.
 
-    Raises: UserError when there is no such layer, with the reason of the first.
+    Raises: UserError if there is no such layer, with the reason for the first.
     """
     grid, reasons = image_grid(model, batch), list[str]()
 
-    def measure(frame: LayerCall, applied: AppliedAttention) -> Tensor | None:
+    def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
         try:
-            where = find_token_grid(frame.layer, *frame.args, shape=applied.shape, grid=grid, **frame.kwargs)
+            positions = find_token_grid(call.layer, *call.args, shape=attention.shape, grid=grid, **call.kwargs)
         except UserError as error:
-            reasons.append(f"{frame.name}: {error}")
+            reasons.append(f"{call.name}: {error}")
             return None
-        return look(frame.name, applied, where)
+        return measure(call.name, attention, positions)
 
-    found = capture_attention(model, batch, measure, where)
-    if not found:
+    measured = capture_attention(model, batch, measure_call, where)
+    if not measured:
         raise UserError(reasons[0])
-    return found
+    return measured
 
 
 def attention_from(
     model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.5), where: Where = "*"
 ) -> dict[str, Tensor]:
-    """What every head looks at from one place, as a picture on the layer's grid without padding and prefix tokens.
+    """Return the attention of one query in every head, on the grid of the layer without padding and prefix tokens.
 
-    `place`: row and column of the query, as shares of height and width. Layers whose queries and keys lie on no common
-    grid (`find_token_grid`) are left out.
+    `place`: row and column of the query, as fractions of height and width. Layers whose queries and keys have no common
+    grid are left out.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
-    Raises: UserError as `attention_maps` does, or when no layer's places are known.
+    Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+        >>> attention = iso.analysis.attention_from(vit, torch.randn(4, 3, 32, 32), place=(0.25, 0.75))
+        >>> tuple(attention["blocks.0.attn"].shape)
+        (4, 3, 2, 2)
     """
 
-    def look(_: str, applied: AppliedAttention, where: TokenGrid) -> Tensor:
-        return torch.cat([where.picture(maps, place) for maps in applied.pieces()])
+    def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+        return torch.cat([grid.attention_from(maps, place) for maps in attention.chunks()])
 
-    return _measure_on_grid(model, batch, look, where)
+    return _measure_on_grid(model, batch, measure, where)
 
 
 def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:
-    """How far each head looks: sum over keys of attention times distance, mean over queries and images.
+    """Return the mean attention distance of every head: sum over keys of attention times distance.
 
-    From the map that each layer really applies to what it really receives, in steps of its grid (in patches, for a
-    ViT), or of the map that its windows are cut from (`attention_windows`). Tokens without a place (class token,
-    registers, padding of windows) are no queries, and attention to them counts as distance 0.
-    Layers whose queries and keys lie on no common grid (`find_token_grid`) are left out.
+    The mean is over queries and images. Distances are in steps of the layer's grid (patches, for a ViT), or of the
+    feature map that its windows are cut from. Tokens without a grid position (class token, registers, padding of
+    windows) are not queries, and attention to them counts as distance 0. Layers whose queries and keys have no common
+    grid are left out.
 
-    Shape: a batch (B, C, H, W), or a loader of such -> {name: (heads,)}
-    Source: ConViT eq. 8; differs: the authors' code feeds the patch embedding to every layer
-    Raises: UserError as `attention_maps` does, or when no layer's places are known.
+    Shape: batch (B, C, H, W) or a loader of such -> {name: (heads,)}
+    Source: ConViT eq. 8; differs: each layer receives its own input, the authors' code uses the patch embedding
+    Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+        >>> tuple(iso.nonlocality(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"].shape)
+        (3,)
     """
 
-    def measure(batch: Tensor) -> dict[str, Tensor]:
-        cut = attention_windows(model, batch)
+    def measure_batch(batch: Tensor) -> dict[str, Tensor]:
+        windows = attention_windows(model, batch)
 
-        def look(name: str, applied: AppliedAttention, where: TokenGrid) -> Tensor:
-            total, seen, queries = torch.zeros(()), 0, 0
-            for maps in applied.pieces():
-                if name in cut:
-                    distances, count = cut[name].distances(range(seen, seen + len(maps)))
+        def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+            total, images, queries = torch.zeros(()), 0, 0
+            for maps in attention.chunks():
+                if name in windows:
+                    distances, count = windows[name].distances(range(images, images + len(maps)))
                 else:
-                    distances = where.distances(maps.device)
+                    distances = grid.distances(maps.device)
                     count = len(maps) * len(distances)
                 distances = distances.to(maps.device, torch.promote_types(maps.dtype, torch.float32))
-                inner = maps[:, :, where.prefix :, where.prefix :].to(distances.dtype)
-                of = "bqk" if name in cut else "qk"
-                total = total.to(maps.device) + torch.einsum(f"bhqk,{of}->h", inner, distances)
-                seen, queries = seen + len(maps), queries + count
+                inner = maps[:, :, grid.prefix :, grid.prefix :].to(distances.dtype)
+                axes = "bqk" if name in windows else "qk"
+                total = total.to(maps.device) + torch.einsum(f"bhqk,{axes}->h", inner, distances)  # (nh,)
+                images, queries = images + len(maps), queries + count
             return total / queries
 
-        return _measure_on_grid(model, batch, look, where)
+        return _measure_on_grid(model, batch, measure, where)
 
-    return mean_over(data, measure)
+    return mean_over(data, measure_batch)

@@ -1,4 +1,4 @@
-"""Batches of a tensor or a loader, and means over them: what is kept does not grow with the number of images."""
+"""Iterate over the batches of a tensor or a loader, and average over their images."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,24 +10,24 @@ from isomorph.errors import UserError
 
 
 def batches(data: Tensor | Iterable[Any]) -> Iterator[Tensor]:
-    """The images of one batch, or of a loader whose batches may hold labels too.
+    """Yield the images of a batch, or of each batch of a loader, with or without labels.
 
-    Raises: UserError when there is none.
+    Raises: UserError if there is no batch.
     """
     empty = True
-    for given in [data] if isinstance(data, Tensor) else data:
+    for batch in [data] if isinstance(data, Tensor) else data:
         empty = False
-        yield given[0] if isinstance(given, tuple | list) else given
+        yield batch[0] if isinstance(batch, tuple | list) else batch
     if empty:
-        raise UserError("there is nothing to look at: no batch was given")
+        raise UserError("no batch was given; give a batch of images, or a loader with at least one")
 
 
-def mean_over(data: Tensor | Iterable[Any], look: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The mean over all images of what `look(batch)` gives as a mean over a batch's, summed in float64 at least."""
+def mean_over(data: Tensor | Iterable[Any], measure: Callable[[Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean over all images of `measure(batch)`, which is a mean over a batch; summed in float64."""
     sums, images = dict[str, Tensor](), 0
     dtypes = dict[str, torch.dtype]()
     for batch in batches(data):
-        for name, value in look(batch).items():
+        for name, value in measure(batch).items():
             dtypes[name] = value.dtype
             sums[name] = sums.get(name, torch.zeros_like(value, dtype=torch.float64)) + value.double() * len(batch)
         images += len(batch)

@@ -1,8 +1,8 @@
-"""Attention tapped as it is applied: the forward runs as ever, and what it gives its softmax and its values is noted.
+"""Capture the attention of any layer while the unchanged forward of the model runs.
 
-A layer that calls `scaled_dot_product_attention` shows its queries and keys; no map is formed. One that forms its map
-itself shows the matrix that it multiplies its values with, whatever became of it after the softmax (heads that talk,
-gates, differences). So a layer need not be known to be understood.
+Of a layer that calls `scaled_dot_product_attention` the queries and keys are captured, without forming a map. Of one
+that forms its map itself the matrix is captured that it multiplies its values by, after all operations that follow the
+softmax (talking heads, gates, differences). So the code does not depend on the class of the layer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from isomorph.analysis.applied_attention import (
     Scores,
     has_attention_method,
 )
-from isomorph.analysis.timm_layouts import fused_form_has_no_map, to_standard_layout, no_map_reason
+from isomorph.analysis.timm_layouts import fused_form_has_no_map, no_map_reason, to_standard_layout
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
@@ -30,54 +30,57 @@ from isomorph.surgery.where import Where, describe_where, matches_where, nearest
 _SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
 _PRODUCT = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
 _TRANSPARENT = (nn.Softmax, nn.Dropout, nn.Identity)
-"""Parts of a layer that act in its name."""
+"""Submodules whose operations count as those of the layer around them."""
 
 
 class LayerCall:
-    """One layer while its forward runs."""
+    """One call of a layer, with the attention captured in it."""
 
     def __init__(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {key: value for key, value in kwargs.items() if args or key != "x"}
         self.name, self.layer, self.args, self.kwargs = name, layer, args or (kwargs.get("x"),), named
-        self.found: list[AppliedAttention] = []
+        self.captured: list[AppliedAttention] = []
         self.softmax: tuple[Tensor, Tensor] | None = None
 
-    def applied(self) -> AppliedAttention | None:
-        """What the layer weighed its values with, once its forward is over."""
+    def attention(self) -> AppliedAttention | None:
+        """Return the attention that the layer applied, after its forward, or None if it applied none."""
         if has_attention_method(self.layer):
             return MethodMap(self.layer, self.args, self.kwargs)
-        formed = [one for one in self.found if isinstance(one, FormedMap)]
-        if len(formed) == len(self.found) > 1:
+        formed = [maps for maps in self.captured if isinstance(maps, FormedMap)]
+        if len(formed) == len(self.captured) > 1:  # the layer loops over its heads
             return _join_heads(formed)
-        return self.found[-1] if self.found else None
+        return self.captured[-1] if self.captured else None
 
-    def fused(self, q: Tensor, k: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Notes a call of scaled_dot_product_attention."""
-        self.found.append(_fused_scores(self.layer, q, k, *args, **kwargs))
+    def record_fused_attention(self, q: Tensor, k: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Record a call of scaled_dot_product_attention."""
+        self.captured.append(_fused_scores(self.layer, q, k, *args, **kwargs))
 
-    def product(self, a: Tensor, b: Any) -> None:
-        """Notes the product of a map with values, if it is one: the first product after a softmax over keys."""
+    def record_product(self, a: Tensor, b: Any) -> None:
+        """Record a product if it is that of a map with values: the first product after a softmax over keys."""
         if self.softmax is None or not isinstance(b, Tensor) or min(a.ndim, b.ndim) < 3:
             return
         logits, after = self.softmax
         maps = _map_among(after, a, b)
         if maps is not None:
             self.softmax = None
-            self.found.append(FormedMap(to_standard_layout(self.layer, maps), Scores(to_standard_layout(self.layer, logits), None)))
+            self.captured.append(
+                FormedMap(to_standard_layout(self.layer, maps), Scores(to_standard_layout(self.layer, logits), None))
+            )
 
 
 def _map_among(after: Tensor, a: Tensor, b: Tensor) -> Tensor | None:
-    """Which factor of a product is the map that a softmax gave, perhaps changed since then."""
+    """Return the factor of a product that is the output of a softmax, perhaps changed since then, or None."""
     candidates = [a, b.mT]
     same = [c for c in candidates if c.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()]
-    alike = [c for c in same + candidates if c.shape[-2:] == after.shape[-2:]]
-    return alike[0] if alike else None
+    matching = [c for c in same + candidates if c.shape[-2:] == after.shape[-2:]]
+    return matching[0] if matching else None
 
 
-def _join_heads(found: list[FormedMap]) -> FormedMap:
-    """Heads that a layer goes through one by one, together."""
-    logits = [one.logits.q for one in found if one.logits]
-    return FormedMap(torch.cat([one.maps for one in found], 1), Scores(torch.cat(logits, 1), None) if logits else None)
+def _join_heads(heads: list[FormedMap]) -> FormedMap:
+    """Return the maps of several heads as one."""
+    logits = [head.logits.q for head in heads if head.logits]
+    maps = torch.cat([head.maps for head in heads], 1)
+    return FormedMap(maps, Scores(torch.cat(logits, 1), None) if logits else None)
 
 
 def _fused_scores(
@@ -90,7 +93,7 @@ def _fused_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Scores:
-    """The scores of a call of scaled_dot_product_attention (its values left out)."""
+    """Return the scores of a call of scaled_dot_product_attention, whose arguments these are without the values."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
@@ -104,39 +107,44 @@ def _fused_scores(
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Notes what the layer on top of the stack does with softmax and products."""
+    """Torch function mode that records softmax and products for the innermost running layer.
+
+    A mode sees every call of a torch function, so layers need not be patched.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack: list[LayerCall | None] = []
+        self.stack: list[LayerCall | None] = []  # None: ignore the operations of this layer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         out = func(*args, **given)
-        frame = self.stack[-1] if self.stack else None
-        if frame is None:
+        call = self.stack[-1] if self.stack else None
+        if call is None:
             return out
         if func is F.scaled_dot_product_attention:
-            frame.fused(*args, **{{"query": "q", "key": "k", "value": "_"}.get(n, n): v for n, v in given.items()})
-        elif func is F.multi_head_attention_forward:  # what nn.MultiheadAttention calls; it hides what it does
-            asked = {**given, "need_weights": True, "average_attn_weights": False}
-            frame.found.append(FormedMap(F.multi_head_attention_forward(*args, **asked)[1], None))
+            call.record_fused_attention(
+                *args, **{{"query": "q", "key": "k", "value": "_"}.get(n, n): v for n, v in given.items()}
+            )
+        elif func is F.multi_head_attention_forward:  # of nn.MultiheadAttention, which runs in C++
+            with_weights = {**given, "need_weights": True, "average_attn_weights": False}
+            call.captured.append(FormedMap(F.multi_head_attention_forward(*args, **with_weights)[1], None))
         elif func in _SOFTMAX and _is_over_keys(out, *args[1:], **given):
-            frame.softmax = (args[0], out)
+            call.softmax = (args[0], out)
         elif func in _PRODUCT:
-            frame.product(args[0], args[1] if len(args) > 1 else given.get("other", given.get("mat2")))
+            call.record_product(args[0], args[1] if len(args) > 1 else given.get("other", given.get("mat2")))
         return out
 
 
 def _is_over_keys(out: Tensor, dim: Any = None, *_: Any, **kwargs: Any) -> bool:
-    """Whether a softmax runs along the last axis."""
+    """True if a softmax runs over the last axis of a tensor of three axes or more."""
     dim = kwargs.get("dim", dim)
     return out.ndim > 2 and dim in (-1, out.ndim - 1)
 
 
 @contextmanager
 def _plain_attention(model: nn.Module) -> Iterator[None]:
-    """Layers whose fused form has no map in their plain form within the block."""
+    """Context in which layers whose fused form has no map run in their plain form."""
     layers: list[Any] = [layer for layer in model.modules() if fused_form_has_no_map(layer)]
     forms = [layer.fused_attn for layer in layers]
     try:
@@ -150,7 +158,7 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
-    """Runs the model in eval mode, not compiled, and takes the hooks off it again."""
+    """Run the model in eval mode, not compiled, and remove the hooks afterwards."""
     try:
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
             model(batch)
@@ -159,61 +167,63 @@ def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableH
             handle.remove()
 
 
-def capture_inputs(model: nn.Module, batch: Tensor, look: Callable[..., Any], layers: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What `look(layer, *arguments)` gives for each layer, on the arguments that it really receives, in eval mode."""
-    seen: dict[str, Any] = {}
+def capture_inputs(
+    model: nn.Module, batch: Tensor, measure: Callable[..., Any], layers: Mapping[str, nn.Module]
+) -> dict[str, Any]:
+    """Return `measure(layer, *inputs)` for every layer, on the inputs that it receives in the model, in eval mode."""
+    results: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+    def measure_as(name: str) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
         def hook(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen[name] = look(layer, *args, **kwargs)
+            results[name] = measure(layer, *args, **kwargs)
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(keep(name), with_kwargs=True) for name, layer in layers.items()]
+    handles = [layer.register_forward_pre_hook(measure_as(name), with_kwargs=True) for name, layer in layers.items()]
     run_with_hooks(model, batch, handles)
-    return seen
+    return results
 
 
-_Reader = Callable[[LayerCall, AppliedAttention], Any]
+_Measure = Callable[[LayerCall, AppliedAttention], Any]
 
 
 @torch.no_grad()
-def capture_attention(model: nn.Module, batch: Tensor, look: _Reader, where: Where = "*") -> dict[str, Any]:
-    """What `look(frame, applied)` gives for each attention layer that `where` selects, in the order of the forward.
+def capture_attention(model: nn.Module, batch: Tensor, measure: _Measure, where: Where = "*") -> dict[str, Any]:
+    """Return `measure(call, attention)` for every selected attention layer, in the order of the forward, in eval mode.
 
-    It looks when the layer has just run; nothing else of the layer is kept. A layer that runs several times is seen as
-    it last ran. What `look` gives as None is left out.
+    It is called as soon as the layer has run, and nothing else of the layer is stored. Of a layer that runs several
+    times the last call counts. Layers for which `measure` returns None are left out.
 
-    Raises: UserError when no layer that is selected has a map, naming those that have, or why one has none.
+    Raises: UserError if no selected layer has an attention map, with the names of layers that have, or the reason.
     """
-    tap, seen, looked, others = _AttentionMode(), dict[str, Any](), list[str](), list[str]()
-    refused: dict[str, str] = {}
+    mode, results, measured, others = _AttentionMode(), dict[str, Any](), list[str](), list[str]()
+    reasons: list[str] = []
 
     def enter(name: str, layer: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            inside = tap.stack and (tap.stack[-1] is None or has_attention_method(tap.stack[-1].layer))
+            inside = mode.stack and (mode.stack[-1] is None or has_attention_method(mode.stack[-1].layer))
             reason = no_map_reason(layer)
             if reason and matches_where(where, name, layer):
-                refused[name] = f"{name} ({type(layer).__name__}) {reason}"
-            tap.stack.append(None if reason or inside else LayerCall(name, layer, args, kwargs))
+                reasons.append(f"{name} ({type(layer).__name__}) {reason}")
+            mode.stack.append(None if reason or inside else LayerCall(name, layer, args, kwargs))
 
         return hook
 
     def leave(name: str, layer: nn.Module) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, ___: Any) -> None:
-            frame = tap.stack.pop()
-            applied = frame.applied() if frame else None
-            if frame is None or applied is None:
+            call = mode.stack.pop()
+            attention = call.attention() if call else None
+            if call is None or attention is None:
                 return
             if not matches_where(where, name, layer):
                 others.append(name)
                 return
-            looked.append(name)
-            tap.stack.append(None)  # what looking computes is not the model's doing
-            found = look(frame, applied)
-            tap.stack.pop()
-            if found is not None:
-                seen[name] = found
+            measured.append(name)
+            mode.stack.append(None)  # operations of `measure` are not the model's
+            result = measure(call, attention)
+            mode.stack.pop()
+            if result is not None:
+                results[name] = result
 
         return hook
 
@@ -224,17 +234,18 @@ def capture_attention(model: nn.Module, batch: Tensor, look: _Reader, where: Whe
                 handles.append(layer.register_forward_pre_hook(enter(name, layer), with_kwargs=True))
                 handles.append(layer.register_forward_hook(leave(name, layer)))
         stack.enter_context(_plain_attention(model))
-        stack.enter_context(tap)
+        stack.enter_context(mode)
         run_with_hooks(model, batch, handles)
-    if not looked:
-        raise UserError(_missing_message(where, others, list(refused.values())))
-    return seen
+    if not measured:
+        raise UserError(_missing_message(where, others, reasons))
+    return results
 
 
-def _missing_message(where: Where, others: list[str], refused: list[str]) -> str:
-    """What to say when no layer was found."""
-    if refused:
-        return refused[0]
+def _missing_message(where: Where, others: list[str], reasons: list[str]) -> str:
+    """Return the error message for a `where` that selects no attention layer with a map."""
+    if reasons:
+        return reasons[0]
     if others:
-        return f"{describe_where(where)} matches no attention layer{nearest_names(where, others)}; the first is {others[0]!r}"
-    return "the model has no attention layer whose map is known; recast it first"
+        hint = nearest_names(where, others)
+        return f"{describe_where(where)} matches no attention layer{hint}; the first is {others[0]!r}"
+    return "the model has no attention layer with a known map; recast it first"

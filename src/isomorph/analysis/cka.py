@@ -1,4 +1,4 @@
-"""Centred kernel alignment between all layers of two networks, over a loader, in memory that does not grow with it."""
+"""Centred kernel alignment (CKA) between the layers of two models, over a loader in constant memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -12,18 +12,23 @@ from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
 MAX_COVARIANCE_ENTRIES = 2**28
-"""Numbers that `covariance_cka` may keep: 2 GiB."""
+"""Entries of the covariance matrices of `covariance_cka`, 2 GiB in float64."""
 
 MIN_IMAGES = 4
-"""Images of a batch that unbiased HSIC can be taken of: it divides by n - 3."""
+"""Smallest batch for unbiased HSIC, which divides by n - 3."""
 
 _ReadFeatures = Callable[[Tensor], Tensor]
 
 
 class CKA(NamedTuple):
-    """How alike layers are: 1 alike up to rotation and scale, 0 unrelated; `rows` of one model, `columns` of another.
+    """Similarity of layers: 1 equal up to rotation and scale, 0 unrelated; `rows` and `columns` are the layers' names.
 
     Shape: matrix (rows, columns)
+
+    Example:
+        >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
+        >>> iso.cka(a, b, torch.randn(8, 3, 32, 32)).rows
+        ['layer1', 'layer2', 'layer3']
     """
 
     matrix: Tensor
@@ -32,12 +37,19 @@ class CKA(NamedTuple):
 
 
 def flatten_features(output: Tensor) -> Tensor:
-    """Every image as one vector of all that the layer gives. Shape: (B, ...) -> (B, features)"""
+    """Return the output of a layer as one vector for every image. Shape: (B, ...) -> (B, features)"""
     return output.flatten(1)
 
 
 def pool_features(output: Tensor) -> Tensor:
-    """Every image as the mean over its tokens or places. Shape: (B, N, C) or (B, C, H, W) -> (B, C)"""
+    """Return the output of a layer as its mean over tokens or pixels, for the argument `read` of `cka`.
+
+    Shape: (B, N, C) or (B, C, H, W) -> (B, C)
+
+    Example:
+        >>> tuple(iso.analysis.pool_features(torch.randn(8, 64, 4, 4)).shape)
+        (8, 64)
+    """
     return output.mean(1) if output.ndim == 3 else output.flatten(2).mean(2) if output.ndim == 4 else output.flatten(1)
 
 
@@ -49,19 +61,27 @@ def cka(
     other_where: Where | None = None,
     read: _ReadFeatures = flatten_features,
 ) -> CKA:
-    """How alike the layers of two models are on the same images: linear CKA from unbiased HSIC, batch by batch.
+    """Return the similarity between all layers of two models on the same images: linear CKA from unbiased HSIC.
 
-    sum_i HSIC1(K_i, L_i) / sqrt(sum_i HSIC1(K_i, K_i) sum_i HSIC1(L_i, L_i)) over batches i, K and L the Gram matrices
-    of a batch's features. It does not depend on the size of batches but for noise, and lies near 0 (either side) for
-    unrelated features, where the biased form lies high. Gram matrices of one batch are all that is kept.
+    sum_i HSIC1(K_i, L_i) / sqrt(sum_i HSIC1(K_i, K_i) sum_i HSIC1(L_i, L_i)) over batches i, where K and L are the Gram
+    matrices of a batch's features. The batch size changes only its noise. For unrelated features it is near 0, on
+    either side, where the biased form is high. Only the Gram matrices of one batch are in memory.
 
-    `where` selects layers (of `b`: `other_where`, or else the same), by default those that timm's `feature_info` names.
-    `read`: features of an image from what a layer gives, by default all of it. Batches of fewer than 4 images (a last
-    one) are skipped.
+    Args:
+        a: a model, for the rows.
+        b: a model, for the columns.
+        data: images (B, C, H, W), or a loader of such; batches of fewer than 4 images (the last one) are skipped.
+        where: layers of both models, by default those of timm's `feature_info`.
+        other_where: layers of `b`, if they differ.
+        read: function from the output of a layer to features (B, features), by default all of the output.
 
-    Shape: a batch (B, C, H, W), or a loader of such -> CKA, (layers of a, layers of b)
     Source: Nguyen, Raghu, Kornblith (2021), eq. 2 to 4; HSIC1: Song et al. (2012), eq. 5
-    Raises: UserError when no batch has 4 images, or a model no such layer.
+    Raises: UserError if no batch has 4 images, or a model has no such layer.
+
+    Example:
+        >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
+        >>> tuple(iso.cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
+        (3, 3)
     """
     return cka_of_pairs(a, b, ((batch, batch) for batch in batches(data)), where, other_where, read)
 
@@ -75,10 +95,10 @@ def cka_of_pairs(
     other_where: Where | None = None,
     read: _ReadFeatures = flatten_features,
 ) -> CKA:
-    """`cka` of two models that take the same images differently: normalised, resized, each in its own way.
+    """Return `cka` of two models with different inputs for the same images, such as other sizes or normalisation.
 
     Shape: pairs of batches of the same images, (B, C, H, W) for a and (B, C', H', W') for b -> CKA
-    Raises: UserError as `cka` does, or when a pair is of different numbers of images.
+    Raises: UserError as in `cka`, or if the batches of a pair have different numbers of images.
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
     cross, own_a, own_b = 0.0, 0.0, 0.0  # type: Any, Any, Any
@@ -93,41 +113,43 @@ Batches = TypeVar("Batches", bound=Sequence[Tensor])
 
 
 def matching_batches(given: Iterable[Batches]) -> Iterator[Batches]:
-    """Those of several models' batches of the same images that unbiased HSIC can be taken of: of 4 images at least.
+    """Yield the groups of batches (one for each model) that have at least 4 images, as unbiased HSIC needs.
 
-    Raises: UserError when none is large enough, or the models' batches are of different numbers of images.
+    Raises: UserError if no batch is large enough, or the batches of a group have different numbers of images.
     """
     largest = 0
     for several in given:
         sizes = [len(batch) for batch in several]
         if len(set(sizes)) > 1:
-            raise UserError(f"CKA compares models on the same images, not on {' and '.join(map(str, sizes))} of them")
+            raise UserError(
+                f"CKA needs the same images for both models, not batches of {' and '.join(map(str, sizes))}"
+            )
         largest = max(largest, *sizes)
         if sizes[0] >= MIN_IMAGES:
             yield several
     if largest < MIN_IMAGES:
-        raise UserError(f"unbiased CKA takes batches of at least {MIN_IMAGES} images; the largest here has {largest}")
+        raise UserError(f"unbiased CKA needs batches of at least {MIN_IMAGES} images; the largest given has {largest}")
 
 
 def gram_matrices(model: nn.Module, batch: Tensor, layers: dict[str, nn.Module], read: _ReadFeatures) -> Tensor:
-    """Gram matrix of each layer's features without its diagonal, in float64; features are let go at once.
+    """Return the Gram matrix of every layer's features with zero diagonal, in float64; features are not stored.
 
     Shape: -> (layers, B, B)
     """
 
     def gram(output: Tensor) -> Tensor:
         x = read(output).double()
-        x = x - x.mean(0)  # HSIC does not see the mean; without it less is lost to rounding
+        x = x - x.mean(0)  # HSIC does not depend on the mean; removing it reduces rounding errors
         return (x @ x.T).fill_diagonal_(0.0)
 
-    found = features(model, batch.to(next(model.parameters())), layers, gram)
-    if missing := [name for name in layers if name not in found]:
-        raise UserError(f"{missing[0]} does not run when the model does: it has no features")
-    return torch.stack([value.cpu() for value in found.values()])
+    matrices = features(model, batch.to(next(model.parameters())), layers, gram)
+    if missing := [name for name in layers if name not in matrices]:
+        raise UserError(f"the forward of the model does not call {missing[0]}, so it has no features")
+    return torch.stack([value.cpu() for value in matrices.values()])
 
 
 def hsic(k: Tensor, m: Tensor) -> Tensor:
-    """Unbiased HSIC of all pairs of Gram matrices with zero diagonals.
+    """Return unbiased HSIC between all pairs of Gram matrices with zero diagonals.
 
     [tr(KM) + 1'K1 1'M1 / ((n-1)(n-2)) - 2 1'KM1 / (n-2)] / (n (n-3))
 
@@ -141,7 +163,7 @@ def hsic(k: Tensor, m: Tensor) -> Tensor:
 
 
 def _hsic_own(k: Tensor) -> Tensor:
-    """Unbiased HSIC of each Gram matrix with itself. Shape: (p, n, n) -> (p,)"""
+    """Return unbiased HSIC of each Gram matrix with itself. Shape: (p, n, n) -> (p,)"""
     return torch.cat([hsic(one, one)[0] for one in k.split(1)])
 
 
@@ -154,35 +176,40 @@ def covariance_cka(
     other_where: Where | None = None,
     read: _ReadFeatures = pool_features,
 ) -> CKA:
-    """Linear CKA of two models' layers over all images of a loader at once, exactly, from streamed covariances.
+    """Return the linear CKA between all layers of two models over all images of a loader, from running covariances.
 
-    |Cov(x, y)|^2 / (|Cov(x, x)| |Cov(y, y)|), as `linear_cka` of all features would give; for few features, so by
-    default the mean over tokens or places of what a layer gives (`pool_features`). Memory goes with features squared, not with
-    images. Arguments as `cka`.
+    |Cov(x, y)|^2 / (|Cov(x, x)| |Cov(y, y)|), equal to `linear_cka` of all features. Memory grows with the square of
+    the number of features, not with images, so features are by default the mean over tokens or pixels
+    (`pool_features`). Arguments as in `cka`.
 
-    This is the biased estimate: it is not near 0 for unrelated features unless the images are many more than the
-    features. Of n images unrelated features of p and q independent channels read about
-    1 / sqrt((1 + n / p) (1 + n / q)): 0.75 for 768 channels and 256 images. `cka` has no such bias.
+    This is the biased estimate: it is near 0 for unrelated features only if there are many more images than features.
+    For n images, unrelated features of p and q independent channels give about
+    1 / sqrt((1 + n / p) (1 + n / q)): 0.75 for 768 channels and 256 images. `cka` does not have this bias.
 
-    Shape: a batch (B, C, H, W), or a loader of such -> CKA, (layers of a, layers of b)
+    Shape: batch (B, C, H, W) or a loader of such -> CKA, (layers of a, layers of b)
     Source: Kornblith et al. (2019) eq. 3
-    Raises: UserError when the covariances would take more than 2 GiB, or a model has no such layer.
+    Raises: UserError if the covariances would take more than 2 GiB, or a model has no such layer.
+
+    Example:
+        >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
+        >>> tuple(iso.analysis.covariance_cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
+        (3, 3)
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
-    moments: _FeatureCovariances | None = None
+    covariances: _FeatureCovariances | None = None
     for batch in batches(data):
         x, y = (
             features(m, batch.to(next(m.parameters()).device), layers, lambda out: read(out).double().cpu())
             for m, layers in ((a, rows), (b, columns))
         )
-        moments = moments or _FeatureCovariances(list(x.values()), list(y.values()))
-        moments.add(list(x.values()), list(y.values()))
-    assert moments is not None  # batches() has raised otherwise
-    return CKA(moments.alignment(), list(rows), list(columns))
+        covariances = covariances or _FeatureCovariances(list(x.values()), list(y.values()))
+        covariances.add(list(x.values()), list(y.values()))
+    assert covariances is not None  # batches() has raised otherwise
+    return CKA(covariances.alignment(), list(rows), list(columns))
 
 
 class _FeatureCovariances:
-    """Sums of outer products of features, of each layer and of all pairs, about the mean of the first batch."""
+    """Sums of outer products of features, for each layer and all pairs, relative to the mean of the first batch."""
 
     def __init__(self, x: list[Tensor], y: list[Tensor]) -> None:
         self.origins = [value.mean(0) for value in x], [value.mean(0) for value in y]
@@ -190,8 +217,8 @@ class _FeatureCovariances:
         size = sum(f.shape[1] ** 2 for f in x + y) + sum(f.shape[1] * g.shape[1] for f in x for g in y)
         if size > MAX_COVARIANCE_ENTRIES:
             raise UserError(
-                f"covariances of these features take {size * 8 / 2**30:.1f} GiB; select fewer layers with where, "
-                "read fewer features (read=pooled), or take iso.cka, which goes by batches"
+                f"the covariances of these features take {size * 8 / 2**30:.1f} GiB of the 2 GiB allowed; select fewer "
+                "layers with where, use read=pool_features, or use iso.cka"
             )
         self.means = [torch.zeros_like(v) for v in self.origins[0]], [torch.zeros_like(v) for v in self.origins[1]]
         self.own = (
@@ -201,7 +228,7 @@ class _FeatureCovariances:
         self.cross = [[v.new_zeros(len(v), len(w)) for w in self.origins[1]] for v in self.origins[0]]
 
     def add(self, x: list[Tensor], y: list[Tensor]) -> None:
-        """Adds a batch. Shape: (B, p) each"""
+        """Add the features of a batch. Shape: (B, p) each"""
         self.images += len(x[0])
         x, y = (
             [v - origin for v, origin in zip(values, self.origins[i], strict=True)] for i, values in ((0, x), (1, y))
@@ -215,7 +242,7 @@ class _FeatureCovariances:
                 product += v.T @ w
 
     def alignment(self) -> Tensor:
-        """Linear CKA of all pairs. Shape: -> (layers of x, layers of y)"""
+        """Return the linear CKA of all pairs. Shape: -> (layers of x, layers of y)"""
 
         def centred(product: Tensor, first: Tensor, second: Tensor) -> Tensor:
             return (product - torch.outer(first, second) / self.images).norm()
@@ -231,16 +258,23 @@ class _FeatureCovariances:
 
 
 def linear_cka(x: Tensor, y: Tensor) -> Tensor:
-    """Centred kernel alignment of two sets of features of the same samples: 1 alike up to rotation, 0 unrelated.
+    """Return the linear CKA of two sets of features of the same samples: 1 equal up to rotation and scale, 0 unrelated.
 
-    |Y^T X|^2 / (|X^T X| |Y^T Y|), columns centred. Shape: x (samples, p), y (samples, q) -> ()
-    Source: Kornblith et al. (2019) eq. 3, as TDRL Fig. 2 (c) measures branches
-    Raises: UserError when the samples are not as many.
+    |Y^T X|^2 / (|X^T X| |Y^T Y|), with centred columns.
+
+    Shape: x (samples, p), y (samples, q) -> ()
+    Source: Kornblith et al. (2019) eq. 3; TDRL Fig. 2 (c) uses it for branches
+    Raises: UserError if the numbers of samples differ.
+
+    Example:
+        >>> x = torch.randn(100, 8)
+        >>> round(iso.analysis.linear_cka(x, 3 * x).item(), 6)
+        1.0
     """
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y):
-        raise UserError(f"CKA compares (samples, features) of the same samples, not {tuple(x.shape)}, {tuple(y.shape)}")
+        raise UserError(f"CKA needs (samples, features) of the same samples, not {tuple(x.shape)} and {tuple(y.shape)}")
     x, y = (t.double() - t.double().mean(0) for t in (x, y))
-    if len(x) < max(x.shape[1], y.shape[1]):  # fewer samples than features: the same number from their Gram matrices
+    if len(x) < max(x.shape[1], y.shape[1]):  # the same value from the Gram matrices, which are smaller
         inner = (x @ x.T * (y @ y.T)).sum()
         return inner / ((x @ x.T).norm() * (y @ y.T).norm())
     return (y.T @ x).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm())

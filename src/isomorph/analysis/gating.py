@@ -1,4 +1,4 @@
-"""Gates, centres and spans of the layers that mix content and position: of a model, and along its training."""
+"""Gates, centres and spans of gated attention layers, of a model and over its training."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
@@ -11,37 +11,63 @@ from isomorph.layers import GPSA, GPSA2d
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
-    """Layers that mix content and position, by name.
+    """Return the gated attention layers by name.
 
-    Raises: UserError when the model has none.
+    Raises: UserError if the model has none.
     """
-    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, GPSA | GPSA2d)}
-    if not found:
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, GPSA | GPSA2d)}
+    if not layers:
         raise UserError("the model has no gated attention layer; recast it first")
-    return found
+    return layers
 
 
 def gates(model: nn.Module) -> dict[str, Tensor]:
-    """How much each head looks at places: sigma(gate), 1 for position only, 0 for content only.
+    """Return the weight of positional attention in every head: sigmoid(gate), 1 for position only, 0 for content only.
 
     Shape: -> {name: (heads,)}
+    Source: ConViT eq. 7
+    Raises: UserError if the model has no gated attention layer.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="paper"), where="layer3.0.conv1")
+        >>> round(iso.gates(tcnn)["layer3.0.conv1"][0].item(), 3)
+        0.731
     """
     return {name: torch.sigmoid(layer.gate.detach()) for name, layer in _gated_attention_layers(model).items()}
 
 
 def attention_spans(model: nn.Module) -> dict[str, Tensor]:
-    """Attention span 1 / locality of each head (T-CNN Fig. 4B); NaN where a head has lost its centre (locality <= 0).
+    """Return the attention span of every head, 1 / locality; NaN if the locality is 0 or negative.
+
+    A locality of 0 or below means that the head no longer attends to its centre.
 
     Shape: -> {name: (heads,)}
+    Source: T-CNN Fig. 4B
+    Raises: UserError if the model has no gated attention layer.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=4.0), where="layer3.0.conv1")
+        >>> iso.analysis.attention_spans(tcnn)["layer3.0.conv1"][0].item()
+        0.25
     """
-    found = {name: layer.locality.detach() for name, layer in _gated_attention_layers(model).items()}
-    return {name: torch.where(locality > 0, 1 / locality, torch.nan) for name, locality in found.items()}
+    localities = {name: layer.locality.detach() for name, layer in _gated_attention_layers(model).items()}
+    return {name: torch.where(locality > 0, 1 / locality, torch.nan) for name, locality in localities.items()}
 
 
 def centres(model: nn.Module) -> dict[str, Tensor]:
-    """Where each head's position looks, (row, column) steps from the query (ConViT eq. 5).
+    """Return the centre of positional attention of every head, in (row, column) steps from the query.
 
     Shape: -> {name: (heads, 2)}
+    Source: ConViT eq. 5
+    Raises: UserError if the model has no gated attention layer.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+        >>> iso.analysis.centres(tcnn)["layer3.0.conv1"][0].tolist()
+        [-1.0, -1.0]
     """
     return {name: layer.centre.detach().clone() for name, layer in _gated_attention_layers(model).items()}
 
@@ -50,35 +76,49 @@ Key = TypeVar("Key")
 
 
 def track(
-    models: Iterable[tuple[float, nn.Module]], look: Callable[[nn.Module], dict[Key, Tensor]]
+    models: Iterable[tuple[float, nn.Module]], measure: Callable[[nn.Module], dict[Key, Tensor]]
 ) -> tuple[Tensor, dict[Key, Tensor]]:
-    """What `look(model)` gives at each moment, by layer; NaN at moments without the layer. One model at a time is held.
+    """Return `measure(model)` at several moments of training, stacked by layer; NaN where a model has no such layer.
 
-    `models`: moments (epochs, say) and the model then, which may be read from disk one by one.
+    `models`: pairs of a moment (such as the epoch) and the model then. An iterator may load them from disk one by one.
 
     Shape: {name: (...)} of each model -> moments (T,), {name: (T, ...)}
-    Raises: UserError when no model has anything to look at.
+    Raises: UserError if there is no model, or `measure` raises it for every model.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+        >>> moments, gates = iso.analysis.track([(0, cnn), (10, tcnn)], iso.gates)
+        >>> moments.tolist(), tuple(gates["layer3.0.conv1"].shape)
+        ([0.0, 10.0], (2, 9))
     """
-    moments, seen = list[float](), list[dict[Key, Tensor]]()
-    problem = UserError("there is nothing to follow: no model was given")
+    moments, measured = list[float](), list[dict[Key, Tensor]]()
+    problem = UserError("no model was given; give at least one pair of a moment and a model")
     for moment, model in models:
         moments.append(moment)
         try:
-            seen.append(look(model))
-        except UserError as error:  # a CNN that is recast later has no gates yet
-            seen.append({})
+            measured.append(measure(model))
+        except UserError as error:  # a CNN that is recast during training has no gates before that
+            measured.append({})
             problem = error
-    like = {name: value for found in seen for name, value in found.items()}
-    if not like:
+    empty = {name: torch.full_like(value, torch.nan) for values in measured for name, value in values.items()}
+    if not empty:
         raise problem
-    empty = {name: torch.full_like(value, torch.nan) for name, value in like.items()}
-    return torch.tensor(moments), {name: torch.stack([f.get(name, empty[name]) for f in seen]) for name in like}
+    stacked = {name: torch.stack([values.get(name, nan) for values in measured]) for name, nan in empty.items()}
+    return torch.tensor(moments), stacked
 
 
 class GatingHistory(NamedTuple):
-    """Dials at each moment of a training, by layer; NaN before a layer was there.
+    """Gates, centres and spans at several moments of training, by layer; NaN before a layer exists.
 
     Shape: moments (T,), gates and spans {name: (T, heads)}, centres {name: (T, heads, 2)}
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+        >>> history = iso.analysis.track_gating([(0, cnn), (10, tcnn)])
+        >>> tuple(history.centres["layer3.0.conv1"].shape)
+        (2, 9, 2)
     """
 
     moments: Tensor
@@ -88,11 +128,23 @@ class GatingHistory(NamedTuple):
 
 
 def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
-    """Gates, centres and spans at each moment. Arguments and errors as `track`."""
+    """Return gates, centres and spans at several moments of training.
+
+    `models`: pairs of a moment (such as the epoch) and the model then, as in `track`.
+
+    Raises: UserError if no model has a gated attention layer.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
+        >>> history = iso.analysis.track_gating([(0, cnn), (10, tcnn)])
+        >>> tuple(history.gates["layer3.0.conv1"].shape)
+        (2, 9)
+    """
     kinds = {"gates": gates, "centres": centres, "spans": attention_spans}
 
-    def look(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-        return {(kind, name): value.cpu() for kind, of in kinds.items() for name, value in of(model).items()}
+    def measure(model: nn.Module) -> dict[tuple[str, str], Tensor]:
+        return {(kind, name): value.cpu() for kind, read in kinds.items() for name, value in read(model).items()}
 
-    moments, found = track(models, look)
-    return GatingHistory(moments, *({name: v for (k, name), v in found.items() if k == kind} for kind in kinds))
+    moments, values = track(models, measure)
+    return GatingHistory(moments, *({name: v for (k, name), v in values.items() if k == kind} for kind in kinds))

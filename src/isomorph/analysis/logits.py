@@ -1,4 +1,4 @@
-"""How sharp attention is before and after the softmax: what diverges first when training does (TDRL Fig. 3)."""
+"""Attention logits, largest attention and entropy, which diverge first when training does (TDRL Fig. 3)."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -6,18 +6,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from isomorph.analysis.applied_attention import AppliedAttention, Scores
 from isomorph.analysis.batches import mean_over
 from isomorph.analysis.capture import LayerCall, capture_attention
-from isomorph.analysis.applied_attention import AppliedAttention, Scores
 from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
 _QUERIES_PER_CHUNK = 64
-"""Rows of the map that exist at the same time."""
+"""Rows of the attention map that are computed at the same time."""
 
 
 class LogitStats(NamedTuple):
-    """Of each head: largest logit and largest attention, mean over images; entropy in nats, mean over queries."""
+    """Largest logit, largest attention and entropy (in nats) of every head, as means over images.
+
+    Shape: (heads,) each
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+        >>> stats = iso.analysis.logit_stats(vit, torch.randn(4, 3, 32, 32))["blocks.0.attn"]
+        >>> bool((stats.entropy > 0).all())
+        True
+    """
 
     max_logit: Tensor
     max_attention: Tensor
@@ -25,39 +34,46 @@ class LogitStats(NamedTuple):
 
 
 def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, LogitStats]:
-    """Largest attention logit, largest attention and attention entropy by layer, in eval mode; no map is kept.
+    """Return the largest attention logit, the largest attention and the attention entropy of every layer, in eval mode.
 
-    Logits are what the softmax is given: scaled, with masks and relative positions. A logit of 1,000 is attention lost;
-    an entropy of 0 is one-hot attention, of log(N) uniform attention. Of every layer that has a softmax over keys; of
-    GPSA, on tokens and on maps, the content half. What a layer does to its map after the softmax is not in here.
+    Logits are the inputs of the softmax: scaled, with masks and relative positions. A logit of 1,000 means that
+    training has diverged; an entropy of 0 is one-hot attention, one of log(N) uniform attention. Every layer with a
+    softmax over keys is measured; for gated attention (GPSA, GPSA2d) the content attention is. Operations on the map
+    after the softmax are not included. No attention map is stored.
 
-    Shape: a batch (B, C, H, W), or a loader of such -> {name: LogitStats, (heads,) each}
+    Shape: batch (B, C, H, W) or a loader of such -> {name: LogitStats of (heads,) each}
     Source: TDRL Fig. 3
-    Raises: UserError when the model has no such layer.
+    Raises: UserError if the model has no such layer.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
+        >>> stats = iso.analysis.logit_stats(vit, torch.randn(4, 3, 32, 32))
+        >>> tuple(stats["blocks.0.attn"].max_logit.shape)
+        (3,)
     """
 
-    def look(batch: Tensor) -> dict[str, Tensor]:
-        found = capture_attention(model, batch, _layer_stats, where)
-        if not found:
+    def measure(batch: Tensor) -> dict[str, Tensor]:
+        stats = capture_attention(model, batch, _layer_stats, where)
+        if not stats:
             raise UserError("the model has no attention layer whose queries and keys are known")
-        return found
+        return stats
 
-    return {name: LogitStats(*found) for name, found in mean_over(data, look).items()}
+    return {name: LogitStats(*values) for name, values in mean_over(data, measure).items()}
 
 
 def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
-    """Statistics of one layer. Shape: -> (3, heads)"""
+    """Return the statistics of one layer, or None if its logits are not known. Shape: -> (3, heads)"""
     return None if applied.logits is None else summarise_scores(applied.logits.float())
 
 
-def summarise_scores(found: Scores) -> Tensor:
-    """Largest logit, largest attention, entropy, some queries at a time. Shape: -> (3, nh)"""
+def summarise_scores(scores: Scores) -> Tensor:
+    """Return largest logit, largest attention and entropy, computed for some queries at a time. Shape: -> (3, nh)"""
     tops, peaks, entropies = [], [], []
-    queries = found.q.shape[2]
+    queries = scores.q.shape[2]
     for start in range(0, queries, _QUERIES_PER_CHUNK):
-        logits = found.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
+        logits = scores.rows(start, start + _QUERIES_PER_CHUNK)  # (B, nh, n, N)
         total = logits.logsumexp(-1)  # (B, nh, n)
-        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()  # 0 x -inf where a mask forbids
+        weighted = (torch.softmax(logits, -1) * logits).nan_to_num()  # 0 * -inf where a mask excludes a key
         entropies.append((total - weighted.sum(-1)).sum(2))
         highest = logits.amax(-1)
         tops.append(highest.amax(-1))

@@ -1,4 +1,4 @@
-"""Where the queries and keys of an attention layer lie, so that its map can be measured and drawn."""
+"""Grid positions of the queries and keys of an attention layer, for measuring and drawing its maps."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from isomorph.surgery.grid_hooks import embedding_models
 
 
 class TokenGrid(NamedTuple):
-    """Grids of queries and keys, padded ones among them, in steps of the key grid; `prefix` tokens have no place."""
+    """Grids of queries and keys (with padding), in steps of the key grid; `prefix` tokens have no grid position."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
@@ -22,7 +22,7 @@ class TokenGrid(NamedTuple):
     prefix: int = 0
 
     def distances(self, device: torch.device | None = None) -> Tensor:
-        """|delta| between every query and every key. Shape: -> (Nq, Nk)"""
+        """Return the distance between every query and every key. Shape: -> (Nq, Nk)"""
         rows, columns = (
             axis_offsets(*axis, device=device).square()
             for axis in zip(self.queries, self.keys, self.start, self.stride, strict=True)
@@ -30,32 +30,32 @@ class TokenGrid(NamedTuple):
         squared = rows[:, None, :, None] + columns[None, :, None, :]  # (Hq, Wq, Hk, Wk)
         return squared.sqrt().flatten(2).flatten(0, 1)
 
-    def picture(self, maps: Tensor, share: tuple[float, float]) -> Tensor:
-        """What one place, given as shares of height and width, looks at on the unpadded keys.
+    def attention_from(self, maps: Tensor, place: tuple[float, float]) -> Tensor:
+        """Return the attention of one query, at fractions of height and width, on the grid of the unpadded keys.
 
         Shape: maps (B, nh, prefix + Nq, prefix + Nk) -> (B, nh, H, W)
         """
-        row, column = (min(int(part * size), size - 1) for part, size in zip(share, self.queries, strict=True))
-        seen = maps[:, :, self.prefix + row * self.queries[1] + column, self.prefix :].unflatten(-1, self.keys)
+        row, column = (min(int(part * size), size - 1) for part, size in zip(place, self.queries, strict=True))
+        attention = maps[:, :, self.prefix + row * self.queries[1] + column, self.prefix :].unflatten(-1, self.keys)
         (ph, pw), (Hk, Wk) = self.padding, self.keys
-        return seen[..., ph : Hk - ph, pw : Wk - pw]
+        return attention[..., ph : Hk - ph, pw : Wk - pw]
 
 
 def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
-    """The grid of patches that the model makes of these images, where it makes one."""
+    """Return the grid of patches that the model makes of these images, or None."""
     owners = embedding_models(model)
     return owners[0].patch_embed.dynamic_feat_size(tuple(batch.shape[-2:])) if len(owners) == 1 else None
 
 
 def _called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
-    """The grid that a call of a layer with positions names itself."""
+    """Return the grid that is an argument of the layer's call, or None."""
     if isinstance(layer, SpatialAttention | ViTGPSA):
-        return grid_size  # their second argument is a mask
+        return grid_size  # the second argument is a mask
     return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PSA) else None
 
 
 def _map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
-    """The grid of a layer that is called with a map: the axes that the queries fill, or of (B, H, W, C).
+    """Return the grid of a layer whose input is a feature map, or None: the two axes that the queries fill.
 
     Shape: x (B, C, H, W) or (B, H, W, C)
     """
@@ -68,7 +68,7 @@ def _map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, i
 
 
 def _window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
-    """The grid of a layer that is called with the tokens of windows, as Swin's are. Shape: x (windows, N, C)"""
+    """Return the grid of a layer whose input is the tokens of windows, as in Swin, or None. Shape: x (windows, N, C)"""
     size: Any = getattr(layer, "window_size", None)
     pair = isinstance(size, tuple | list) and len(size) == 2
     return (size[0], size[1]) if pair and x.ndim == 3 and size[0] * size[1] == x.shape[1] else None
@@ -82,28 +82,29 @@ def find_token_grid(
     grid: tuple[int, int] | None = None,
     **kwargs: Any,
 ) -> TokenGrid:
-    """Places of a layer that is called with x and more; `grid` is that of the image's patches, `shape` of its maps.
+    """Return the grid of a layer's queries and keys, for its inputs.
 
-    Known where queries and keys are the same tokens: of the image's patches, of a map, of windows; and of GPSA2d.
+    It is known for GPSA2d, and if queries and keys are the same tokens, of patches, a feature map or windows.
+    `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 
-    Raises: UserError when the grid of the tokens is not known, or they do not fill it.
+    Raises: UserError if the grid is not known, or the tokens do not fill it.
     """
     if isinstance(layer, GPSA2d):
-        size = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
+        padded = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
         return TokenGrid(
-            layer.query_grid(*x.shape[-2:]), (size[0], size[1]), layer.padding, (middle, middle), layer.stride
+            layer.query_grid(*x.shape[-2:]), (padded[0], padded[1]), layer.padding, (middle, middle), layer.stride
         )
     own = _map_grid(layer, x, shape and shape[0]) or _window_grid(layer, x)
-    found = own or _called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
-    if found is None:
+    size = own or _called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
+    if size is None:
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
-    H, W = found
+    H, W = size
     tokens = H * W if own else int(x.shape[1])
     queries, keys = (tokens, tokens) if shape is None else shape
     prefix = queries - H * W
     if prefix < 0 or (own and prefix):
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of {'the layer' if own else 'the patches'}")
     if queries != keys:
-        raise UserError(f"{type(layer).__name__} has {queries} queries and {keys} keys: they lie on no common grid")
+        raise UserError(f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid")
     return TokenGrid((H, W), (H, W), prefix=prefix)

@@ -191,10 +191,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     if not found:
         wanted = " and ".join(k.__name__ for k in kind) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
-        raise UserError(
-            f"{type(given).__name__} recasts {wanted}, but {describe_where(where)} selects {len(selected)} modules of "
-            f"other classes ({classes})"
-        )
+        selection = f"{describe_where(where)} matches only other classes ({classes})"
+        raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}")
     for name, module in found:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
