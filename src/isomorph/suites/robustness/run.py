@@ -169,13 +169,13 @@ def _jobs(
             if inputs.source is not None:
                 yield CLEAN, (0,), CorruptedImages(inputs.clean_source(), inputs.crop), None
             continue
-        cached = {s: pixels for s in severities if cache and (pixels := cache.stored(name, s)) is not None}
+        cached = {s: pixels for s in severities if cache and (pixels := cache.load(name, s)) is not None}
         if cached:
             yield name, tuple(cached), CachedImages(list(cached.values()), inputs.clean_source().labels), None
         left = tuple(s for s in severities if s not in cached)
         for group, images in inputs.groups(name, left) if left else ():
             if cache:
-                cache.refuse_full_disk(len(group))
+                cache.check_free_space(len(group))
             yield name, group, images, CellWriter(cache, name, group) if cache else None
 
 
@@ -199,7 +199,7 @@ def _measure_cells(
             writer.finish()
     except BaseException:
         if writer:
-            writer.drop()
+            writer.discard()
         raise
     for severity, severity_counts in zip(severities, counts, strict=True):
         state.cell_file.add(name, severity, severity_counts.metrics())
