@@ -29,7 +29,7 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32),
+    data=dict(source="digits", fraction=0.055, size=[8, 8], batch_size=32),
     augment=dict(crop_padding=2, hflip=0),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=2,
@@ -84,7 +84,7 @@ class TestRecipe:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_resnet50d"])
     def test_published_recipes_run_two_steps(self, name, tmp_path):
-        small = ["model.pretrained=false", "data.source=digits", "data.size=[64,64]", "data.batch_size=20"]
+        small = ["model.pretrained=false", "data.source=digits", "data.size=[32,32]", "data.batch_size=20"]
         brief = ["data.workers=0", "data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
         assert run.order.steps == 2
@@ -406,7 +406,7 @@ class TestRun:
         assert [row["unreadable"] for row in rows] == [1, 1]
         (tmp_path / "data/train/light/5.png").write_bytes(b"broken")
         with pytest.raises(
-            iso.UserError, match=r"2 images cannot be read, data\.unreadable allows 1; the latest: .*png"
+            iso.UserError, match=r"2 images cannot be read, but data\.unreadable allows 1; the latest: .*png"
         ):
             iso.train(tiny(tmp_path / "many", data=data | dict(unreadable=1)), show=False)
 
