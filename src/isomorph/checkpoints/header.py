@@ -148,12 +148,12 @@ def _build_edit(edit: _EditSchema, place: str) -> Edit:
     rule = EDIT_RULES.get(edit.rule)
     if rule is None:
         raise UserError(f"{place}.rule is {_shorten(edit.rule)} and should be one of {', '.join(EDIT_RULES)}")
-    known = [field.name for field in dataclasses.fields(rule)]  # type: ignore[arg-type]
+    known = [field.name for field in dataclasses.fields(rule)]
     for name in edit.fields:
         if name not in known:
             raise UserError(f"{place}.fields.{name} is not a field of {edit.rule}; it has {', '.join(known)}")
     try:
-        made = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
+        made: Any = TypeAdapter(rule).validate_json(json.dumps(edit.fields), strict=True)
     except ValidationError as error:
         raise UserError(_describe_problems(error, f"{place}.fields")) from None
     return Edit(made, tuple(edit.names))

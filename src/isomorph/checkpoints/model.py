@@ -80,7 +80,7 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
     >>> iso.save(timm.create_model("cifar_resnet20"), "ten.safetensors")
     >>> model = timm.create_model("cifar_resnet20", num_classes=3)
     >>> iso.load_weights(model, "ten.safetensors", fresh_head=True)
-    ['fc.weight', 'fc.bias']
+    ['linear.weight', 'linear.bias']
     """
     return load_state(model, read_tensors(Path(path)), path, fresh_head)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
@@ -167,6 +167,6 @@ def compare_(
     names = [log.name for log in logs] or [point.name for point in points]
     title = names[0] if len(names) == 1 else f"{len(names)} {'runs' if logs else 'models'}"
     size = write_page(out, title, ", ".join(names), sections, page_footer())
-    measured = {"along": histories_json(histories)} if histories else {}
+    measured: dict[str, Any] = {"along": histories_json(histories)} if histories else {}
     measured |= {"points": points_json(points)} if points else {}
     save_figures_and_print(out, size, sections, figures, json_, measured, history_tables(histories))

@@ -23,7 +23,7 @@ from isomorph.distributed import open_runtime
 from isomorph.report.terminal_tables import print_table
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.run import wanted_cells
-from isomorph.suites.robustness.scores import robustness_table, summary_lines
+from isomorph.suites.robustness.scores import severity_table, summary_lines
 from isomorph.suites.test_data import open_test_images
 
 
@@ -117,5 +117,5 @@ def robustness(
     if json_:
         print(json.dumps(result))
         return
-    print_table(robustness_table(result))
+    print_table(severity_table(result))
     print("\n" + "\n".join(summary_lines(result)))
