@@ -224,8 +224,8 @@ class TestEvolution:
         ("batches", "where", "said"),
         [
             ([], None, "no batch was given"),
-            ([torch.randn(1, 3, 32, 32)], None, "batches of several"),
-            ([torch.randn(2, 3, 32, 32)], "layer1", "features of 1 layers"),
+            ([torch.randn(1, 3, 32, 32)], None, "several images in a batch"),
+            ([torch.randn(2, 3, 32, 32)], "layer1", "1 layers are selected for features"),
         ],
     )
     def test_what_does_not_evolve_is_refused(self, batches, where, said):

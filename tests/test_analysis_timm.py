@@ -141,9 +141,9 @@ class TestWhere:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("edgenext_xx_small", "CrossCovarianceAttn.*from channels to channels"),
+        ("edgenext_xx_small", "CrossCovarianceAttn.*attends between channels"),
         ("mobilevitv2_050", "LinearSelfAttention.*softmax of its keys alone"),
-        ("cifar_resnet20", "no attention layer whose map is known"),
+        ("cifar_resnet20", "no attention layer with a known map"),
     ],
 )
 def test_attention_without_a_map_is_refused_with_its_reason(name, said):

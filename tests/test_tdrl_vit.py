@@ -188,7 +188,7 @@ def test_the_monitor_watches_every_block(tmp_path):
 
 def test_a_model_without_attention_cannot_be_monitored(tmp_path):
     recipe = dict(model=dict(name="cifar_resnet20"), data=dict(source="digits"), monitor_every=5, out=str(tmp_path))
-    with pytest.raises(iso.UserError, match="no attention layer whose map is known"):
+    with pytest.raises(iso.UserError, match="no attention layer with a known map"):
         iso.train(validate(recipe), show=False)
 
 

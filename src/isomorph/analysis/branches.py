@@ -35,8 +35,8 @@ def branch_similarity(model: nn.Module, data: Tensor | Iterable[Any]) -> dict[st
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
-        >>> wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S", init="paper"), where="fc")
-        >>> tuple(iso.analysis.branch_similarity(wide, torch.randn(4, 3, 32, 32))["fc"].shape)
+        >>> wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S", init="paper"), where="linear")
+        >>> tuple(iso.analysis.branch_similarity(wide, torch.randn(4, 3, 32, 32))["linear"].shape)
         (3, 3)
     """
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid))

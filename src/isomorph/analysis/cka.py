@@ -28,7 +28,7 @@ class CKA(NamedTuple):
     Example:
         >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
         >>> iso.cka(a, b, torch.randn(8, 3, 32, 32)).rows
-        ['layer1', 'layer2', 'layer3']
+        ['act1', 'layer1', 'layer2', 'layer3']
     """
 
     matrix: Tensor
@@ -81,7 +81,7 @@ def cka(
     Example:
         >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
         >>> tuple(iso.cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
-        (3, 3)
+        (4, 4)
     """
     return cka_of_pairs(a, b, ((batch, batch) for batch in batches(data)), where, other_where, read)
 
@@ -193,7 +193,7 @@ def covariance_cka(
     Example:
         >>> a, b = (timm.create_model("cifar_resnet20") for _ in range(2))
         >>> tuple(iso.analysis.covariance_cka(a, b, torch.randn(8, 3, 32, 32)).matrix.shape)
-        (3, 3)
+        (4, 4)
     """
     rows, columns = feature_layers(a, where, 1), feature_layers(b, other_where or where, 1)
     covariances: _FeatureCovariances | None = None

@@ -26,9 +26,8 @@ def feature_layers(model: nn.Module, where: Where | None, least: int = 2) -> dic
         hint = nearest_names(where, list(modules)) if where else "; give where, like 'blocks.?' or 'layer?'"
         raise UserError(f"no layer of the model is selected for features{hint}")
     if len(layers) < least:
-        raise UserError(
-            f"{len(layers)} layers are selected for features, and {least} are needed; give where, like 'blocks.?'"
-        )
+        count = f"{len(layers)} layers are selected for features, and at least {least} are needed"
+        raise UserError(f"{count}; give where, like 'blocks.?'")
     return layers
 
 

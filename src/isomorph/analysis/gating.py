@@ -90,7 +90,7 @@ def track(
         >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
         >>> moments, gates = iso.analysis.track([(0, cnn), (10, tcnn)], iso.gates)
         >>> moments.tolist(), tuple(gates["layer3.0.conv1"].shape)
-        ([0.0, 10.0], (2, 9))
+        ([0, 10], (2, 9))
     """
     moments, measured = list[float](), list[dict[Key, Tensor]]()
     problem = UserError("no model was given; give at least one pair of a moment and a model")

@@ -1,8 +1,8 @@
-"""Surgery: model in, new model out, function kept."""
+"""Change the form of a model and keep its function: recast, verify, fuse and revert."""
 
 from collections import ChainMap
 
-from isomorph.surgery.anneal import Anneal, annealed_layers, gpsa_layers
+from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recalibrate import recalibrate
@@ -19,7 +19,6 @@ EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "Unstride": Unstride})
 """Rules by name, as checkpoints store them: the registered ones, and those of `fuse` and `unstride`."""
 
 __all__ = [
-    "EDIT_RULES",
     "RULES",
     "Anneal",
     "AttentionToGPSA",
@@ -32,14 +31,12 @@ __all__ = [
     "Rule",
     "Unstride",
     "VerifyReport",
-    "annealed_layers",
     "build_rule",
     "compare_outputs",
     "edits",
     "edits_since",
     "fuse",
     "fusible_modules",
-    "gpsa_layers",
     "notes",
     "recalibrate",
     "recast",
@@ -50,3 +47,8 @@ __all__ = [
     "unstride",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

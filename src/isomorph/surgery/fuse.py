@@ -63,8 +63,8 @@ def fuse(model: nn.Module) -> nn.Module:
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> wide = iso.recast(cnn, iso.LinearToPyramid(), where="fc")
-        >>> type(wide.fc).__name__, type(iso.fuse(wide).fc).__name__
+        >>> wide = iso.recast(cnn, iso.LinearToPyramid(), where="linear")
+        >>> type(wide.linear).__name__, type(iso.fuse(wide).linear).__name__
         ('PyramidLinear', 'Linear')
     """
     if not isinstance(model, nn.Module):
@@ -83,7 +83,7 @@ def fusible_modules(model: nn.Module) -> tuple[str, ...]:
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="fc"))
-        ('fc',)
+        >>> iso.surgery.fusible_modules(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))
+        ('linear',)
     """
     return tuple(outermost_modules(unwrap_compiled(model), Fuse().accepts))

@@ -90,8 +90,8 @@ def edits(model: nn.Module) -> tuple[Edit, ...]:
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
-        >>> iso.edits(iso.recast(cnn, iso.LinearToPyramid(), where="fc"))[0].names
-        ('fc',)
+        >>> iso.edits(iso.recast(cnn, iso.LinearToPyramid(), where="linear"))[0].names
+        ('linear',)
         >>> iso.edits(cnn)
         ()
     """
@@ -104,9 +104,9 @@ def edits_since(model: nn.Module, base: nn.Module) -> tuple[Edit, ...]:
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
         >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> wide = iso.recast(tcnn, iso.LinearToPyramid(), where="fc")
+        >>> wide = iso.recast(tcnn, iso.LinearToPyramid(), where="linear")
         >>> [edit.names for edit in iso.surgery.edits_since(wide, tcnn)]
-        [('fc',)]
+        [('linear',)]
     """
     return edits(model)[len(edits(base)) :]
 

@@ -18,6 +18,12 @@ class Unstride:
     """Rule that sets the stride of every convolution of a stage to 1, and removes its strided average pools.
 
     It changes the function. See `unstride`.
+
+    Raises: UserError from `build` if the module has no stride, or a pool that is not supported.
+
+    Example:
+        >>> iso.surgery.Unstride().build(torch.nn.Conv2d(3, 4, 3, stride=2)).stride
+        (1, 1)
     """
 
     atol: ClassVar[float] = 0.0

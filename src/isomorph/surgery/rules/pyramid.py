@@ -134,8 +134,8 @@ class LinearToPyramid:
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20").eval()
-        >>> wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S"), where="fc")
-        >>> type(wide.fc).__name__, type(iso.fuse(wide).fc).__name__
+        >>> wide = iso.recast(cnn, iso.LinearToPyramid("P-W2S"), where="linear")
+        >>> type(wide.linear).__name__, type(iso.fuse(wide).linear).__name__
         ('PyramidLinear', 'Linear')
         >>> iso.verify(cnn, wide, torch.randn(1, 3, 32, 32)).passed
         True

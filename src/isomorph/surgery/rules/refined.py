@@ -10,7 +10,7 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
-from isomorph.layers.refined_attention import copy_parts, attention_kwargs
+from isomorph.layers.refined_attention import attention_kwargs, copy_parts
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int

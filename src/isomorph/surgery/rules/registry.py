@@ -41,9 +41,12 @@ def register_rule(rule: RuleType) -> RuleType:
     An installed package offers a rule with an entry point in the group `isomorph.rules`.
 
     Raises: UserError if it is not a frozen dataclass with `atol`, `accepts` and `build`, or its name is taken.
+
+    >>> iso.surgery.register_rule(iso.ConvToGPSA) is iso.ConvToGPSA  # registered already: nothing changes
+    True
     """
     name = getattr(rule, "__name__", str(rule))
-    if not (dataclasses.is_dataclass(rule) and rule.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+    if not (dataclasses.is_dataclass(rule) and rule.__dataclass_params__.frozen):
         raise UserError(f"{name} is not a rule; make it a frozen dataclass")
     if missing := [part for part in ("atol", "accepts", "build") if not hasattr(rule, part)]:
         raise UserError(f"{name} is not a rule; give it {', '.join(missing)}")

@@ -8,7 +8,7 @@ from torch import nn
 
 from isomorph.analysis import logit_stats
 from isomorph.errors import UserError
-from isomorph.surgery import annealed_layers
+from isomorph.surgery.anneal import annealed_layers
 from isomorph.training.build import apply_surgery
 from isomorph.training.recipe.recipe import Recipe
 
