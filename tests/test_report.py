@@ -449,7 +449,7 @@ class TestRobustness:
     def test_what_is_no_result(self, tmp_path, text):
         if text is not None:
             (tmp_path / "a.jsonl").write_text(text)
-        with pytest.raises(iso.UserError, match="(result|give a) file of isomorph robustness"):
+        with pytest.raises(iso.UserError, match=r"(result|give a) file of isomorph robustness"):
             read_results([tmp_path / "a.jsonl"], {"net": "net"})
 
     def test_a_file_without_a_cell(self, tmp_path):
@@ -808,7 +808,7 @@ class TestCommands:
             "compare c --along looks": "looks",
             "compare c --samples 0 --along entropy": "--samples must be at least 1",
             "compare c --data digits": "--data and --root choose the images of --along",
-            "compare c --along entropy": "c: no entropy along training: recipe.json does not name its data source; give --data",
+            "compare c --along entropy": "recipe.json does not name its data source; give --data",
             "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",
             "compare --evaluated z.json": "z.json does not exist; write it with isomorph evaluate",
             "compare --evaluated t.jsonl": "t.jsonl is not a result of isomorph evaluate --json",
