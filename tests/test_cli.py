@@ -268,7 +268,7 @@ BAD = {
     "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another file"),
     "fuse suffix": (["fuse", "few.safetensors", "--out", "few.pth"], "must end in .safetensors"),
     "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "--recalibrate must be at least 0"),
-    "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer whose map"),
+    "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer with a known map"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
     "infinite page": (["analyze", "{weights}", "--image", "x.png", "--megabytes", "inf"], "--megabytes inf is out of"),
     "page of no size": (
