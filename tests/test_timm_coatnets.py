@@ -61,7 +61,7 @@ def test_measures_of_maps(name):
 
 def test_where_a_place_looks_is_a_picture():
     model = build(RW)
-    pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 64, 64), place=(0.0, 0.0))
+    pictures = iso.analysis.attention_from(model, torch.randn(1, 3, 64, 64), position=(0.0, 0.0))
     assert {tuple(p.shape[-2:]) for p in pictures.values()} == {(4, 4), (2, 2)}
 
 

@@ -57,25 +57,25 @@ def _measure_on_grid(
 
 
 def attention_from(
-    model: nn.Module, batch: Tensor, place: tuple[float, float] = (0.5, 0.5), where: Where = "*"
+    model: nn.Module, batch: Tensor, position: tuple[float, float] = (0.5, 0.5), where: Where = "*"
 ) -> dict[str, Tensor]:
     """Return the attention of one query in every head, on the grid of the layer without padding and prefix tokens.
 
-    `place`: row and column of the query, as fractions of height and width. Layers whose queries and keys have no common
-    grid are left out.
+    `position`: row and column of the query, as fractions of height and width. Layers whose queries and keys have no
+    common grid are left out.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
     Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
 
     Example:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
-        >>> attention = iso.analysis.attention_from(vit, torch.randn(4, 3, 32, 32), place=(0.25, 0.75))
+        >>> attention = iso.analysis.attention_from(vit, torch.randn(4, 3, 32, 32), position=(0.25, 0.75))
         >>> tuple(attention["blocks.0.attn"].shape)
         (4, 3, 2, 2)
     """
 
     def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
-        return torch.cat([grid.attention_from(maps, place) for maps in attention.chunks()])
+        return torch.cat([grid.attention_from(maps, position) for maps in attention.chunks()])
 
     return _measure_on_grid(model, batch, measure, where)
 

@@ -25,8 +25,8 @@ def hooks_on(module: nn.Module) -> list[str]:
     """
     # torch has no public list of hooks: each kind is a dict in a private attribute that ends in _hooks
     kinds = [hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and isinstance(hooks, dict)]
-    found = [hook for hooks in kinds for hook in hooks.values()]
-    return [_hook_name(hook) for hook in found if not _is_reattached(hook)]
+    hooks_of_all_kinds = [hook for hooks in kinds for hook in hooks.values()]
+    return [_hook_name(hook) for hook in hooks_of_all_kinds if not _is_reattached(hook)]
 
 
 def _is_reattached(hook: Any) -> bool:

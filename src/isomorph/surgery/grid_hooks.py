@@ -233,16 +233,16 @@ def _only_embedding_model(model: nn.Module) -> Any:
 
     Raises: UserError if there are several, or if it drops patches, which leaves no full grid.
     """
-    found = embedding_models(model)
-    if len(found) > 1:
+    owners = embedding_models(model)
+    if len(owners) > 1:
         raise UserError(
             "the model has several patch embeddings; recast each submodule, or give grid_size and prefix_tokens"
         )
-    if found and isinstance(getattr(found[0], "patch_drop", None), PatchDropout) and found[0].patch_drop.prob:
+    if owners and isinstance(getattr(owners[0], "patch_drop", None), PatchDropout) and owners[0].patch_drop.prob:
         raise UserError(
             "the model drops patches in training, so its tokens have no full grid; create it with patch_drop_rate=0"
         )
-    return found[0] if found else None
+    return owners[0] if owners else None
 
 
 def check_grid_fields(rule: Any) -> None:

@@ -28,12 +28,14 @@ class JointPart:
 def joint_parts(model: nn.Module) -> dict[str, JointPart]:
     """Return the parts of every joint projection by name, without names that are modules themselves."""
     named = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, JointPart] = {}
+    parts_by_name: dict[str, JointPart] = {}
     for name, module in named.items():
         parent, _, last = name.rpartition(".")
         if last in JOINT_PARTS and isinstance(module, nn.Linear | JointPyramid):
-            found |= {f"{parent}.{part}".lstrip("."): JointPart(module, name, part) for part in JOINT_PARTS[last]}
-    return {name: part for name, part in found.items() if name not in named}
+            parts_by_name |= {
+                f"{parent}.{part}".lstrip("."): JointPart(module, name, part) for part in JOINT_PARTS[last]
+            }
+    return {name: part for name, part in parts_by_name.items() if name not in named}
 
 
 def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:

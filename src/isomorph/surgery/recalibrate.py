@@ -79,11 +79,11 @@ def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> i
 
     One pass is enough: the function stays the same, and so do the inputs of every BatchNorm.
     """
-    found: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
+    moments_of: dict[_BatchNorm, list[tuple[Tensor, Tensor]]] = {}
 
     def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
         for norm, mean, variance in _norm_inputs(module, args[0]):
-            found.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
+            moments_of.setdefault(norm, []).append((mean.flatten(), variance.flatten()))
 
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
     handles, count = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
@@ -94,7 +94,7 @@ def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> i
     finally:
         for handle in handles:
             handle.remove()
-    for norm, pairs in found.items():
+    for norm, pairs in moments_of.items():
         means, variances = (torch.stack(parts).mean(0) for parts in zip(*pairs, strict=True))
         _set_statistics(norm, means, variances)
     return count

@@ -125,12 +125,12 @@ def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str,
 
 def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
     """Return the modules for which `wanted` is True and that are not inside another such module, by name."""
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in outermost)
         if not inside and wanted(module):
-            found[name] = module
-    return found
+            outermost[name] = module
+    return outermost
 
 
 def _bind_rule(rule: Rule, model: nn.Module) -> Rule:
@@ -187,17 +187,17 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     if not selected:
         names = [name for name, _ in named if name]
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
-    found = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
-    if not found:
+    candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
+    if not candidates:
         wanted = " and ".join(k.__name__ for k in kind) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         selection = f"{describe_where(where)} matches only other classes ({classes})"
         raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}")
-    for name, module in found:
+    for name, module in candidates:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
-    _check_not_nested([name for name, _ in found])
-    return [name for name, _ in found]
+    _check_not_nested([name for name, _ in candidates])
+    return [name for name, _ in candidates]
 
 
 def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

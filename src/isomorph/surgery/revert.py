@@ -40,10 +40,10 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     check_model(model)
     model = copy_model(model)
     tied = tied_parameters(model)
-    found = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
-    if not found:
+    names = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
+    if not names:
         raise UserError(f"{describe_where(where)} selects no layer that can be reverted; for pyramids use fuse")
-    for name in found:
+    for name in names:
         layer = model.get_submodule(name)
         try:
             original = _revert_method(layer)(atol)  # type: ignore[misc]
@@ -57,6 +57,6 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     add_notes(model, *restore_ties(model, tied))
     for edit in edits(model):
         attach_rule(edit.rule, model)
-    remaining = [Edit(edit.rule, tuple(name for name in edit.names if name not in found)) for edit in edits(model)]
+    remaining = [Edit(edit.rule, tuple(name for name in edit.names if name not in names)) for edit in edits(model)]
     model.isomorph_edits = tuple(edit for edit in remaining if edit.names)  # type: ignore[assignment]
     return model

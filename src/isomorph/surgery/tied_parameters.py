@@ -9,10 +9,10 @@ from torch import nn
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that two or more modules share; a module used twice counts once."""
-    found: dict[nn.Parameter, list[str]] = {}
+    names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in _parameters_by_module(model):
-        found.setdefault(parameter, []).append(name)
-    return [names for names in found.values() if len(names) > 1]
+        names_of.setdefault(parameter, []).append(name)
+    return [names for names in names_of.values() if len(names) > 1]
 
 
 def _parameters_by_module(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

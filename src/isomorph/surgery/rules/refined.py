@@ -159,7 +159,7 @@ class AttentionToRefined:
         if not self.reduce:
             return ExpandedAttention(refine=Expansion(heads, **form), **arguments)
         if self.span == "spatial":
-            place: dict[str, Any] = dict(grid_size=self.grid_size or (14, 14), prefix_tokens=self.prefix_tokens or 0)
-            return SpatialAttention(refine=SpatialRefiner(heads, **form), **place, **arguments)
+            grid: dict[str, Any] = dict(grid_size=self.grid_size or (14, 14), prefix_tokens=self.prefix_tokens or 0)
+            return SpatialAttention(refine=SpatialRefiner(heads, **form), **grid, **arguments)
         form["local"] = CrossKernel if self.span == "row+column" else SquareKernel
         return RefinedAttention(refine=Refiner(heads, **form), **arguments)
