@@ -114,8 +114,8 @@ def overhead(options):
 
 
 def start(out, options):
-    code = "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import check\n"
-    code += "iso.train(check(json.loads(sys.argv[1])), show=False)"
+    code = "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import validate\n"
+    code += "iso.train(validate(json.loads(sys.argv[1])), show=False)"
     return subprocess.Popen([sys.executable, "-P", "-c", code, json.dumps({**CRASHED, "out": str(out)})])
 
 

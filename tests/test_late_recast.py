@@ -25,7 +25,7 @@ def recipe(out, epoch, model=None, **more):
     values = dict(
         model=dict(name="cifar_resnet20", recast=dict(where=WHERE, locality=5, gate=6), recast_epoch=epoch)
         | (model or {}),
-        data=dict(source="digits", fraction=0.1, size=[16, 16], batch_size=32),
+        data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32),
         augment=dict(crop_padding=2, hflip=0),
         optim=dict(name="sgd", lr=0.05, gate_lr=0.1, warmup_epochs=1),
         epochs=3,

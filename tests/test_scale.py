@@ -21,7 +21,7 @@ from isomorph.training.run.open import open_run
 KWARGS = dict(embed_dim=32, num_heads=4, depth=3, local_up_to_layer=2, patch_size=4, img_size=16)
 VALUES = dict(
     model=dict(name="convit_ti", kwargs=KWARGS),
-    data=dict(source="digits", fraction=0.2, size=[16, 16], batch_size=32),
+    data=dict(source="digits", fraction=0.2, size=[8, 8], batch_size=32),
     augment=dict(crop_padding=2, hflip=0.5, mixup=0.8, cutmix=1.0, erasing=0.2),
     optim=dict(lr=2e-3, gate_lr=0.1, warmup_epochs=0.5, clip_grad=1.0),
     epochs=2,

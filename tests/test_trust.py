@@ -43,7 +43,7 @@ TINY = dict(
 """Eight steps an epoch, with everything that draws."""
 
 CODE = (
-    "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import check\n"
+    "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import validate\n"
     "iso.train(validate(json.loads(sys.argv[1])), show=False)"
 )
 
