@@ -19,7 +19,10 @@ from isomorph.import_path import child_import_path
 from isomorph.layers.eval_mode import eval_mode
 
 _STATUS_FILE, _RESET_FILE = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_WORKER_CODE = "import sys; sys.path[:] = sys.argv[1:]; from isomorph.evaluation.peak_memory import answer_requests; answer_requests()"
+_WORKER_CODE = (
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from isomorph.evaluation.peak_memory import answer_requests; answer_requests()"
+)
 """Code of the measuring process, which has the same import path as this one."""
 
 
