@@ -60,7 +60,9 @@ def test_every_form_is_equal_saved_and_reverted(form, tmp_path):
 
 def test_no_way_back_for_what_has_been_refined():
     new = iso.recast(vit(), iso.AttentionToRefined(init="paper"), "blocks.0.attn")
-    with pytest.raises(iso.UserError, match=r"blocks\.0\.attn: this layer is not plain attention: the relative deviation is"):
+    with pytest.raises(
+        iso.UserError, match=r"blocks\.0\.attn: this layer is not plain attention: the relative deviation is"
+    ):
         iso.revert(new)
 
 
@@ -123,7 +125,7 @@ def test_targets_that_cannot_be_refined_are_refused():
     for rule in (iso.AttentionToRefined(reduce=False), iso.AttentionToRefined()):
         iso.verify(bare, iso.recast(bare, rule, "0"), torch.randn(2, 7, 12))
     pyramids = iso.recast(alone, iso.LinearToPyramid(), "0.qkv")
-    with pytest.raises(iso.UserError, match="JointPyramid and Linear, not nn.Linear"):
+    with pytest.raises(iso.UserError, match=r"JointPyramid and Linear, not nn\.Linear"):
         iso.recast(pyramids, iso.AttentionToRefined(), "0")
     both = iso.recast(iso.recast(alone, iso.AttentionToRefined(), "0"), iso.LinearToPyramid(), "0.qkv")
     with pytest.raises(iso.UserError, match="fuse the model first"):

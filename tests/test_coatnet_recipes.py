@@ -149,7 +149,9 @@ class TestLoss:
 
     @pytest.mark.parametrize("mixup", [0.0, 0.8])
     def test_trains(self, mixup, tmp_path):
-        recipe = validate({**TINY, "loss": "sigmoid", "augment": dict(mixup=mixup, smoothing=1e-4), "out": str(tmp_path)})
+        recipe = validate(
+            {**TINY, "loss": "sigmoid", "augment": dict(mixup=mixup, smoothing=1e-4), "out": str(tmp_path)}
+        )
         found = iso.train(recipe, show=False).metrics
         assert 0 < found["loss"] < 20
 

@@ -364,7 +364,9 @@ def test_impossible_networks_are_refused_in_a_line(kwargs, message):
         small(**kwargs)
 
 
-@pytest.mark.parametrize(("size", "message"), [((8, 64), "smaller than the 16 x 16 patch"), ((40, 64), "not a multiple")])
+@pytest.mark.parametrize(
+    ("size", "message"), [((8, 64), "smaller than the 16 x 16 patch"), ((40, 64), "not a multiple")]
+)
 def test_impossible_images_are_refused_in_a_line(size, message):
     with pytest.raises(iso.UserError, match=message):
         small()(torch.randn(1, 3, *size))

@@ -84,7 +84,9 @@ class TestPyramids:
         layer = make().double()
         layer(torch.randn(shape[1:]).double())
         check(layer.eval(), torch.randn(shape).double())
-        with pytest.raises(RuntimeError, match="BatchNorm in train mode cannot update its running statistics from each sample"):
+        with pytest.raises(
+            RuntimeError, match="BatchNorm in train mode cannot update its running statistics from each sample"
+        ):
             vmap(layer.train())(torch.randn(shape).double())
         assert {int(b) for n, b in layer.named_buffers() if "num_batches" in n} == {1}
         check(replace_all_batch_norm_modules_(layer), torch.randn(shape).double())

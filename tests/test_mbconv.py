@@ -148,7 +148,9 @@ def test_widths():
 
 @pytest.mark.parametrize("wrong", [dict(stride=3), dict(expand_ratio=0), dict(se_ratio=-1), dict(stride_on="project")])
 def test_what_cannot_be_built_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"must be 1 or 2, expand_ratio and se_ratio above 0|choose 'expand' or 'depthwise'"):
+    with pytest.raises(
+        ValueError, match=r"must be 1 or 2, expand_ratio and se_ratio above 0|choose 'expand' or 'depthwise'"
+    ):
         MBConv(4, 4, **wrong)
 
 

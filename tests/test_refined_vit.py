@@ -151,7 +151,11 @@ def test_positions_follow_the_size(name, tmp_path):
 def test_impossible_networks_are_refused(arguments, said):
     with pytest.raises(iso.UserError, match=said):
         timm.create_model("refined_vit_s", **{**SMALL, **arguments})
-    for bad, words in ((dict(qk_norm=True), "qk_norm is not"), (dict(ratio=0), "ratio 0"), (dict(kernel=3), "kernel is not")):
+    for bad, words in (
+        (dict(qk_norm=True), "qk_norm is not"),
+        (dict(ratio=0), "ratio 0"),
+        (dict(kernel=3), "kernel is not"),
+    ):
         with pytest.raises(iso.UserError, match=words):
             timm.create_model("refined_vit_s_released", **bad, **SMALL)
 

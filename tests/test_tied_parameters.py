@@ -75,7 +75,9 @@ def test_a_tied_head_is_reported():
     net = nn.ModuleDict({"embed": nn.Embedding(7, 4), "head": nn.Linear(4, 7, bias=False)})
     net.head.weight = net.embed.weight
     wide = iso.recast(net, iso.LinearToPyramid(), "head")
-    assert iso.surgery.notes(wide) == ("head.weight was tied to embed.weight; they are no longer tied and train separately",)
+    assert iso.surgery.notes(wide) == (
+        "head.weight was tied to embed.weight; they are no longer tied and train separately",
+    )
     assert iso.surgery.notes(net) == ()
     assert iso.surgery.notes(iso.fuse(wide.eval())) == iso.surgery.notes(wide)
 

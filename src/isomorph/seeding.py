@@ -8,7 +8,7 @@ import torch
 
 
 def seed_generators(seed: int, devices: bool = True) -> None:
-    """Seed the global generators of Python, NumPy and torch; without `devices` only on the CPU, which is much faster."""
+    """Seed the generators of Python, NumPy and torch; without `devices` only on the CPU, which is much faster."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     if devices:
