@@ -12,7 +12,7 @@ import isomorph as iso
 import references
 from isomorph.cli import main
 from isomorph.layers import JointPyramid, PyramidLinear
-from isomorph.training.recipe.fields import RecastPart
+from isomorph.training.recipe.model_fields import RecastPart
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
 

@@ -12,7 +12,7 @@ import isomorph as iso
 from isomorph.checkpoints.optimizer_state import split_optimizer
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.surgery import RULES
-from isomorph.training.recipe.fields import RecastPart
+from isomorph.training.recipe.model_fields import RecastPart
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import Journal, read_log
 from isomorph.training.run.loop import recast_when_due, train_epoch

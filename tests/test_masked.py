@@ -30,8 +30,9 @@ from isomorph.training.objectives.masked import (
     evaluate_reconstruction,
 )
 from isomorph.training.optim import build_optimizer, parameter_groups
-from isomorph.training.recipe.fields import ModelPart, OptimPart
+from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.mask_fields import MaskPart
+from isomorph.training.recipe.model_fields import ModelPart
 
 CPU = torch.device("cpu")
 SMALL = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=3, num_classes=5)

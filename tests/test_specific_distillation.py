@@ -10,7 +10,7 @@ from isomorph.checkpoints.autoencoder import load_autoencoder
 from isomorph.models.masked_autoencoder import MaskedAutoencoder
 from isomorph.training.build import build_model
 from isomorph.training.objectives.supervised import open_teacher
-from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.open import open_run
 

@@ -11,7 +11,8 @@ import isomorph as iso
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
 from isomorph.training.build import build_model
 from isomorph.training.optim import learning_rate_scales, parameter_groups
-from isomorph.training.recipe.fields import ModelPart, OptimPart
+from isomorph.training.recipe.fields import OptimPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)

@@ -647,7 +647,7 @@ class TestCheckpoint:
 
     def test_what_was_loaded_is_said(self, tmp_path):
         from isomorph.training.build import build_model, describe_loaded_weights
-        from isomorph.training.recipe.fields import ModelPart
+        from isomorph.training.recipe.model_fields import ModelPart
 
         given = timm.create_model("cifar_resnet20")
         iso.save(given, path := tmp_path / "20.safetensors")

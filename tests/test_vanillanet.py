@@ -14,7 +14,7 @@ from isomorph.evaluation.cost import count_macs
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.models.vanillanet import checkpoint_filter_fn
 from isomorph.training.build import build_model
-from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
 
 SMALL = dict(dims=[8, 12, 16, 20], num_classes=5)

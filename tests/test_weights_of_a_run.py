@@ -6,7 +6,7 @@ import torch
 
 import isomorph as iso
 from isomorph.training.build import build_model
-from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.preflight import check_files
 

@@ -103,14 +103,8 @@ def robustness(
     source = None if folder and data is None else open_test_images(net, data, root, classes)
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
-    options |= dict(
-        seed=seed,
-        size=size,
-        batch_size=batch_size,
-        workers=workers,
-        name=display_name(model, pretrained),
-        partial=partial,
-    )
+    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial)
+    options |= dict(name=display_name(model, pretrained))
     options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}
     with progress_bar("cells") as update:
         result = iso.robustness(net, source, suite, progress=update, **options)

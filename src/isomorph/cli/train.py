@@ -40,6 +40,6 @@ def train(
     ],
 ) -> None:
     result = iso.train(load_recipe(recipe, parse_overrides(fields)))
-    if result.leads:
+    if result.is_main:
         print_table(metric_table("final", result.metrics))
         print(f"wrote {result.folder / 'model.safetensors'}")

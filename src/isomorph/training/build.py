@@ -24,7 +24,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import input_size_problem, training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
-from isomorph.training.recipe.fields import ModelPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import Recipe
 
 Data = Source | Stream

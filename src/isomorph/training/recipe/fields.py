@@ -1,154 +1,32 @@
-"""Recipe fields in groups: model, recast, data, augmentation, optimiser, annealing and scale."""
+"""Recipe fields of data, augmentation, optimiser, annealing and scale."""
 
 import difflib
 import math
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
-    create_model,
     field_validator,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams.stream import STREAMS
-from isomorph.models import require_registered
-from isomorph.models.model_kwargs import check_model_kwargs
-from isomorph.surgery import Anneal, Rule
-from isomorph.surgery.rules.registry import RULES, build_rule, rule_options
-
-Positive = Annotated[float, Field(gt=0)]
-PartRate = Annotated[float, Field(gt=0, validate_default=True)]
-"""Learning rate of a parameter group: a number, or a multiple of lr like `10x` (`OptimPart.resolve_multiple`)."""
-NotNegative = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
-Share = Annotated[float, Field(gt=0, le=1)]
-File = Annotated[Path, BeforeValidator(lambda value: str(value) if isinstance(value, int | float) else value)]
-Count = Annotated[int, Field(ge=1, le=10**9)]
-Epochs = Annotated[int, Field(ge=1, le=100_000)]
-Side = Annotated[int, Field(ge=1, le=2**14)]
-
-
-class Part(BaseModel):
-    """Base class of the groups of fields."""
-
-    model_config = ConfigDict(
-        extra="forbid", use_attribute_docstrings=True, frozen=True, allow_inf_nan=False, coerce_numbers_to_str=True
-    )
-
-    @classmethod
-    def documented_fields(cls) -> dict[str, FieldInfo]:
-        """Return the fields by name, as `--help` lists them."""
-        return cls.model_fields
-
-
-def _as_list(value: Any) -> Any:
-    """Return a single glob as a list, and a list unchanged."""
-    return [value] if isinstance(value, str) else value
-
-
-Globs = Annotated[list[str], BeforeValidator(_as_list)]
-
-
-class RecastPart(Part):
-    """Modules to replace by gated attention, refined attention or pyramids before training."""
-
-    model_config = ConfigDict(extra="allow")
-
-    where: Globs
-    """Glob or list of globs over module names, e.g. layer4.*.conv2; for pyramids also parts of a joint qkv, e.g.
-    blocks.*.attn.v."""
-    rule: str = "ConvToGPSA"
-    """Name of a rule, e.g. ConvToGPSA, AttentionToGPSA, AttentionToRefined or LinearToPyramid; its fields follow."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_rule_fields(cls, values: Any) -> Any:
-        """Check the types of the fields that belong to rules; one that is None is one that is not given."""
-        if not isinstance(values, dict):
-            return values
-        given = {name: value for name, value in values.items() if name not in cls.model_fields and value is not None}
-        own = {name: value for name, value in values.items() if name in cls.model_fields}
-        return own | _rule_fields(tuple(RULES)).model_validate(given).model_dump(exclude_none=True)
-
-    @model_validator(mode="after")
-    def check_fields(self) -> "RecastPart":
-        self.build_rule()
-        return self
-
-    def build_rule(self) -> Rule:
-        """Return the rule that these fields describe.
-
-        Raises: UserError for an unknown rule, or a field that the rule does not have.
-        """
-        return build_rule(self.rule, **(self.model_extra or {}))
-
-    @classmethod
-    def documented_fields(cls) -> dict[str, FieldInfo]:
-        return cls.model_fields | _rule_fields(tuple(RULES)).model_fields
-
-
-@cache
-def _rule_fields(_: tuple[str, ...]) -> type[Part]:
-    """Return a group of all fields of the rules, for the rules registered so far."""
-    fields: dict[str, Any] = {
-        name: (option.type, Field(default=None, description=option.help)) for name, option in rule_options().items()
-    }
-    return create_model("RuleFields", __base__=Part, **fields)
-
-
-class ModelPart(Part):
-    """The model to train."""
-
-    name: str
-    """Name of a timm model; isomorph's models are included."""
-    pretrained: bool = False
-    """Start from the model's pretrained weights."""
-    weights: File | None = None
-    """Start from this checkpoint, saved before or after the recast; a classifier that is missing or does not fit is
-    initialised."""
-    num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    """Classes of the head; by default the number in the data."""
-    kwargs: dict[str, Any] = {}
-    """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
-    start: Literal["weights", "random"] = "random"
-    """weights: require trained weights (model.weights or model.pretrained); random: without them, start from random
-    weights."""
-    unstride: str | None = None
-    """Glob of stages that get stride 1, e.g. layer4 for a T-ResNet."""
-    recast: RecastPart | None = None
-    recast_epoch: Annotated[int, Field(ge=0, le=100_000)] = 0
-    """Epoch at which to unstride and recast; unchanged parameters keep their optimiser state."""
-    freeze: Globs = []
-    """Glob or list of globs over parameters to freeze, e.g. blocks.*.attn.gate."""
-
-    @field_validator("name")
-    @classmethod
-    def check_name(cls, name: str) -> str:
-        require_registered(name)
-        return name
-
-    @field_validator("kwargs")
-    @classmethod
-    def check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
-        check_model_kwargs(kwargs)
-        return kwargs
-
-    @model_validator(mode="after")
-    def check_fields(self) -> "ModelPart":
-        if self.num_classes and "num_classes" in self.kwargs:
-            raise ValueError("num_classes is also given as kwargs.num_classes; give num_classes only")
-        return self
+from isomorph.surgery import Anneal
+from isomorph.training.recipe.part import (
+    Count,
+    File,
+    Fraction,
+    NotNegative,
+    Part,
+    PartRate,
+    Positive,
+    Rate,
+    Size,
+)
 
 
 class DataPart(Part):
@@ -160,17 +38,17 @@ class DataPart(Part):
     """Folder of the data, or its name on the Hugging Face Hub; by default $ISOMORPH_DATA, else ./data."""
     images: Count | None = None
     """Number of training images, for a stream that does not report it."""
-    fraction: Share = 1.0
+    fraction: Fraction = 1.0
     """Fraction of the images of each class to train on."""
     draw: Literal["seeded", "first"] = "seeded"
     """Images of a fraction: seeded draws at random with `seed`; first takes the first in sorted order (ConViT)."""
     classes: Count | None = None
     """Train and test on the first N classes only."""
-    size: Annotated[list[Side], Field(min_length=2, max_length=2)] | None = None
+    size: Annotated[list[Size], Field(min_length=2, max_length=2)] | None = None
     """Height and width of the input, e.g. [224, 320]; by default the model's own."""
     test_crop: Literal["center", "whole"] | None = None
     """Test images: center crops them, whole squashes them to the input size; by default as in the model's config."""
-    crop_pct: Share | None = None
+    crop_pct: Fraction | None = None
     """Side of the centre crop of test images, as a fraction of the shorter side; by default as in the model's config.
     Use the same value for models that are compared."""
     batch_size: Annotated[int, Field(ge=2, le=2**20)] = 128
@@ -217,7 +95,7 @@ class AugmentPart(Part):
 
     crop_padding: Annotated[int, Field(ge=0, le=2**14)] = 0
     """Padding in pixels before a random crop, as for CIFAR; 0 takes random resized crops instead."""
-    scale: tuple[Share, Share] = (0.08, 1.0)
+    scale: tuple[Fraction, Fraction] = (0.08, 1.0)
     """Smallest and largest area of a random resized crop, as fractions of the image."""
     hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Probability of a horizontal flip."""
@@ -272,7 +150,7 @@ class OptimPart(Part):
     branch_lr: Positive | None = None
     """Peak learning rate of the pyramid layers that a BatchNorm follows, a number or a multiple of lr; by default lr.
     Their scale has no effect, so Adam rotates them by about lr a step; 0.1x worked in short runs."""
-    layer_decay: Share = 1.0
+    layer_decay: Fraction = 1.0
     """Factor on the learning rate from each layer to the one before it; the head has the full rate."""
     momentum: Rate = 0.9
     """Momentum, of optimisers that have one."""

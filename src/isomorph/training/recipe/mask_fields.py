@@ -2,12 +2,7 @@
 
 from pydantic import model_validator
 
-from isomorph.training.recipe.fields import (
-    File,
-    Part,
-    Rate,
-    Side,
-)
+from isomorph.training.recipe.part import File, Part, Rate, Size
 
 
 class MaskPart(Part):
@@ -15,11 +10,11 @@ class MaskPart(Part):
 
     ratio: Rate = 0.75
     """Fraction of the patches to hide."""
-    depth: Side | None = None
+    depth: Size | None = None
     """Blocks of the decoder; by default 8, or 4 with a teacher."""
-    width: Side | None = None
+    width: Size | None = None
     """Channels of the decoder; by default 512, or 128 with a teacher."""
-    heads: Side | None = None
+    heads: Size | None = None
     """Heads of the decoder; by default 16, or 4 with a teacher (from G2SD; TDRL does not specify it)."""
     normalise: bool = True
     """Normalise the target pixels of each patch by their mean and standard deviation."""
@@ -27,9 +22,9 @@ class MaskPart(Part):
     """Teacher with its decoder: an autoencoder.safetensors of isomorph, or MAE's full checkpoint."""
     teacher_model: str | None = None
     """timm name of the teacher's encoder, e.g. vit_base_patch16_224; only for MAE's checkpoints."""
-    teacher_heads: Side = 16
+    teacher_heads: Size = 16
     """Heads of the teacher's decoder; only for MAE's checkpoints, which do not store it."""
-    block: Side = 4
+    block: Size = 4
     """Block of the teacher's decoder whose features the student learns, from 1."""
 
     @model_validator(mode="after")

@@ -4,14 +4,7 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from isomorph.training.recipe.fields import (
-    Count,
-    File,
-    NotNegative,
-    Part,
-    Positive,
-    Share,
-)
+from isomorph.training.recipe.part import Count, File, Fraction, NotNegative, Part, Positive
 
 
 class TokenLabelPart(Part):
@@ -57,7 +50,7 @@ class DistillPart(Part):
     fine-tuned vit_base_patch16_224.mae."""
     kind: Literal["hard", "soft"] = "hard"
     """hard: the teacher's top class is a second label; soft: its probabilities are."""
-    share: Share = 0.5
+    share: Fraction = 0.5
     """Weight of the teacher's term; that of the labels is 1 - share."""
     temperature: Positive = 1.0
     """Temperature of the soft probabilities."""

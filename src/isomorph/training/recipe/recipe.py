@@ -15,24 +15,12 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from isomorph.errors import UserError
-from isomorph.training.recipe.fields import (
-    AnnealPart,
-    AugmentPart,
-    Count,
-    DataPart,
-    Epochs,
-    File,
-    ModelPart,
-    NotNegative,
-    OptimPart,
-    Part,
-    Positive,
-    Rate,
-    ScalePart,
-)
+from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, OptimPart, ScalePart
 from isomorph.training.recipe.mask_fields import MaskPart
+from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
-from isomorph.training.recipe.text import load_toml, load_yaml, read_text
+from isomorph.training.recipe.parse import load_toml, load_yaml, read_text
+from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
 
 
 class Recipe(Part):

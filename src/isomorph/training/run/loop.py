@@ -56,7 +56,7 @@ class Result:
     """Metrics of the last evaluation, e.g. top1 in percent."""
     folder: Path
     """Folder of the run, with its checkpoints and logs."""
-    leads: bool = True
+    is_main: bool = True
     """True in the leading process under torchrun, and in a run of one process."""
 
 

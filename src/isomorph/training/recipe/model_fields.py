@@ -1,0 +1,110 @@
+"""Recipe fields of the model: its name, weights and surgery."""
+
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    ConfigDict,
+    Field,
+    create_model,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from isomorph.models import require_registered
+from isomorph.models.model_kwargs import check_model_kwargs
+from isomorph.surgery import Rule
+from isomorph.surgery.rules.registry import RULES, build_rule, rule_options
+from isomorph.training.recipe.part import File, Globs, Part
+
+
+class RecastPart(Part):
+    """Modules to replace by gated attention, refined attention or pyramids before training."""
+
+    model_config = ConfigDict(extra="allow")
+
+    where: Globs
+    """Glob or list of globs over module names, e.g. layer4.*.conv2; for pyramids also parts of a joint qkv, e.g.
+    blocks.*.attn.v."""
+    rule: str = "ConvToGPSA"
+    """Name of a rule, e.g. ConvToGPSA, AttentionToGPSA, AttentionToRefined or LinearToPyramid; its fields follow."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_rule_fields(cls, values: Any) -> Any:
+        """Check the types of the fields that belong to rules; one that is None is one that is not given."""
+        if not isinstance(values, dict):
+            return values
+        given = {name: value for name, value in values.items() if name not in cls.model_fields and value is not None}
+        own = {name: value for name, value in values.items() if name in cls.model_fields}
+        return own | _rule_fields(tuple(RULES)).model_validate(given).model_dump(exclude_none=True)
+
+    @model_validator(mode="after")
+    def check_fields(self) -> "RecastPart":
+        self.build_rule()
+        return self
+
+    def build_rule(self) -> Rule:
+        """Return the rule that these fields describe.
+
+        Raises: UserError for an unknown rule, or a field that the rule does not have.
+        """
+        return build_rule(self.rule, **(self.model_extra or {}))
+
+    @classmethod
+    def documented_fields(cls) -> dict[str, FieldInfo]:
+        return cls.model_fields | _rule_fields(tuple(RULES)).model_fields
+
+
+@cache
+def _rule_fields(_: tuple[str, ...]) -> type[Part]:
+    """Return a group of all fields of the rules, for the rules registered so far."""
+    fields: dict[str, Any] = {
+        name: (option.type, Field(default=None, description=option.help)) for name, option in rule_options().items()
+    }
+    return create_model("RuleFields", __base__=Part, **fields)
+
+
+class ModelPart(Part):
+    """The model to train."""
+
+    name: str
+    """Name of a timm model; isomorph's models are included."""
+    pretrained: bool = False
+    """Start from the model's pretrained weights."""
+    weights: File | None = None
+    """Start from this checkpoint, saved before or after the recast; a classifier that is missing or does not fit is
+    initialised."""
+    num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Classes of the head; by default the number in the data."""
+    kwargs: dict[str, Any] = {}
+    """More arguments of timm.create_model, e.g. {img_size: 32} or --model.kwargs.img_size 32."""
+    start: Literal["weights", "random"] = "random"
+    """weights: require trained weights (model.weights or model.pretrained); random: without them, start from random
+    weights."""
+    unstride: str | None = None
+    """Glob of stages that get stride 1, e.g. layer4 for a T-ResNet."""
+    recast: RecastPart | None = None
+    recast_epoch: Annotated[int, Field(ge=0, le=100_000)] = 0
+    """Epoch at which to unstride and recast; unchanged parameters keep their optimiser state."""
+    freeze: Globs = []
+    """Glob or list of globs over parameters to freeze, e.g. blocks.*.attn.gate."""
+
+    @field_validator("name")
+    @classmethod
+    def check_name(cls, name: str) -> str:
+        require_registered(name)
+        return name
+
+    @field_validator("kwargs")
+    @classmethod
+    def check_kwargs(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        check_model_kwargs(kwargs)
+        return kwargs
+
+    @model_validator(mode="after")
+    def check_fields(self) -> "ModelPart":
+        if self.num_classes and "num_classes" in self.kwargs:
+            raise ValueError("num_classes is also given as kwargs.num_classes; give num_classes only")
+        return self
