@@ -203,7 +203,7 @@ class TestAlong:
                 yield epoch, timm.create_model("t_cifar_resnet20", gate=gate)
 
         found = iso.analysis.track_gating(models())
-        assert found.moments.tolist() == [0, 1, 4]
+        assert found.epochs.tolist() == [0, 1, 4]
         gates = found.gates["layer3.0.conv1"]
         assert gates.shape == (3, 9)
         assert gates[0].isnan().all()
@@ -221,12 +221,12 @@ class TestAlong:
         for epoch, gate in ((10, 1.0), (2, 5.0)):
             iso.save(timm.create_model("t_cifar_resnet20", gate=gate), tmp_path / f"epoch-{epoch}.safetensors")
         found = iso.training.gating_history(tmp_path)
-        assert found.moments.tolist() == [2, 10]
+        assert found.epochs.tolist() == [2, 10]
         torch.testing.assert_close(found.gates["layer3.0.conv1"][:, 0], torch.sigmoid(torch.tensor([5.0, 1.0])))
         (tmp_path / "none").mkdir()
         with pytest.raises(iso.UserError, match="has no checkpoint of a run"):
             iso.training.gating_history(tmp_path / "none")
-        with pytest.raises(iso.UserError, match="is no folder"):
+        with pytest.raises(iso.UserError, match="is not a folder"):
             iso.training.gating_history(tmp_path / "nowhere")
 
 

@@ -116,7 +116,7 @@ def test_the_page_holds_the_maps_of_windows():
     assert (drawn[:, keys[keys >= 0]] - exact[:, keys >= 0]).abs().max() <= layer.rounding * 1.001
     assert drawn.count_nonzero(1).max() <= (keys >= 0).sum()
     viewer = build_viewer([ViewerModel("swin", found)], [PageImage(n, torch.rand(3, 40, 48)) for n in "ab"])
-    kept = [layer["of"][0]["windows"] for layer in viewer.data["layers"]]
+    kept = [layer["byModel"][0]["windows"] for layer in viewer.data["layers"]]
     assert viewer.data["windows"][kept[1]] == windows.members.tolist()
     assert len(viewer.data["windows"]) == len(set(kept)) <= 4
-    assert viewer.data["layers"][1]["of"][0]["padded"]
+    assert viewer.data["layers"][1]["byModel"][0]["padded"]

@@ -65,7 +65,7 @@ back: torch.nn.Module = iso.load("tcnn.safetensors")
 spans: dict[str, torch.Tensor] = iso.analysis.attention_spans(back)
 maps: dict[str, torch.Tensor] = iso.attention_maps(back, torch.randn(1, 3, 32, 32))
 recipe: iso.Recipe = iso.load_recipe("digits_cnn", ["epochs=1"])
-layer = iso.layers.GPSA2d(8, heads=4)
+layer = iso.layers.GPSA2d(8, 8, 3)
 """
 WRONG = """
 import isomorph as iso

@@ -753,7 +753,7 @@ class TestCommands:
         found = gating_histories([folder / "run"], logs)
         section = compare_sections(logs, found)[-1]
         late = GatingHistory(
-            found["run"].moments[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:])
+            found["run"].epochs[1:], *({n: v[1:] for n, v in part.items()} for part in found["run"][1:])
         )
         assert [chart.title for chart in compare_sections(logs, {"run": late})[-1].charts] == [
             "Centres at the end: run"
@@ -780,7 +780,7 @@ class TestCommands:
         newest = SimpleNamespace(values={"progress": {"closed": 3}})
         monkeypatch.setattr("isomorph.training.history.newest_snapshot", lambda _: newest)
         logs = read_run_logs([folder / "run"])
-        assert gating_histories([folder / "run"], logs)["run"].moments.tolist() == [1]
+        assert gating_histories([folder / "run"], logs)["run"].epochs.tolist() == [1]
         assert "nor the folder of a run with a snapshot" in logs[0].problems[-1]
 
     def test_models_of_other_channels(self, folder, capsys):

@@ -78,24 +78,24 @@ Key = TypeVar("Key")
 def track(
     models: Iterable[tuple[float, nn.Module]], measure: Callable[[nn.Module], dict[Key, Tensor]]
 ) -> tuple[Tensor, dict[Key, Tensor]]:
-    """Return `measure(model)` at several moments of training, stacked by layer; NaN where a model has no such layer.
+    """Return `measure(model)` at several epochs, stacked by layer; NaN where a model has no such layer.
 
-    `models`: pairs of a moment (such as the epoch) and the model then. An iterator may load them from disk one by one.
+    `models`: pairs of an epoch and the model then. An iterator may load them from disk one by one.
 
-    Shape: {name: (...)} of each model -> moments (T,), {name: (T, ...)}
+    Shape: {name: (...)} of each model -> epochs (T,), {name: (T, ...)}
     Raises: UserError if there is no model, or `measure` raises it for every model.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
         >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1")
-        >>> moments, gates = iso.analysis.track([(0, cnn), (10, tcnn)], iso.gates)
-        >>> moments.tolist(), tuple(gates["layer3.0.conv1"].shape)
+        >>> epochs, gates = iso.analysis.track([(0, cnn), (10, tcnn)], iso.gates)
+        >>> epochs.tolist(), tuple(gates["layer3.0.conv1"].shape)
         ([0, 10], (2, 9))
     """
-    moments, measured = list[float](), list[dict[Key, Tensor]]()
-    problem = UserError("no model was given; give at least one pair of a moment and a model")
-    for moment, model in models:
-        moments.append(moment)
+    epochs, measured = list[float](), list[dict[Key, Tensor]]()
+    problem = UserError("no model was given; give at least one pair of an epoch and a model")
+    for epoch, model in models:
+        epochs.append(epoch)
         try:
             measured.append(measure(model))
         except UserError as error:  # a CNN that is recast during training has no gates before that
@@ -105,13 +105,13 @@ def track(
     if not empty:
         raise problem
     stacked = {name: torch.stack([values.get(name, nan) for values in measured]) for name, nan in empty.items()}
-    return torch.tensor(moments), stacked
+    return torch.tensor(epochs), stacked
 
 
 class GatingHistory(NamedTuple):
-    """Gates, centres and spans at several moments of training, by layer; NaN before a layer exists.
+    """Gates, centres and spans at several epochs, by layer; NaN before a layer exists.
 
-    Shape: moments (T,), gates and spans {name: (T, heads)}, centres {name: (T, heads, 2)}
+    Shape: epochs (T,), gates and spans {name: (T, heads)}, centres {name: (T, heads, 2)}
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
@@ -121,16 +121,16 @@ class GatingHistory(NamedTuple):
         (2, 9, 2)
     """
 
-    moments: Tensor
+    epochs: Tensor
     gates: dict[str, Tensor]
     centres: dict[str, Tensor]
     spans: dict[str, Tensor]
 
 
 def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
-    """Return gates, centres and spans at several moments of training.
+    """Return gates, centres and spans at several epochs.
 
-    `models`: pairs of a moment (such as the epoch) and the model then, as in `track`.
+    `models`: pairs of an epoch and the model then, as in `track`.
 
     Raises: UserError if no model has a gated attention layer.
 
@@ -146,5 +146,5 @@ def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
     def measure(model: nn.Module) -> dict[tuple[str, str], Tensor]:
         return {(kind, name): value.cpu() for kind, read in kinds.items() for name, value in read(model).items()}
 
-    moments, values = track(models, measure)
-    return GatingHistory(moments, *({name: v for (k, name), v in values.items() if k == kind} for kind in kinds))
+    epochs, values = track(models, measure)
+    return GatingHistory(epochs, *({name: v for (k, name), v in values.items() if k == kind} for kind in kinds))

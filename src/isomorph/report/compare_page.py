@@ -215,9 +215,9 @@ def _gating_charts(gating: Mapping[str, GatingHistory]) -> list[Chart]:
     """
     charts: list[Chart] = []
     for run, history in gating.items():
-        moving = len(history.moments) > 1
+        moving = len(history.epochs) > 1
         for title, unit, values in (("Gates", "sigma(gate)", history.gates), ("Spans", "1 / locality", history.spans)):
-            lines = {layer: head_range_line(history.moments, heads) for layer, heads in values.items()}
+            lines = {layer: head_range_line(history.epochs, heads) for layer, heads in values.items()}
             charts += [Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True)] * moving
         title = f"Centres {'along training' if moving else 'at the end'}: {run}"
         charts.append(Paths(title, {name: centre_paths(centres) for name, centres in history.centres.items()}))
@@ -245,7 +245,7 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     charts = _gating_charts(gating)
     if not charts:
         return []
-    if any(len(history.moments) > 1 for history in gating.values()):
+    if any(len(history.epochs) > 1 for history in gating.values()):
         text = (
             "At the epochs saved by keep_every in the recipe. A line is the mean over a layer's heads, the band their "
             "range. Centres are positions relative to the query (the cross), from the first epoch (ring) to the last "

@@ -95,8 +95,8 @@ def attention_history(
         found = {key: measure(model, images_on_device(loader, model)) for key, measure in measures.items()}
         return {(key, layer): heads.cpu() for key, layers in found.items() for layer, heads in layers.items()}
 
-    moments, values = track(saved_models(folder, damaged), measure_heads)
-    return moments, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
+    epochs, values = track(saved_models(folder, damaged), measure_heads)
+    return epochs, {key: {layer: heads for (kind, layer), heads in values.items() if kind == key} for key in measures}
 
 
 def run_cost(folder: str | Path) -> dict[str, int]:
