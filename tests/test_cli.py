@@ -363,7 +363,7 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
 
     from rich.console import Console
 
-    from isomorph.report import print_text_table
+    from isomorph.report.terminal_tables import print_text_table
 
     if width:
         made = partial(Console, width=width, force_terminal=True, color_system=None, no_color=True)
