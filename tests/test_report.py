@@ -426,7 +426,7 @@ class TestRobustness:
         results, _, problems = read_results([path], {"net": "net"})
         assert results == whole.cells
         assert not whole.problems
-        assert problems == ["a.jsonl: its last line is incomplete and is left out."]
+        assert problems == ["a.jsonl: its last line is incomplete and was ignored."]
 
     def test_two_models_side_by_side(self, tmp_path):
         paths = [write_cells(tmp_path / "a.jsonl"), write_cells(tmp_path / "b.jsonl", 3, model="other")]
@@ -449,7 +449,7 @@ class TestRobustness:
     def test_what_is_no_result(self, tmp_path, text):
         if text is not None:
             (tmp_path / "a.jsonl").write_text(text)
-        with pytest.raises(iso.UserError, match=r"(result|give a) file of isomorph robustness"):
+        with pytest.raises(iso.UserError, match=r"result file of isomorph robustness"):
             read_results([tmp_path / "a.jsonl"], {"net": "net"})
 
     def test_a_file_without_a_cell(self, tmp_path):

@@ -241,12 +241,12 @@ def test_another_models_file_is_refused(net, tmp_path):
     source, out = source_of(), tmp_path / "cells.jsonl"
     one = dict(corruptions=["fog"], severities=[2], out=out)
     iso.robustness(net, source, **one)
-    with pytest.raises(iso.UserError, match=r"holds cells of .* with seed 0, not 1") as caught:
+    with pytest.raises(iso.UserError, match=r"holds cells of .* with seed 0, but this run has 1;") as caught:
         iso.robustness(net, source, **one, seed=1)
     assert "\n" not in str(caught.value)
     with pytest.raises(
         iso.UserError,
-        match=r"holds cells of .* with data: 12 images of 10 classes, not 13 images of 10 classes as for",
+        match=r"holds cells of .* with data: 12 images of 10 classes, but this run has 13 images of 10 classes;",
     ):
         iso.robustness(net, source_of(13), **one)
     nn.init.zeros_(net.conv1.weight)

@@ -1,4 +1,7 @@
-"""Result files of robustness: the identity of the evaluation on the first line, then one finished cell per line."""
+"""Result files of `isomorph robustness`, written and read: a line that identifies the evaluation, then one per cell.
+
+A cell is one corruption at one severity. Results are compared only if they were measured on the same images.
+"""
 
 import hashlib
 import json
@@ -16,11 +19,11 @@ from isomorph.suites.robustness.scores import Cell, Cells, inputs_line
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
-"""Keys that must be equal in two results for a comparison."""
-_KEY_WORDS = {"version": "corruptions of version", "source": "data:"}
-"""Words for keys in messages about differing results."""
+"""Keys that must be equal in two results that are compared."""
+_KEY_LABELS = {"version": "corruptions of version", "source": "data:"}
+"""Labels of keys in messages about results that differ."""
 _PARSE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
-"""Errors raised on reading a file that does not hold results."""
+"""Errors raised while parsing a file that is not a result file."""
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -45,10 +48,10 @@ class CellFile:
         if path is None:
             return
         if path.exists() and path.stat().st_size:
-            saved_identity, cells, complete = _read_cell_file(path)
+            saved_identity, cells, complete_bytes = _read_cell_file(path)
             _check_same_model(path, saved_identity, self.identity)
             self.cells.update(cells)
-            os.truncate(path, complete)  # drops a last line that a killed process left incomplete
+            os.truncate(path, complete_bytes)  # drops an incomplete last line, which a killed process leaves
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,24 +81,24 @@ class CellFile:
 def _read_cell_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
     """Return the identity, the cells, and the number of bytes in complete lines.
 
-    Raises: UserError when the file is not a result file, or damaged before its last line.
+    Raises: UserError when the file is not a result file, or is damaged before its last line.
     """
     try:
-        block = path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    complete = block.rfind(b"\n") + 1
+    complete_bytes = content.rfind(b"\n") + 1
     try:
-        first, *others = [json.loads(line) for line in block[:complete].splitlines()]
+        first, *others = [json.loads(line) for line in content[:complete_bytes].splitlines()]
         if first.pop("kind") != _KIND:
             raise ValueError
-        return _parse_identity(first), _cells_by_key(others), complete
+        return _parse_identity(first), _cells_by_key(others), complete_bytes
     except _PARSE_ERRORS:
         raise UserError(f"{path} is not a result file of isomorph robustness, or is damaged") from None
 
 
 def _cells_by_key(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
-    """Return cells by corruption and severity. Raises: one of _PARSE_ERRORS for another line."""
+    """Return cells by corruption and severity. Raises: one of _PARSE_ERRORS for a line that is not a cell."""
     return {(str(line["corruption"]), int(line["severity"])): _parse_cell(line) for line in lines}
 
 
@@ -107,15 +110,15 @@ def _parse_cell(line: Cell) -> Cell:
 
 
 def _parse_identity(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model and the images of the results. Raises: one of _PARSE_ERRORS when they are missing."""
+    """Return the model and the images that the results are for. Raises: one of _PARSE_ERRORS when they are missing."""
     optional = {key: line[key] for key in ("weights", "data", "constants") if key in line}
     return optional | {key: line[key] for key in _IDENTITY_KEYS} | {"model": str(line["model"])}
 
 
 def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
-    """Return the identity and the cells, including the clean one, of an --out file or of --json output.
+    """Return the identity and the cells, including the clean one, from an --out file or saved --json output.
 
-    Raises: UserError when the file is neither.
+    Raises: UserError when the file cannot be read, or is neither of them.
     """
     try:
         result = json.loads(path.read_text())
@@ -123,14 +126,19 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         cells = _cells_by_key([*result["cells"], *([clean] if clean else [])])
         return _parse_identity(result), cells
     except OSError as error:
-        raise UserError(f"cannot read results {path}: {error.strerror}; give a file of isomorph robustness") from None
+        raise UserError(
+            f"cannot read results {path}: {error.strerror}; give a result file of isomorph robustness"
+        ) from None
     except _PARSE_ERRORS:
         identity, saved_cells, _ = _read_cell_file(path)
         return identity, saved_cells
 
 
 class Results(NamedTuple):
-    """Top-1 (%) of every model by cell, a description of the images, and problems, one per line."""
+    """Results of several models: top-1 (%) by model and cell, the images they were measured on, and problems.
+
+    `cells` is {model: {(corruption, severity): top-1}}, `measured` describes the images, `problems` are sentences.
+    """
 
     cells: dict[str, dict[tuple[str, int], float]]
     measured: str
@@ -138,74 +146,73 @@ class Results(NamedTuple):
 
 
 def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
-    """Read the results of models, given as {name: `weights_hash`}, from files; in the order of the models.
+    """Read the results of models, given as {name: `weights_hash`}, from one file per model, in the order of the models.
 
-    Raises: UserError when a file is not a result, has no cell, is of another model, or was measured on other images
-    than the first.
+    Raises: UserError when a file is not a result file, has no finished cells, belongs to another model, or was
+    measured on other images than the first file.
     """
-    found: dict[str, dict[tuple[str, int], float]] = {}
+    top1: dict[str, dict[tuple[str, int], float]] = {}
     identities, problems, measured = [], list[str](), ""
     for path in paths:
         identity, cells = read_result(path)
         if not set(cells) - {(CLEAN, 0)}:
-            raise UserError(f"{path} has no finished cell; run isomorph robustness with this --out again")
+            raise UserError(f"{path} has no finished cells; run isomorph robustness with this --out again")
         identities.append(identity)
         check_same_inputs(str(path), identity, identities[0])
-        owners = [name for name, weights in models.items() if weights == identity.get("weights") and name not in found]
+        owners = [name for name, weights in models.items() if weights == identity.get("weights") and name not in top1]
         if not owners:
             description = f"{path} holds the results of {identity['model']}, with other weights than "
             raise UserError(f"{description}{' and '.join(models)}; give one file per model")
-        found[owners[0]] = {key: cell["top1"] for key, cell in cells.items()}
+        top1[owners[0]] = {key: cell["top1"] for key, cell in cells.items()}
         measured = measured or inputs_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
-        block = path.read_bytes()
-        if block.startswith(b'{"kind"') and not block.endswith(b"\n"):
-            problems.append(f"{path.name}: its last line is incomplete and is left out.")
-    return Results({name: found[name] for name in models if name in found}, measured, problems)
+        content = path.read_bytes()
+        if content.startswith(b'{"kind"') and not content.endswith(b"\n"):
+            problems.append(f"{path.name}: its last line is incomplete and was ignored.")
+    return Results({name: top1[name] for name in models if name in top1}, measured, problems)
 
 
 def _check_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raise UserError if the cells of a file are of another model, or were measured on other images."""
+    """Raise UserError if the saved cells belong to another model, or were measured on other images."""
     if "weights" in wanted and saved.get("weights") != wanted["weights"]:
         raise UserError(f"{path} holds cells of {saved.get('model')} with other weights; give another --out")
-    there, here = _describe_differences(saved, wanted)
-    if there:
+    first, second = _describe_differences(saved, wanted)
+    if first:
         raise UserError(
-            f"{path} holds cells of {saved.get('model')} with {there}, not {here} as for {wanted['model']} now; "
-            "give another --out"
+            f"{path} holds cells of {saved.get('model')} with {first}, but this run has {second}; give another --out"
         )
 
 
-def check_same_inputs(path: str, base: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise UserError if the results of a file were measured on other images."""
-    there, here = _describe_differences(base, identity)
-    if there:
+def check_same_inputs(path: str, saved: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    """Raise UserError if the results saved in a file were measured on other images than the other results."""
+    first, second = _describe_differences(saved, other)
+    if first:
         raise UserError(
-            f"{path} was measured with {there}, {identity.get('model')} with {here}; measure both on the same images"
+            f"{path} was measured with {first}, {other.get('model')} with {second}; measure both on the same images"
         )
 
 
 def _describe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[str, str]:
-    """Return in words how two results differ: the values of the first and of the second; "" if they do not."""
-    unlike = [key for key in _IDENTITY_KEYS if a.get(key) != b.get(key)]
-    # the hash of the images follows from their number, and the description from the size: report the cause only
-    unlike = [key for key in unlike if key not in _dependent_keys(unlike)]
-    if unlike == ["source"] and a.get("data") == b.get("data"):
+    """Describe how two results differ: the differing values of the first, then of the second; "" if there are none."""
+    differing = [key for key in _IDENTITY_KEYS if a.get(key) != b.get(key)]
+    # the limit and the pictures determine the source, the size determines the pictures: report only the cause
+    differing = [key for key in differing if key not in _dependent_keys(differing)]
+    if differing == ["source"] and a.get("data") == b.get("data"):
         return "other images" + (f" ({a['data']}, as here)" if a.get("data") else ""), "these"
-    pairs = [(key, _value_text(key, a), _value_text(key, b)) for key in unlike]
+    pairs = [(key, _value_text(key, a), _value_text(key, b)) for key in differing]
     single = len(pairs) == 1
     return (
-        " and ".join(f"{_KEY_WORDS.get(key, key)} {there}" for key, there, _ in pairs),
-        " and ".join(here if single else f"{_KEY_WORDS.get(key, key)} {here}" for key, _, here in pairs),
+        " and ".join(f"{_KEY_LABELS.get(key, key)} {first}" for key, first, _ in pairs),
+        " and ".join(second if single else f"{_KEY_LABELS.get(key, key)} {second}" for key, _, second in pairs),
     )
 
 
-def _dependent_keys(unlike: Sequence[str]) -> list[str]:
-    """Return the keys that differ only because others do."""
-    return ["source"] * bool({"limit", "pictures"} & set(unlike)) + ["pictures"] * ("size" in unlike)
+def _dependent_keys(differing: Sequence[str]) -> list[str]:
+    """Return the keys that differ only because other keys differ."""
+    return ["source"] * bool({"limit", "pictures"} & set(differing)) + ["pictures"] * ("size" in differing)
 
 
 def _value_text(key: str, identity: Mapping[str, Any]) -> str:
-    """Return a value of a result's identity in words."""
+    """Return a value of an identity as text for a message."""
     value = identity.get(key)
     if key == "limit" and value is None:
         return "none (all images)"
