@@ -1,4 +1,4 @@
-"""Cost tables: one row for each model, batch size and image size."""
+"""Measure the cost table of models: one row for each image size, batch size and model."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ from isomorph.evaluation.speed import Speed, measure_speeds
 
 TableRow = dict[str, Any]
 _PEAK_COLUMNS = {"peak_bytes": False, "training_peak_bytes": True}
-"""Columns of peak memory: True for a training pass with its backward pass, False for an inference pass."""
+"""Columns of peak memory; True for a forward and backward pass in training, False for an inference pass."""
 T = TypeVar("T")
 TableProgress = Callable[[float, int, str], None]
 """Called with the steps done, the number of steps, and the current step's description."""
@@ -26,27 +26,28 @@ def cost_table(
     batch_sizes: Sequence[int] = (32,),
     seconds: float = 2.0,
     peak: bool = True,
-    progress: TableProgress = lambda done, total, doing: None,
+    progress: TableProgress = lambda done, total, description: None,
 ) -> Iterator[TableRow]:
     """Yield one row for each image size, batch size and model: its cost, and its speed relative to the first model's.
 
-    `models` are named, `sizes` are (height, width). `seconds` is the time to measure the speed of one model at one
-    batch size; `peak=False` leaves out peak memory. Keys of a row:
+    `models` maps names to models, `sizes` are (height, width). `seconds` is the time spent on timing one model at one
+    batch size; `peak=False` skips peak memory. Keys of a row:
 
     - model, height, width, batch
     - parameters
-    - macs, step_macs: multiply-accumulates of inference per image, and per pass of any batch (products of weights)
+    - macs, step_macs: multiply-accumulates of inference, per image and per pass; those per pass are products of
+      weights and do not depend on the batch size
     - saved_bytes: memory per image that a training step saves for its backward pass
-    - peak_bytes, training_peak_bytes: of a pass over the batch, beyond the model; None if it cannot be measured
+    - peak_bytes, training_peak_bytes: of a pass over the batch, without the model itself; None if not measured
     - images_per_second (median), its quartiles low and high, runs (number of passes)
-    - ratio: to the images per second of the first model at the same image and batch size
-    - problem: why a peak could not be measured, if it failed
-    - for a model with pyramids, training_macs and training_step_macs: of its forward pass in training mode; and
-      branch_macs: per image, in training branch by branch
+    - ratio: images per second relative to the first model's at the same image and batch size
+    - problem: why peak memory could not be measured; only if it failed
+    - for a model with pyramids, training_macs and training_step_macs: those of a forward pass in training mode;
+      and branch_macs: those per image in training when every branch is computed separately
 
-    The models are timed in turns, within one process.
+    The models are timed in turn, in one process.
 
-    Raises: UserError when a model does not take a size, or a size or batch is not positive.
+    Raises: UserError when a model does not accept an image size, or an image or batch size is not positive.
 
     >>> models = {"resnet20": timm.create_model("cifar_resnet20")}
     >>> rows = list(iso.cost_table(models, sizes=[(32, 32)], batch_sizes=[1], seconds=0, peak=False))
@@ -58,33 +59,35 @@ def cost_table(
     steps = _ProgressSteps(progress, len(sizes) * (len(models) + len(batch_sizes) * (1 + 2 * peak * len(models))))
     with PeakMeter() as meter:
         for size in sizes:
-            shown = "{} x {}".format(*size)
-            sized = {name: fit_to_size(model, size) for name, model in models.items()}
-            inputs = {name: (input_channels(model), *size) for name, model in sized.items()}
+            size_text = "{} x {}".format(*size)
+            resized = {name: fit_to_size(model, size) for name, model in models.items()}
+            inputs = {name: (input_channels(model), *size) for name, model in resized.items()}
             static = {
-                name: steps.run(f"{name} {shown}: counting", static_cost, model, inputs[name])
-                for name, model in sized.items()
+                name: steps.run(f"{name} {size_text}: counting", static_cost, model, inputs[name])
+                for name, model in resized.items()
             }
             for batch in batch_sizes:
-                measured = steps.run(f"{shown}, batch {batch}: timing", measure_speeds, sized, inputs, batch, seconds)
+                measured = steps.run(
+                    f"{size_text}, batch {batch}: timing", measure_speeds, resized, inputs, batch, seconds
+                )
                 first = next(iter(measured.values())).median
-                for name, model in sized.items():
+                for name, model in resized.items():
                     key_cells = {"model": name, "height": size[0], "width": size[1], "batch": batch}
                     row = key_cells | static[name] | _speed_cells(measured[name], first) | dict.fromkeys(_PEAK_COLUMNS)
                     for column, training in _PEAK_COLUMNS.items() if peak else ():
-                        doing = f"{name} {shown}, batch {batch}: memory{' to train' * training}"
-                        row |= steps.run(doing, _peak_cell, column, model, inputs[name], batch, training, meter)
+                        description = f"{name} {size_text}, batch {batch}: {'training ' * training}memory"
+                        row |= steps.run(description, _peak_cell, column, model, inputs[name], batch, training, meter)
                     yield row
 
 
 class _ProgressSteps:
-    """Reports progress before and after each step of the work."""
+    """A counter that reports progress before and after each step."""
 
     def __init__(self, report: TableProgress, total: int) -> None:
         self.report, self.total, self.done = report, total, 0
 
     def run(self, description: str, work: Callable[..., T], *arguments: Any) -> T:
-        """Call the function and return its result."""
+        """Call `work(*arguments)` as one step and return its result."""
         self.report(self.done, self.total, description)
         result = work(*arguments)
         self.done += 1
@@ -95,7 +98,7 @@ class _ProgressSteps:
 def _peak_cell(
     key: str, model: nn.Module, input_size: tuple[int, ...], batch: int, training: bool, meter: PeakMeter
 ) -> TableRow:
-    """Return the cell of a peak, with the problem if it could not be measured."""
+    """Return the cell of one peak-memory column, and the problem if it could not be measured."""
     try:
         return {key: peak_bytes(model, input_size, batch, training, meter)}
     except UserError as error:
@@ -103,7 +106,7 @@ def _peak_cell(
 
 
 def _speed_cells(speed: Speed, first: float) -> TableRow:
-    """Return the cells of a speed, and its ratio to the first model's."""
+    """Return the cells of a model's speed; `first` is the median speed of the first model."""
     return {
         "images_per_second": speed.median,
         "low": speed.low,
@@ -136,5 +139,5 @@ def pyramid_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, int
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
-    """True if the model has BatchNorm, which may not train on a batch of one image."""
+    """Return True if the model has BatchNorm, which can fail to train on a batch of one image."""
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

@@ -1,4 +1,4 @@
-"""Tables of what models cost, from the rows of `iso.cost_table`."""
+"""Cost tables as text cells for a report, made from the rows of `iso.cost_table`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ CostRow = Mapping[str, Any]
 
 
 def _mebibytes(count: int | None) -> str:
-    """Return bytes as MiB, a dash where they could not be measured."""
+    """Return a number of bytes as text in MiB, or "-" if it could not be measured."""
     return "-" if count is None else f"{count / 2**20:,.1f}"
 
 
@@ -17,7 +17,7 @@ def _image_size(row: CostRow) -> str:
 
 
 def fixed_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
-    """Return a table with a row for each model and image size: the cost that does not depend on the batch."""
+    """Return a table with a row for each model and image size: the costs that do not depend on the batch size."""
     by_size = {(row["model"], _image_size(row)): row for row in rows}
     body = (
         [name, size, f"{row['parameters']:,}", f"{row['macs'] / 1e6:,.1f}", _mebibytes(row["saved_bytes"])]
@@ -27,34 +27,35 @@ def fixed_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
 
 
 def pass_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
-    """Return a table of MACs of a forward pass: for inference, training in closed form and branch by branch.
+    """Return a table of the MACs of a forward pass: in inference, and in training in closed form and branch by branch.
 
-    A row for each model and image size with a cost per pass beyond that of its images; an empty table without any.
+    It has a row for each image size of a model that has pyramids, or whose pass has a fixed cost in addition to the
+    cost per image. Without such a model, the table is empty.
     """
     by_size = {(row["model"], _image_size(row)): row for row in rows if row["step_macs"] or "branch_macs" in row}
     keys = ("macs", "step_macs", "training_macs", "training_step_macs", "branch_macs")
     body = [
         [*name, *(f"{row[key] / 1e6:,.1f}" if key in row else "-" for key in keys)] for name, row in by_size.items()
     ]
-    head = [
+    header = [
         "M MACs",
         "size",
         "per image",
         "per pass",
         "training: per image",
         "training: per pass",
-        "by branches: per image",
+        "branch by branch: per image",
     ]
-    return [head, *body] if body else []
+    return [header, *body] if body else []
 
 
 def cost_problems(rows: Sequence[CostRow]) -> list[str]:
-    """Return why peak memory could not be measured, each reason once."""
+    """Return the reasons why peak memory could not be measured, each once."""
     return list(dict.fromkeys(f"{row['model']}: {row['problem']}" for row in rows if "problem" in row))
 
 
 def batch_cost_table(rows: Sequence[CostRow]) -> list[list[str]]:
-    """Return a table with a row for each cost row: peak memory, images per second with quartiles, their ratio."""
+    """Return a table with a row for each cost row: peak memory, images per second, quartiles, ratio."""
     body = (
         [
             row["model"],
