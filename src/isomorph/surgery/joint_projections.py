@@ -1,4 +1,4 @@
-"""Joint projections (`qkv`) and their parts, each of which can be a target of a rule."""
+"""Joint projections, such as `qkv`, and their parts (`q`, `k`, `v`), each of which can be the target of a rule."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,12 +8,12 @@ from torch import nn
 from isomorph.layers import JointPyramid
 
 JOINT_PARTS: Mapping[str, tuple[str, ...]] = {"qkv": ("q", "k", "v"), "qk": ("q", "k"), "kv": ("k", "v")}
-"""Last names of joint projections, and the names of their parts in order."""
+"""The last component of a joint projection's name, mapped to the names of its parts in order."""
 
 
 @dataclass(frozen=True)
 class JointPart:
-    """One part of a joint projection as a target: `blocks.0.attn.v` of the layer `blocks.0.attn.qkv`."""
+    """One part of a joint projection: for example `blocks.0.attn.v`, a part of the layer `blocks.0.attn.qkv`."""
 
     joint: nn.Linear | JointPyramid
     joint_name: str
@@ -26,7 +26,7 @@ class JointPart:
 
 
 def joint_parts(model: nn.Module) -> dict[str, JointPart]:
-    """Return the parts of every joint projection by name, without names that are modules themselves."""
+    """Return the parts of every joint projection by name, except where a module already has that name."""
     named = dict(model.named_modules(remove_duplicate=False))
     parts_by_name: dict[str, JointPart] = {}
     for name, module in named.items():
@@ -39,7 +39,7 @@ def joint_parts(model: nn.Module) -> dict[str, JointPart]:
 
 
 def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
-    """Return the module of that name, or else the part of a joint projection, or else None."""
+    """Return the module or the part of a joint projection with this name, or None if there is neither."""
     try:
         return model.get_submodule(name)
     except AttributeError:
@@ -47,6 +47,6 @@ def find_target(model: nn.Module, name: str) -> nn.Module | JointPart | None:
 
 
 def joint_candidates(name: str) -> list[str]:
-    """Return the names of the layers that a part of this name may belong to."""
+    """Return the names of the joint projections that a part with this name may belong to."""
     parent, dot, last = name.rpartition(".")
     return [f"{parent}{dot}{joint}" for joint, parts in JOINT_PARTS.items() if last in parts]

@@ -1,13 +1,13 @@
-"""Notes that surgery leaves on a model: what changed besides its form."""
+"""Notes that surgery attaches to a model, to tell the user about side effects."""
 
 from torch import nn
 
 
 def notes(model: nn.Module) -> tuple[str, ...]:
-    """Return what surgery changed besides the form of the model, oldest first.
+    """Return the notes on side effects of surgery on a model, oldest first.
 
-    Sentences for the user: parameters that are no longer tied, or a compiled model whose copy is not compiled. They are
-    not saved with the model.
+    Each note is a message for the user, for example that parameters are no longer tied, or that the copy of a compiled
+    model is not compiled. Notes are not saved with the model.
 
     Example:
         >>> cnn = torch.compile(timm.create_model("cifar_resnet20"))
@@ -18,5 +18,5 @@ def notes(model: nn.Module) -> tuple[str, ...]:
 
 
 def add_notes(model: nn.Module, *sentences: str) -> None:
-    """Add sentences to the notes on a model, each once."""
+    """Add notes to a model; a note that it already has is not repeated."""
     model.isomorph_notes = tuple(dict.fromkeys((*notes(model), *sentences)))  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Selection of modules by name: globs, or a function of name and module."""
+"""The `where` argument of surgery: selects modules by globs over their names, or by a function of name and module."""
 
 import difflib
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 def matches_where(where: Where, name: str, module: nn.Module) -> bool:
-    """Return True if `where` selects the module of this name."""
+    """Return True if `where` selects the module with this name."""
     if callable(where):
         return bool(where(name, module))
     globs = [where] if isinstance(where, str) else where
@@ -19,12 +19,12 @@ def matches_where(where: Where, name: str, module: nn.Module) -> bool:
 
 
 def describe_where(where: Where) -> str:
-    """Return a description of `where` for a message."""
+    """Return a description of `where` for an error message."""
     return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
 
 
 def nearest_names(where: Where, names: Sequence[str]) -> str:
-    """Return a hint with the module names nearest to a `where` that selects nothing."""
+    """Return a hint for an error message: the module names closest to a `where` that selects nothing, or ""."""
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
     close = [name for glob in globs for name in difflib.get_close_matches(glob, names, n=3, cutoff=0.4)]
     return f"; nearest names: {', '.join(dict.fromkeys(close))}" if close else ""
