@@ -1,8 +1,8 @@
-"""ConViT: a ViT whose first blocks have gated positional self-attention, initialised as convolutions.
+"""ConViT: a ViT whose first blocks use gated positional self-attention (GPSA), initialised as convolutions.
 
 It is timm's VisionTransformer with three changes: the first `local_up_to_layer` blocks use `GPSA`, the class token is
-added after the last of them, and the absolute position embedding, on patches only, is optional. Images may have any
-size. Checkpoints of the authors and of timm's convit_* load through `checkpoint_filter_fn`.
+added after the last of these blocks, and the absolute position embedding, which only patches have, is optional. Image
+size can change from call to call. `checkpoint_filter_fn` converts checkpoints of the authors and of timm's convit_*.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, vit_cfg
 
 LOCAL_ATTENTION: dict[str, type[GPSA] | type[PSA]] = {"gpsa": GPSA, "psa": PSA}
-"""Attention of the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4)."""
+"""Attention layers for the first blocks: two softmaxes and a gate (gpsa, eq. 7), or one softmax (psa, eq. 4)."""
 
 
 class LocalBlock(Block):
-    """A ViT block whose attention is GPSA or PSA, and which is called with the grid size.
+    """A ViT block with GPSA or PSA as its attention; `forward` also takes the grid size.
 
     Shape: x (B, H W, C) -> (B, H W, C)
     Source: ConViT Fig. 4 and eq. 5; `local_init=False` is the random initialisation of Table 3 (c, d, g)
@@ -53,7 +53,7 @@ class LocalBlock(Block):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Initialise positions, values and gates; timm calls it after it has initialised the linear layers."""
+        """Initialise positions, values and gates; timm calls this after it has initialised the linear layers."""
         if self.local_init:
             self.attn.reset_attention(self.locality_strength)
         else:
@@ -69,15 +69,15 @@ class LocalBlock(Block):
 
 
 class ConViT(ForeignCheckpoints, BlockwiseViT):
-    """Vision transformer whose attention is initialised as convolution and can learn not to be, with timm's interface.
+    """Vision transformer whose first attention layers are initialised as convolutions, with timm's interface.
 
-    The first `local_up_to_layer` blocks have GPSA (0: a plain ViT), or PSA with `local_attention="psa"`, which has one
-    softmax and no gates. `locality_strength` and `gate` (lambda, before the sigmoid) are their values at
-    initialisation; `local_init=False` initialises centres and values randomly. Other arguments are those of
-    VisionTransformer.
+    The first `local_up_to_layer` blocks use GPSA (0: a plain ViT), or PSA, with one softmax and no gates, if
+    `local_attention` is "psa". `locality_strength` and `gate` (lambda, before the sigmoid) are initial values;
+    `local_init=False` initialises centres and values randomly. Other arguments are those of VisionTransformer.
 
-    Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
-    Source: ConViT section 3; differs: rectangles, any size per call; GPSA exempt from weight decay
+    Shape: x (B, in_chans, height, width) -> (B, num_classes); height and width are multiples of the patch size, or any
+    with `dynamic_img_pad=True`
+    Source: ConViT section 3; differs: images of any size and aspect ratio; no weight decay on positions and gates
     Raises: UserError if num_heads is not a square number, or for an argument that GPSA does not support.
     """
 
@@ -111,15 +111,15 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
         return checkpoint_filter_fn(state, self)
 
     def no_weight_decay(self) -> set[str]:
-        """Return timm's names and those of positions and gates, for which 0 is not neutral."""
+        """Name the parameters without weight decay: timm's, and positions and gates, for which 0 is not neutral."""
         return super().no_weight_decay() | parameters_without_decay(self)
 
     def add_positions(self, x: Tensor) -> Tensor:
-        """Add the absolute position embedding; the class token comes later. Shape: x (B, H, W, C) -> (B, H W, C)"""
+        """Add the absolute position embedding; the class token is added later. Shape: (B, H, W, C) -> (B, H W, C)"""
         return self.pos_drop(x.flatten(1, 2) + self.resize_positions(x.shape[1], x.shape[2]))
 
     def initial_state(self, grid_size: tuple[int, int]) -> tuple[int, int]:
-        """Return the grid size, which every block gets."""
+        """Return the grid size, which is passed from block to block."""
         return grid_size
 
     def run_block(self, i: int, x: Tensor, grid_size: tuple[int, int]) -> tuple[Tensor, tuple[int, int]]:
@@ -132,13 +132,13 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last index, and a class token that only they would add; return the indices."""
-        take = super().prune_intermediate_layers(indices, prune_norm, prune_head)
+        """Drop the blocks after the last index, and a class token that no other block uses; return the indices."""
+        take_indices = super().prune_intermediate_layers(indices, prune_norm, prune_head)
         if len(self.blocks) <= self.local_up_to_layer:
             self.cls_token, self.num_prefix_tokens, self.has_class_token = None, 0, False
             if self.global_pool == "token":
                 self.reset_classifier(0, "")
-        return take
+        return take_indices
 
     def update_grid(self) -> None:
         super().update_grid()
@@ -149,10 +149,10 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
 
 VARIANTS = {"convit_ti": (4, 48), "convit_s": (9, 48), "convit_b": (16, 48)}
 VARIANTS |= {"convit_ti_plus": (4, 64), "convit_s_plus": (9, 64), "convit_b_plus": (16, 64)}
-"""Number of heads and channels per head (ConViT Table 1)."""
+"""Number of heads and channels per head of every variant (ConViT Table 1)."""
 
 TIMM_NAMES = {"convit_ti": "convit_tiny", "convit_s": "convit_small", "convit_b": "convit_base"}
-"""timm's models with the authors' weights; there are none for the variants with larger heads."""
+"""timm's names of the variants with published weights, which the `_plus` variants do not have."""
 
 
 def _convit_cfg(name: str) -> dict[str, Any]:
@@ -165,9 +165,9 @@ default_cfgs = generate_default_cfgs({f"{n}.fb_in1k" if n in TIMM_NAMES else n: 
 
 
 def _create_convit(variant: str, pretrained: bool, **kwargs: Any) -> ConViT:
-    """Build a variant through timm."""
-    heads, width = VARIANTS[variant]
-    arguments = {"num_heads": heads, "embed_dim": heads * width, **kwargs}
+    """Build a variant with timm's `build_model_with_cfg`."""
+    heads, head_width = VARIANTS[variant]
+    arguments = {"num_heads": heads, "embed_dim": heads * head_width, **kwargs}
     return build_vit(ConViT, variant, pretrained, checkpoint_filter_fn, arguments)
 
 
