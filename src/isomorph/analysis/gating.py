@@ -1,4 +1,4 @@
-"""Gates, centres and spans of gated attention layers, of a model and over its training."""
+"""Gates, centres and attention spans of gated attention layers, in one model and over the epochs of its training."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeVar
@@ -57,7 +57,7 @@ def attention_spans(model: nn.Module) -> dict[str, Tensor]:
 
 
 def centres(model: nn.Module) -> dict[str, Tensor]:
-    """Return the centre of positional attention of every head, in (row, column) steps from the query.
+    """Return the centre of positional attention of every head, as a (row, column) offset from the query.
 
     Shape: -> {name: (heads, 2)}
     Source: ConViT eq. 5
@@ -78,9 +78,9 @@ Key = TypeVar("Key")
 def track(
     models: Iterable[tuple[float, nn.Module]], measure: Callable[[nn.Module], dict[Key, Tensor]]
 ) -> tuple[Tensor, dict[Key, Tensor]]:
-    """Return `measure(model)` at several epochs, stacked by layer; NaN where a model has no such layer.
+    """Return `measure(model)` at several epochs, stacked by layer; NaN where a model does not have the layer.
 
-    `models`: pairs of an epoch and the model then. An iterator may load them from disk one by one.
+    `models`: pairs of an epoch and the model at that epoch. An iterator may load them from disk one by one.
 
     Shape: {name: (...)} of each model -> epochs (T,), {name: (T, ...)}
     Raises: UserError if there is no model, or `measure` raises it for every model.
@@ -109,7 +109,7 @@ def track(
 
 
 class GatingHistory(NamedTuple):
-    """Gates, centres and spans at several epochs, by layer; NaN before a layer exists.
+    """Gates, centres and spans at several epochs, by layer; NaN where a model does not have the layer.
 
     Shape: epochs (T,), gates and spans {name: (T, heads)}, centres {name: (T, heads, 2)}
 
@@ -130,7 +130,7 @@ class GatingHistory(NamedTuple):
 def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
     """Return gates, centres and spans at several epochs.
 
-    `models`: pairs of an epoch and the model then, as in `track`.
+    `models`: pairs of an epoch and the model at that epoch, as in `track`.
 
     Raises: UserError if no model has a gated attention layer.
 
@@ -141,10 +141,14 @@ def track_gating(models: Iterable[tuple[float, nn.Module]]) -> GatingHistory:
         >>> tuple(history.gates["layer3.0.conv1"].shape)
         (2, 9)
     """
-    kinds = {"gates": gates, "centres": centres, "spans": attention_spans}
+    measures = {"gates": gates, "centres": centres, "spans": attention_spans}
 
     def measure(model: nn.Module) -> dict[tuple[str, str], Tensor]:
-        return {(kind, name): value.cpu() for kind, read in kinds.items() for name, value in read(model).items()}
+        return {
+            (kind, name): value.cpu()
+            for kind, measure_kind in measures.items()
+            for name, value in measure_kind(model).items()
+        }
 
     epochs, values = track(models, measure)
-    return GatingHistory(epochs, *({name: v for (k, name), v in values.items() if k == kind} for kind in kinds))
+    return GatingHistory(epochs, *({name: v for (k, name), v in values.items() if k == kind} for kind in measures))

@@ -1,4 +1,4 @@
-"""Saving and loading masked autoencoders, in the layout of MAE's published files."""
+"""Save and load masked autoencoders, with the tensor names of MAE's published checkpoints."""
 
 import json
 import re
@@ -26,8 +26,8 @@ _DECODER_PREFIXES = ("decoder_", "mask_token")
 def save_autoencoder(model: MaskedAutoencoder, path: str | Path) -> None:
     """Save encoder and decoder as one safetensors file, from which `load_autoencoder` rebuilds them.
 
-    Tensor names are those of MAE's published files, so `load_weights` loads the file into a `tdrl_vit_*`; for any other
-    ViT, save the encoder with `save(model.encoder, path)`. The file is written completely or not at all.
+    Tensor names are those of MAE's published checkpoints, so `load_weights` loads the file into a `tdrl_vit_*`; for any
+    other ViT, save the encoder with `save(model.encoder, path)`. The file is written completely or not at all.
 
     Raises: UserError when the encoder cannot be rebuilt, or the file cannot be written.
     """
@@ -37,13 +37,13 @@ def save_autoencoder(model: MaskedAutoencoder, path: str | Path) -> None:
 
 
 def write_autoencoder(
-    model: MaskedAutoencoder, encoder: dict[str, str], tensors: Mapping[str, Tensor], path: Path
+    model: MaskedAutoencoder, encoder_header: dict[str, str], tensors: Mapping[str, Tensor], path: Path
 ) -> None:
     """Write the file from the encoder's header and the model's tensors by name."""
     decoder = {"depth": len(model.decoder_blocks), "width": model.width, "heads": model.heads}
-    sizes = {**decoder, "mask": model.ratio, "normalise": model.normalise}
+    settings = {**decoder, "mask": model.ratio, "normalise": model.normalise}
     state = {name.removeprefix("encoder."): tensor for name, tensor in tensors.items()}
-    write_model({**encoder, "autoencoder": json.dumps(sizes)}, state, path)
+    write_model({**encoder_header, "autoencoder": json.dumps(settings)}, state, path)
 
 
 def load_autoencoder(
@@ -54,14 +54,14 @@ def load_autoencoder(
     normalise: bool = True,
     **arguments: Any,
 ) -> MaskedAutoencoder:
-    """Load a masked autoencoder from a file of `save_autoencoder`, or from a published MAE checkpoint; in eval mode.
+    """Load a masked autoencoder, in eval mode, from a file of `save_autoencoder` or a published MAE checkpoint.
 
-    A published checkpoint holds tensors only. Then `encoder_name` is its encoder in timm (vit_base_patch16_224),
-    `arguments` are further ones of timm.create_model, and `heads` is the decoder's number of heads. Images are
-    normalised with ImageNet's mean and deviation, as MAE's, unless the name has a tag with other values. A file of
-    `save_autoencoder` needs none of these.
+    A file of `save_autoencoder` needs no other argument. A published checkpoint holds tensors only, and needs the
+    encoder's name in timm as `encoder_name` (vit_base_patch16_224). `arguments` are passed to timm.create_model with
+    it, and `heads`, `mask` and `normalise` to `MaskedAutoencoder`. Images are normalised with ImageNet's mean and
+    standard deviation, as in MAE, unless `encoder_name` has a pretrained tag with other values.
 
-    Raises: UserError when the file is missing, damaged, an encoder alone, or does not fit tensor for tensor.
+    Raises: UserError when the file is missing or damaged, has no decoder, or has tensors that do not fit the model.
     """
     path = Path(path)
     header = read_header(path) if path.suffix == ".safetensors" else {}
@@ -69,16 +69,18 @@ def load_autoencoder(
     _check_has_decoder(state, path)
     if "autoencoder" in header:
         if encoder_name:
-            raise UserError(f"{path} names its encoder itself; leave {encoder_name} out")
+            raise UserError(f"{path} names its encoder itself; omit encoder_name={encoder_name!r}")
         model = _rebuild_autoencoder(header, state, path)
     elif encoder_name:
         encoder = create(encoder_name, **{"num_classes": 0, **arguments})
-        if "." not in encoder_name:  # a tag chooses another pretrained_cfg
+        if "." not in encoder_name:  # a tag selects another pretrained_cfg, with its own mean and std
             record_data(encoder, {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD})
         depth, width = _decoder_sizes(state, path)
         model = MaskedAutoencoder(encoder, depth, width, heads, mask, normalise)
     else:
-        raise UserError(f"{path} does not name its encoder; give its timm name, for example vit_base_patch16_224")
+        raise UserError(
+            f"{path} does not name its encoder; give its timm name as encoder_name, for example vit_base_patch16_224"
+        )
     return _load_tensors(model, state, path)
 
 
@@ -92,7 +94,7 @@ def _check_has_decoder(state: dict[str, Any], path: Path) -> None:
 
 
 def _decoder_sizes(state: dict[str, Any], path: Path) -> tuple[int, int]:
-    """Return depth and width of the decoder from its tensors. Raises: UserError when they are not those of MAE."""
+    """Return the decoder's depth and width from its tensors. Raises: UserError when they are not those of an MAE."""
     matches = (re.match(r"decoder_blocks\.(\d+)\.", name) for name in state)
     weight = state.get("decoder_embed.weight")
     if not isinstance(weight, Tensor) or weight.ndim != 2:
@@ -109,7 +111,7 @@ def _rebuild_autoencoder(header: dict[str, str], state: dict[str, Any], path: Pa
 
 
 def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
-    """Load every tensor of a file into the model, strictly; return it in eval mode and the file's precision."""
+    """Load every tensor of a file into the model, strictly; return the model in eval mode and in the file's dtype."""
     state = dict(state)
     _check_decoder_positions(model, state.pop("decoder_pos_embed", None), path)
     state = {
@@ -123,16 +125,16 @@ def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -
 
 
 def _check_decoder_positions(model: MaskedAutoencoder, positions: Tensor | None, path: Path) -> None:
-    """Raise UserError if a file's position table is not sine-cosine, as the model's decoder uses that table."""
+    """Raise UserError if a file's decoder positions are not the sine-cosine table that the model's decoder uses."""
     if positions is None:
         return
     table = sincos_pos_embed(model.encoder.patch_embed.grid_size, model.width)
     wanted = (1, model.encoder.num_prefix_tokens + len(table), model.width)
     if tuple(positions.shape) != wanted:
         raise UserError(
-            f"{path} has decoder_pos_embed {tuple(positions.shape)} for {wanted}: images or patches of another "
-            "size; give the encoder's img_size and patch_size"
+            f"{path} has decoder_pos_embed {tuple(positions.shape)}, but the model needs {wanted}; "
+            "give the img_size and patch_size that the checkpoint was trained with"
         )
-    off = (positions[0, -len(table) :].to(table) - table).abs().max().item()
-    if not (off < 1e-3 and torch.count_nonzero(positions[0, : -len(table)]) == 0):
-        raise UserError(f"the decoder_pos_embed of {path} is not the sine-cosine table of MAE (off by {off:.2g})")
+    deviation = (positions[0, -len(table) :].to(table) - table).abs().max().item()
+    if not (deviation < 1e-3 and torch.count_nonzero(positions[0, : -len(table)]) == 0):
+        raise UserError(f"the decoder_pos_embed of {path} is not the sine-cosine table of MAE (off by {deviation:.2g})")
