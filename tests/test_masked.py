@@ -323,7 +323,7 @@ def test_an_autoencoder_comes_back_whole(kind, tmp_path):
         assert torch.equal(a, b)
     assert (back.ratio, back.normalise, back.heads, back.training) == (0.5, False, 4, False)
     assert not back.encoder.pos_embed.requires_grad
-    with pytest.raises(UserError, match="by itself"):
+    with pytest.raises(UserError, match="names its encoder itself"):
         load_autoencoder(tmp_path / "autoencoder.safetensors", PLAIN)
 
 
