@@ -333,7 +333,7 @@ class TestTokenLabels:
         changes = ["token_labels.weight=0.5", "data.source=digits", f"out={tmp_path}", "model.kwargs.depth=2"]
         with pytest.raises(iso.UserError, match="needs a model that classifies its patches"):
             open_run(iso.load_recipe("cifar_refined_plain", changes))
-        with pytest.raises(iso.UserError, match="2 objectives"):
+        with pytest.raises(iso.UserError, match="exclude each other"):
             iso.load_recipe("cifar_refined_plain", ["token_labels.weight=0.5", "distill.teacher=resnet18"])
 
 

@@ -357,13 +357,13 @@ COMMANDS = {
     "verify": ["verify", "run", "run"],
 }
 RUIN = {
-    "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; name run/best.safetensors"),
+    "state": (lambda run: state_of(run).write_text("{"), r"step-00000006 is damaged.*; give run/best.safetensors"),
     "nested": (nested, "not readable JSON"),
     "all": (
         lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)],
         "has no state.json; .*it has no state",
     ),
-    "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is no checkpoint .* and no folder of a run"),
+    "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is neither a checkpoint .* nor the folder of a run"),
 }
 
 
