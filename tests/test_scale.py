@@ -161,7 +161,7 @@ def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
 
 
 def test_sharding_needs_several_processes(tmp_path):
-    with pytest.raises(iso.UserError, match="start it with torchrun"):
+    with pytest.raises(iso.UserError, match="start the run with torchrun"):
         alone(tmp_path / "run", scale=dict(parallel="fsdp"))
     assert not (tmp_path / "run").exists()
 

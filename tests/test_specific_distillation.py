@@ -109,7 +109,7 @@ def test_a_teacher_with_arguments(tmp_path):
         open_teacher(part.model_copy(update=dict(kwargs=SMALL | dict(num_classes=10))))
     iso.save(timm.create_model("cifar_resnet20"), tmp_path / "own.safetensors")
     own = part.model_copy(update=dict(teacher=str(tmp_path / "own.safetensors"), weights=None))
-    with pytest.raises(iso.UserError, match=r"distill\.kwargs goes with a timm model's name"):
+    with pytest.raises(iso.UserError, match=r"leave distill\.kwargs out"):
         open_teacher(own)
     with pytest.raises(iso.UserError, match="timm cannot create"):
         open_teacher(part.model_copy(update=dict(kwargs=dict(global_pol="avg"))))
