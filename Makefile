@@ -48,11 +48,11 @@ test: $(VENV)/.dev browser
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.dev browser
-	@echo "Checking format, lint, types and the fast tests ..."
+	@echo "Checking format, lint, types and, unless TESTS=none, the fast tests ..."
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+	@test "$(TESTS)" = none || OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
 
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/gpsa.py
