@@ -29,7 +29,7 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.055, size=[8, 8], batch_size=32),
+    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32),
     augment=dict(crop_padding=2, hflip=0),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=2,
