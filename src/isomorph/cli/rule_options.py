@@ -32,9 +32,8 @@ def with_rule_options(command: Command) -> Command:
 
 def _annotation(option: RuleOption) -> Any:
     """Return the type of an option with its help, as cyclopts reads it."""
-    kinds = [kind for kind in typing.get_args(option.type) if typing.get_origin(kind) is not Mapping]
-    converter = _whole_number if int in kinds else None
-    return Annotated[typing.Union[tuple(kinds)], Parameter(help=option.help, converter=converter)]  # noqa: UP007
+    kinds = [_exact(kind) for kind in typing.get_args(option.type) if typing.get_origin(kind) is not Mapping]
+    return Annotated[typing.Union[tuple(kinds)], Parameter(help=option.help)]  # noqa: UP007
 
 
 def _whole_number(_: type, tokens: Sequence[Token]) -> int:
@@ -43,3 +42,10 @@ def _whole_number(_: type, tokens: Sequence[Token]) -> int:
         return int(tokens[0].value)
     except ValueError:
         raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
+
+
+def _exact(kind: Any) -> Any:
+    """Return a type whose whole numbers, also those in a tuple, are read without rounding."""
+    if kind is int:
+        return Annotated[int, Parameter(converter=_whole_number)]
+    return tuple[tuple(map(_exact, typing.get_args(kind)))] if typing.get_origin(kind) is tuple else kind  # type: ignore[misc]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cyclopts import Parameter
 
 import isomorph as iso
 from isomorph.checkpoints.open import open_model, open_trained
@@ -22,11 +21,6 @@ from isomorph.suites.test_data import default_data
 from isomorph.surgery import compare_outputs, edits_since, fusible_modules
 from isomorph.surgery.recast import keeps_function
 from isomorph.surgery.rules.registry import build_rule
-
-
-def _option(text: str, **settings: Any) -> Parameter:
-    """Return a cyclopts parameter with this help text."""
-    return Parameter(help=text, **settings)
 
 
 @app.command
