@@ -33,6 +33,7 @@ class Rule(Protocol):
       connections that a revert made unnecessary.
     - `takes_parts = True`: globs may name parts of joint projections (`blocks.*.attn.v` of a `qkv`), which the rule
       receives as a `JointPart`.
+    - `keeps_function: bool`: False for options with which the outputs change; without it, the rule keeps the function.
 
     Example:
         >>> from dataclasses import dataclass
@@ -81,7 +82,7 @@ class Edit:
 
 
 def keeps_function(rule: Rule) -> bool:
-    """Return True if the rule promises the same function; one with the field `init` says so itself."""
+    """Return True if the rule, with its options, promises to keep the function."""
     return getattr(rule, "keeps_function", True)
 
 

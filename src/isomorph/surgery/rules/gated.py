@@ -10,13 +10,13 @@ import torch
 from timm.layers import Attention, to_2tuple
 from torch import nn
 
-from isomorph.errors import UserError
 from isomorph.layers import GPSA2d, ViTGPSA
 from isomorph.layers.refined_attention import ATTENTION_PARTS
 from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
+from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.registry import register_rule
 
 NamedGating = Mapping[str, tuple[float, float]]
@@ -59,7 +59,7 @@ def check_gating(locality: float, gate: float) -> None:
 
 @register_rule
 @dataclass(frozen=True)
-class ConvToGPSA:
+class ConvToGPSA(ExplainedRule):
     """Replace a k x k convolution by gated positional self-attention with k*k heads (T-CNN eq. 4-7).
 
     Accepts any nn.Conv2d with an odd square kernel, groups=1, dilation=1 and zero padding, with any stride, with or
@@ -118,18 +118,13 @@ class ConvToGPSA:
             return f"padding_mode={module.padding_mode!r} is not 'zeros'"
         return None
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module can be recast."""
-        return self.rejection_reason(module) is None
-
     @torch.no_grad()
     def build(self, module: nn.Module) -> GPSA2d:
         """Return the GPSA2d that replaces a convolution.
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        if reason := self.rejection_reason(module):
-            raise UserError(f"ConvToGPSA cannot recast this module: {reason}")
+        self.check_accepted(module)
         assert isinstance(module, nn.Conv2d)
         named_padding = {"same": module.kernel_size[0] // 2, "valid": 0}
         gpsa = GPSA2d(
@@ -180,7 +175,7 @@ def projection_mismatch(module: Attention, name: str) -> str | None:
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToGPSA:
+class AttentionToGPSA(ExplainedRule):
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
     Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split and has
@@ -258,18 +253,13 @@ class AttentionToGPSA:
             return "the grid of its tokens is unknown; give AttentionToGPSA grid_size=(height, width) and prefix_tokens"
         return None
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module can be recast."""
-        return self.rejection_reason(module) is None
-
     @torch.no_grad()
     def build(self, module: nn.Module) -> ViTGPSA:
         """Return the ViTGPSA that replaces an attention layer.
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        if reason := self.rejection_reason(module):
-            raise UserError(f"AttentionToGPSA cannot recast this module: {reason}")
+        self.check_accepted(module)
         assert isinstance(module, Attention)
         assert self.grid_size is not None
         qkv, dim = module.qkv, module.qkv.in_features

@@ -15,6 +15,7 @@ from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refi
 from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch
 from isomorph.surgery.rules.registry import register_rule
 
@@ -43,7 +44,7 @@ def _check_form(ratio: int, kernel: int, reduce: bool, span: str, init: str) -> 
 
 @register_rule
 @dataclass(frozen=True)
-class AttentionToRefined:
+class AttentionToRefined(ExplainedRule):
     """Replace the attention of a ViT by refined attention: the same weights, and a refiner after the softmax (Refiner).
 
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. The attention maps are
@@ -127,18 +128,13 @@ class AttentionToRefined:
             return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"
         return None
 
-    def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module can be recast."""
-        return self.rejection_reason(module) is None
-
     @torch.no_grad()
     def build(self, module: nn.Module) -> RefinedAttention:
         """Return the refined attention that replaces an attention layer.
 
         Raises: UserError with the reason if the module is not accepted.
         """
-        if reason := self.rejection_reason(module):
-            raise UserError(f"AttentionToRefined cannot recast this module: {reason}")
+        self.check_accepted(module)
         assert isinstance(module, Attention)
         refined = self.new_layer(**attention_kwargs(module))
         proj = refined.proj

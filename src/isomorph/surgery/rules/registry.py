@@ -11,6 +11,7 @@ import textwrap
 import types
 import warnings
 from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -122,6 +123,7 @@ def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
+@cache
 def _field_docstrings(rule: type) -> dict[str, str]:
     """Return the docstring under each field of a class, on one line; empty if its source is not at hand."""
     try:
