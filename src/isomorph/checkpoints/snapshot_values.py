@@ -14,13 +14,13 @@ _Count = Annotated[int, Field(ge=0)]
 _Number = bool | int | float
 
 
-class _StrictModel(BaseModel):
+class _ClosedSchema(BaseModel):
     """Base of schemas that reject unknown fields and other types."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class RunProgress(_StrictModel):
+class RunProgress(_ClosedSchema):
     """Progress of a run: finished steps, closed (evaluated and logged) epochs, and their metrics."""
 
     step: _Count = 0
@@ -33,14 +33,14 @@ class RunProgress(_StrictModel):
     seconds: float = 0.0
 
 
-class OptimizerValues(_StrictModel):
+class OptimizerValues(_ClosedSchema):
     """The optimiser's values that are not tensors, by parameter and key, and by group and option."""
 
     state: dict[str, dict[str, _Number]]
     groups: dict[str, dict[str, _Number]]
 
 
-class DataCounts(_StrictModel):
+class DataCounts(_ClosedSchema):
     """Numbers of images, steps and classes of a run's data."""
 
     images: _Count
@@ -48,7 +48,7 @@ class DataCounts(_StrictModel):
     classes: _Count
 
 
-class SnapshotValues(_StrictModel):
+class SnapshotValues(_ClosedSchema):
     """The content of state.json. `model` is the header that rebuilds it; older snapshots lack it and `digest`."""
 
     step: _Count

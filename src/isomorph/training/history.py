@@ -71,13 +71,13 @@ def gating_history(folder: str | Path, damaged: list[str] | None = None) -> Gati
     return track_gating(saved_models(folder, damaged))
 
 
-AttentionMeasure = Callable[[nn.Module, Any], dict[str, Tensor]]
+MeasureHeads = Callable[[nn.Module, Any], dict[str, Tensor]]
 """One number for each head of each attention layer: (model, loader) -> {layer: (heads,)}."""
 
 
 def attention_history(
     folder: str | Path,
-    measures: Mapping[str, AttentionMeasure],
+    measures: Mapping[str, MeasureHeads],
     source: Source,
     device: str = "cpu",
     damaged: list[str] | None = None,

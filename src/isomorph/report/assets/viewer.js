@@ -269,7 +269,7 @@ class AttentionViewer {
 
   // Changing the state
 
-  /** Show the current state; the tiles are built anew if other layers are shown. */
+  /** Show the current state; the tiles are rebuilt if other layers are shown. */
   update() {
     const {state, layers} = this;
     const shownLayers = state.allLayers ? "all" : `layer ${state.layer}`;

@@ -55,7 +55,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     Raises: UserError when something is missing or does not fit, or the folder holds another run.
     """
     runtime = runtime or open_runtime(recipe.device, recipe.amp == "bf16")
-    found = _check_start(recipe, runtime)
+    found = _find_start(recipe, runtime)
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     data = _open_data(recipe, runtime)
     model, config = _initialise_model(recipe, data.train, recast)
@@ -84,7 +84,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     return run
 
 
-def _check_start(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
+def _find_start(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
     """Return the snapshot to resume from, or None for a new run. Raises: UserError if the run cannot start."""
     check_files(recipe)
     found = find_snapshot(recipe, runtime)
