@@ -91,6 +91,12 @@ class Runtime:
                 dist.broadcast(buffer, 0)
 
 
+def resolve_device(device: str, local_rank: int) -> torch.device:
+    """Return the device of a name; of several GPUs, each process of a machine takes the one of its own rank."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    return torch.device("cuda", local_rank) if name == "cuda" else torch.device(name)
+
+
 def open_runtime(device: str, amp: bool = False) -> Runtime:
     """Return the runtime for a device name, and join the other processes if torchrun started this one.
 
@@ -99,14 +105,11 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
     Raises: UserError if the device is unknown or not available.
     """
     rank, world, local = (int(os.environ.get(name, alone)) for name, alone in TORCHRUN_DEFAULTS.items())
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    if name == "cuda" and world > 1:
-        name = f"cuda:{local}"
     try:
-        torch.empty(1, device=name)
+        target = resolve_device(device, local)
+        torch.empty(1, device=target)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"device {device!r} is not available ({str(error).splitlines()[0]}); try device=cpu") from None
-    target = torch.device(name)
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():
