@@ -574,5 +574,5 @@ def test_gains_by_severity_are_rows():
     gain = {"by_severity": {1: {"points": 2.0, "relative": 4.0}, 2: {"points": -1.0, "relative": None}}, "points": 0.5}
     result = {"model": "net", "cells": cells, "against": gain, "by_corruption": {"fog": 48.5}, "by_category": {}}
     rows = severity_table(result | {"by_severity": {1: 49.0, 2: 48.0}, "mean_top1": 48.5})
-    assert rows[-2:] == [["gain, points", "+2.00", "-1.00", "", ""], ["gain, % of its", "+4.00", "", "", ""]]
+    assert rows[-2:] == [["gain, points", "+2.00", "-1.00", "", ""], ["gain, % of baseline", "+4.00", "", "", ""]]
     assert {len(row) for row in rows} == {5}

@@ -154,9 +154,9 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
-    """Return rows with the gain over a baseline by severity: in points, and in per cent of its top-1."""
+    """Return rows with the gain over a baseline by severity: in points, and in per cent of the baseline's top-1."""
     rows = []
-    for title, key in (("gain, points", "points"), ("gain, % of its", "relative")):
+    for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")):
         found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
         row = [title, *("" if value is None else f"{value:+.2f}" for value in found)]
         rows.append(row + [""] * (columns - len(row)))
