@@ -16,7 +16,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import isomorph  # noqa: F401 (registers convit_s)
 from gpsa import contest
-from interleave import forward, interleaved, saved_mib, show, step, write
+from interleave import forward, interleaved, memory_mib, saved_mib, show, step, write
 from isomorph.layers import GPSA
 from isomorph.models.convit import checkpoint_filter_fn
 
@@ -52,7 +52,7 @@ def network_table(device, rounds, sizes=(224, 384), batches=(8, 32)):
             x = torch.randn(batch, 3, size, size, device=device)
             turns = max(3, rounds * 8 * 224**2 // (batch * size**2))
             run = interleaved({name: forward(net.eval(), x) for name, net in nets.items()}, device, turns)
-            fits = {n: net for n, net in nets.items() if device.type != "cpu" or batch * saved[n] < MEMORY_MIB}
+            fits = {n: net for n, net in nets.items() if batch * saved[n] < memory_mib(device, MEMORY_MIB)}
             train = interleaved({name: step(net.train(), x) for name, net in fits.items()}, device, turns)
             rows.append(
                 {

@@ -54,8 +54,9 @@ def contest(layers, x, device, rounds):
     }
 
 
-def token_table(device, batch=8, rounds=9):
-    """One row per width and grid."""
+def token_table(device, rounds=9, scale=1):
+    """One row per width and grid; `scale` multiplies the batches, here and below: 1 for a CPU, more for a GPU."""
+    batch = 8 * scale
     rows = []
     for heads, width, (H, W) in TOKENS:
         size = max(1, batch * 196 * 4 // (H * W)) if H * W > 600 else batch
@@ -79,10 +80,11 @@ def token_table(device, batch=8, rounds=9):
     return rows
 
 
-def map_table(device, rounds=9):
+def map_table(device, rounds=9, scale=1):
     """GPSA2d beside the convolution it replaces and the naive form."""
     rows = []
-    for channels, (H, W), batch in MAPS:
+    for channels, (H, W), few in MAPS:
+        batch = scale * few
         x = torch.randn(batch, channels, H, W, device=device)
         conv = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False).to(device)
         ours = iso.ConvToGPSA("paper").build(conv).to(device)
@@ -93,10 +95,11 @@ def map_table(device, rounds=9):
     return rows
 
 
-def network_table(device, rounds=5, batch=8):
+def network_table(device, rounds=5, scale=1):
     """t_resnetrs50 beside the CNN it is recast from, stride 1 in the last stage for both."""
     cnn = iso.unstride(timm.create_model("resnetrs50"), "layer4").eval().to(device)
     tcnn = iso.recast(cnn, iso.ConvToGPSA("paper"), "layer4.*.conv2")
+    batch = 8 * scale
     x = torch.randn(batch, 3, 224, 224, device=device)
     run = interleaved({"cnn": forward(cnn, x), "tcnn": forward(tcnn, x)}, device, rounds)
     return [
@@ -110,17 +113,17 @@ def network_table(device, rounds=5, batch=8):
     ]
 
 
-def form_table(device, rounds=9):
+def form_table(device, rounds=9, scale=1):
     """Where each form wins: the measurements behind MAX_DENSE_TOKENS and MAX_DENSE_PAIRS."""
     rows = []
     for H, W in ((2, 2), (4, 4), (5, 5), (6, 6), (7, 7), (10, 10), (14, 14), (24, 24)):
-        layer, x = GPSA(432, 9, (H, W)).to(device), torch.randn(8, H * W, 432, device=device)
+        layer, x = GPSA(432, 9, (H, W)).to(device), torch.randn(8 * scale, H * W, 432, device=device)
         run = interleaved(both_forms(gated_mix, "MAX_DENSE_TOKENS", forward(layer, x)), device, rounds)
         rows.append(
             {"layer": "GPSA 9 x 432", "grid": f"{H}x{W}", "dense ms": run["dense"], "by axis ms": run["by axis"]}
         )
     for side in (8, 14, 20, 24, 32):
-        layer, x = GPSA2d(512, 512, 3, 1, 1).to(device), torch.randn(2, 512, side, side, device=device)
+        layer, x = GPSA2d(512, 512, 3, 1, 1).to(device), torch.randn(2 * scale, 512, side, side, device=device)
         run = interleaved(both_forms(gpsa2d, "MAX_DENSE_PAIRS", forward(layer, x)), device, 5)
         rows.append(
             {"layer": "GPSA2d 512", "grid": f"{side}x{side}", "dense ms": run["dense"], "by axis ms": run["by axis"]}

@@ -68,6 +68,11 @@ def saved_mib(module: torch.nn.Module, x: torch.Tensor) -> float:
     return sum(kept.values()) / 2**20 / x.shape[0]
 
 
+def memory_mib(device: torch.device, on_cpu: float) -> float:
+    """MiB that one training step may keep: a limit of the caller's on a CPU, 70% of the memory of a GPU."""
+    return on_cpu if device.type == "cpu" else 0.7 * torch.cuda.get_device_properties(device).total_memory / 2**20
+
+
 def spread(values: list[float]) -> str:
     """Mean and, in brackets, half the range over seeds."""
     return f"{statistics.mean(values):.2f} ({(max(values) - min(values)) / 2:.2f})"

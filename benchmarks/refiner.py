@@ -61,10 +61,13 @@ def rows_of(contenders, x, device, rounds, base, against):
     ]
 
 
-def layer_table(device, rounds):
-    """One attention layer of Refined-ViT-S; local attention is measured against its convolved map."""
+def layer_table(device, rounds, scale=1):
+    """One attention layer of Refined-ViT-S; local attention is measured against its convolved map.
+
+    `scale` multiplies the batches, here and below: 1 for a CPU, more for a GPU.
+    """
     rows = []
-    for N, batch in ((197, 8), (785, 2)):
+    for N, batch in ((197, 8 * scale), (785, 2 * scale)):
         contenders = {name: layer.to(device) for name, layer in layers(N).items()}
         x = torch.randn(batch, N, SHAPE["dim"], device=device)
         against = lambda name: "local, map convolved" if name.startswith("local") else "three convolutions"  # noqa: E731
@@ -72,7 +75,7 @@ def layer_table(device, rounds):
     return rows
 
 
-def network_table(device, rounds):
+def network_table(device, rounds, scale=1):
     """Refined-ViT-S at 224, and DeiT-S."""
     ours = timm.create_model("refined_vit_s")
     networks = {
@@ -84,12 +87,12 @@ def network_table(device, rounds):
         "refined_vit_s_released": timm.create_model("refined_vit_s_released"),
     }
     networks = {name: network.to(device) for name, network in networks.items()}
-    x = torch.randn(8, 3, 224, 224, device=device)
+    x = torch.randn(8 * scale, 3, 224, 224, device=device)
     against = lambda _: "refined_vit_s, three convolutions"  # noqa: E731
     return rows_of(networks, x, device, rounds, {"batch": len(x)}, against)
 
 
-def base_table(device, rounds):
+def base_table(device, rounds, scale=1):
     """Blocks of ViT-Base width at 224: what the maps cost in memory, and what recomputing them costs in time."""
     blocks = {
         name: timm.create_model("refined_vit_b", depth=4, num_classes=0, **form).to(device)
@@ -100,7 +103,7 @@ def base_table(device, rounds):
             "local, no map": dict(ratio=0),
         }.items()
     }
-    x = torch.randn(4, 3, 224, 224, device=device)
+    x = torch.randn(4 * scale, 3, 224, 224, device=device)
     return rows_of(blocks, x, device, rounds, {"batch": len(x)}, lambda _: "plain")
 
 

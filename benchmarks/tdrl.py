@@ -12,7 +12,7 @@ import timm
 import torch
 
 import isomorph as iso
-from interleave import forward, interleaved, saved_mib, show, step, write
+from interleave import forward, interleaved, memory_mib, saved_mib, show, step, write
 from naive import branch_by_branch
 
 MEMORY_MIB = 12 * 1024
@@ -46,7 +46,7 @@ def training_table(device, rounds, batches):
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device)
         turns = max(2, rounds * 32 // batch) if device.type == "cpu" else rounds
-        fits = {n: m for n, m in forms.items() if device.type != "cpu" or batch * memory[n][0] < MEMORY_MIB}
+        fits = {n: m for n, m in forms.items() if batch * memory[n][0] < memory_mib(device, MEMORY_MIB)}
         times = interleaved({name: step(model, x) for name, model in fits.items()}, device, turns)
         rows.append(
             {
