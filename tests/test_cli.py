@@ -9,7 +9,8 @@ import timm
 
 import isomorph as iso
 from command_line import alone, isomorph, refusal
-from isomorph.cli.app import LIMITS, app
+from isomorph.cli.app import app
+from isomorph.cli.options import LIMITS
 
 pytestmark = pytest.mark.slow
 
@@ -342,21 +343,6 @@ def test_a_missing_network_is_said(tmp_path):
     assert "timm cannot create resnetrs50" in said
 
 
-def test_demo_writes_its_page(tmp_path):
-    from isomorph.recipes.demo import run_demo
-
-    small = ["epochs=1", "data.fraction=0.1", "optim.warmup_epochs=0", "anneal=null"]
-    found = run_demo(tmp_path / "demo.html", show=False, overrides=small)
-    page = (tmp_path / "demo.html").read_text()
-    assert len(found.rows) == 8
-    assert found.report.passed
-    assert found.rows[1]["clean"] == found.rows[0]["clean"]
-    assert page.count('data-chart="') == 3
-    assert page.count('data-viewer="') == 1
-    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
-    assert "src=" not in page
-
-
 @pytest.mark.parametrize(("width", "lines"), [(None, 3), (120, 3), (80, 3), (40, 5)])
 def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys):
     """Piped, nothing is cut; on a terminal the name keeps its column, and the words beside it fold."""
@@ -364,11 +350,11 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
 
     from rich.console import Console
 
-    from isomorph.report.terminal_tables import print_text_table
+    from isomorph.terminal_tables import print_text_table
 
     if width:
         made = partial(Console, width=width, force_terminal=True, color_system=None, no_color=True)
-        monkeypatch.setattr("isomorph.report.terminal_tables.Console", made)
+        monkeypatch.setattr("isomorph.terminal_tables.Console", made)
     words = "from a table with [brackets] that is long enough"
     print_text_table([["recipe", "source", "expected"], ["a_long_name", words, ""], ["b", "x", "80.0 top-1"]])
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
-    {"errors", "doctor", "import_path", "seeding"},
+    {"errors", "doctor", "import_path", "interrupt", "lazy_imports", "memory", "seeding", "terminal_tables"},
     {"distributed"},
     {"layers"},
     {"surgery"},
@@ -17,7 +17,7 @@ FLOORS = [
     {"checkpoints"},
     {"report", "training"},
     {"recipes"},
-    {"tasks", "export"},
+    {"demo", "tasks", "export"},
     {"__init__"},
     {"cli"},
     {"__main__"},

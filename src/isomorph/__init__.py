@@ -7,45 +7,72 @@
 
 import sys
 
-from isomorph.import_path import is_starting_isomorph, remove_working_folder
+from isomorph.import_path import is_command_line, is_starting_isomorph, remove_working_folder
 
 if is_starting_isomorph(sys.argv, sys.orig_argv):
     remove_working_folder()
 
-from isomorph.doctor import torchvision_problem
+if is_command_line(sys.argv, sys.orig_argv):
+    from isomorph.interrupt import exit_on_interrupt
 
-if problem := torchvision_problem():
-    raise ImportError(problem)
+    exit_on_interrupt()
 
-from isomorph import analysis, data, layers, models, report, suites, surgery, training
-from isomorph.analysis import attention_maps, cka, gates, nonlocality
-from isomorph.checkpoints import load, load_weights, save
-from isomorph.errors import UserError
-from isomorph.evaluation import cost_table, evaluate
-from isomorph.recipes import load_recipe
-from isomorph.suites.robustness import robustness
-from isomorph.surgery import (
-    Anneal,
-    AttentionToGPSA,
-    AttentionToRefined,
-    ConvToGPSA,
-    LinearToPyramid,
-    Rule,
-    edits,
-    fuse,
-    recalibrate,
-    recast,
-    revert,
-    targets,
-    unstride,
-    verify,
-)
-from isomorph.surgery.rules.registry import register_installed_rules
-from isomorph.training import Recipe, train
+from typing import TYPE_CHECKING
 
-register_installed_rules()
+from isomorph.lazy_imports import lazy_attributes
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from isomorph import analysis, data, layers, models, report, suites, surgery, training
+    from isomorph.analysis import attention_maps, cka, gates, nonlocality
+    from isomorph.checkpoints import load, load_weights, save
+    from isomorph.errors import UserError
+    from isomorph.evaluation import cost_table
+    from isomorph.memory import keep_freed_memory
+    from isomorph.recipes import load_recipe
+    from isomorph.suites.robustness import robustness
+    from isomorph.suites.test_data import evaluate
+    from isomorph.surgery import (
+        Anneal,
+        AttentionToGPSA,
+        AttentionToRefined,
+        ConvToGPSA,
+        LinearToPyramid,
+        Rule,
+        edits,
+        fuse,
+        recalibrate,
+        recast,
+        revert,
+        targets,
+        unstride,
+        verify,
+    )
+    from isomorph.training import Recipe, train
+else:
+    __getattr__ = lazy_attributes(
+        __name__,
+        {
+            "isomorph.analysis": ("attention_maps", "cka", "gates", "nonlocality"),
+            "isomorph.checkpoints": ("load", "load_weights", "save"),
+            "isomorph.errors": ("UserError",),
+            "isomorph.evaluation": ("cost_table",),
+            "isomorph.memory": ("keep_freed_memory",),
+            "isomorph.recipes": ("load_recipe",),
+            "isomorph.suites.robustness": ("robustness",),
+            "isomorph.suites.test_data": ("evaluate",),
+            "isomorph.surgery": (
+                *("Anneal", "AttentionToGPSA", "AttentionToRefined", "ConvToGPSA", "LinearToPyramid", "Rule"),
+                *("edits", "fuse", "recalibrate", "recast", "revert", "targets", "unstride", "verify"),
+            ),
+            "isomorph.training": ("Recipe", "train"),
+        },
+        subpackages=(
+            *("analysis", "checkpoints", "data", "evaluation", "layers", "models", "recipes"),
+            *("report", "suites", "surgery", "training"),
+        ),
+    )
 
 __all__ = [
     "Anneal",
@@ -65,6 +92,7 @@ __all__ = [
     "evaluate",
     "fuse",
     "gates",
+    "keep_freed_memory",
     "layers",
     "load",
     "load_recipe",
@@ -90,3 +118,24 @@ __all__ = [
 def __dir__() -> list[str]:
     """List the public names."""
     return __all__
+
+
+def prepare() -> None:
+    """Add isomorph's models to timm's registry, and the rules of installed packages to isomorph's.
+
+    The command line calls this when it has parsed its arguments; elsewhere `import isomorph` does.
+
+    Raises: ImportError if torchvision does not work with this torch.
+    """
+    from isomorph.doctor import torchvision_problem
+
+    if problem := torchvision_problem():
+        raise ImportError(problem)
+    import isomorph.models  # noqa: F401 (registers them)
+    from isomorph.surgery.rules.registry import register_installed_rules
+
+    register_installed_rules()
+
+
+if not is_command_line(sys.argv, sys.orig_argv):
+    prepare()

@@ -1,4 +1,4 @@
-"""The exception for requests that isomorph cannot fulfil as given."""
+"""The exception for requests that isomorph cannot fulfil as given, and the advice on missing packages."""
 
 
 class UserError(ValueError):
@@ -10,3 +10,22 @@ class UserError(ValueError):
     ...     print(error)
     there is no recipe 'digits_cn'; did you mean digits_cnn?
     """
+
+
+class Stopped(UserError):
+    """A signal (Ctrl-C, SIGTERM or SIGHUP) stopped the run; if it is started again, it resumes from its snapshot.
+
+    `number` is that of the signal.
+
+    >>> iso.training.Stopped("stopped by SIGTERM", number=15).number
+    15
+    """
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def install_hint(extra: str) -> str:
+    """Return the command that installs an optional part of isomorph, to end a message with."""
+    return f"run pip install -e '.[{extra}]' in the folder of isomorph"

@@ -29,6 +29,15 @@ def is_starting_isomorph(argv: list[str], given: list[str]) -> bool:
     return argv[:1] == ["-m"] and len(given) > len(argv) and given[-len(argv)] in ISOMORPH_MODULES
 
 
+def is_command_line(argv: list[str], given: list[str]) -> bool:
+    """Return True if this process is isomorph's command line: `python -m isomorph`, or the installed `isomorph`.
+
+    Arguments as in `is_starting_isomorph`.
+    """
+    script = os.path.basename(argv[0]) if argv else ""
+    return is_starting_isomorph(argv, given) or script.split(".")[0] == "isomorph"
+
+
 def child_import_path() -> list[str]:
     """Return the import path for a child process: this one's, with an interactive session's working folder last."""
     named = [path for path in sys.path if path]

@@ -4,16 +4,16 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 from cyclopts import CycloptsError
-from torch import OutOfMemoryError
-from torch.distributed import DistError
 
 from isomorph.cli import analyze, bench, compare, evaluate, listing, robustness, surgery, train  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
-from isomorph.errors import UserError
+from isomorph.cli.sizes import join_sizes
+from isomorph.errors import Stopped, UserError
 from isomorph.import_path import SafeChildProcesses
-from isomorph.training import Stopped
+from isomorph.interrupt import INTERRUPTED, was_interrupted
 
 
 def _strip_traceback(error: Exception) -> str:
@@ -27,11 +27,15 @@ def _error_message(error: Exception) -> str:
     """Return the line to print for an error."""
     if isinstance(error, UserError | CycloptsError):
         return _strip_traceback(error)
-    if isinstance(error, DistError) or "Connection closed by peer" in str(error):
+    if type(error).__name__.startswith("Dist") or "Connection closed by peer" in str(error):
         return "another process of this run has ended; its error message says why"
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"cannot open {error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError | OutOfMemoryError) or "can't allocate memory" in str(error):
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or "can't allocate memory" in str(error)
+    ):
         return "out of memory; use smaller images or a smaller batch size"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
@@ -42,6 +46,12 @@ def _print_error(text: str) -> None:
         print(f"isomorph: {text}", file=sys.stderr)
 
 
+def _end_interrupted() -> NoReturn:
+    """End the process after Ctrl-C."""
+    _print_error("interrupted; a run resumes from its last checkpoint")
+    sys.exit(INTERRUPTED)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command; print an error in one line and exit with 2, or with 128 + its number for a signal.
 
@@ -49,15 +59,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         with SafeChildProcesses():
-            app(arguments)
+            app(join_sizes(sys.argv[1:] if arguments is None else arguments))
     except Stopped as stopped:
         _print_error(str(stopped))
         sys.exit(128 + stopped.number)
+    except KeyboardInterrupt:
+        _end_interrupted()
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
+        if was_interrupted():
+            _end_interrupted()
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         _print_error(_error_message(error))
         sys.exit(2)
-    except KeyboardInterrupt:
-        _print_error("interrupted; a run resumes from its last checkpoint")
-        sys.exit(130)

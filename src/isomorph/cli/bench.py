@@ -6,14 +6,12 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from isomorph.checkpoints.open import open_model
-from isomorph.cli.app import Device, Json, Weights, WholeNumber, app, check_limits, progress_bar
-from isomorph.distributed import open_runtime
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import CheckpointOptions, Device, Json, Weights, WholeNumber, check_limits
+from isomorph.cli.progress import progress_bar
+from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
-from isomorph.evaluation.cost_tables import cost_table
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
-from isomorph.report.terminal_tables import print_table
+from isomorph.terminal_tables import print_table
 
 
 @app.command
@@ -24,10 +22,11 @@ def bench(
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     batch_size: Annotated[list[WholeNumber], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: tuple[tuple[WholeNumber, WholeNumber], ...] = (),
+    size: tuple[Size, ...] = (),
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
@@ -36,7 +35,7 @@ def bench(
     Parameters
     ----------
     model
-        Name of a timm model (its weights are not loaded), a checkpoint written by isomorph, or the folder of a run.
+        Name of a timm model (its weights are not loaded), a checkpoint, or the folder of a run.
     against
         Further models. All are timed by turns in one process; the ratios are relative to MODEL.
     batch_size
@@ -52,7 +51,13 @@ def bench(
     names = [model, *(against or [])]
     if len(set(names)) < len(names):
         raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
-    models = {name: open_model(name, weights if name == model else None, pretrained=False) for name in names}
+    with loading():
+        from isomorph.cli.open_models import open_given
+        from isomorph.distributed import open_runtime
+        from isomorph.evaluation.cost_tables import cost_table
+        from isomorph.evaluation.input_sizes import evaluation_config
+        from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+    models = {name: open_given(name, checkpoint, weights if name == model else None, False) for name in names}
     sizes = size or [evaluation_config(models[model])["input_size"][-2:]]
     for net in models.values():
         net.to(open_runtime(device).device)

@@ -6,26 +6,23 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from isomorph.checkpoints.open import check_pretrained_option, open_model
-from isomorph.cli.app import (
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import (
+    CheckpointOptions,
     Device,
     Json,
     Model,
     Root,
+    Split,
     Weights,
     WholeNumber,
-    app,
     check_limits,
     display_name,
-    track_steps,
 )
-from isomorph.distributed import open_runtime
+from isomorph.cli.progress import track_steps
+from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
-from isomorph.report.terminal_tables import grid_table, metric_table, print_table, sweep_table
-from isomorph.suites.imagenet.suites import NUM_CLASSES, find_suites, open_located
-from isomorph.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
-from isomorph.suites.test_data import default_data, evaluation_data
-from isomorph.suites.test_set import TestSet, check_num_classes
+from isomorph.terminal_tables import grid_table, metric_table, print_table, sweep_table
 
 
 @app.command(name="evaluate")
@@ -37,12 +34,14 @@ def evaluate_(
     suite: Annotated[list[str] | None, Parameter(negative="")] = None,
     data: str | None = None,
     root: Root = None,
+    split: Split = None,
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     pretrained: bool = True,
     batch_size: WholeNumber = 100,
     workers: WholeNumber = 0,
-    size: tuple[tuple[WholeNumber, WholeNumber], ...] = (),
+    size: tuple[Size, ...] = (),
     classes: WholeNumber | None = None,
     rfc: tuple[float, ...] = (),
     rfc_fill: Literal["zero", "black"] = "zero",
@@ -61,8 +60,8 @@ def evaluate_(
         with commas, or repeat the option. A suite is searched in --root under its name (imagenet/, imagenet-v2/, ...);
         NAME=FOLDER gives its folder.
     data
-        Data source: cifar10, cifar100, digits or imagefolder; by default the one the model was trained on. With
-        --suite: the format of its folder (imagefolder, tar, webdataset, huggingface), by default detected.
+        A folder of images with one folder per class (in val/ or test/, or directly), or a data source: cifar10,
+        cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its folder (imagefolder, tar, webdataset, huggingface), by default detected.
     partial
         Accept a suite with missing classes or images.
     pretrained
@@ -90,15 +89,23 @@ def evaluate_(
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     _check_options(bool(suite), classes is not None, partial)
+    with loading():
+        from isomorph.checkpoints.open import check_pretrained_option
+        from isomorph.cli.open_models import open_given
+        from isomorph.distributed import open_runtime
+        from isomorph.suites.imagenet.suites import NUM_CLASSES, find_suites, open_located
+        from isomorph.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
+        from isomorph.suites.test_data import default_data, evaluation_data
+        from isomorph.suites.test_set import TestSet, check_num_classes
     check_pretrained_option(model, weights, pretrained)
     check_csv_path(per_class)
     locations = find_suites(suite or [], root, data)
-    net = open_model(model, weights, pretrained)
+    net = open_given(model, checkpoint, weights, pretrained)
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
         test_sets = open_located(locations, partial)
     else:
-        source, _ = evaluation_data(net, data, root, size[0] if size else None, classes)
+        source, _ = evaluation_data(net, data, root, size[0] if size else None, classes, split)
         test_sets = [TestSet.from_source(source)]
     net.to(open_runtime(device).device)
     rows, class_rows = run_sweep(net, test_sets, Sweep(size, rfc, rfc_fill), batch_size, workers, track_steps)

@@ -4,18 +4,15 @@ import json
 import sys
 from fnmatch import fnmatchcase
 
-import timm
-import torch
 import yaml
 from cyclopts import App
 
-import isomorph as iso
-from isomorph import doctor as machine
-from isomorph.cli.app import Json, app
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import Json
+from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.evaluation.cost import count_parameters
-from isomorph.recipes import RECIPES, load_recipe, recipe_values
-from isomorph.report.terminal_tables import print_table, print_text_table
+from isomorph.recipes import RECIPES, recipe_values
+from isomorph.terminal_tables import print_table, print_text_table
 
 
 @app.command(name="models")
@@ -27,22 +24,10 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
     pattern
         Glob over model names, for example 'tdrl_*'.
     """
-    names = [name for name in iso.models.names() if fnmatchcase(name, pattern)]
-    if not names:
-        raise UserError(f"no model of isomorph matches {pattern!r}; choose from {', '.join(iso.models.names())}")
-    rows = []
-    for name in names:
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        size = "x".join(map(str, model.pretrained_cfg["input_size"][1:]))
-        rows.append(
-            {
-                "name": name,
-                "parameters": count_parameters(model),
-                "input": size,
-                "weights": model.pretrained_cfg.get("tag", ""),
-            }
-        )
+    known = tables()["models"]
+    rows = [row for row in known if fnmatchcase(row["name"], pattern)]
+    if not rows:
+        raise UserError(f"no model of isomorph matches {pattern!r}; choose from {', '.join(r['name'] for r in known)}")
     if json_:
         print(json.dumps(rows))
     else:
@@ -86,7 +71,6 @@ def show_recipe(name: str, /) -> None:
     name
         Name of the recipe, as listed by `isomorph recipes`.
     """
-    load_recipe(name)
     values = json.loads(json.dumps(recipe_values(name), default=str))
     print(yaml.safe_dump(values, sort_keys=False), end="")
 
@@ -94,6 +78,8 @@ def show_recipe(name: str, /) -> None:
 @app.command
 def doctor(*, json_: Json = False) -> None:
     """Check versions, devices, free disk space, and that torchvision matches torch; exit with 1 on a problem."""
+    with loading():
+        from isomorph import doctor as machine
     lines = list(machine.examine_environment())
     if json_:
         print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))

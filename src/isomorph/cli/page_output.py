@@ -12,7 +12,7 @@ import isomorph as iso
 from isomorph.report.charts import Table
 from isomorph.report.html import Section
 from isomorph.report.save_figures import save_figures
-from isomorph.report.terminal_tables import print_table
+from isomorph.terminal_tables import print_table
 
 
 def page_footer() -> str:

@@ -5,26 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import isomorph as iso
-from isomorph.checkpoints.open import check_pretrained_option, open_model
-from isomorph.cli.app import (
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import (
+    CheckpointOptions,
     Device,
     Json,
     Model,
     Root,
+    Split,
     Weights,
     WholeNumber,
-    app,
     check_limits,
     display_name,
-    progress_bar,
 )
-from isomorph.data.corruptions.corrupt import SEVERITIES
-from isomorph.distributed import open_runtime
-from isomorph.report.terminal_tables import print_table
-from isomorph.suites.robustness.published import open_published
-from isomorph.suites.robustness.run import wanted_cells
-from isomorph.suites.robustness.scores import severity_table, summary_lines
-from isomorph.suites.test_data import open_test_images
+from isomorph.cli.progress import progress_bar
+from isomorph.cli.sizes import Size
+from isomorph.terminal_tables import print_table
 
 
 @app.command
@@ -36,6 +32,7 @@ def robustness(
     suite: str = "imagenet-c",
     data: str | None = None,
     root: Root = None,
+    split: Split = None,
     folder: Path | None = None,
     corruption: tuple[str, ...] = (),
     severity: tuple[WholeNumber, ...] = (),
@@ -46,9 +43,10 @@ def robustness(
     limit: WholeNumber | None = None,
     partial: bool = False,
     seed: WholeNumber = 0,
-    size: tuple[WholeNumber, WholeNumber] | None = None,
+    size: Size | None = None,
     classes: WholeNumber | None = None,
     weights: Weights = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     pretrained: bool = True,
     batch_size: WholeNumber = 100,
     workers: WholeNumber = 0,
@@ -62,7 +60,7 @@ def robustness(
     suite
         imagenet-c, or cifar-c for the published CIFAR-10-C or CIFAR-100-C, which needs --folder.
     data
-        Data source of the clean images to corrupt: cifar10, cifar100, digits or imagefolder; by default the one the
+        A folder of clean images to corrupt, or a data source: cifar10, cifar100, digits or imagefolder; by default the one the
         model was trained on. With --folder: the clean images, for the relative mCE.
     folder
         Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
@@ -96,11 +94,20 @@ def robustness(
     workers
         Number of processes that load and corrupt images; 0 uses the main process.
     """
+    with loading():
+        from isomorph.checkpoints.open import check_pretrained_option
+        from isomorph.cli.open_models import open_given
+        from isomorph.data.corruptions.corrupt import SEVERITIES
+        from isomorph.distributed import open_runtime
+        from isomorph.suites.robustness.published import open_published
+        from isomorph.suites.robustness.run import wanted_cells
+        from isomorph.suites.robustness.scores import severity_table, summary_lines
+        from isomorph.suites.test_data import open_test_images
     check_pretrained_option(model, weights, pretrained)
     if published := open_published(suite, folder and folder.expanduser()):
         published.check_files(wanted_cells(corruption or None, severity or SEVERITIES, extra))
-    net = open_model(model, weights, pretrained)
-    source = None if folder and data is None else open_test_images(net, data, root, classes)
+    net = open_given(model, checkpoint, weights, pretrained)
+    source = None if folder and data is None else open_test_images(net, data, root, classes, split)
     net.to(open_runtime(device).device)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
     options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial)

@@ -1,14 +1,21 @@
-"""The fields of the registered rules as options of a command, so that a rule states its options once."""
+"""The fields of the registered rules as options of a command, so that a rule states its options once.
+
+Those of isomorph's own rules are read from tables.json. If an installed package offers rules, all are read from the
+registry, which imports torch.
+"""
 
 import dataclasses
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, Token
 
+from isomorph.cli.app import loading
+from isomorph.cli.sizes import Size
+from isomorph.cli.tables import tables
 from isomorph.errors import UserError
-from isomorph.surgery.rules.registry import RULES, RuleOption, rule_options
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -18,11 +25,19 @@ def with_rule_options(command: Command) -> Command:
 
     `fields` becomes a dataclass with one option per field, None where it is not given.
     """
-    columns = [(name, _annotation(option), dataclasses.field(default=None)) for name, option in rule_options().items()]
+    rules, options = _known_rules()
+    columns = [
+        (
+            name,
+            Annotated[typing.Union[(*map(_exact, kinds), None)], Parameter(help=text)],
+            dataclasses.field(default=None),
+        )
+        for name, kinds, text in options
+    ]
     fields = Parameter(name="*")(dataclasses.make_dataclass("RuleFields", columns, frozen=True))
     fields.__module__ = __name__  # cyclopts takes a class of the module `types`, the default here, for a plain value
-    texts = [f"{name}: {(rule.__doc__ or '').partition(chr(10))[0]}" for name, rule in RULES.items()]
-    command.__annotations__["rule"] = Annotated[Literal[tuple(RULES)], Parameter(help=" ".join(texts))]
+    texts = [f"{name}: {text}" for name, text in rules.items()]
+    command.__annotations__["rule"] = Annotated[Literal[tuple(rules)], Parameter(help=" ".join(texts))]
     command.__annotations__["fields"] = fields
     defaults = command.__kwdefaults__
     assert defaults is not None
@@ -30,10 +45,20 @@ def with_rule_options(command: Command) -> Command:
     return command
 
 
-def _annotation(option: RuleOption) -> Any:
-    """Return the type of an option with its help, as cyclopts reads it."""
-    kinds = [_exact(kind) for kind in typing.get_args(option.type) if typing.get_origin(kind) is not Mapping]
-    return Annotated[typing.Union[tuple(kinds)], Parameter(help=option.help)]  # noqa: UP007
+def _known_rules() -> tuple[dict[str, str], list[tuple[str, list[Any], str]]]:
+    """Return the first line of each rule's docstring by name; and the name, types and help of every option."""
+    if not entry_points(group="isomorph.rules"):
+        rows = tables()["rule_options"]
+        return tables()["rules"], [(row["name"], _types(row), row["help"]) for row in rows]
+    with loading():
+        from isomorph.surgery.rules.registry import rule_options, rule_texts
+    return rule_texts(), [(option.name, option.kinds, option.help) for option in rule_options().values()]
+
+
+def _types(row: dict[str, Any]) -> list[Any]:
+    """Return the types of an option in tables.json."""
+    kinds = [Literal[tuple(row["choices"])]] if row["choices"] else []
+    return kinds + [_TYPES[name] for name in row["types"]]
 
 
 def _whole_number(_: type, tokens: Sequence[Token]) -> int:
@@ -44,8 +69,13 @@ def _whole_number(_: type, tokens: Sequence[Token]) -> int:
         raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
 
 
+_TYPES = {"bool": bool, "float": float, "int": int, "str": str, "tuple[int, int]": tuple[int, int]}
+"""Types of the fields of isomorph's rules, by name."""
+
+_EXACT = {int: Annotated[int, Parameter(converter=_whole_number)], tuple[int, int]: Size}
+"""Types that are parsed without rounding, and sizes as in every command."""
+
+
 def _exact(kind: Any) -> Any:
-    """Return a type whose whole numbers, also those in a tuple, are read without rounding."""
-    if kind is int:
-        return Annotated[int, Parameter(converter=_whole_number)]
-    return tuple[tuple(map(_exact, typing.get_args(kind)))] if typing.get_origin(kind) is tuple else kind  # type: ignore[misc]
+    """Return a type as cyclopts should parse it."""
+    return _EXACT.get(kind, kind)

@@ -6,16 +6,13 @@ docs/recipes.md lists the published runs that are not included.
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from isomorph.errors import UserError
-from isomorph.recipes import cifar, coatnet, convit, refiner, tcnn, tdrl, tdrl_figures
-from isomorph.training.recipe.recipe import (
-    Recipe,
-    apply_overrides,
-    read_recipe,
-    validate,
-)
+from isomorph.recipes import cifar, coatnet, convit, finetune, refiner, tcnn, tdrl, tdrl_figures
+
+if TYPE_CHECKING:
+    from isomorph.training import Recipe
 
 RECIPES: dict[str, dict[str, Any]] = {
     **tcnn.RECIPES,
@@ -25,6 +22,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     **refiner.RECIPES,
     **coatnet.RECIPES,
     **cifar.RECIPES,
+    **finetune.RECIPES,
 }
 """Recipes by name: nested dicts of the fields that differ from their defaults."""
 
@@ -38,6 +36,8 @@ def recipe_values(name: str) -> dict[str, Any]:
         return {"name": name, **RECIPES[name]}
     path = Path(name)
     if path.suffix in (".yaml", ".yml", ".toml"):
+        from isomorph.training.recipe.recipe import read_recipe
+
         return {"name": path.stem, **read_recipe(path)}
     if path.is_file():
         raise UserError(f"{name} is not a recipe file; its name must end in .yaml, .yml or .toml")
@@ -47,19 +47,25 @@ def recipe_values(name: str) -> dict[str, Any]:
     raise UserError(f"there is no recipe {name!r}{hint}")
 
 
-def load_recipe(name: str, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":
     """Load and check a recipe for `iso.train`.
 
     `name` is that of one of isomorph's recipes (`isomorph recipes` lists them) or the path of a .yaml or .toml file.
-    `overrides` are assignments to its fields, such as `optim.lr=1e-4`.
+    `overrides` are assignments to its fields, such as `optim.lr=1e-4`. With fewer `epochs` than the recipe has, the
+    schedules that are measured in epochs (warm-up, anneal, recast, evaluations, saved models) become shorter in
+    proportion, unless they are given too; `recipe.shortened` says which.
 
     Raises: UserError for an unknown recipe or an unreadable file; for invalid fields it lists every problem at once.
 
     >>> recipe = iso.load_recipe("digits_cnn", ["epochs=3", "optim.lr=1e-3"])
     >>> recipe.model.name, recipe.epochs, recipe.optim.lr
     ('cifar_resnet20', 3, 0.001)
+    >>> recipe.shortened
+    '3 of 6 epochs, so optim.warmup_epochs 1 -> 0.5'
     """
-    return validate(apply_overrides(recipe_values(name), overrides or []))
+    from isomorph.training.recipe.shorten import override_recipe
+
+    return override_recipe(recipe_values(name), overrides or [])
 
 
 def parse_overrides(tokens: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ from isomorph.report.accuracy_cost import AccuracyPoint, accuracy_charts, points
 from isomorph.report.attention_history import MeasureHistories, head_range_line, history_panels
 from isomorph.report.charts import Chart, Line, Panel, Paths, Table, is_number
 from isomorph.report.html import Details, Section
-from isomorph.report.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import METRIC_FORMATS
 
 MAX_CURVE_POINTS = 600
 """Longer curves are drawn as means over as many equal parts."""

@@ -10,6 +10,7 @@ import inspect
 import textwrap
 import types
 import warnings
+from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import entry_points
@@ -34,6 +35,11 @@ class RuleOption(NamedTuple):
     type: Any
     help: str
     rules: tuple[str, ...]
+
+    @property
+    def kinds(self) -> list[Any]:
+        """The types that the command line parses: all but None and mappings."""
+        return [kind for kind in get_args(self.type) if kind is not type(None) and get_origin(kind) is not Mapping]
 
 
 def register_rule(rule: RuleType) -> RuleType:
@@ -85,6 +91,11 @@ def build_rule(name: str, **fields: Any) -> Rule:
         if field not in known:
             raise UserError(f"{name} has no {field}; it has {', '.join(known)}")
     return RULES[name](**given)
+
+
+def rule_texts() -> dict[str, str]:
+    """Return the first line of the docstring of every registered rule, by name."""
+    return {name: (rule.__doc__ or "").partition("\n")[0] for name, rule in RULES.items()}
 
 
 def rule_options() -> dict[str, RuleOption]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from isomorph.errors import UserError
+from isomorph.errors import Stopped, UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that stop a run; SIGHUP means that the terminal or connection was closed."""
@@ -24,20 +24,6 @@ class Diverged(UserError):
     >>> issubclass(iso.training.Diverged, iso.UserError)
     True
     """
-
-
-class Stopped(UserError):
-    """A signal (Ctrl-C, SIGTERM or SIGHUP) stopped the run; if it is started again, it resumes from its snapshot.
-
-    `number` is that of the signal.
-
-    >>> iso.training.Stopped("stopped by SIGTERM", number=15).number
-    15
-    """
-
-    def __init__(self, message: str, number: int) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 class StopRequest:

@@ -1,0 +1,127 @@
+"""Options that several commands share, each declared once: their types, help texts and limits.
+
+A group is a dataclass: a command takes it as one keyword argument, for example `weights: WeightsOptions`, and each of
+its fields becomes an option. To add an option to every command of a group, add a field with its help text, and the
+largest value of a number to LIMITS.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from cyclopts import Parameter, Token
+
+from isomorph.errors import UserError
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
+    """Parse a whole number. Raises: ValueError for a fraction, which cyclopts would round."""
+    try:
+        return int(tokens[0].value)
+    except ValueError:
+        raise ValueError(f"{tokens[0].value} is not a whole number") from None
+
+
+WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
+Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
+Model = Annotated[
+    str,
+    Parameter(help="Name of a timm model, a checkpoint of isomorph or of another program, or the folder of a run."),
+]
+Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
+Weights = Annotated[
+    Path | None, Parameter(help="Checkpoint to load into the timm model instead of its public weights.")
+]
+Split = Annotated[
+    float | None,
+    Parameter(help="Fraction of every class to test on, of a folder without test images of its own; 1 takes all."),
+]
+Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]
+
+
+LIMITS: dict[str, float] = {
+    "atol": 1e6,
+    "batch": 2**16,
+    "batch_size": 2**16,
+    "classes": 10**7,
+    "limit": 10**9,
+    "megabytes": 1000,
+    "num_classes": 10**7,
+    "recalibrate": 10**6,
+    "rfc": 100,
+    "samples": 10**7,
+    "seconds": 24 * 60 * 60,
+    "seed": 2**31 - 1,
+    "seeds": 2**31 - 1,
+    "severity": 5,
+    "size": 2**13,
+    "split": 1,
+    "workers": 256,
+}
+"""Largest allowed value of every numeric option, by name; the same in all commands."""
+
+
+@Parameter(name="*")
+@dataclasses.dataclass(frozen=True)
+class CheckpointOptions:
+    """How to open a checkpoint that isomorph did not write."""
+
+    arch: Annotated[
+        str | None,
+        Parameter(
+            help="Architecture of a checkpoint of another program: a timm model, for example resnet18. Checkpoints of "
+            "timm's train script name theirs."
+        ),
+    ] = None
+    num_classes: Annotated[
+        WholeNumber | None, Parameter(help="Number of classes, where the checkpoint does not tell it.")
+    ] = None
+    model_kwargs: Annotated[
+        list[str] | None,
+        Parameter(
+            consume_multiple=True,
+            help="More arguments of timm.create_model that the checkpoint does not tell, for example img_size=96 "
+            "num_heads=6.",
+        ),
+    ] = None
+    ema: Annotated[
+        bool, Parameter(help="Of a checkpoint with averaged weights (EMA), take these; --no-ema takes the last ones.")
+    ] = True
+
+
+def check_limits(command: Command) -> Command:
+    """Decorate a command so that values beyond LIMITS, infinite or NaN raise UserError before it runs."""
+
+    @functools.wraps(command)
+    def checked(*arguments: Any, **options: Any) -> None:
+        _check_options(options)
+        command(*arguments, **options)
+
+    return checked  # type: ignore[return-value]
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise UserError for an option beyond its limit, alone or in a group."""
+    for name, value in options.items():
+        if name in LIMITS:
+            _check_limit(name, value, LIMITS[name])
+        elif dataclasses.is_dataclass(value):
+            _check_options({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+
+
+def _check_limit(name: str, value: Any, limit: float) -> None:
+    """Raise UserError if a number, or one of several, is not finite or is beyond the limit."""
+    if isinstance(value, list | tuple):
+        for number in value:
+            _check_limit(name, number, limit)
+    elif isinstance(value, int | float) and not abs(value) <= limit:
+        raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
+
+
+def display_name(model: str, pretrained: bool) -> str:
+    """Return the name of a model in results, which says when its weights are random."""
+    return model if pretrained else f"{model} (random weights)"

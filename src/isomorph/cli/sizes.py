@@ -1,0 +1,48 @@
+"""Image sizes on the command line, written one way everywhere: 96, 96 128 or 96x128 (height, then width)."""
+
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+from cyclopts import Parameter, Token
+
+from isomorph.errors import UserError
+
+_SIZE_OPTIONS = ("--size", "--grid-size", "--data.size")
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
+_SIZE = re.compile(r"[\[(]?\s*(-?\d+)\s*(?:[x, ]\s*(-?\d+)\s*)?[\])]?", re.IGNORECASE)
+
+
+def parse_size(option: str, text: str) -> tuple[int, int]:
+    """Return the height and width that a text such as 96, 96x128 or [96, 128] stands for.
+
+    Raises: UserError, which names the option, for anything else.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if not found or max(map(len, found.groups(default=""))) > 20:
+        given = text if len(text) <= 40 else f"{text[:40]}..."
+        raise UserError(f"{option} {given} is not a size; write {option} 96, or {option} 96 128 for height and width")
+    height, width = found.groups()
+    return int(height), int(width or height)
+
+
+def join_sizes(tokens: Sequence[str]) -> list[str]:
+    """Return a command line in which the one or two numbers after an option for a size are a single argument."""
+    joined: list[str] = []
+    rest = list(tokens)
+    while rest:
+        token = rest.pop(0)
+        numbers = 0
+        if token in _SIZE_OPTIONS:
+            numbers = next((i for i, value in enumerate(rest[:2]) if not _NUMBER.fullmatch(value)), len(rest[:2]))
+        joined.append(f"{token}={'x'.join(rest[:numbers])}" if numbers else token)
+        del rest[:numbers]
+    return joined
+
+
+def _convert_size(kind: type, tokens: Sequence[Token]) -> tuple[int, int]:
+    return parse_size(tokens[0].keyword or "--size", tokens[0].value)
+
+
+Size = Annotated[tuple[int, int], Parameter(converter=_convert_size, n_tokens=1)]
+"""Type of an option for a size; `list[Size]` for one that may be given several times."""

@@ -1,0 +1,17 @@
+"""What the command line lists and checks without importing torch: models, the rules' options, and recipe fields.
+
+The file tables.json is written by `python -m isomorph.cli.write_tables`; a test holds it equal to the library.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).with_name("tables.json")
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """Return the contents of tables.json: `models`, `rules` with their `rule_options`, and `recipe_fields`."""
+    return json.loads(PATH.read_text())

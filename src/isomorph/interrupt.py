@@ -1,0 +1,50 @@
+"""What Ctrl-C does in isomorph's command line: end it with one line and exit code 130."""
+
+import os
+import signal
+import sys
+from types import FrameType
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a command that Ctrl-C has ended."""
+
+_pressed = False
+
+
+def exit_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once.
+
+    For the time in which modules are imported: KeyboardInterrupt there may be lost in an import of C code, or become
+    another error.
+    """
+    _handle_interrupt(_exit)
+
+
+def raise_on_interrupt() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, so that a command can remove its temporary files."""
+    _handle_interrupt(_raise)
+
+
+def was_interrupted() -> bool:
+    """Return True if Ctrl-C has raised KeyboardInterrupt, even if another error is what arrived."""
+    return _pressed
+
+
+def _handle_interrupt(handler: signal.Handlers | object) -> None:
+    """Set the handler of SIGINT, unless the process was started to ignore it."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    """End the process without running any other code."""
+    sys.stdout.flush()
+    os.write(2, b"isomorph: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    """Note the interrupt and raise it."""
+    global _pressed
+    _pressed = True
+    raise KeyboardInterrupt
