@@ -10,7 +10,8 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
-from isomorph.checkpoints.files import read_header, read_tensors
+from isomorph.checkpoints.contents import read_tensors
+from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.header import parse_header
 from isomorph.checkpoints.model import check_state_fits, write_model
 from isomorph.checkpoints.rebuild import build_checked, describe_model, rebuild, record_data

@@ -1,14 +1,11 @@
-"""Checkpoint files: written completely or not at all, read without running code from them."""
+"""Checkpoint files: written completely or not at all, and the headers of safetensors files."""
 
 import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from isomorph.errors import UserError
 
@@ -50,33 +47,3 @@ def is_complete(path: Path) -> bool:
             return True
     except (OSError, SafetensorError):
         return False
-
-
-def read_tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors of a safetensors or PyTorch file by name; code in a PyTorch file is not run.
-
-    Raises: UserError when the file is missing, damaged, or not a dictionary of tensors.
-    """
-    if not path.is_file():
-        raise UserError(f"no checkpoint {path}")
-    try:
-        if path.suffix == ".safetensors":
-            return load_file(str(path))
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load and safetensors raise many types for a damaged file
-        raise UserError(
-            f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated or foreign"
-        ) from None
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, dict) else state
-    if not isinstance(state, dict):
-        raise UserError(f"checkpoint {path} holds a {type(state).__name__}, not a dictionary of tensors")
-    if not all(isinstance(name, str) for name in state):
-        raise UserError(f"checkpoint {path} holds tensors without names, not a dictionary of tensors by name")
-    return state
-
-
-def short_reason(error: Exception) -> str:
-    """Return the first line of an error, with its type if the line is a single word."""
-    line = next(iter(str(error).splitlines()), "")
-    return line if " " in line else f"{type(error).__name__} {line}".strip()

@@ -57,6 +57,12 @@ class _BaseSchema(_StrictModel):
         return self
 
 
+class _ModuleSchema(_StrictModel):
+    """The class of a model that timm cannot build; `load` is given such a module as its base."""
+
+    class_: Annotated[str, Field(alias="class", max_length=1000)]
+
+
 class _EditSchema(_StrictModel):
     """An edit: the rule's name, its fields, and the names of the modules it replaced."""
 
@@ -66,7 +72,10 @@ class _EditSchema(_StrictModel):
 
 
 class _DataSchema(_StrictModel):
-    """The images that the model expects; `source` names the data set, `label_names` its classes."""
+    """The images that the model expects; `source` names the data set, `label_names` its classes.
+
+    `split` is the fraction of a folder that training left out for testing, and the number of images in the folder.
+    """
 
     input_size: tuple[_Size, _Size, _Size] | None = None
     mean: Annotated[tuple[_FiniteNumber, ...], Field(min_length=1, max_length=2**14)] | None = None
@@ -76,6 +85,7 @@ class _DataSchema(_StrictModel):
     crop_mode: Literal["center", "squash", "border"] | None = None
     source: Annotated[str, Field(max_length=1000)] | None = None
     label_names: list[str] | None = None
+    split: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[int, Field(ge=1)]] | None = None
 
 
 class _DecoderSchema(_StrictModel):
@@ -94,6 +104,7 @@ DATA_KEYS = tuple(_DataSchema.model_fields)
 """Keys of a pretrained_cfg that are saved with the weights."""
 _SCHEMAS: dict[str, TypeAdapter[Any]] = {
     "base": TypeAdapter(_BaseSchema),
+    "module": TypeAdapter(_ModuleSchema),
     "edits": TypeAdapter(Annotated[list[_EditSchema], Field(strict=True)]),
     "data": TypeAdapter(_DataSchema),
     "autoencoder": TypeAdapter(_DecoderSchema),
@@ -101,12 +112,13 @@ _SCHEMAS: dict[str, TypeAdapter[Any]] = {
 
 
 class Header(NamedTuple):
-    """The checked parts of a header."""
+    """The checked parts of a header; it has either a base or a module."""
 
     base: dict[str, Any]
     edits: tuple[Edit, ...]
     data: dict[str, Any]
     autoencoder: dict[str, Any]
+    module: dict[str, Any]
 
 
 def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the model again with iso.save") -> Header:
@@ -123,13 +135,14 @@ def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:
-    texts = {name: header.get(name) for name in _SCHEMAS if name in header or name != "autoencoder"}
+    required = ("module" if "module" in header else "base", "edits", "data")
+    texts = {name: header.get(name) for name in _SCHEMAS if name in header or name in required}
     found = {name: _parse_part(name, text) for name, text in texts.items()}
     recorded = tuple(_build_edit(edit, f"edits.{number}") for number, edit in enumerate(found["edits"]))
-    plain = {name: part.model_dump(exclude_unset=True) for name, part in found.items() if name != "edits"}
-    base = {name: value for name, value in plain["base"].items() if name != "pretrained"}
+    plain = {n: part.model_dump(exclude_unset=True, by_alias=True) for n, part in found.items() if n != "edits"}
+    base = {name: value for name, value in plain.get("base", {}).items() if name != "pretrained"}
     data = {name: value for name, value in plain["data"].items() if value is not None}
-    return Header(base, recorded, data, plain.get("autoencoder", {}))
+    return Header(base, recorded, data, plain.get("autoencoder", {}), plain.get("module", {}))
 
 
 def _parse_part(name: str, text: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""Saving and loading models, and loading weights into a model."""
+"""Saving models, and loading weights into a model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,21 +7,25 @@ from typing import Any
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import read_header, read_tensors, short_reason, write_atomically
-from isomorph.checkpoints.rebuild import describe_model, rebuild_from_header
+from isomorph.checkpoints.contents import read_tensors, strip_wrappers
+from isomorph.checkpoints.files import write_atomically
+from isomorph.checkpoints.rebuild import describe_model
+from isomorph.checkpoints.unpickle import short_reason
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 
 
-def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None) -> None:
+def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:
     """Save a model as a safetensors file from which `load` rebuilds it, recast modules included.
 
     The file holds the weights and, in its header, the arguments of timm.create_model, the edits made on the model, and
-    the images it expects. It is written completely or not at all.
+    the images it expects. It is written completely or not at all. A module that timm cannot build (torchvision's, or
+    your own) is saved with its edits and comes back with `iso.load(path, base=MyModel())`.
 
     Args:
         base: Name and arguments of timm.create_model, like {"name": "convit_ti", "img_size": [32, 32]}. Needed only if
-            timm has not recorded them, or JSON cannot hold them.
+            timm has not recorded them, or JSON cannot hold them. Or the module before its edits, for a timm model that
+            was changed in your own code.
 
     Raises: UserError when base and edits do not rebuild the model, or the file cannot be written.
 
@@ -34,8 +38,10 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | None = None)
     model = unwrap_compiled(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")
-    if base is not None and not (isinstance(base, dict) and "name" in base):
-        raise UserError(f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}")
+    if not (base is None or isinstance(base, nn.Module) or (isinstance(base, dict) and "name" in base)):
+        raise UserError(
+            f"base {base!r} must be a dictionary like {{'name': 'convit_ti', 'img_size': [32, 32]}}, or a module"
+        )
     write_model(describe_model(model, base), model.state_dict(), Path(path))
 
 
@@ -45,35 +51,16 @@ def write_model(header: dict[str, str], tensors: Mapping[str, Tensor], path: Pat
     write_atomically(path, lambda file: file.write_bytes(serialize(copies, metadata=header)))
 
 
-def load(path: str | Path) -> nn.Module:
-    """Load a model saved by `save`: create its base, replay its edits, load every tensor; in eval mode.
-
-    The model gets the floating-point type of the saved tensors.
-
-    Raises: UserError when the file is missing, truncated, not written by isomorph, or does not fit.
-
-    >>> iso.save(timm.create_model("cifar_resnet20", num_classes=3), "small.safetensors")
-    >>> model = iso.load("small.safetensors")
-    >>> model(torch.randn(1, 3, 32, 32)).shape
-    torch.Size([1, 3])
-    """
-    path = Path(path)
-    header, state = read_header(path), read_tensors(path)
-    model = rebuild_from_header(header, state, path)
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    load_weights(model.to(dtypes.pop()) if len(dtypes) == 1 else model, path)
-    return model.eval()
-
-
-def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -> list[str]:
+def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, ema: bool = True) -> list[str]:
     """Load the weights of a checkpoint into a model, strictly, and return the names of tensors it does not contain.
 
-    The file is safetensors or PyTorch. Other layouts of the same architecture are converted by the model's own filter
-    (timm's checkpoint_filter_fn). The returned tensors keep the model's values: a new head, and tensors that the filter
-    fills in.
+    The file is safetensors or PyTorch. Prefixes of DistributedDataParallel and torch.compile are removed, and other
+    layouts of the same architecture are converted by the model's own filter (timm's checkpoint_filter_fn). The returned
+    tensors keep the model's values: a new head, and tensors that the filter fills in.
 
     Args:
         fresh_head: Keep the model's own classifier if the checkpoint has none, or one for other classes.
+        ema: Take the averaged weights of a training checkpoint, where it has any, else the last ones.
 
     Raises: UserError naming tensors that are missing, unexpected or of another shape; the model is then unchanged.
 
@@ -82,12 +69,12 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False) -
     >>> iso.load_weights(model, "ten.safetensors", fresh_head=True)
     ['linear.weight', 'linear.bias']
     """
-    return load_state(model, read_tensors(Path(path)), path, fresh_head)
+    return load_state(model, read_tensors(Path(path), ema), path, fresh_head)
 
 
 def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:
     """Load the tensors of the checkpoint at `path` into a model as `load_weights` does. Raises: as it does."""
-    path = Path(path)
+    path, state = Path(path), strip_wrappers(state, model.state_dict())
     module = __import__(type(model).__module__, fromlist=["checkpoint_filter_fn"])
     try:
         state = module.checkpoint_filter_fn(state, model) if hasattr(module, "checkpoint_filter_fn") else state

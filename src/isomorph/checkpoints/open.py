@@ -1,6 +1,7 @@
-"""Opening a model by timm name, checkpoint, or folder of a run."""
+"""Opening a model by its name in timm, its checkpoint, or the folder of its run."""
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.files import read_header
-from isomorph.checkpoints.model import load, load_weights
+from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
+from isomorph.checkpoints.load import is_own_file, load
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.rebuild import rebuild_from_header
 from isomorph.checkpoints.snapshot import (
@@ -21,27 +23,48 @@ from isomorph.checkpoints.snapshot import (
 from isomorph.errors import UserError
 from isomorph.models import create, require_registered
 
+_SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
+"""How names of checkpoints end; a file of another name is one too, if it exists."""
 
-def open_model(name: str, weights: Path | None = None, pretrained: bool = True, **arguments: Any) -> nn.Module:
-    """Open a timm model by name, a checkpoint written by isomorph, or the model of a run by its folder; in eval mode.
 
-    A timm model gets the weights of the file `weights`, else its public weights if `pretrained`, else random ones, and
-    `arguments` go to timm.create_model.
+def open_model(
+    name: str,
+    weights: Path | None = None,
+    pretrained: bool = True,
+    options: ModelOptions = NO_OPTIONS,
+    **arguments: Any,
+) -> nn.Module:
+    """Open a model by its name in timm, its checkpoint, or the folder of its run; in eval mode.
+
+    `options` say what a checkpoint that isomorph did not write leaves open. A timm model gets the weights of the file
+    `weights`, else its public weights if `pretrained`, else random ones; `arguments` go to timm.create_model.
+
+    Raises: UserError when there is no such model, its weights are missing, or they do not fit.
     """
     if is_checkpoint_or_run(name):
         if weights:
             raise UserError(f"{name} has weights already; --weights applies to timm models by name")
-        return open_trained(Path(name))
+        return open_trained(Path(name), options=options)
+    if options.arch:
+        raise UserError(f"--arch is for checkpoints; {name!r} is not a file" + _close_files(name))
     require_registered(name)
+    arguments = {**arguments, **options.arguments()}
+    if weights:
+        return open_foreign(weights, options._replace(arch=name, num_classes=None, model_kwargs=arguments))
     public = _pretrained_cfg(name)
-    if pretrained and weights is None and not (public and public.has_weights):
+    if pretrained and not (public and public.has_weights):
         raise UserError(f"{name} has no public weights; give --weights")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # random weights are the same at every call
-        model = create(name, pretrained=pretrained and weights is None, **arguments)
-    if weights:
-        load_weights(model, weights)
-    return model.eval()
+        return create(name, pretrained=pretrained, **arguments).eval()
+
+
+def _close_files(name: str) -> str:
+    """Return the names of files near this one, as a hint."""
+    path = Path(name)
+    names = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
 
 
 def _pretrained_cfg(name: str) -> Any:
@@ -62,23 +85,23 @@ def check_pretrained_option(name: str, weights: Path | None, pretrained: bool) -
 
 def is_checkpoint_or_run(name: str) -> bool:
     """True if this is the path of a checkpoint or of a run's folder, and not the name of a timm model."""
-    return name.endswith(".safetensors") or (Path(name).is_dir() and not timm.is_model(name))
+    return name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
 
 
-def open_trained(path: Path, averaged: bool = True) -> nn.Module:
-    """Open a checkpoint written by isomorph, or the current model of a run by its folder; in eval mode.
+def open_trained(path: Path, averaged: bool = True, options: ModelOptions = NO_OPTIONS) -> nn.Module:
+    """Open a checkpoint, or the current model of a run by its folder; in eval mode.
 
     For masked pre-training this is the encoder. With `averaged`, the averaged weights are used if the run has any.
 
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
-    if path.suffix == ".safetensors":
-        return load(path)
-    found = _newest_intact_snapshot(path) if path.is_dir() else None
+    if not path.is_dir():
+        return load(path) if is_own_file(path) else open_foreign(path, options)
+    found = _newest_intact_snapshot(path)
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")
     if found is None:
-        raise UserError(f"{path} is neither a checkpoint (.safetensors) nor the folder of a run with a snapshot")
+        raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
     header = found.values["model"] or _read_run_header(path)
     tensors = read_snapshot(found.path)
     prefix = AVERAGED_PREFIX if averaged and any(name.startswith(AVERAGED_PREFIX) for name in tensors) else MODEL_PREFIX

@@ -1,5 +1,6 @@
 """Headers that describe how to rebuild a model: its timm base, the edits made on it, and the images it expects."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +12,10 @@ import torch
 from timm.models._input import get_model_args
 from torch import Tensor, nn
 
-from isomorph.checkpoints.files import short_reason
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, parse_header
+from isomorph.checkpoints.unpickle import short_reason
 from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import built_size
 from isomorph.models import create
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
 from isomorph.surgery.joint_projections import joint_candidates
@@ -72,18 +74,22 @@ def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
     return model
 
 
-def _describe_data(model: nn.Module) -> dict[str, Any]:
-    """Return the images that the model expects, from its pretrained_cfg."""
+def describe_data(model: nn.Module) -> dict[str, Any]:
+    """Return the images that the model expects, from its pretrained_cfg, at the size that it was built for."""
     config = getattr(model, "pretrained_cfg", None) or {}
-    return {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
+    data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
+    size = built_size(model)
+    return data | ({"input_size": (data["input_size"][0], *size)} if size and "input_size" in data else {})
 
 
 def record_data(model: nn.Module, data: dict[str, Any]) -> None:
     """Record the images that the model expects in its pretrained_cfg, where timm's resolve_data_config reads them."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
-    for key in ("test_input_size", "test_crop_pct", "label_names"):  # these describe the base's public weights
+    for key in ("test_input_size", "test_crop_pct", "label_names", "split"):  # of the weights that it had before
         config.pop(key, None)
     model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
+    if "input_size" in data:
+        model.isomorph_trained_size = True  # type: ignore[assignment]
 
 
 def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
@@ -94,15 +100,20 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     return record_base(model, base)
 
 
+def _is_same_network(model: nn.Module, twin: nn.Module) -> bool:
+    """True if two models have the same modules, and tensors of the same names and shapes."""
+    layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
+    return layout[0] == layout[1] and repr(model) == repr(twin)
+
+
 def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
     """Raise UserError unless base and edits rebuild this model, which is tried on the meta device."""
     with torch.device("meta"):
         twin = rebuild(base, made)
-    layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
-    if layout[0] != layout[1] or repr(model) != repr(twin):
+    if not _is_same_network(model, twin):
         raise UserError(
             f"timm.create_model({base}) and the recorded edits do not rebuild this model; "
-            "give save() base={'name': ..., and all other arguments}, and change modules with recast and revert only"
+            "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"
         )
 
 
@@ -135,13 +146,43 @@ def _drop_fused_edits(made: tuple[Edit, ...]) -> tuple[Edit, ...]:
     return tuple(edit for edit in remaining if edit.names)
 
 
-def describe_model(model: nn.Module, base: dict[str, Any] | None = None) -> dict[str, str]:
+def describe_model(model: nn.Module, base: dict[str, Any] | nn.Module | None = None) -> dict[str, str]:
     """Return the header from which the model can be rebuilt. Raises: UserError when none rebuilds it."""
+    if isinstance(base, nn.Module) or (base is None and not _comes_from_timm(model)):
+        return _describe_module(model, base)
     base, made = _find_rebuild_record(model) if base is None else (base, edits(model))
     _check_rebuilds(model, base, made)
-    parts = {"base": base, "edits": describe_edits(made), "data": _describe_data(model)}
+    parts = {"base": base, "edits": describe_edits(made), "data": describe_data(model)}
     header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
     parse_header(header, type(model).__name__, "correct the model's pretrained_cfg, or base")
+    return header
+
+
+def _comes_from_timm(model: nn.Module) -> bool:
+    """True if timm.create_model can build the model before its edits."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    return bool(getattr(model, "isomorph_base", None) or config.get("architecture"))
+
+
+def _describe_module(model: nn.Module, base: nn.Module | None) -> dict[str, str]:
+    """Return the header of a model that timm cannot build: its class, its edits, and the images it expects.
+
+    Raises: UserError when the edits on `base`, if it is given, do not make this model.
+    """
+    if base is not None:
+        with torch.device("meta"):
+            twin = copy.deepcopy(base).to("meta")
+            for edit in edits(model)[len(edits(base)) :]:
+                twin = replay(twin, edit)
+        if not _is_same_network(model, twin):
+            raise UserError(
+                f"the edits of this model do not make it from base {type(base).__name__}; give another base"
+            )
+    kind = type(base or model)
+    parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
+    parts |= {"edits": describe_edits(edits(model)), "data": describe_data(model)}  # type: ignore[dict-item]
+    header = {"format": FORMAT, **{key: json.dumps(part) for key, part in parts.items()}}
+    parse_header(header, type(model).__name__, "correct the model's pretrained_cfg")
     return header
 
 
@@ -150,14 +191,22 @@ def rebuild_from_header(header: Mapping[str, str], state: Mapping[str, Tensor], 
     if header.get("format") != FORMAT:
         raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
     parts = parse_header(header, path)
+    if parts.module:
+        kind = parts.module["class"]
+        raise UserError(
+            f"{path} holds a {kind}, which timm cannot build; in Python, iso.load(path, base=...) opens it, with "
+            f"{kind.rpartition('.')[2]}(...) as it was before it was recast"
+        )
     model = build_checked(state, path, lambda: rebuild(parts.base, parts.edits))
     model.isomorph_edits = parts.edits  # type: ignore[assignment]
     record_data(model, parts.data)
     return model
 
 
-def build_checked(state: Mapping[str, Tensor], path: Path, build: Callable[[], T]) -> T:
+def build_checked(state: Mapping[str, Tensor], path: Path, build: Callable[[], T], plan: str = "its header") -> T:
     """Return the model that `build` makes, after checking on the meta device that it is not larger than its file.
+
+    `plan` names in messages what says how large the model is.
 
     Raises: UserError when it is, before memory is allocated, or when it cannot be built.
     """
@@ -166,7 +215,7 @@ def build_checked(state: Mapping[str, Tensor], path: Path, build: Callable[[], T
         with torch.device("meta"):
             wanted = sum(tensor.numel() for tensor in build().state_dict().values())
         if wanted > max(2 * held, _ALWAYS_ALLOWED_NUMEL):
-            raise UserError(f"cannot rebuild {path}: its header asks for {wanted:,} numbers, it holds {held:,}")
+            raise UserError(f"cannot rebuild {path}: {plan} asks for {wanted:,} numbers, it holds {held:,}")
         return build()
     except UserError:
         raise

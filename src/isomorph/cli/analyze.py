@@ -50,7 +50,8 @@ def analyze(
     layers
         Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
     data
-        Folder or data source of test images for CKA between layers. With --root alone: the source the model was trained on.
+        Folder or data source of test images for CKA between layers. With --root alone: the source the model was
+        trained on.
     root
         Folder of that data.
     samples

@@ -43,7 +43,8 @@ class TestImages(NamedTuple):
         name, root = self.data or own.get("source"), self.root or own.get("root")
         if not name:
             raise UserError("recipe.json does not name its data source; give --data")
-        source = open_source(name, "test", root and Path(root))
+        split = None if self.data else own.get("split")
+        source = open_source(name, "test", root and Path(root), split)
         if not self.data and own.get("classes"):
             source = first_classes(source, own["classes"])
         return sample_images(source, self.samples)

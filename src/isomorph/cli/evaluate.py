@@ -61,7 +61,8 @@ def evaluate_(
         NAME=FOLDER gives its folder.
     data
         A folder of images with one folder per class (in val/ or test/, or directly), or a data source: cifar10,
-        cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its folder (imagefolder, tar, webdataset, huggingface), by default detected.
+        cifar100, digits or imagefolder; by default the one the model was trained on. With --suite: the format of its
+        folder (imagefolder, tar, webdataset, huggingface), by default detected.
     partial
         Accept a suite with missing classes or images.
     pretrained

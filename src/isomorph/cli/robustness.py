@@ -60,8 +60,8 @@ def robustness(
     suite
         imagenet-c, or cifar-c for the published CIFAR-10-C or CIFAR-100-C, which needs --folder.
     data
-        A folder of clean images to corrupt, or a data source: cifar10, cifar100, digits or imagefolder; by default the one the
-        model was trained on. With --folder: the clean images, for the relative mCE.
+        A folder of clean images to corrupt, or a data source: cifar10, cifar100, digits or imagefolder; by default the
+        one the model was trained on. With --folder: the clean images, for the relative mCE.
     folder
         Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
         instead of corrupting clean images.

@@ -10,7 +10,7 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_transform
-from isomorph.data.sources import Source, class_fraction, first_classes
+from isomorph.data.sources import Source, class_fraction, first_classes, split_classes
 from isomorph.data.streams.stream import Stream, open_stream
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "first_classes",
     "open_source",
     "open_stream",
+    "split_classes",
     "train_transform",
 ]
 

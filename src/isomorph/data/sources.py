@@ -62,9 +62,18 @@ def image_name(images: Sequence[ImageLike], index: int) -> str | None:
 def decode(image: ImageLike) -> Image.Image:
     """Return the image in RGB."""
     if isinstance(image, Image.Image):
-        return image.convert("RGB")
+        return _to_rgb(image)
     with Image.open(io.BytesIO(image) if isinstance(image, bytes) else image) as opened:
-        return opened.convert("RGB")
+        return _to_rgb(opened)
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert any mode to RGB; 16 bits per pixel are scaled to 8, which Pillow would clip to white."""
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
 
 
 @contextmanager
@@ -89,7 +98,8 @@ class Source(Dataset[tuple[Any, int]]):
     `source[i]` is an image and its label. `transform` (PIL image -> anything) is None, or set by a loader. `images` is
     any sequence whose `[i]` gives a PIL image, the bytes of an image file or the path of one; it may have a method
     `name(i)`, which errors use. `shards`, where given, are the ranges of indices that are stored in one file, for an
-    order that keeps reads local. A source can be pickled if its images can.
+    order that keeps reads local. `split`, where `split_classes` made the source, is its fraction for testing and the
+    number of images before the split. A source can be pickled if its images can.
 
     Shape: labels (n,) int64
     Raises: UserError naming the image when one cannot be read.
@@ -114,6 +124,7 @@ class Source(Dataset[tuple[Any, int]]):
         self.images, self.labels, self.classes = images, np.asarray(labels, np.int64), tuple(classes)
         self.ids: Sequence[int] | np.ndarray = range(len(self.labels))
         self.shards = shards
+        self.split: tuple[float, int] | None = None
         self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:
@@ -184,6 +195,31 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
         members = members if rng is None else rng.permutation(members)
         chosen.append(members[: max(1, int(fraction * len(members)))])
     return source.subset(np.sort(np.concatenate(chosen)))
+
+
+def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]:
+    """Split a source in two, for training and for testing, with the same fraction of every class for testing.
+
+    The choice is random and the same at every call. A class with a single image is for training only.
+
+    Raises: UserError when the fraction is not between 0 and 1, or leaves no image for testing.
+
+    >>> train, test = iso.data.split_classes(iso.data.open_source("digits", "train"), 0.2)
+    >>> len(train), len(test)
+    (1077, 270)
+    """
+    if not 0 < test_fraction < 1:
+        raise UserError(f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2")
+    labels = np.asarray(source.labels)
+    held_out = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = np.random.default_rng(0).permutation(np.flatnonzero(labels == label))
+        held_out[members[: min(max(1, round(test_fraction * len(members))), len(members) - 1)]] = True
+    if not held_out.any():
+        raise UserError(f"{len(labels)} images of {len(source.classes)} classes are too few to split; add images")
+    train, test = (source.subset(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
+    train.split = test.split = (test_fraction, len(labels))
+    return train, test
 
 
 def first_classes(source: Source, number: int) -> Source:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from timm.data import resolve_data_config
 from timm.layers import PatchEmbed
+from timm.models import get_model_input_config, get_model_traits
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -22,6 +23,7 @@ ImageSize = tuple[int, int]
 def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[str, Any]:
     """Return timm's data config for testing a model, at the given size (height, width) or its own.
 
+    Its own size is the one that the model was built for (`img_size`), else that of its pretrained_cfg.
     Keys: input_size (channels, height, width), mean, std, interpolation, crop_pct, crop_mode.
 
     Raises: UserError for a size below 1.
@@ -30,7 +32,7 @@ def evaluation_config(model: nn.Module, size: ImageSize | None = None) -> dict[s
     >>> evaluation_config(timm.create_model("cifar_resnet20"))["input_size"]
     (3, 32, 32)
     """
-    given = {"input_size": (input_channels(model), *size)} if size else {}
+    given = _size_arguments(model, size)
     return _adapt_channels(resolve_data_config(given, model=model, use_test_size=True), input_channels(model))
 
 
@@ -39,6 +41,7 @@ def training_config(
 ) -> dict[str, Any]:
     """Return timm's data config for training a model, at the given size (height, width) or its own.
 
+    Its own size is the one that the model was built for (`img_size`), else that of its pretrained_cfg.
     `crop` overrides crop_pct and crop_mode, which are for its test images.
 
     Raises: UserError for a size below 1.
@@ -47,8 +50,31 @@ def training_config(
     >>> training_config(timm.create_model("cifar_resnet20"), size=(48, 48))["input_size"]
     (3, 48, 48)
     """
-    given = {**(crop or {}), **({"input_size": (input_channels(model), *size)} if size else {})}
+    given = {**(crop or {}), **_size_arguments(model, size)}
     return _adapt_channels(resolve_data_config(given, model=model, use_test_size=False), input_channels(model))
+
+
+def _size_arguments(model: nn.Module, size: Sequence[int] | None) -> dict[str, Any]:
+    """Return the input size for timm's resolve_data_config: the given one, or the one that the model was built for.
+
+    Without arguments, timm takes the size of the pretrained_cfg, which is the architecture's.
+    """
+    size = size or built_size(model)
+    return {"input_size": (input_channels(model), *size)} if size else {}
+
+
+def built_size(model: nn.Module) -> ImageSize | None:
+    """Return the image size (height, width) that a model was built for, if its pretrained_cfg has another one.
+
+    It is the `img_size` of timm.create_model or set_input_size. A size in the pretrained_cfg of a model that takes any
+    size counts for more where isomorph recorded it, since the model was trained with it (`record_data`).
+    """
+    size, config = get_model_traits(model).get("img_size"), getattr(model, "pretrained_cfg", None) or {}
+    if size is None or tuple(config.get("input_size") or ())[-2:] == tuple(size):
+        return None
+    if getattr(model, "isomorph_trained_size", None) and not get_model_input_config(model)["fixed_input_size"]:
+        return None
+    return size[0], size[1]
 
 
 def _adapt_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from isomorph.models.coatnet_layout import (
     parse_image_size,
     parse_layout,
 )
+from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.staged import StagedNet
 from isomorph.models.vit_cfg import require_images, unwrap_state_dict, vit_cfg
 
@@ -65,7 +66,7 @@ def _init_weights(module: nn.Module) -> None:
         nn.init.zeros_(module.bias)
 
 
-class CoAtNet(StagedNet):
+class CoAtNet(ForeignCheckpoints, StagedNet):
     """CoAtNet: stages of convolution, then stages of attention, for images of any size, with timm's interface.
 
     `layout` is described in coatnet_layout.py; `depths` and `widths` have one number for each of its letters, the
@@ -140,6 +141,14 @@ class CoAtNet(StagedNet):
             self.stages.append(nn.Sequential(*blocks))
             module = f"stages.{i}" if blocks else "stem"  # a stage without blocks leaves no trace
             self.feature_info.append(dict(num_chs=dim, reduction=reduction, module=module))
+
+    def is_foreign(self, state: dict[str, Tensor]) -> bool:
+        """Return True for tables of relative attention that were made for another image size."""
+        own = {n: parameter.shape for n, parameter in self.named_parameters() if n.endswith(".relative_bias")}
+        return any(name in state and state[name].shape != shape for name, shape in own.items())
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return checkpoint_filter_fn(state, self)
 
     def grid_at(self, reduction: int) -> tuple[int, int]:
         """Return the size of the feature map at a reduction, for the image size that the network is created for."""

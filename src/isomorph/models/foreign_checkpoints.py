@@ -11,8 +11,9 @@ Mixin: Any = object
 class ForeignCheckpoints(Mixin):
     """Mixin for a model whose `load_state_dict` also takes the layouts that `iso.load_weights` converts.
 
-    It therefore works wherever torch or timm loads weights, as with timm's `checkpoint_path`. A state dict in the
-    model's own layout, or in one that it does not know, is loaded unchanged and strictly.
+    It therefore works wherever torch or timm loads weights, as with timm's `checkpoint_path`. A position embedding of
+    another image size is resized. A state dict of the model's own layout and size, or of a layout that it does not
+    know, is loaded unchanged and strictly.
     """
 
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
@@ -26,8 +27,13 @@ class ForeignCheckpoints(Mixin):
     # torch calls this hook for the module and its children, so it also works when the model is part of another one
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        if self.is_foreign(given):
+        if self.is_foreign(given) or self._has_other_positions(given):
             for name in given:
                 del state_dict[prefix + name]
             state_dict |= {prefix + name: tensor for name, tensor in self.convert_foreign(given).items()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def _has_other_positions(self, state: dict[str, Tensor]) -> bool:
+        """Return True if the tensors have a position embedding of another number of patches."""
+        own, given = getattr(self, "pos_embed", None), state.get("pos_embed")
+        return own is not None and given is not None and own.shape[1:-1] != given.shape[1:-1]

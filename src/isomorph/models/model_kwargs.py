@@ -1,7 +1,10 @@
-"""Check the arguments of timm.create_model that a recipe gives as model.kwargs."""
+"""Arguments of timm.create_model that a recipe gives as model.kwargs, or a command as --model-kwargs."""
 
-from collections.abc import Mapping
+import ast
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from isomorph.errors import UserError
 
 RESERVED_ARGUMENTS = {
     "name": "give model.name",
@@ -22,6 +25,32 @@ MAX_NUMBER = 2**24
 """Largest number that an argument may have: no size, depth or width of a network is above it."""
 MAX_NESTING = 8
 """Levels of lists and groups within an argument."""
+
+
+def parse_model_kwargs(assignments: Sequence[str]) -> dict[str, Any]:
+    """Return arguments from assignments like `img_size=96`, `img_size=96,128` or `global_pool=avg`.
+
+    Raises: UserError for text without `=`.
+    """
+    arguments: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96")
+        arguments[name] = _parse_value(text)
+    return arguments
+
+
+def _parse_value(text: str) -> Any:
+    """Return a number, a list, true, false, or else the text itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return text
+    return list(value) if isinstance(value, tuple) else value
 
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:

@@ -1,15 +1,20 @@
-"""The test images of a model, and the data config to evaluate it with."""
+"""The test images of a model, with its labels, and its accuracy on them."""
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from isomorph.data.formats.naming import ImageFiles
 from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes
 from isomorph.errors import UserError
+from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.input_sizes import evaluation_config
 
 
@@ -19,10 +24,66 @@ def default_data(model: nn.Module) -> str:
     return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
 
 
-def open_test_images(model: nn.Module, data: str | None, root: Path | None, classes: int | None = None) -> Source:
-    """Open the test split of a data source, by default the model's own; with `classes`, only of the first classes."""
-    source = open_source(data or default_data(model), "test", root)
-    return source if classes is None else first_classes(source, classes)
+def open_test_images(
+    model: nn.Module,
+    data: str | None,
+    root: Path | None,
+    classes: int | None = None,
+    test_fraction: float | None = None,
+) -> Source:
+    """Open the test images of a data source or folder, by default of the model's own, with the model's labels.
+
+    With `classes`, only of the first classes; `test_fraction` as in `open_source`, and 1 for all images of a folder.
+
+    Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
+    most of these images.
+    """
+    source = open_source(data or default_data(model), "test", root, None if test_fraction == 1 else test_fraction)
+    if test_fraction is None:
+        _check_unseen(source, model)
+    source = source if classes is None else first_classes(source, classes)
+    return with_model_labels(source, model)
+
+
+def _check_unseen(source: Source, model: nn.Module) -> None:
+    """Raise UserError for all images of the folder that a model was trained on, a fraction left out."""
+    fraction, images = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+    if fraction and not source.split and len(source) == images:
+        raise UserError(
+            f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
+            f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"
+        )
+
+
+def with_model_labels(source: Source, model: nn.Module) -> Source:
+    """Return the source with labels by the names of the model's classes, where both are known.
+
+    A source of other names, or of a model without names, is returned unchanged if the number of classes is right.
+
+    Raises: UserError when a model has classes of other names than a folder of images.
+    """
+    own = tuple((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+    if len(own) != getattr(model, "num_classes", 0) or own == source.classes:
+        return source
+    unknown = [name for name in source.classes if name not in own]
+    if not unknown:
+        relabelled = copy.copy(source)
+        relabelled.labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
+        relabelled.classes = own
+        return relabelled
+    if isinstance(getattr(source.images, "images", source.images), ImageFiles):
+        known = len(unknown) < len(source.classes)
+        todo = f"rename the folders that differ ({_list(unknown)})" if known else "give images of the model's classes"
+        raise UserError(
+            f"the model has {len(own)} classes ({_list(own)}), the data has {len(source.classes)} "
+            f"({_list(source.classes)}); {todo}"
+        )
+    return source
+
+
+def _list(names: Sequence[str]) -> str:
+    """Return names for a message, the first few of many."""
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def sample_images(source: Source, samples: int) -> Source:
@@ -43,17 +104,53 @@ def evaluation_data(
     root: Path | None = None,
     size: tuple[int, int] | None = None,
     classes: int | None = None,
+    test_fraction: float | None = None,
 ) -> tuple[Source, dict[str, Any]]:
     """Open the test split of a data source (by default the model's own) and return it with the model's data config.
 
     Raises: UserError when the data is missing, the size is not positive, or the data has not the model's classes.
     """
-    config, source = evaluation_config(model, size), open_test_images(model, data, root, classes)
+    config = evaluation_config(model, size)
+    source = open_test_images(model, data, root, classes, test_fraction)
     count = len(source.classes)
     num_classes = getattr(model, "num_classes", count)
     if num_classes != count:
         raise UserError(
-            f"the model has {num_classes} classes, the data has {count}; give data with the model's labels, or "
-            "--classes if it was trained with data.classes"
+            f"the model has {num_classes} classes, the data has {count} ({_list(source.classes)}); give data with the "
+            "model's labels, or --classes if it was trained with data.classes"
         )
     return source, config
+
+
+def evaluate(
+    model: nn.Module,
+    data: Iterable[Any] | Source | str | Path,
+    *,
+    test_fraction: float | None = None,
+    batch_size: int = 100,
+    workers: int = 0,
+) -> dict[str, float]:
+    """Return the accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
+
+    `data` is a folder of images, the name of a data source, a `Source`, or a loader that yields images and labels. All
+    but a loader are resized and normalised as the model expects. A folder has one folder per class, in `val/` (or
+    test, validation) or directly; of one without these, `test_fraction` takes the part that training leaves out. Images
+    labelled -1 do not count. Memory does not grow with the number of images.
+
+    Raises: UserError when the data is missing, empty, or has not the model's classes.
+
+    >>> model = timm.create_model("cifar_resnet20")
+    >>> sorted(iso.evaluate(model, "digits"))
+    ['ece', 'images', 'nll', 'top1', 'top5']
+    >>> source = iso.data.open_source("digits", "test").subset(range(20))
+    >>> loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model))
+    >>> iso.evaluate(model, loader)["images"]
+    20
+    """
+    if isinstance(data, str | Path):
+        data, _ = evaluation_data(model, str(data), test_fraction=test_fraction)
+    elif test_fraction is not None:
+        raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
+    if isinstance(data, Source):
+        data = eval_loader(data, evaluation_config(model), batch_size, workers)
+    return evaluate_loader(model, data)

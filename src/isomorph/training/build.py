@@ -6,10 +6,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
-from isomorph.checkpoints.files import read_tensors
+from isomorph.checkpoints.contents import read_contents, strip_wrappers
+from isomorph.checkpoints.load import open_with_classes
 from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import open_source
@@ -24,6 +26,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import input_size_problem, training_config
 from isomorph.models import create
 from isomorph.surgery import notes, recast, unstride
+from isomorph.surgery.notes import add_notes
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import Recipe
 
@@ -35,11 +38,17 @@ def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recas
 
     Raises: UserError when timm cannot create the model, the weights do not fit, or unstride or recast match no module.
     """
-    arguments = {"name": part.name, "num_classes": part.num_classes or num_classes, **part.kwargs}
+    arguments = {"num_classes": part.num_classes or num_classes, **part.kwargs}
     arguments |= {"drop_path_rate": drop_path} if drop_path else {}
-    model = create(pretrained=part.pretrained and part.weights is None, **arguments)
-    record_base(model, arguments)
-    model = (_start_from if part.weights else _recast_or_freeze)(model, part, recast_now)
+    if part.name is None:
+        assert part.weights is not None
+        model, new = open_with_classes(part.weights, arguments)
+        model.isomorph_start = describe_loaded_weights(model, part.weights, new)  # type: ignore[assignment]
+        model = _recast_or_freeze(model, part, recast_now)
+    else:
+        model = create(part.name, pretrained=part.pretrained and part.weights is None, **arguments)
+        record_base(model, {"name": part.name, **arguments})
+        model = (_start_from if part.weights else _recast_or_freeze)(model, part, recast_now)
     messages = filter(None, (getattr(model, "isomorph_start", ""), *notes(model)))
     model.isomorph_start = "; ".join(messages)  # type: ignore[assignment]
     return model
@@ -59,7 +68,9 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
     """
     path = part.weights
     assert path is not None
-    state, form = read_tensors(path), " (of the model before its recast)" if part.recast else ""
+    contents, form = read_contents(path), " (of the model before its recast)" if part.recast else ""
+    state = strip_wrappers(contents.tensors)
+    add_notes(model, *filter(None, [contents.note(path)]))
     try:
         new = load_state(model, dict(state), path, fresh_head=True)
     except UserError as misfit:
@@ -159,9 +170,11 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
         train = open_stream(data.source, "train", data.root, data.images)
         len(train)  # raises if the number of images is neither known nor given
         return train, open_stream(data.source, "test", data.root, classes=len(train.classes))
-    source, test = (open_source(data.source, split, data.root) for split in ("train", "test"))
+    source, test = (open_source(data.source, split, data.root, data.split) for split in ("train", "test"))
     if data.classes is not None:
         source, test = first_classes(source, data.classes), first_classes(test, data.classes)
+    if data.test_images is not None and data.test_images < len(test):
+        test = test.subset(np.sort(np.random.default_rng(0).permutation(len(test))[: data.test_images]))
     if data.fraction < 1:
         source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
     if recipe.token_labels and recipe.token_labels.maps:

@@ -1,7 +1,7 @@
 """Images in one folder per class."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -15,25 +15,32 @@ from isomorph.data.formats.naming import (
     check_known_classes,
     is_image_name,
 )
-from isomorph.data.sources import Source
+from isomorph.data.sources import Source, split_classes
 from isomorph.errors import UserError
 
 
-def imagefolder(split: str, root: Path) -> Source:
+def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> Source:
     """Open images in one folder per class, in `root/train` and `root/test` (or val, validation).
 
-    Test images may also be in the class folders of `root` itself. Classes are numbered as in train, if it exists.
+    Without train/, the class folders of `root` itself hold the test images. `test_fraction` splits a folder that has no
+    test images of its own: this fraction of every class is for testing (`split_classes`), the rest for training.
+    Classes are numbered as in train, if it exists, in the order of their names.
 
-    Raises: UserError when a folder is missing, holds no images, or has a class that train lacks.
+    Raises: UserError when a folder is missing, holds no images, has a class that train lacks, or cannot be split.
     """
-    check_folder(root, "train/ and val/")
+    check_folder(root, "train/ and val/, or one folder of images per class")
     tops = {name: _folders_of_classes(root, folders) for name, folders in SPLITS.items()}
+    if test_fraction is not None:
+        return _split_folder(split, root, tops, test_fraction)
     if not tops[split] and (any(tops.values()) or split == "train"):
-        raise UserError(
-            f"{root} has no folder {' or '.join(SPLITS[split])} with one folder per class, for the {split} split"
-        )
+        raise UserError(_describe_missing_split(split, root, bool(tops["train"] or not any(tops.values()))))
     top = tops[split][0] if tops[split] else root
     train = tops["train"][0] if tops["train"] else top
+    return _open_classes(top, train)
+
+
+def _open_classes(top: Path, train: Path) -> Source:
+    """Open the class folders of `top`, numbered as those of `train`. Raises: UserError when there are no images."""
     classes = _class_folders(train)
     check_known_classes(top, _class_folders(top), train, classes)
     files = [[f"{name}/{image}" for image in _images_below(top / name)] for name in classes]
@@ -42,6 +49,20 @@ def imagefolder(split: str, root: Path) -> Source:
         raise UserError(f"no images in {top}; it must hold one folder per class with {suffixes} files")
     labels = np.repeat(np.arange(len(classes)), [len(names) for names in files])
     return Source(ImageFiles(top, chain.from_iterable(files)), labels, classes)
+
+
+def _split_folder(split: str, root: Path, tops: Mapping[str, Sequence[Path]], fraction: float) -> Source:
+    """Open the training or the test part of a folder of classes. Raises: UserError when it has a test split already."""
+    if tops["test"]:
+        raise UserError(f"{root} has test images of its own, in {tops['test'][0].name}/; leave --split out")
+    top = tops["train"][0] if tops["train"] else root
+    return split_classes(_open_classes(top, top), fraction)[split == "test"]
+
+
+def _describe_missing_split(split: str, root: Path, can_split: bool) -> str:
+    """Return the message for a folder without the images of a split."""
+    missing = f"{root} has no folder {' or '.join(SPLITS[split])} with one folder per class, for the {split} split"
+    return missing + ("; give --split 0.2 to test on a fifth of the images of each class" if can_split else "")
 
 
 def _folders_of_classes(root: Path, names: Sequence[str]) -> list[Path]:

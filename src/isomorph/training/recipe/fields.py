@@ -13,7 +13,7 @@ from pydantic import (
 from timm.data import create_transform
 from timm.optim import get_optimizer_info, list_optimizers
 
-from isomorph.data.formats.registry import SOURCES
+from isomorph.data.formats.registry import SOURCES, locate_folder
 from isomorph.data.streams.stream import STREAMS
 from isomorph.surgery import Anneal
 from isomorph.training.recipe.part import (
@@ -40,6 +40,10 @@ class DataPart(Part):
     """Number of training images, for a stream that does not report it."""
     fraction: Fraction = 1.0
     """Fraction of the images of each class to train on."""
+    split: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Fraction of the images of each class to test on, for a folder without test images of its own."""
+    test_images: Count | None = None
+    """Number of test images to evaluate on, drawn once and the same for every seed; by default all."""
     draw: Literal["seeded", "first"] = "seeded"
     """Images of a fraction: seeded draws at random with `seed`; first takes the first in sorted order (ConViT)."""
     classes: Count | None = None
@@ -60,6 +64,20 @@ class DataPart(Part):
     shuffle_shards: Count | None = None
     """Shuffle images within N shards at a time (tar, webdataset), so that a slow disk reads sequentially."""
 
+    @classmethod
+    def named(cls, data: str) -> dict[str, Any]:
+        """Return the fields for the name of a source, or for a folder of images. Raises: UserError for neither."""
+        if data in (*SOURCES, *STREAMS):
+            return {"source": data}
+        form, root = locate_folder(data)
+        return {"source": form, "root": root}
+
+    @model_validator(mode="before")
+    @classmethod
+    def accept_name(cls, values: Any) -> Any:
+        """Accept the name of a source, or a folder of images, in place of fields."""
+        return cls.named(values) if isinstance(values, str) else values
+
     @field_validator("source")
     @classmethod
     def check_source(cls, source: str) -> str:
@@ -73,9 +91,10 @@ class DataPart(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "DataPart":
-        if self.streamed and (self.fraction < 1 or self.classes or self.shuffle_shards):
+        if self.streamed and (self.fraction < 1 or self.classes or self.shuffle_shards or self.test_images):
             raise ValueError(
-                f"{self.source} is a stream, without fraction, classes or shuffle_shards; use huggingface for these"
+                f"{self.source} is a stream, without fraction, classes, test_images or shuffle_shards; use huggingface "
+                "for these"
             )
         if self.images and not self.streamed:
             raise ValueError(f"images is for {', '.join(STREAMS)} only; leave it out, {self.source} counts its images")

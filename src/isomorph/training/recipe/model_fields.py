@@ -69,13 +69,13 @@ def _rule_fields(_: tuple[str, ...]) -> type[Part]:
 class ModelPart(Part):
     """The model to train."""
 
-    name: str
-    """Name of a timm model; isomorph's models are included."""
+    name: str | None = None
+    """Name of a timm model; isomorph's models are included. Without it, the model is that of the weights."""
     pretrained: bool = False
     """Start from the model's pretrained weights."""
     weights: File | None = None
-    """Start from this checkpoint, saved before or after the recast; a classifier that is missing or does not fit is
-    initialised."""
+    """Start from this checkpoint, of isomorph or another program, saved before or after the recast; a classifier that
+    is missing or does not fit is initialised."""
     num_classes: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Classes of the head; by default the number in the data."""
     kwargs: dict[str, Any] = {}
@@ -93,8 +93,9 @@ class ModelPart(Part):
 
     @field_validator("name")
     @classmethod
-    def check_name(cls, name: str) -> str:
-        require_registered(name)
+    def check_name(cls, name: str | None) -> str | None:
+        if name is not None:
+            require_registered(name)
         return name
 
     @field_validator("kwargs")
@@ -105,6 +106,8 @@ class ModelPart(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "ModelPart":
+        if self.name is None and self.weights is None:
+            raise ValueError("name is missing; give the name of a timm model, or weights")
         if self.num_classes and "num_classes" in self.kwargs:
             raise ValueError("num_classes is also given as kwargs.num_classes; give num_classes only")
         return self

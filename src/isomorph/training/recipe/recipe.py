@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
 from isomorph.errors import UserError
 from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, OptimPart, ScalePart
@@ -21,6 +21,8 @@ from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.recipe.parse import load_toml, load_yaml, read_text
 from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
+
+P = typing.TypeVar("P", bound=Part)
 
 
 class Recipe(Part):
@@ -61,8 +63,9 @@ class Recipe(Part):
     """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
     checkpoint_minutes: NotNegative = 10.0
     """Minutes between snapshots within an epoch, 0 for one after every step; every epoch ends with one."""
-    tensorboard: bool = False
-    """Write TensorBoard logs too (pip install 'isomorph[track]')."""
+    track: Literal["tensorboard", "wandb"] | None = None
+    """Draw the curves of the run with TensorBoard too (pip install tensorboard), or with Weights & Biases (pip install
+    wandb; the project is $WANDB_PROJECT, by default isomorph)."""
     divergence: Positive | None = 10.0
     """Stop when the mean loss of ten steps exceeds this multiple of that of the first ten (at least 1)."""
     drop_path: Rate = 0.0
@@ -81,6 +84,17 @@ class Recipe(Part):
     """Source of the recipe (paper, table); for information only."""
     expected: str = ""
     """Published result; for information only."""
+    _shortened: str = PrivateAttr("")
+
+    @model_validator(mode="before")
+    @classmethod
+    def convert_old_fields(cls, values: Any) -> Any:
+        """Convert `tensorboard: true` of older recipes to `track: tensorboard`."""
+        if isinstance(values, dict) and isinstance(values.get("tensorboard"), bool):
+            values = {**values}
+            if values.pop("tensorboard"):
+                values.setdefault("track", "tensorboard")
+        return values
 
     @model_validator(mode="after")
     def check_fields(self) -> "Recipe":
@@ -133,6 +147,16 @@ class Recipe(Part):
             raise ValueError("token_labels.maps supports random resized crops only; leave augment.crop_padding at 0")
 
     @property
+    def shortened(self) -> str:
+        """Which schedules `iso.load_recipe` shortened for fewer epochs than the recipe has; empty if none."""
+        return self._shortened
+
+    def with_note(self, shortened: str) -> "Recipe":
+        """Return this recipe with a note on the schedules that were shortened."""
+        self._shortened = shortened
+        return self
+
+    @property
     def folder(self) -> Path:
         """Folder of the run: `out`, or runs/NAME."""
         return self.out or Path("runs") / self.name
@@ -145,7 +169,7 @@ CHANGEABLE: dict[str, Any] = {
     "expected": True,
     "log_every": True,
     "checkpoint_minutes": True,
-    "tensorboard": True,
+    "track": True,
     "divergence": True,
     "scale": {"accumulate", "parallel", "activation_checkpointing", "compile"},
     "data": {"workers", "root", "unreadable"},
@@ -195,12 +219,17 @@ def changed_fields(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -
 
 def validate(values: dict[str, Any]) -> Recipe:
     """Return a Recipe from plain values. Raises: UserError with all problems in one line."""
+    return check_part(Recipe, "the recipe", values)
+
+
+def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
+    """Return a group of fields from plain values. Raises: UserError with all problems in one line."""
     try:
-        return Recipe.model_validate(values)
+        return part.model_validate(values)
     except ValidationError as error:
         problems = [_describe_problem(problem) for problem in error.errors()]
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        raise UserError(f"the recipe has {count}: {'; '.join(problems)}") from None
+        raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
 
 
 def _describe_problem(problem: Any) -> str:
@@ -249,14 +278,21 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
+_SHORTHANDS = {"split": "data.split"}
+"""Fields with a shorter name, which is that of the same option in other commands."""
+
+
 def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """Return values with assignments `group.field=value` applied, the value as YAML. Raises: UserError."""
+    """Return values with assignments `group.field=value` applied, the value as YAML; `data=FOLDER` keeps its group.
+
+    Raises: UserError for an assignment without `=`, to a field of something that is not a group, or a missing folder.
+    """
     result = yaml.safe_load(yaml.safe_dump(values))
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UserError(f"override {assignment!r} must have the form field=value, like optim.lr=1e-4")
-        *groups, last = path.replace("-", "_").split(".")
+        *groups, last = _SHORTHANDS.get(path, path).replace("-", "_").split(".")
         group = result
         for name in groups:
             group = (
@@ -264,7 +300,10 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
             )
             if not isinstance(group, dict):
                 raise UserError(f"override {assignment!r}: {name} is not a group of fields")
-        group[last] = _parse_value(text)
+        value = _parse_value(text)
+        if [*groups, last] == ["data"] and isinstance(value, str) and isinstance(group.get("data", {}), dict):
+            value = {**group.get("data", {}), **DataPart.named(text)}
+        group[last] = value
     return result
 
 

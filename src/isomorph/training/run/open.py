@@ -38,6 +38,7 @@ from isomorph.training.run.preflight import (
 )
 from isomorph.training.run.restore import find_snapshot, restore
 from isomorph.training.run.state import LOSS_DTYPES, Run
+from isomorph.training.run.tracking import check_tracker
 
 
 class RunData(NamedTuple):
@@ -86,6 +87,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
 
 def _find_start(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
     """Return the snapshot to resume from, or None for a new run. Raises: UserError if the run cannot start."""
+    check_tracker(recipe)
     check_files(recipe)
     found = find_snapshot(recipe, runtime)
     if not found:
@@ -106,8 +108,9 @@ def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Mod
     model = build_model(recipe.model, classes, recipe.drop_path, recast)
     check_classes_and_surgery(recipe, model, classes, recast)
     config = data_config(recipe, model)
-    check_image_size(model, config["input_size"], recipe.model.name)
-    record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes)})
+    check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
+    split = {"split": train.split} if getattr(train, "split", None) else {}
+    record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes), **split})
     return model, config
 
 

@@ -17,8 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.autoencoder import write_autoencoder
-from isomorph.checkpoints.files import is_complete, read_header, read_tensors
-from isomorph.checkpoints.model import load, write_model
+from isomorph.checkpoints.contents import read_tensors
+from isomorph.checkpoints.files import is_complete, read_header
+from isomorph.checkpoints.load import load
+from isomorph.checkpoints.model import write_model
 from isomorph.checkpoints.optimizer_state import (
     AVERAGED_PREFIX,
     MODEL_PREFIX,

@@ -1,0 +1,338 @@
+"""Models and checkpoints that isomorph did not write: state dicts, timm's training script, modules of one's own."""
+
+import argparse
+import datetime
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+
+import isomorph as iso
+from isomorph.checkpoints import ModelOptions, open_model
+from isomorph.checkpoints.contents import read_contents, strip_wrappers
+from isomorph.checkpoints.guess import guess_architectures
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.random_inputs import random_images
+from isomorph.surgery import notes
+
+VIT = dict(img_size=96, patch_size=8, depth=2)
+
+
+def cnn(name="resnet18", **more):
+    torch.manual_seed(0)
+    return timm.create_model(name, num_classes=3, **more).eval()
+
+
+def save(path, content):
+    torch.save(content, path)
+    return str(path)
+
+
+def open_own(path, *arguments, **options):
+    return open_model(str(path), *arguments, options=ModelOptions(**options))
+
+
+def same(model, other):
+    ours, theirs = model.state_dict(), other.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def timm_script(network, ema=None, **settings):
+    """A checkpoint as timm's train.py writes it."""
+    defaults = dict(model="resnet18", num_classes=None, img_size=None, input_size=None, gp=None, model_kwargs={})
+    args = argparse.Namespace(**{**defaults, **dict(mean=None, std=None, crop_pct=None), **settings})
+    averaged = {"state_dict_ema": ema.state_dict()} if ema else {}
+    return {"epoch": 1, "arch": args.model, "state_dict": network.state_dict(), "args": args, "metric": 5.0, **averaged}
+
+
+@pytest.mark.parametrize(
+    "wrap", [("",), ("module.",), ("module.", "_orig_mod."), ("_orig_mod.", "module."), ("model.",)]
+)
+def test_prefixes_of_wrappers(tmp_path, wrap):
+    model = cnn()
+    state = {"".join(wrap) + name: tensor for name, tensor in model.state_dict().items()}
+    opened = open_own(save(tmp_path / "my.pth", {"model_state_dict": state, "epoch": 3}), arch="resnet18")
+    assert same(opened, model)
+    assert opened.num_classes == 3
+    assert not opened.training
+
+
+def test_a_prefix_that_the_model_has_itself_stays(tmp_path):
+    own = nn.Sequential()
+    own.add_module("model", nn.Linear(2, 2))
+    assert list(strip_wrappers(own.state_dict(), own.state_dict())) == ["model.weight", "model.bias"]
+    assert list(strip_wrappers(own.state_dict())) == ["weight", "bias"]
+    path = save(tmp_path / "own.pth", {f"module.{name}": t for name, t in own.state_dict().items()})
+    assert iso.load_weights(own, path) == []
+
+
+def test_the_script_of_timm_needs_no_arch_and_averaged_weights_are_chosen(tmp_path):
+    last, averaged = cnn("cifar_resnet20"), cnn("cifar_resnet20")
+    nn.init.ones_(averaged.linear.weight)
+    settings = dict(model="cifar_resnet20", img_size=96, mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), crop_pct=1.0)
+    path = save(tmp_path / "model_best.pth.tar", timm_script(last, averaged, **settings))
+    model = open_own(path)
+    assert same(model, averaged)
+    assert notes(model) == (
+        "model_best.pth.tar: averaged weights (EMA, state_dict_ema); --no-ema (ema=False) takes state_dict",
+    )
+    config = evaluation_config(model)
+    assert (config["input_size"], config["mean"], config["crop_pct"]) == ((3, 96, 96), (0.5, 0.5, 0.5), 1.0)
+    assert same(open_own(path, ema=False), last)
+    iso.save(model, tmp_path / "own.safetensors")
+    assert evaluation_config(iso.load(tmp_path / "own.safetensors")) == config
+
+
+def test_torch_models_ema_and_module_arguments_of_the_script(tmp_path):
+    """torch.optim.swa_utils.AveragedModel adds a counter and a prefix; --model-kwargs of timm's script are its own."""
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, global_pool="avg", **VIT).eval()
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    settings = dict(model="vit_tiny_patch16_224", model_kwargs=VIT, gp="avg")
+    content = {**timm_script(model, **settings), "model_ema": averaged}
+    opened = open_own(save(tmp_path / "vit.pth", content))
+    assert same(opened, model)
+    assert evaluation_config(opened)["input_size"] == (3, 96, 96)
+    images = torch.randn(1, 3, 96, 96)
+    torch.testing.assert_close(opened(images), model(images))
+
+
+def test_harmless_classes_are_read_and_no_others(tmp_path):
+    model, ran = cnn("cifar_resnet20"), tmp_path / "ran"
+    harmless = dict(best=np.float64(0.5), epoch=np.int64(3), date=datetime.datetime(2024, 1, 2), out=Path("x"))
+    content = {**timm_script(model, model="cifar_resnet20"), **harmless}
+    assert open_own(save(tmp_path / "a.pth", content)).num_classes == 3
+
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (ran,)
+
+    for bad, named in ((cnn("cifar_resnet20"), "isomorph.models.cifar_resnet.CifarResNet"), ({"a": Bomb()}, "touch")):
+        path = save(tmp_path / "bad.pth", bad) if isinstance(bad, nn.Module) else str(tmp_path / "bad.pth")
+        if isinstance(bad, dict):
+            torch.save(bad, path, pickle_module=pickle)
+        with pytest.raises(iso.UserError, match=named) as error:
+            open_own(path, arch="cifar_resnet20")
+        assert "torch.save(model.state_dict(), 'weights.pth')" in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not ran.exists()
+
+
+def test_sizes_are_read_from_the_tensors(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", num_classes=3, in_chans=1, **VIT)
+    opened = open_own(save(tmp_path / "vit.pth", vit.state_dict()), arch="vit_tiny_patch16_224")
+    assert same(opened, vit)
+    assert evaluation_config(opened)["input_size"] == (1, 96, 96)
+    assert opened.isomorph_base == {
+        **dict(name="vit_tiny_patch16_224", num_classes=3, in_chans=1, patch_size=8, depth=2, img_size=[96, 96])
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("deit_tiny_distilled_patch16_224", dict(img_size=64, depth=1)),
+        ("convit_ti", dict(img_size=64, depth=2, local_up_to_layer=1)),
+        ("swin_tiny_patch4_window7_224", dict(img_size=64, depths=(1, 1), num_heads=(2, 4), embed_dim=16)),
+        ("convnext_atto", dict(depths=(1, 1, 1, 1), dims=(8, 8, 8, 8))),
+        ("mobilenetv3_small_050", dict()),
+    ],
+)
+def test_architectures_of_other_families(tmp_path, name, arguments):
+    model = timm.create_model(name, num_classes=3, **arguments).eval()
+    given = {key: value for key, value in arguments.items() if key not in ("img_size", "depth")}
+    opened = open_own(save(tmp_path / "m.pth", model.state_dict()), arch=name, model_kwargs=given)
+    assert same(opened, model)
+    iso.save(opened, tmp_path / "m.safetensors")
+    assert same(iso.load(tmp_path / "m.safetensors"), model)
+
+
+def test_what_the_tensors_do_not_say_is_asked_for(tmp_path):
+    wide = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=3, depth=1, embed_dim=96, num_heads=6, img_size=(64, 96)
+    )
+    path = save(tmp_path / "vit.pth", wide.state_dict())
+    with pytest.raises(iso.UserError, match="--model-kwargs embed_dim=96 num_heads=N"):
+        open_own(path, arch="vit_tiny_patch16_224")
+    with pytest.raises(iso.UserError, match="24 patches, not a square number"):
+        open_own(path, arch="vit_tiny_patch16_224", model_kwargs=dict(num_heads=6))
+    opened = open_own(path, arch="vit_tiny_patch16_224", model_kwargs=dict(num_heads=6, img_size=(64, 96)))
+    images = torch.randn(1, 3, 64, 96)
+    torch.testing.assert_close(opened(images), wide.eval()(images))
+
+
+def test_the_architecture_is_suggested(tmp_path):
+    path = save(tmp_path / "my_resnet18.pth", cnn().state_dict())
+    with pytest.raises(iso.UserError, match="its tensors are those of resnet18: give --arch resnet18"):
+        open_own(path)
+    with pytest.raises(iso.UserError, match="its tensors are those of resnet18: give --arch resnet18"):
+        open_own(path, arch="resnet50")
+    with pytest.raises(iso.UserError, match="num_classes 4 is given, and the checkpoint has 3; leave it out"):
+        open_own(path, arch="resnet18", num_classes=4)
+    with pytest.raises(iso.UserError, match="there is no model 'resnet19'"):
+        open_own(path, arch="resnet19")
+    assert guess_architectures(cnn("vit_tiny_patch16_224", img_size=96).state_dict()) == ["vit_tiny_patch16_224"]
+    assert guess_architectures({"my.weight": torch.zeros(1)}) == []
+
+
+def test_weights_of_a_named_model_bring_their_classes(tmp_path):
+    path = tmp_path / "w.pth"
+    save(path, cnn("cifar_resnet20").state_dict())
+    assert open_model("cifar_resnet20", path).num_classes == 3
+    assert iso.load(path, base="cifar_resnet20").num_classes == 3
+
+
+def broken_files(folder):
+    """Files that are no checkpoint of a model: what is in them, and what the message says."""
+    model = cnn("cifar_resnet20")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9).state_dict()
+    whole = save(folder / "whole.pth", model.state_dict())
+    (folder / "half.pth").write_bytes(Path(whole).read_bytes()[:100_000])
+    (folder / "half.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    (folder / "page.pth").write_text("<!doctype html>")
+    (folder / "empty.pth").touch()
+    (folder / "folder.pth").mkdir()
+    save(folder / "optimizer.pth", optimizer)
+    save(folder / "both.pth", {"optimizer": optimizer, "epoch": 1})
+    save(folder / "list.pth", [1, 2])
+    nested: dict = {}
+    nested["model"] = nested
+    save(folder / "itself.pth", nested)
+    return {
+        "half.pth": "may be truncated",
+        "half.safetensors": "may be truncated",
+        "page.pth": "may be truncated or foreign",
+        "empty.pth": "may be truncated",
+        "folder.pth": "neither a checkpoint nor the folder of a run",
+        "optimizer.pth": "holds the state of an optimiser and no weights",
+        "both.pth": "holds no weights, only optimizer, epoch",
+        "list.pth": "holds a list, not a dictionary of tensors",
+        "itself.pth": "holds no weights, only model",
+        "missing.pth": "no checkpoint",
+    }
+
+
+def test_broken_files_are_named_in_one_line(tmp_path):
+    for name, said in broken_files(tmp_path).items():
+        with pytest.raises(iso.UserError, match=said) as error:
+            open_own(tmp_path / name, arch="cifar_resnet20")
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 400
+
+
+def test_the_reader_of_nothing_but_weights(tmp_path):
+    path = Path(save(tmp_path / "w.pth", {"state_dict": {"model": {"a": torch.ones(1)}}, "args": {"model": "x"}}))
+    contents = read_contents(path)
+    assert (list(contents.tensors), contents.entry, contents.settings) == (["a"], "state_dict", {"model": "x"})
+    assert contents.note(path) == ""
+
+
+class Own(nn.Module):
+    """A module that timm does not know."""
+
+    def __init__(self, classes=3):
+        super().__init__()
+        self.model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+        self.head = nn.Linear(8, classes)
+
+    def forward(self, x):
+        return self.head(self.model(x).mean((2, 3)))
+
+
+MODULES = {
+    "torchvision": (lambda: torchvision.models.resnet18(num_classes=3).eval(), "layer4.*.conv2"),
+    "own": (lambda: Own().eval(), "model.2"),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_modules_that_timm_cannot_build(tmp_path, kind):
+    build, where = MODULES[kind]
+    base, path = build(), tmp_path / "module.safetensors"
+    new = iso.recast(base, iso.ConvToGPSA(init="exact"), where=where)
+    assert iso.verify(base, new, torch.randn(1, 3, 32, 32)).passed
+    iso.save(new, path)
+    iso.save(new, path, base=build())
+    fresh = build()
+    before = {name: tensor.clone() for name, tensor in fresh.state_dict().items()}
+    again = iso.load(path, base=fresh)
+    assert same(again, new)
+    assert iso.edits(again) == iso.edits(new)
+    assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
+    assert isinstance(iso.revert(again).get_submodule(where.replace("*", "0")), nn.Conv2d)
+    with pytest.raises(iso.UserError, match="which timm cannot build; in Python"):
+        iso.load(path)
+    with pytest.raises(iso.UserError, match="which timm cannot build"):
+        open_model(str(path))
+    with pytest.raises(iso.UserError, match="is a class; give a module"):
+        iso.load(path, base=Own)
+    with pytest.raises(iso.UserError, match="does not fit"):
+        iso.load(path, base=timm.create_model("cifar_resnet20"))
+
+
+def test_a_module_without_edits_and_a_base_that_does_not_fit(tmp_path):
+    own, path = Own(), tmp_path / "plain.safetensors"
+    iso.save(own, path)
+    assert same(iso.load(path, base=Own()), own)
+    with pytest.raises(iso.UserError, match=r"head.weight \(3, 8\) for \(4, 8\).*it was saved from a .*Own"):
+        iso.load(path, base=Own(4))
+    with pytest.raises(iso.UserError, match="give another base"):
+        iso.save(own, path, base=Own(4))
+    pth = save(tmp_path / "own.pth", {"state_dict": own.state_dict()})
+    assert same(iso.load(pth, base=Own()), own)
+
+
+def test_a_timm_model_changed_in_ones_own_code(tmp_path):
+    def build():
+        model = cnn("cifar_resnet20")
+        model.linear = nn.Sequential(nn.Dropout(0.1), model.linear)
+        return model.eval()
+
+    new, path = iso.recast(build(), iso.ConvToGPSA(init="exact"), where="layer3.2.conv2"), tmp_path / "m.safetensors"
+    with pytest.raises(iso.UserError, match="or the module before its edits as base"):
+        iso.save(new, path)
+    iso.save(new, path, base=build())
+    assert same(iso.load(path, base=build()), new)
+
+
+def test_what_a_model_was_built_for_comes_first():
+    for name, more in (("vit_tiny_patch16_224", dict(depth=1)), ("convit_ti", dict(depth=2, local_up_to_layer=1))):
+        model = timm.create_model(name, img_size=96, num_classes=3, **more).eval()
+        assert evaluation_config(model)["input_size"] == (3, 96, 96)
+        report = iso.verify(model, model, random_images(1, model))
+        assert report.passed
+    assert evaluation_config(timm.create_model("resnet18"))["input_size"] == (3, 288, 288)  # its weights' test size
+
+
+def test_the_built_size_is_saved_and_a_trained_size_is_kept(tmp_path):
+    path = tmp_path / "m.safetensors"
+    arguments = dict(img_size=96, num_classes=3, depth=1)
+    iso.save(timm.create_model("vit_tiny_patch16_224", **arguments), path)
+    assert evaluation_config(iso.load(path))["input_size"] == (3, 96, 96)
+    flexible = timm.create_model("vit_tiny_patch16_224", dynamic_img_size=True, **arguments)
+    from isomorph.checkpoints.rebuild import record_data
+
+    record_data(flexible, {"input_size": (3, 128, 128)})
+    assert evaluation_config(flexible)["input_size"] == (3, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("convit_ti", dict(depth=2, local_up_to_layer=1)),
+        ("tdrl_vit_ti", dict(depth=1, embed_dim=24, num_heads=3)),
+        ("refined_vit_b", dict(depth=1, embed_dim=24, num_heads=3)),
+        ("coatnet_0", dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 8, 32, 32))),
+    ],
+)
+def test_checkpoint_path_of_timm_resizes_positions(tmp_path, name, arguments):
+    small = timm.create_model(name, num_classes=3, img_size=64, **arguments)
+    path = save(tmp_path / "64.pth", small.state_dict())
+    model = timm.create_model(name, num_classes=3, img_size=96, checkpoint_path=path, **arguments)
+    again = timm.create_model(name, num_classes=3, img_size=96, **arguments)
+    iso.load_weights(again, path)
+    assert same(model, again)

@@ -1,0 +1,177 @@
+"""A folder of one's own images as data: with train/ and val/ or not, split, in the order of the model's classes."""
+
+import shutil
+
+import numpy as np
+import pytest
+import timm
+from PIL import Image
+
+import isomorph as iso
+from isomorph.checkpoints.rebuild import record_data
+from isomorph.suites.test_data import evaluation_data, open_test_images
+from isomorph.training.recipe.fields import DataPart
+
+CLASSES = ("apple", "pear", "plum")
+
+
+def images(folder, classes=CLASSES, each=5):
+    """A folder of class folders with small images of one colour per class."""
+    for number, name in enumerate(classes):
+        (folder / name).mkdir(parents=True)
+        for i in range(each):
+            colour = tuple(np.random.default_rng(i).integers(0, 60, 3) + 60 * number)
+            Image.new("RGB", (20 + i, 24), colour).save(folder / name / f"{i}.png")
+    return folder
+
+
+def network(classes=CLASSES, **data):
+    model = timm.create_model("cifar_resnet20", num_classes=len(classes)).eval()
+    record_data(model, {"label_names": list(classes), **data})
+    return model
+
+
+def test_a_folder_of_classes_is_a_test_set(tmp_path):
+    photos = images(tmp_path / "photos")
+    for given in (photos, str(photos)):
+        source = iso.data.open_source(given, "test")
+        assert (len(source), source.classes) == (15, CLASSES)
+    with pytest.raises(iso.UserError, match=r"no folder train .*give --split 0.2 to test on a fifth"):
+        iso.data.open_source(photos, "train")
+
+
+def test_train_and_val_and_the_home_folder(tmp_path, monkeypatch):
+    for split, each in (("train", 4), ("validation", 2)):
+        images(tmp_path / "photos" / split, each=each)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [len(iso.data.open_source("~/photos", split)) for split in ("train", "test")] == [12, 6]
+    with pytest.raises(iso.UserError, match="has test images of its own, in validation/; leave --split out"):
+        iso.data.open_source("~/photos", "train", test_fraction=0.2)
+    shutil.rmtree(tmp_path / "photos" / "validation")
+    with pytest.raises(iso.UserError, match=r"no folder test or val or validation.*give --split 0.2"):
+        iso.data.open_source("~/photos", "test")
+    assert [len(iso.data.open_source("~/photos", split, test_fraction=0.25)) for split in ("train", "test")] == [9, 3]
+
+
+def test_a_split_is_by_class_and_always_the_same(tmp_path):
+    photos = images(tmp_path / "photos")
+    images(tmp_path / "one", ["only"], each=1)
+    shutil.move(tmp_path / "one" / "only", photos / "zucchini")
+    train, test = (iso.data.open_source(photos, split, test_fraction=0.4) for split in ("train", "test"))
+    assert np.bincount(train.labels).tolist() == [3, 3, 3, 1]
+    assert np.bincount(test.labels).tolist() == [2, 2, 2]
+    assert not set(train.ids) & set(test.ids)
+    assert test.split == train.split == (0.4, 16)
+    again = iso.data.open_source(photos, "test", test_fraction=0.4)
+    assert again.ids.tolist() == test.ids.tolist()
+    for fraction in (0, 1, -1, 1.5, float("nan")):
+        with pytest.raises(iso.UserError, match="above 0 and below 1"):
+            iso.data.split_classes(train, fraction)
+    with pytest.raises(iso.UserError, match="too few to split"):
+        iso.data.split_classes(train.subset([0]), 0.5)
+
+
+def wrong_folders(top):
+    """Folders that cannot be data, and what the message says."""
+    (top / "empty").mkdir()
+    (top / "nested" / "apple" / "deeper").mkdir(parents=True)
+    (top / "flat").mkdir()
+    Image.new("RGB", (4, 4)).save(top / "flat" / "1.png")
+    return {
+        "empty": "no images in .*empty; it must hold one folder per class",
+        "nested": "no images in .*nested; it must hold one folder per class",
+        "flat": "no images in .*flat; it must hold one folder per class",
+        "missing": "there is no folder or data source .*missing'; give a folder of images, or one of digits, cifar10",
+        "digit": "did you mean digits",
+    }
+
+
+def test_wrong_folders_are_named_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, said in wrong_folders(tmp_path).items():
+        with pytest.raises(iso.UserError, match=said) as error:
+            iso.evaluate(network(), name)
+        assert "\n" not in str(error.value)
+    with pytest.raises(iso.UserError, match=r"leave the root .* out"):
+        iso.data.open_source(tmp_path / "flat", "test", tmp_path)
+    with pytest.raises(iso.UserError, match="digits has a test split of its own"):
+        iso.data.open_source("digits", "test", test_fraction=0.5)
+
+
+def test_labels_follow_the_names_of_the_models_classes(tmp_path):
+    photos = images(tmp_path / "photos")
+    model = network(("plum", "apple", "pear"))
+    source = open_test_images(model, str(photos), None)
+    assert source.classes == ("plum", "apple", "pear")
+    assert np.bincount(source.labels).tolist() == [5, 5, 5]
+    assert [source.classes[label] for label in source.labels[::5]] == list(CLASSES)
+    shutil.rmtree(photos / "pear")
+    part = open_test_images(model, str(photos), None)
+    assert sorted(set(part.labels.tolist())) == [0, 1]
+    assert iso.evaluate(model, photos)["images"] == 10
+    (photos / "plum").rename(photos / "Plum")
+    with pytest.raises(iso.UserError, match=r"the data has 2 \(Plum, apple\); rename the folders that differ \(Plum\)"):
+        iso.evaluate(model, photos)
+
+
+def test_another_number_of_classes_is_one_clear_line(tmp_path):
+    photos = images(tmp_path / "photos")
+    unnamed = timm.create_model("cifar_resnet20", num_classes=4)
+    with pytest.raises(iso.UserError, match=r"the model has 4 classes, the data has 3 \(apple, pear, plum\)"):
+        evaluation_data(unnamed, str(photos))
+    with pytest.raises(iso.UserError, match=r"10 classes \(airplane, .*has 3 \(apple, .*give images of the model's"):
+        evaluation_data(timm.create_model("cifar_resnet20"), str(photos))
+
+
+def test_the_images_that_training_saw_are_not_tested_on_by_accident(tmp_path):
+    photos = images(tmp_path / "photos")
+    model = network(split=(0.4, 15))
+    iso.save(model, tmp_path / "m.safetensors")
+    model = iso.load(tmp_path / "m.safetensors")
+    with pytest.raises(iso.UserError, match=r"--split 0.4 to test on the images left out, or --split 1 for all"):
+        iso.evaluate(model, photos)
+    assert iso.evaluate(model, photos, test_fraction=0.4)["images"] == 6
+    assert iso.evaluate(model, photos, test_fraction=1)["images"] == 15
+    (photos / "plum" / "0.png").unlink()
+    assert iso.evaluate(model, photos)["images"] == 14
+
+
+def test_evaluate_takes_a_folder_a_name_a_source_and_a_loader(tmp_path):
+    photos, model = images(tmp_path / "photos"), network()
+    source = iso.data.open_source(photos, "test")
+    loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model))
+    results = [iso.evaluate(model, data) for data in (photos, str(photos), source, loader)]
+    assert results == [results[0]] * 4
+    with pytest.raises(iso.UserError, match="leave it out for a source or a loader"):
+        iso.evaluate(model, source, test_fraction=0.2)
+
+
+def test_images_of_odd_sizes_and_modes(tmp_path):
+    photos = tmp_path / "photos"
+    (photos / "a").mkdir(parents=True)
+    ramp = np.arange(64, dtype=np.uint8).reshape(8, 8) * 4
+    colour = Image.fromarray(np.stack([ramp] * 3, -1))
+    for mode in ("1", "L", "LA", "P", "RGBA", "CMYK"):
+        colour.convert(mode).save(photos / "a" / f"{mode}.{'tif' if mode == 'CMYK' else 'png'}")
+    colour.convert("P").save(photos / "a" / "transparent.png", transparency=b"\x80" * 256)
+    Image.fromarray(ramp.astype(np.uint16) * 257).save(photos / "a" / "sixteen.png")
+    Image.new("RGB", (1, 300)).save(photos / "a" / "thin.jpg")
+    source = iso.data.open_source(photos, "test")
+    pixels = {source.images[i].stem: np.asarray(source.image(i)) for i in range(len(source))}
+    assert all(array.ndim == 3 and array.shape[2] == 3 for array in pixels.values())
+    assert np.array_equal(pixels["sixteen"], pixels["L"])
+    assert iso.evaluate(timm.create_model("cifar_resnet20", num_classes=1), photos)["images"] == len(source)
+
+
+def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):
+    photos = images(tmp_path / "photos")
+    changes = [f"data={photos}", "split=0.4", "data.batch_size=4", "model.weights=x.pth"]
+    recipe = iso.load_recipe("finetune", changes)
+    assert (recipe.data.source, recipe.data.root, recipe.data.split) == ("imagefolder", photos, 0.4)
+    assert recipe.data.batch_size == 4
+    assert iso.load_recipe("finetune", ["data=digits", "model.weights=x.pth"]).data.source == "digits"
+    assert DataPart.model_validate(str(photos)).root == photos
+    with pytest.raises(iso.UserError, match="there is no folder or data source 'photoz'"):
+        iso.load_recipe("finetune", ["data=photoz", "model.weights=x.pth"])
+    with pytest.raises(iso.UserError, match="name is missing; give the name of a timm model, or weights"):
+        iso.load_recipe("finetune")
