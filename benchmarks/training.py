@@ -27,7 +27,7 @@ from interleave import interleaved, show, write
 from isomorph.checkpoints.snapshot import newest_snapshot, read_snapshot
 from isomorph.data.loaders import train_transform
 from isomorph.training.build import data_config
-from isomorph.training.optim import parameter_groups
+from isomorph.training.optim import scaled_groups
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.guards import StopRequest
 from isomorph.training.run.log import Journal, read_log
@@ -79,7 +79,7 @@ def loop(recipe):
 def bare(recipe, run):
     """One step as one writes it by hand: the same images, transform, model and optimiser, and nothing else."""
     model = timm.create_model(recipe.model.name, num_classes=10, **recipe.model.kwargs).train()
-    optimizer = torch.optim.SGD(parameter_groups(model, recipe.optim), lr=0.01, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.SGD(scaled_groups(model, recipe.optim), lr=0.01, momentum=0.9, nesterov=True)
     source, criterion = run.train.subset(range(len(run.train))), nn.CrossEntropyLoss()
     source.transform = train_transform(data_config(recipe, model), hflip=0.5)
     loader = DataLoader(source, recipe.data.batch_size, shuffle=True, drop_last=True, num_workers=recipe.data.workers)

@@ -202,7 +202,7 @@ def test_errors_are_one_clear_line(monkeypatch):
         CorruptedSource(source, "fog", 1).image(0)
     seam.corruption_functions.cache_clear()
     monkeypatch.setitem(sys.modules, "imagecorruptions", None)
-    with pytest.raises(iso.UserError, match=r"pip install 'isomorph\[corruptions\]'"):
+    with pytest.raises(iso.UserError, match=r"pip install -e '\.\[corruptions\]'"):
         corrupt(drawing(), "fog", 1, 0)
     seam.corruption_functions.cache_clear()
 

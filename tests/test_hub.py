@@ -58,7 +58,7 @@ class TestHuggingface:
             open_it(name, "test", tmp_path)
         assert "\n" not in str(caught.value)
         monkeypatch.setitem(sys.modules, "datasets", None)
-        with pytest.raises(iso.UserError, match=r"pip install 'isomorph\[data\]'"):
+        with pytest.raises(iso.UserError, match=r"pip install -e '\.\[data\]'"):
             open_it(name, "train", tmp_path)
 
     def test_unknown_names_and_gated_data(self, monkeypatch):

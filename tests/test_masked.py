@@ -29,7 +29,7 @@ from isomorph.training.objectives.masked import (
     evaluate_alignment,
     evaluate_reconstruction,
 )
-from isomorph.training.optim import build_optimizer, parameter_groups
+from isomorph.training.optim import build_optimizer, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.mask_fields import MaskPart
 from isomorph.training.recipe.model_fields import ModelPart
@@ -264,7 +264,7 @@ def test_what_the_optimiser_is_told():
     assert len({layers[name] for name in order}) == len(order)
     assert layers["decoder_embed.weight"] == layers["mask_token"]
     assert layers["decoder_norm.weight"] == layers["decoder_pred.weight"]
-    groups = parameter_groups(model, OptimPart(layer_decay=0.9))
+    groups = scaled_groups(model, OptimPart(layer_decay=0.9))
     names = {id(p): name for name, p in model.named_parameters()}
     undecayed = {names[id(p)] for group in groups if not group["weight_decay"] for p in group["params"]}
     assert {"mask_token", "encoder.cls_token"} <= undecayed

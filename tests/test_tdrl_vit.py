@@ -10,7 +10,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
 from isomorph.training.build import build_model
-from isomorph.training.optim import learning_rate_scales, parameter_groups
+from isomorph.training.optim import learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
@@ -127,7 +127,7 @@ class TestLayerDecay:
         assert set(block.values()) == {0.5}
         assert {s for n, s in scales.items() if n.startswith("blocks.0.")} == {0.25}
         assert scales["patch_embed.proj.weight"] == scales["cls_token"] == 0.125
-        groups = parameter_groups(model, OptimPart(lr=1e-3, layer_decay=0.5, weight_decay=0.1))
+        groups = scaled_groups(model, OptimPart(lr=1e-3, layer_decay=0.5, weight_decay=0.1))
         held = {id(p): g for g in groups for p in g["params"]}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -141,7 +141,7 @@ class TestLayerDecay:
 
     def test_layers_before_a_batchnorm_may_have_their_own_rate(self):
         model = timm.create_model("tdrl_vit_ti", **SMALL)
-        groups = parameter_groups(model, OptimPart(lr=1e-3, branch_lr=1e-4, weight_decay=0.1))
+        groups = scaled_groups(model, OptimPart(lr=1e-3, branch_lr=1e-4, weight_decay=0.1))
         (branches,) = [g for g in groups if g["name"] == "branches"]
         assert branches["lr_scale"] == pytest.approx(0.1)
         assert branches["weight_decay"] == 0.1
@@ -150,11 +150,11 @@ class TestLayerDecay:
             names[id(p)].removeprefix("blocks.1.mlp.fc1.") for p in branches["params"] if "1.mlp.fc1" in names[id(p)]
         }
         assert found == {"branches.0.0.weight", "branches.1.0.weight", "branches.1.2.weight"}
-        assert all(g["name"] != "branches" for g in parameter_groups(model, OptimPart(lr=1e-3)))
+        assert all(g["name"] != "branches" for g in scaled_groups(model, OptimPart(lr=1e-3)))
 
     def test_gates_have_their_own_rate_within_their_layer(self):
         model = timm.create_model("convit_ti", img_size=32, patch_size=8, depth=2, local_up_to_layer=1)
-        groups = parameter_groups(model, OptimPart(lr=1e-3, gate_lr=1e-1, layer_decay=0.5))
+        groups = scaled_groups(model, OptimPart(lr=1e-3, gate_lr=1e-1, layer_decay=0.5))
         gates = [g for g in groups if g["name"].startswith("gates")]
         assert [g["lr_scale"] for g in gates] == [pytest.approx(0.25 * 100)]
 

@@ -19,7 +19,7 @@ from isomorph.training.optim import (
     build_scheduler,
     group_table,
     learning_rate_scales,
-    parameter_groups,
+    scaled_groups,
 )
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import validate
@@ -211,7 +211,7 @@ class TestOptim:
     def groups(self, **rates):
         model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.*")
         model.conv1.requires_grad_(False)
-        groups = {group["name"]: group for group in parameter_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, **rates))}
+        groups = {group["name"]: group for group in scaled_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, **rates))}
         names = {id(p): n for n, p in model.named_parameters()}
         return model, groups, {key: {names[id(p)] for p in group["params"]} for key, group in groups.items()}
 
@@ -294,7 +294,7 @@ class TestOptim:
         optim = iso.load_recipe(name, fields).optim
         assert (optim.gate_lr, optim.position_lr) == pytest.approx((gates, positions))
         model = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), "layer3.0.*")
-        scales = {group["name"]: group["lr_scale"] for group in parameter_groups(model, optim)}
+        scales = {group["name"]: group["lr_scale"] for group in scaled_groups(model, optim)}
         assert scales["gates"] * optim.lr == pytest.approx(gates)
         assert scales["positions"] * optim.lr == pytest.approx(positions)
 
@@ -320,7 +320,7 @@ class TestOptim:
                 block = name.split(".")[1] if name.startswith("blocks.") else None
                 known = plain[f"blocks.{block}.norm1.weight"] if block else plain[name]
                 assert scale == known, name
-            for group in parameter_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, layer_decay=0.5)):
+            for group in scaled_groups(model, OptimPart(lr=1e-3, gate_lr=0.1, layer_decay=0.5)):
                 scale = float(group["name"].partition(" x")[2] or 1)
                 own = 100 if group["name"].startswith("gates") else 1
                 assert group["lr_scale"] == pytest.approx(scale * own, rel=1e-2)
@@ -372,7 +372,7 @@ class TestRun:
     def test_tensorboard_has_the_curves(self, tmp_path):
         from tensorboard.backend.event_processing import event_accumulator
 
-        iso.train(tiny(tmp_path, tensorboard=True, log_every=1), show=False)
+        iso.train(tiny(tmp_path, track="tensorboard", log_every=1), show=False)
         board = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
         assert {"train/loss", "train/lr", "epoch/top1"} <= set(board.Tags()["scalars"])
         assert [event.step for event in board.Scalars("train/loss")] == [1, 2, 3, 4]

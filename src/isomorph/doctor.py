@@ -37,9 +37,9 @@ def examine_environment() -> Iterator[tuple[str, str, bool]]:
     yield "python", platform.python_version(), True
     for package in PACKAGES:
         installed = _installed_version(package)
-        yield package, installed or "missing: pip install isomorph", installed is not None
+        yield package, installed or "missing: pip install -e .", installed is not None
     for package, extra in EXTRAS.items():
-        yield package, _installed_version(package) or f"not installed (optional: pip install 'isomorph[{extra}]')", True
+        yield package, _installed_version(package) or f"not installed (optional: pip install -e '.[{extra}]')", True
     problem = torchvision_problem()
     yield "torchvision operators", problem or "work", problem is None
     yield from _device_lines()

@@ -1,10 +1,11 @@
-"""Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and the demo on digits.
+"""Small runs on real data: the T-CNN study of docs/methods/tcnn.md, and small networks on digits, as in the demo.
 
 The study fine-tunes the public CIFAR-10 ResNet-20 on JPEG CIFAR-10 with the same budget in four forms: unchanged, and
 with the six convolutions of layer3 recast as attention, initialised nearly exactly, as in the paper, or exactly and
 then annealed. Schedules begin at the first step, as they did when the figures of the docs were made.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 LAYER3 = "layer3.*.conv?"
@@ -62,6 +63,23 @@ def _late_recast(epoch: int) -> dict[str, Any]:
     )
 
 
+CONVIT_SURGERY: dict[str, Any] = dict(recast=dict(rule="AttentionToGPSA", init="paper", where="blocks.[0-2].attn"))
+"""ConViT's initialisation in three of four blocks: with nine heads, each starts at one of the 3 x 3 neighbours."""
+
+
+def _digits_vit(surgery: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the training of a small ViT on the digits from random weights, with or without surgery."""
+    shape = dict(img_size=24, patch_size=4, embed_dim=54, depth=4, num_heads=9, class_token=False, global_pool="avg")
+    return dict(
+        model=dict(name="vit_tiny_patch16_224", kwargs=shape, **(surgery or {})),
+        data=dict(source="digits", size=[24, 24], batch_size=32),
+        augment=dict(crop_padding=2, hflip=0.0),
+        optim=dict(lr=2e-3, gate_lr="10x", position_lr="10x", warmup_epochs=1),
+        epochs=10,
+        source="isomorph demo; ConViT section 3",
+    )
+
+
 RECIPES: dict[str, dict[str, Any]] = {f"cifar_{surgery}": _cifar_recipe(surgery) for surgery in SURGERIES}
 RECIPES |= {f"digits_{surgery}": _digits_recipe(surgery) for surgery in SURGERIES if surgery != "cnn"}
 RECIPES["digits_finetune"] = _digits_recipe("cnn")
@@ -69,4 +87,5 @@ RECIPES["digits_cnn"] = _digits_recipe("cnn") | dict(
     epochs=6, optim=dict(lr=3e-3, warmup_epochs=1, schedule_from="start")
 )
 RECIPES["digits_cnn"]["model"] |= dict(start="random")
+RECIPES |= {"digits_vit": _digits_vit(), "digits_convit": _digits_vit(CONVIT_SURGERY)}
 RECIPES |= {f"cifar_late_{epoch}": _late_recast(epoch) for epoch in (0, 2, 5, 10)}

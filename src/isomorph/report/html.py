@@ -70,6 +70,10 @@ class Section:
     viewer: Viewer | None = None
     images: Sequence[ImageCard] = ()
     details: Details | None = None
+    finding: str = ""
+    """The result in one sentence, with its number."""
+    guide: str = ""
+    """How to read the section: its terms, explained."""
 
 
 @cache

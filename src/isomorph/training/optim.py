@@ -16,6 +16,7 @@ from isomorph.layers import GPSA, PSA, GPSA2d
 from isomorph.layers.pyramid import Pyramid
 from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
+from isomorph.training.recipe.recipe import check_part
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Kinds of parameter groups, in the optimiser's order."""
@@ -52,8 +53,51 @@ def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:
     return {name: decay ** (max(layers.values()) - layer) for name, layer in layers.items()}
 
 
-def parameter_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
-    """Return the optimiser's parameter groups, one for each of `GROUP_KINDS` that the model has.
+def parameter_groups(
+    model: nn.Module,
+    *,
+    lr: float = 1e-4,
+    weight_decay: float = 0.05,
+    gate_lr: float | str = "1000x",
+    position_lr: float | str = "1x",
+    branch_lr: float | str | None = None,
+    layer_decay: float = 1.0,
+) -> list[dict[str, Any]]:
+    """Return parameter groups for a torch optimiser of your own, as isomorph's training loop makes them.
+
+    Weights have weight decay. Biases, norms, gates, centres, localities and what the model exempts itself have none,
+    which torch's optimisers do not know. Gates learn at `gate_lr`, centres and localities at `position_lr`, and pyramid
+    weights before a BatchNorm at `branch_lr`: each is a number, or a multiple of `lr` like "1000x". With a
+    `layer_decay` below 1, every layer learns at that factor of the next one's rate. Each group has its `lr`,
+    `weight_decay` and `name`; parameters without `requires_grad` are in no group.
+
+    A recast creates new parameters: make groups and optimiser after it. Schedulers of torch keep the ratios of the
+    rates.
+
+    Raises: UserError for a rate that is not positive, or a layer decay for a model without timm's `group_matcher`.
+
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(init="paper"), where="layer3.*.conv?")
+    >>> groups = iso.training.parameter_groups(tcnn, lr=1e-3, gate_lr="100x", position_lr="20x")
+    >>> for group in groups:
+    ...     print(group["name"], len(group["params"]), f"lr {group['lr']:g}, decay {group['weight_decay']:g}")
+    decayed 38 lr 0.001, decay 0.05
+    undecayed 39 lr 0.001, decay 0
+    gates 6 lr 0.1, decay 0
+    positions 12 lr 0.02, decay 0
+    >>> optimizer = torch.optim.AdamW(groups)
+    """
+    rates = dict(lr=lr, gate_lr=gate_lr, position_lr=position_lr, branch_lr=branch_lr)
+    optim = check_part(
+        OptimPart, "parameter_groups", {**rates, "weight_decay": weight_decay, "layer_decay": layer_decay}
+    )
+    return [{**group, "lr": lr * group.pop("lr_scale")} for group in scaled_groups(model, optim)]
+
+
+def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
+    """Return the parameter groups of a run, one for each of `GROUP_KINDS` that the model has.
+
+    `lr_scale` is the factor of each group's rate on `optim.lr`, as timm's schedulers take it.
 
     decayed: weights; branches: pyramid weights before a BatchNorm (with branch_lr); undecayed: biases, norms and what
     the model exempts from weight decay; gates and positions: gating parameters. With a layer decay, each kind has a
@@ -97,8 +141,8 @@ def group_table(optimizer: Optimizer, optim: OptimPart) -> list[str]:
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
-    """Return the timm optimiser `optim.name` over `parameter_groups`."""
-    groups = parameter_groups(model, optim)
+    """Return the timm optimiser `optim.name` over `scaled_groups`."""
+    groups = scaled_groups(model, optim)
     more = {"betas": optim.betas} if optim.betas else {}
     return timm.optim.create_optimizer_v2(
         groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more

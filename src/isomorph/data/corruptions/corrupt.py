@@ -15,7 +15,7 @@ from numpy.random import RandomState
 from PIL import Image
 
 from isomorph.data.sources import Source
-from isomorph.errors import UserError
+from isomorph.errors import UserError, install_hint
 
 CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -75,7 +75,7 @@ def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corr
     except ImportError as error:
         broken = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
         raise UserError(
-            f"corruptions need the package imagecorruptions; pip install 'isomorph[corruptions]'{broken}"
+            f"corruptions need the package imagecorruptions{broken}; {install_hint('corruptions')}"
         ) from None
     modules = (corruptions_blur, corruptions_digital, corruptions_weather)
     return package, {

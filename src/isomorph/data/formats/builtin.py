@@ -10,7 +10,7 @@ import torchvision.datasets
 from PIL import Image
 
 from isomorph.data.sources import Source, first_line
-from isomorph.errors import UserError
+from isomorph.errors import UserError, install_hint
 
 _PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
 """Column names of the image and of its label in parquet files."""
@@ -65,7 +65,7 @@ def _read_parquet(files: Sequence[Path]) -> Source:
         from pyarrow import ArrowException, concat_tables
         from pyarrow.parquet import read_table
     except ImportError:
-        raise UserError("reading parquet files needs pyarrow; pip install 'isomorph[data]'") from None
+        raise UserError(f"reading parquet files needs pyarrow; {install_hint('data')}") from None
     try:
         table = concat_tables([read_table(file) for file in files])
     except (ArrowException, OSError) as error:

@@ -12,7 +12,7 @@ import numpy as np
 
 from isomorph.data.formats.naming import SPLITS, contains_word
 from isomorph.data.sources import ImageLike, Source, consecutive_ranges, first_line
-from isomorph.errors import UserError
+from isomorph.errors import UserError, install_hint
 
 _COLUMN_NAMES = {
     "image": ("image", "img", "jpg", "jpeg", "png", "webp"),
@@ -146,7 +146,7 @@ def _matching_splits(split: str, root: Path, streaming: bool) -> Iterator[Datase
     try:
         from datasets import Image
     except ImportError:
-        raise UserError("this source needs the package datasets; pip install 'isomorph[data]'") from None
+        raise UserError(f"this source needs the package datasets; {install_hint('data')}") from None
     for candidate in _local_splits(split, root, streaming) if root.is_dir() else _hub_splits(split, root, streaming):
         with explain_dataset_errors(candidate.title):
             columns = list(candidate.dataset.features or next(iter(candidate.dataset), {}))

@@ -21,6 +21,7 @@ from isomorph.checkpoints.files import write_atomically
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.tracking import Tracker, open_tracker
 
 LOGS = ("log.jsonl", "steps.jsonl", "monitor.jsonl", "environment.jsonl")
 """Log files with one JSON object per line."""
@@ -44,17 +45,17 @@ def describe_environment(runtime: Runtime) -> dict[str, Any]:
 
 
 class Journal:
-    """Writer of a run's logs, TensorBoard curves and terminal output; only the leading process writes."""
+    """Writer of a run's logs, tracked curves and terminal output; only the leading process writes."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime, show: bool) -> None:
         self.recipe, self.runtime, self.folder = recipe, runtime, recipe.folder
         self.console = Console(file=ClosableStream(sys.stdout), quiet=not (show and runtime.is_main))  # type: ignore[arg-type]
-        self.board: Any = None
+        self.tracker: Tracker | None = None
 
     def open(self, epoch: int, step: int) -> None:
         """Write recipe and environment, and remove log rows of steps that will be repeated.
 
-        Raises: UserError when a file cannot be read or written, or TensorBoard is not installed.
+        Raises: UserError when a file cannot be read or written, or the tracker cannot start.
         """
         if not self.runtime.is_main:
             return
@@ -62,7 +63,7 @@ class Journal:
             if damaged := _truncate_log(self.folder / name, epoch, step):
                 lines = "1 line" if damaged == 1 else f"{damaged} lines"
                 self.say(f"{self.recipe.name}: removed {lines} of {name} that cannot be read")
-        self.board = _open_board(self.folder, step) if self.recipe.tensorboard else None
+        self.tracker = open_tracker(self.recipe, step)
         text = self.recipe.model_dump_json(indent=2)
         write_atomically(self.folder / "recipe.json", lambda file: file.write_text(text))
         self.write("environment.jsonl", describe_environment(self.runtime))
@@ -90,15 +91,17 @@ class Journal:
             write_atomically(self.folder / "unreadable.txt", lambda file: file.write_text(text))
 
     def add_scalars(self, group: str, step: int, values: dict[str, Any]) -> None:
-        """Add values to TensorBoard's curves, if it is on."""
-        for name, value in values.items():
-            if self.board and isinstance(value, int | float):
-                self.board.add_scalar(f"{group}/{name}", value, step)
+        """Add values to the curves of the run's tracker, if it has one."""
+        if self.tracker:
+            self.tracker.add(group, step, {name: v for name, v in values.items() if isinstance(v, int | float)})
 
-    def close(self) -> None:
-        """Close TensorBoard, which writes its buffer."""
-        if self.board:
-            self.board.close()
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the tracker, which writes its buffer."""
+        if self.tracker:
+            self.tracker.close(failed=error[0] is not None)
 
     def say(self, text: str) -> None:
         """Print a message on the terminal."""
@@ -112,15 +115,6 @@ class Journal:
         with Progress(*columns, console=self.console, transient=True, disable=off) as bar:
             task = bar.add_task(title, total=total, completed=done)
             yield lambda: bar.advance(task)
-
-
-def _open_board(folder: Path, step: int) -> Any:
-    """Return a TensorBoard writer that drops later steps. Raises: UserError when it is not installed."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise UserError("tensorboard is not installed; run pip install 'isomorph[track]'") from None
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The training loop: steps, evaluation after each epoch, snapshots, and resumption."""
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def _complete(run: Run, journal: Journal) -> Result:
     if run.progress.closed == recipe.epochs and run.has_written(recipe.folder / "model.safetensors"):
         journal.say(f"{recipe.name}: already complete in {recipe.folder}")
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
-    with stop_requests() as request, closing(journal):
+    with stop_requests() as request, journal:
         journal.open(run.progress.closed, run.progress.step)
         _print_start(run, journal)
         while run.progress.closed < recipe.epochs:
@@ -123,6 +123,10 @@ def _print_start(run: Run, journal: Journal) -> None:
     )
     if run.start and not progress.step:
         journal.say(f"{recipe.name}: {run.start}")
+    if recipe.shortened:
+        journal.say(f"{recipe.name}: {recipe.shortened}")
+    if recipe.data.test_images:
+        journal.say(f"{recipe.name}: evaluating on {recipe.data.test_images:,} test images only (data.test_images)")
     if run.order.batch < recipe.data.batch_size:
         journal.say(f"{recipe.name}: batches of {run.order.batch}, as there are only {run.order.images:,} images")
     for line in group_table(run.optimizer, recipe.optim):

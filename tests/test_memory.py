@@ -1,0 +1,46 @@
+"""Freed memory stays in the process."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys
+from isomorph.memory import keep_freed_memory
+kept = keep_freed_memory() if sys.argv[1] == "keep" else None
+import numpy
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+numpy.ones(2**24)
+before = faults()
+for _ in range(5):
+    numpy.ones(2**24)  # 128 MiB
+print(kept, faults() - before)
+"""
+
+
+def measure(how, **variables):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, env=env, check=True)
+    kept, faults = done.stdout.split()
+    return kept, int(faults)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc returns memory in this way")
+def test_memory_is_not_asked_for_again():
+    assert measure("keep")[0] == "True"
+    assert measure("keep")[1] * 10 < measure("default")[1]
+
+
+def test_the_environment_decides():
+    assert measure("keep", MALLOC_TRIM_THRESHOLD_="100000")[0] == "False"
+
+
+def test_no_other_system_is_touched(monkeypatch):
+    from isomorph.memory import keep_freed_memory
+
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    assert keep_freed_memory() is False

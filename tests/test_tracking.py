@@ -1,0 +1,98 @@
+"""Curves of a run in TensorBoard and in Weights & Biases, the latter with a module that records the calls to it."""
+
+import importlib
+import json
+import sys
+
+import pytest
+
+import isomorph as iso
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.tracking import open_tracker
+
+WANDB = """
+import json, os
+from pathlib import Path
+
+class Error(Exception):
+    pass
+
+class Run:
+    def __init__(self, id):
+        self.id = id
+    def __getattr__(self, name):
+        return lambda *args, **given: record(name, *args, **given)
+
+def record(name, /, *args, **given):
+    with Path(os.environ["CALLS"]).open("a") as file:
+        file.write(json.dumps([name, args, given]) + "\\n")
+
+def init(**given):
+    if os.environ.get("WANDB_FAILS"):
+        raise Error("api_key not configured (no-tty). call wandb.login")
+    record("init", **given)
+    return Run(given["id"] or "abc123")
+"""
+
+TINY = dict(
+    model=dict(name="cifar_resnet20"),
+    data=dict(source="digits", fraction=0.03, size=[8, 8], batch_size=16, test_images=20),
+    epochs=2,
+    log_every=1,
+    track="wandb",
+)
+
+
+@pytest.fixture
+def calls(tmp_path, monkeypatch):
+    """Install the stand-in for wandb; return a function that gives the calls so far."""
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "wandb.py").write_text(WANDB)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls.jsonl"))
+    importlib.invalidate_caches()
+    yield lambda: [json.loads(line) for line in (tmp_path / "calls.jsonl").read_text().splitlines()]
+    sys.modules.pop("wandb", None)
+
+
+def test_wandb_gets_the_recipe_and_every_number_once(tmp_path, calls):
+    result = iso.train(validate({**TINY, "out": str(tmp_path / "run")}), show=False)
+    (_, _, init), *rest = calls()
+    assert (init["project"], init["name"], init["id"], init["resume"]) == ("isomorph", "run", None, "allow")
+    assert init["config"]["data"]["fraction"] == 0.03
+    assert rest[0] == ["define_metric", ["train/*"], {"step_metric": "train/step"}]
+    assert rest[1] == ["define_metric", ["epoch/*"], {"step_metric": "epoch/epoch"}]
+    logged = [args[0] for name, args, _ in rest if name == "log"]
+    assert [row["train/step"] for row in logged if "train/step" in row] == [1, 2, 3, 4]
+    assert [row["epoch/epoch"] for row in logged if "epoch/epoch" in row] == [1, 2]
+    assert logged[-1]["epoch/top1"] == result.metrics["top1"]
+    assert rest[-1] == ["finish", [], {"exit_code": 0}]
+
+
+def test_a_resumed_run_continues_its_wandb_run(tmp_path, calls):
+    recipe = validate({**TINY, "out": str(tmp_path)})
+    for _ in range(2):
+        tracker = open_tracker(recipe, 0)
+        tracker.close(failed=True)
+    assert (tmp_path / "wandb-id.txt").read_text() == "abc123\n"
+    assert [given["id"] for name, _, given in calls() if name == "init"] == [None, "abc123"]
+    assert calls()[-1] == ["finish", [], {"exit_code": 1}]
+
+
+def test_wandb_without_a_login_says_what_to_do(tmp_path, calls, monkeypatch):
+    monkeypatch.setenv("WANDB_FAILS", "1")
+    with pytest.raises(iso.UserError, match=r"wandb cannot start: api_key .*; run wandb login, or set WANDB_MODE"):
+        open_tracker(validate({**TINY, "out": str(tmp_path)}), 0)
+
+
+def test_a_missing_package_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("isomorph.training.run.tracking.find_spec", lambda name: None)
+    with pytest.raises(iso.UserError, match=r"track: wandb is not installed; run pip install wandb, or leave track"):
+        iso.train(validate({**TINY, "out": str(tmp_path / "run")}), show=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_old_name_of_the_field_still_works():
+    assert validate({**TINY, "track": None, "tensorboard": False}).track is None
+    old = {name: value for name, value in TINY.items() if name != "track"}
+    assert validate({**old, "tensorboard": True}).track == "tensorboard"
