@@ -68,6 +68,8 @@ evidence: $(VENV)/.dev
 	@$(BIN)/python benchmarks/refiner_cifar.py
 	@$(BIN)/python benchmarks/coatnet_cifar.py
 
-docs: $(VENV)/.dev
+docs: $(VENV)/.core
 	@$(PIP) -e '.[docs]'
-	@$(BIN)/zensical build
+	@$(BIN)/python docs_build/generate.py changelog command-line recipe suites api >/dev/null
+	@$(BIN)/zensical build --strict --clean
+	@echo "The site is in site/: open $(CURDIR)/site/index.html (no server and no network needed)"

@@ -1,6 +1,8 @@
-"""The Python of the docs runs as printed, and the docs name files and symbols that exist."""
+"""The docs name files and symbols that exist, their links lead somewhere, and generated pages are up to date."""
 
 import re
+import sys
+import tomllib
 from operator import attrgetter
 from pathlib import Path
 
@@ -18,26 +20,18 @@ NAMED_FILE = re.compile(rf"`(?:src/isomorph/)?((?:{FOLDERS})/[a-z0-9_/]+\.py)(?:
 """A file below the repository or src/isomorph, and a symbol in it: `layers/gpsa.py:GPSA.forward`."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["README.md", "docs/analysis.md"])
-def test_python_runs_as_printed(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(block, {})
-
-
 def anchors(page):
-    """Anchors of a page's headings, as GitHub and MkDocs make them."""
-    headings = re.findall(r"^#+ (.*)", page.read_text(), re.MULTILINE)
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
-        if not link.startswith("http"):
+    text = re.sub(r"(?ms)^```.*?^```|`[^`\n]*`(?!\])", "", page.read_text())
+    for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)]*)\)", text):
+        if not link.startswith(("http:", "https:")):
             target = page.parent / link if link else page
             assert target.exists(), f"{page.name} links to {link}"
             assert not anchor or anchor in anchors(target), f"{page.name} links to {link}#{anchor}"
@@ -82,19 +76,63 @@ def test_every_benchmark_that_the_docs_name_exists():
         assert (ROOT / name).is_file(), name
 
 
-def test_every_page_is_reachable():
-    """No page that neither the index nor the navigation leads to."""
-    index, navigation = (ROOT / "docs/index.md").read_text(), (ROOT / "mkdocs.yml").read_text()
-    for page in (ROOT / "docs").rglob("*.md"):
-        name = page.relative_to(ROOT / "docs").as_posix()
-        assert name == "index.md" or f"({name})" in index, f"{name} is not in docs/index.md"
-        assert name in navigation, f"{name} is not in mkdocs.yml"
+def navigation(entries):
+    """The pages of the site's navigation."""
+    for entry in entries:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for value in entry.values():
+                yield from [value] if isinstance(value, str) else navigation(value)
+
+
+def test_every_page_is_in_the_navigation_once():
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(navigation(site["nav"])) == sorted(pages)
+
+
+def test_every_picture_is_shown_and_light():
+    text = "\n".join(page.read_text() for page in PAGES)
+    for picture in (*(ROOT / "docs" / "pictures").iterdir(), *(ROOT / "docs" / "methods").glob("*.svg")):
+        assert f"{picture.name})" in text, f"no page shows {picture.name}"
+        assert picture.stat().st_size < 150 * 1024, f"{picture.name} is larger than 150 KB"
+
+
+sys.path.insert(0, str(ROOT / "docs_build"))
+import generate  # noqa: E402
+
+
+@pytest.mark.parametrize("path", [path for path in generate.PAGES if path != "reference/models.md"])
+def test_generated_pages_are_up_to_date(path):
+    written = (ROOT / "docs" / path).read_text()
+    assert written == generate.PAGES[path](), f"run python docs_build/generate.py {path}"
+
+
+def test_every_model_is_in_the_table():
+    """The table itself takes a minute to make."""
+    from isomorph.cli.tables import tables
+
+    text = (ROOT / "docs/reference/models.md").read_text()
+    for model in tables()["models"]:
+        assert f"| `{model['name']}` |" in text, "run python docs_build/generate.py reference/models.md"
+        assert f"| {model['parameters']:,} |" in text, model["name"]
+
+
+def test_the_site_loads_nothing_from_elsewhere():
+    """Its settings: no fonts of others, and the one script that the theme would load is stored here."""
+    site = tomllib.loads((ROOT / "zensical.toml").read_text())["project"]
+    assert site["theme"]["font"] is False
+    template = (ROOT / site["theme"]["custom_dir"] / "main.html").read_text()
+    assert (ROOT / "docs/javascripts/iframe-worker.js").is_file()
+    assert "javascripts/iframe-worker.js" in template
+    assert "http" not in template
 
 
 def test_no_address_or_path_of_a_machine():
     """No package index and no absolute path of the machine it was written on."""
     words = ("pypi.org/" + "simple", "file:" + "///", "/ro" + "ot/", "extra-index" + "-url", "find-" + "links")
-    suffixes = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".j2", ""}
+    suffixes = {".py", ".md", ".toml", ".txt", ".json", ".yml", ".j2", ".html", ""}
     for path in ROOT.rglob("*"):
         if path.is_file() and path.suffix in suffixes and not {".venv", ".git", "runs", "site"} & set(path.parts):
             text = path.read_text(errors="ignore")

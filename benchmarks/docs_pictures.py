@@ -1,0 +1,287 @@
+"""The pictures of the documentation, made from real images, real layers and the stored results.
+
+    python benchmarks/docs_pictures.py [NAME ...] [--runs runs/docs]
+
+Without names all pictures are made. Needs ISOMORPH_DATA with imagenet_samples, cifar10 and weights. The pictures of
+T-CNN train two short runs (some minutes on two cores); they resume, and a second call only draws.
+"""
+
+import argparse
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import isomorph as iso
+from docs_diagrams import coatnet_diagram, pyramid_diagram
+from isomorph.report.charts import Bars
+from isomorph.report.figures import QueryMaps, draw_chart, maps_figure, pyplot, style
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+RESULTS = Path(__file__).parent / "results"
+PELICAN = ("imagenet_samples-000.tar", "0144_n02051845_pelican.jpg")
+QUERY = (0.42, 0.62)
+"""The query of all maps, as fractions of height and width: the pelican's neck."""
+HEAD_NAMES = ["up left", "up", "up right", "left", "middle", "right", "down left", "down", "down right"]
+
+
+def read_image(size: int) -> np.ndarray:
+    """Return the middle of a real photograph. Shape: -> (size, size, 3) in 0..1"""
+    shard, name = PELICAN
+    with tarfile.open(Path(os.environ.get("ISOMORPH_DATA", "data")) / "imagenet_samples" / shard) as archive:
+        data = archive.extractfile(name)
+        assert data is not None
+        picture = Image.open(io.BytesIO(data.read())).convert("RGB")
+    side = min(picture.size)
+    left, top = (picture.width - side) // 2, (picture.height - side) // 2
+    return np.asarray(picture.crop((left, top, left + side, top + side)).resize((size, size))) / 255
+
+
+def as_batch(image: np.ndarray, model: nn.Module) -> Tensor:
+    """Return an image as the model's input. Shape: (H, W, 3) -> (1, 3, H, W)"""
+    config = model.pretrained_cfg  # type: ignore[union-attr]
+    mean, std = torch.tensor(config["mean"]), torch.tensor(config["std"])
+    return ((torch.tensor(image, dtype=torch.float32) - mean) / std).permute(2, 0, 1)[None]
+
+
+def maps_from_query(maps: Tensor, grid: tuple[int, int], prefix: int = 0) -> QueryMaps:
+    """Return the map of every head from the query. Shape: maps (heads, queries, keys), prefix tokens first"""
+    row, column = int(QUERY[0] * grid[0]), int(QUERY[1] * grid[1])
+    values = maps[:, prefix + row * grid[1] + column, prefix:].unflatten(-1, grid)
+    return QueryMaps(values.numpy(), (row, column), grid)
+
+
+@torch.no_grad()
+def tcnn_maps(model: nn.Module, layer: str, image: np.ndarray) -> QueryMaps:
+    """Return the maps of a recast convolution, without the padding that it may attend to."""
+    model.eval()
+    side = image.shape[0] // 4
+    maps = iso.attention_maps(model, as_batch(image, model), where=layer)[layer][0]
+    padded = int(maps.shape[-1] ** 0.5)
+    border = (padded - side) // 2
+    inner = maps.unflatten(-1, (padded, padded))[..., border : padded - border, border : padded - border]
+    return maps_from_query(inner.flatten(-2), (side, side))
+
+
+def trained(name: str, runs: Path) -> Path:
+    """Train a short run of a CIFAR recipe, if it is not there yet, and return its folder."""
+    changes = ["epochs=4", "data.fraction=0.05", "keep_every=1", "evaluate_every=4", f"out={runs / name}"]
+    iso.train(iso.load_recipe(name, changes))
+    return runs / name
+
+
+def tcnn_heads(runs: Path) -> Any:
+    """Return the maps of a convolution's nine heads, exact and fine-tuned."""
+    layer, image = "layer3.2.conv2", read_image(64)
+    cnn = timm.create_model("cifar_resnet20", pretrained=True)
+    exact = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
+    tuned = iso.load(trained("cifar_exact", runs) / "model.safetensors")
+    paper = iso.load(trained("cifar_paper", runs) / "model.safetensors")
+    rows = {
+        "recast, exact": tcnn_maps(exact, layer, image),
+        "exact, fine-tuned": tcnn_maps(tuned, layer, image),
+        "paper's start, fine-tuned": tcnn_maps(paper, layer, image),
+    }
+    return maps_figure(image, rows)
+
+
+def gates_and_spans(runs: Path) -> Any:
+    """Return gates and spans of the six recast layers along the training of a T-CNN from the paper's start."""
+    folder = trained("cifar_paper", runs)
+    tcnn = iso.load(folder / "model.safetensors")
+    fresh = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="paper"), where="layer3.*.conv?")
+    history = iso.training.gating_history(folder)
+    figure, axes = pyplot().subplots(1, 2, figsize=(7.4, 2.8))
+    shades = pyplot().get_cmap("viridis")(np.linspace(0.9, 0.15, len(history.gates)))
+    starts = (iso.gates(fresh), iso.analysis.attention_spans(fresh))
+    for cell, start, later in zip(axes, starts, (history.gates, history.spans), strict=True):
+        for (name, values), colour in zip(later.items(), shades, strict=True):
+            means = [start[name].mean(), *values.nanmean(-1)]
+            cell.plot(range(len(means)), means, "o-", ms=3, color=colour, label=name)
+        cell.set_xlabel("epoch")
+        cell.set_xticks(range(len(history.epochs) + 1))
+        cell.grid()
+    axes[0].set_title("gate: share of positional attention")
+    axes[1].set_title("span of positional attention, grid steps")
+    axes[1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    assert set(history.gates) == set(iso.gates(tcnn))
+    return figure
+
+
+@torch.no_grad()
+def convit_heads(runs: Path) -> Any:
+    """Return the maps of a ViT's first block as timm initialises it, and recast with ConViT's initialisation."""
+    torch.manual_seed(0)
+    image = read_image(224)
+    vit = timm.create_model("vit_tiny_patch16_224", num_heads=4, embed_dim=192).eval()
+    convit = iso.recast(vit, iso.AttentionToGPSA(init="paper"), where="blocks.[0-9].attn").eval()
+    rows = {}
+    for title, model in {"plain ViT": vit, "recast, ConViT's start": convit}.items():
+        maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")["blocks.0.attn"][0]
+        rows[title] = maps_from_query(maps, (14, 14), prefix=1)
+    return maps_figure(image, rows)
+
+
+def positional_map(locality: float, centre: tuple[float, float], grid: tuple[int, int]) -> np.ndarray:
+    """Return the positional attention of one head from the query, by the layer's own closed form. Shape: -> grid"""
+    from isomorph.layers.grid import axis_offsets
+    from isomorph.layers.positional_attention import centred_axis_attention
+
+    rows, columns = (
+        centred_axis_attention(axis_offsets(n, n), torch.tensor([c]), torch.tensor([locality]))[0]
+        for n, c in zip(grid, centre, strict=True)
+    )
+    row, column = int(QUERY[0] * grid[0]), int(QUERY[1] * grid[1])
+    return torch.outer(rows[row], columns[column]).numpy()
+
+
+def remove_ticks(cell: Any) -> None:
+    """Remove ticks and frame from axes that show an image."""
+    cell.set(xticks=[], yticks=[])
+    cell.spines[:].set_visible(False)
+
+
+def draw_map(cell: Any, values: np.ndarray, title: str, grid: tuple[int, int]) -> None:
+    """Draw one map with the query framed."""
+    cell.imshow(values, cmap="magma", vmin=0, interpolation="nearest")
+    row, column = int(QUERY[0] * grid[0]), int(QUERY[1] * grid[1])
+    cell.add_patch(pyplot().Rectangle((column - 0.5, row - 0.5), 1, 1, fill=False, ec="#ff3b30", lw=1.2))
+    cell.set_title(title, fontsize=8)
+    remove_ticks(cell)
+
+
+def locality(runs: Path) -> Any:
+    """Return one head's positional attention at five localities."""
+    grid, localities = (14, 14), (20.0, 2.0, 1.0, 0.25, 0.05)
+    figure, axes = pyplot().subplots(1, len(localities) + 1, figsize=(8.2, 1.7))
+    axes[0].imshow(read_image(224))
+    axes[0].set_title("image", fontsize=8)
+    axes[0].axis("off")
+    for cell, value in zip(axes[1:], localities, strict=True):
+        draw_map(cell, positional_map(value, (0.0, 1.0), grid), f"locality {value:g}", grid)
+    return figure
+
+
+@torch.no_grad()
+def gate(runs: Path) -> Any:
+    """Return content attention, positional attention, and their mixture at three gates, of one trained head."""
+    layer, image = "layer3.2.conv2", read_image(56)
+    model = iso.load(trained("cifar_exact", runs) / "model.safetensors").eval()
+    module = model.get_submodule(layer)
+    maps = {}
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        value = 30.0 if share == 1 else -30.0 if share == 0 else float(np.log(share / (1 - share)))
+        module.gate.fill_(value)  # type: ignore[union-attr, operator]
+        maps[share] = tcnn_maps(model, layer, image).maps[8]
+    figure, axes = pyplot().subplots(1, len(maps) + 1, figsize=(8.2, 1.7))
+    axes[0].imshow(image)
+    axes[0].set_title("image", fontsize=8)
+    axes[0].axis("off")
+    names = {0.0: "0: content", 1.0: "1: position"}
+    for cell, (share, values) in zip(axes[1:], maps.items(), strict=True):
+        draw_map(cell, values, f"gate {names.get(share, f'{share:g}')}", (14, 14))
+    return figure
+
+
+@torch.no_grad()
+def refiner(runs: Path) -> Any:
+    """Return four attention maps of a ConViT, expanded to twelve, convolved, and reduced to four."""
+    torch.manual_seed(3)
+    image = read_image(224)
+    model = timm.create_model("convit_ti").eval()
+    maps = iso.attention_maps(model, as_batch(image, model), where="blocks.0.attn")["blocks.0.attn"]  # (1, 4, N, N)
+    layer = iso.layers.Refiner(maps.shape[1], ratio=3, kernel_size=3, init="paper")
+    expanded = torch.einsum("mi,bijk->bmjk", layer.expand, maps)
+    local = torch.nn.functional.conv2d(expanded, layer.local()[:, None], padding=1, groups=expanded.shape[1])
+    steps = {"4 maps": maps, "expanded": expanded, "convolved": local, "reduced": layer(maps)}
+    figure, axes = pyplot().subplots(4, 4, figsize=(5.0, 5.2))
+    for line, (title, maps_after) in zip(axes, steps.items(), strict=True):
+        line[0].set_ylabel(title, rotation=0, ha="right", va="center")
+        for cell, values in zip(line, maps_from_query(maps_after[0], (14, 14)).maps, strict=False):
+            top = float(np.abs(values).max())
+            cell.imshow(values, cmap="RdBu_r", vmin=-top, vmax=top, interpolation="nearest")
+            remove_ticks(cell)
+    figure.subplots_adjust(wspace=0.06, hspace=0.1)
+    return figure
+
+
+def rows_of(name: str, table: str) -> list[dict[str, Any]]:
+    """Return the rows of the first table of a result file whose title contains `table`."""
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    return next(rows for title, rows in found.items() if table in title)
+
+
+def cost(runs: Path) -> Any:
+    """Return the time and the memory of a training step, relative to the plain network, from the stored results."""
+    tdrl = rows_of("tdrl_cpu", "Training step")[0]
+    networks = {row["form"]: row for row in rows_of("refiner_cpu", "Networks")}
+    convit = next(row for row in rows_of("convit_cpu", "Networks") if row["batch"] == 32)
+    coatnet = {row["network"]: row for row in rows_of("coatnet_cpu_kept", "Training step")}
+    deit, refined = networks["deit_small"], networks["refined_vit_s"]
+    timm_row, ours = coatnet["timm, channels last"], coatnet["ours, channels last"]
+    times = {
+        "ConViT-S / ViT": 1 / convit["step vs DeiT"],
+        "ViT-Ti, pyramids / plain": tdrl["closed form"],
+        "Refined-ViT-S / DeiT-S": refined["step ms"] / deit["step ms"],
+        "CoAtNet-0 / timm's": ours["ms"] / timm_row["ms"],
+    }
+    memory = {
+        "ConViT-S / ViT": convit["saved vs DeiT"],
+        "ViT-Ti, pyramids / plain": tdrl["closed MiB an image"] / tdrl["plain MiB an image"],
+        "Refined-ViT-S / DeiT-S": refined["MiB an image"] / deit["MiB an image"],
+        "CoAtNet-0 / timm's": ours["MiB an image"] / timm_row["MiB an image"],
+    }
+    figure = draw_chart(Bars("A training step", "times the plain network", {"time": times, "memory": memory}))
+    figure.axes[0].axvline(1, color="#808890", lw=1)
+    return figure
+
+
+def robustness(runs: Path) -> Any:
+    """Return top-1 by corruption of a CNN and its T-CNN, fine-tuned alike, from the stored results."""
+    rows = {row["top-1 (%)"]: row for row in rows_of("robustness_cifar", "top-1")}
+    names = list(rows)[: list(rows).index("jpeg_compression") + 1]
+    columns = {"CNN": "first of the pairs", "T-CNN": "second of the pairs"}
+    series: Mapping[str, Mapping[str, float]] = {
+        title: {name: float(rows[name][column]) for name in names} for title, column in columns.items()
+    }
+    return draw_chart(Bars("CIFAR-10, mean over five severities", "top-1 (%)", series), ["CNN", "T-CNN"])
+
+
+PICTURES: dict[str, Callable[[Path], Any]] = {
+    "pyramid.svg": lambda runs: pyramid_diagram(),
+    "coatnet.svg": lambda runs: coatnet_diagram(),
+    "tcnn-heads.png": tcnn_heads,
+    "gates-spans.svg": gates_and_spans,
+    "convit-heads.png": convit_heads,
+    "locality.png": locality,
+    "gate.png": gate,
+    "refiner.png": refiner,
+    "cost.svg": cost,
+    "robustness.svg": robustness,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PICTURES))
+    parser.add_argument("--runs", type=Path, default=Path("runs/docs"))
+    options = parser.parse_args()
+    for name in options.names or PICTURES:
+        with style():
+            figure = PICTURES[name](options.runs)
+            figure.savefig(FOLDER / name, dpi=110, bbox_inches="tight")
+            pyplot().close(figure)
+        print(f"wrote {FOLDER / name}, {(FOLDER / name).stat().st_size / 1024:.0f} KB")
+
+
+if __name__ == "__main__":
+    main()

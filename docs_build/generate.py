@@ -1,0 +1,253 @@
+"""Write the pages of the documentation that follow from the program.
+
+Run `python docs_build/generate.py` after a change of the command line, recipes, models or the public API.
+
+Command line, recipe fields, recipes, models, suites, the API's pages and the changelog. The pages are committed, so
+that they can be read without a build; `tests/test_docs.py` holds them equal to what this script writes.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+GENERATED = "<!-- written by docs_build/generate.py -->"
+NAMESPACES = ("surgery", "layers", "models", "analysis", "data", "evaluation", "suites", "report", "training")
+"""Packages of the public API that have a page of their own."""
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table; vertical bars in cells are escaped."""
+    lines = [list(head), ["---"] * len(head), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def page(title: str, *parts: str) -> str:
+    """Return a page with its title, and a mark that it is generated."""
+    return "\n\n".join([f"# {title}", GENERATED, *parts]).rstrip() + "\n"
+
+
+def public_names(path: Path) -> list[str]:
+    """Return the names of a file's `__all__`, without importing it."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    raise ValueError(f"{path} has no __all__")
+
+
+def first_paragraph(path: Path) -> str:
+    """Return the first paragraph of a file's docstring."""
+    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def api_page(package: str) -> str:
+    """Return the page of a namespace: one directive of mkdocstrings for each public name."""
+    path = ROOT / "src" / Path(*package.split(".")) / "__init__.py"
+    names = [name for name in public_names(path) if name not in NAMESPACES and not name.isupper()]
+    shown = "iso" if package == "isomorph" else package.replace("isomorph", "iso", 1)
+    entries = (f"::: {package}.{name}\n" for name in sorted(names, key=str.lower))
+    lead = f"`import isomorph as iso`; names on this page are `{shown}.NAME`."
+    return page(package, first_paragraph(path), lead, *entries)
+
+
+def command_line_page() -> str:
+    """Return the reference of all commands, as cyclopts documents them."""
+    import isomorph.cli  # adds the commands
+    from isomorph.cli.app import app
+
+    text = app.generate_docs(output_format="markdown", recursive=True, include_hidden=False, heading_level=1)
+    body = re.sub(r"\A# .*?(?=^## isomorph)", "", text.strip(), flags=re.MULTILINE | re.DOTALL)
+    body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
+    assert isomorph.cli.main
+    return page(
+        "Command line", "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same.", body
+    )
+
+
+def type_text(hint: Any) -> str:
+    """Return a type as readers of a recipe need it: choices, number, text, yes or no."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if str(origin) == "typing.Literal":
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin is not None and getattr(origin, "__name__", "") in ("Union", "UnionType"):
+        return " or ".join(dict.fromkeys(type_text(part) for part in arguments if part is not type(None)))
+    if hasattr(hint, "__metadata__"):
+        return type_text(arguments[0])
+    if origin in (list, tuple):
+        return f"list of {type_text(arguments[0])}"
+    names = {dict: "mapping", bool: "true or false", int: "whole number", float: "number", str: "text", Path: "path"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def default_text(field: Any) -> str:
+    """Return the default of a field as it is written in a recipe."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "none" if value in (None, "", [], {}) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def part_of(hint: Any) -> Any:
+    """Return the group of fields that a type stands for, or None."""
+    from isomorph.training.recipe.part import Part
+
+    candidates = [hint, *get_args(hint)]
+    return next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, Part)), None)
+
+
+def field_rows(part: Any, prefix: str) -> list[list[str]]:
+    """Return the rows of the fields of a group that are not groups themselves."""
+    fields = part.documented_fields().items()
+    return [
+        [
+            f"`{prefix}{name}`",
+            type_text(field.annotation),
+            default_text(field),
+            " ".join((field.description or "").split()),
+        ]
+        for name, field in fields
+        if not part_of(field.annotation)
+    ]
+
+
+def group_sections(part: Any, prefix: str = "") -> list[str]:
+    """Return a section for a group of fields, and for each group in it."""
+    title = f"## {prefix.rstrip('.')}" if prefix else "## The run"
+    lead = [] if not prefix else [first_line(part.__doc__)]
+    table = markdown_table(["field", "value", "default", "meaning"], field_rows(part, prefix))
+    inner = [(name, part_of(field.annotation)) for name, field in part.documented_fields().items()]
+    return [
+        title,
+        *lead,
+        table,
+        *(text for name, kind in inner if kind for text in group_sections(kind, f"{prefix}{name}.")),
+    ]
+
+
+def first_line(docstring: str | None) -> str:
+    """Return the first line of a docstring."""
+    return (docstring or "").strip().partition("\n")[0]
+
+
+def recipe_fields_page() -> str:
+    """Return the reference of all recipe fields, from the models that validate them."""
+    from isomorph.training import Recipe
+
+    lead = (
+        "A recipe is a YAML or TOML file with these fields. Every field is also an option of `isomorph train`: the "
+        "field `optim.lr` is `--optim.lr 1e-4`. Values on the command line are YAML: `--data.size '[224, 320]'`.\n\n"
+        "`isomorph recipes show NAME > mine.yaml` writes a recipe to start from. How training works: "
+        "[training](../training.md)."
+    )
+    return page("Recipe fields", lead, *group_sections(Recipe))
+
+
+def recipes_page() -> str:
+    """Return the list of all named recipes."""
+    from isomorph.recipes import RECIPES
+
+    rows = [
+        [f"`{name}`", fields.get("source", ""), fields.get("expected", "")] for name, fields in sorted(RECIPES.items())
+    ]
+    lead = (
+        "`isomorph train NAME` runs a recipe, `isomorph recipes show NAME` prints it. The expected results are the "
+        "papers'. Which published rows have no recipe, and why: [published runs](../recipes.md)."
+    )
+    return page("Recipes by name", lead, markdown_table(["recipe", "source", "expected"], rows))
+
+
+def model_rows() -> list[list[str]]:
+    """Return name, input size, parameters, multiply-accumulates and source of weights of every model."""
+    import timm
+    import torch
+
+    import isomorph as iso
+    from isomorph.evaluation import count_macs
+
+    rows = []
+    for name in iso.models.names():
+        with torch.device("meta"):
+            model = timm.create_model(name).eval()
+        size = model.pretrained_cfg["input_size"]
+        parameters = sum(p.numel() for p in model.parameters())
+        macs = count_macs(model, tuple(size))
+        weights = "yes" if timm.is_model_pretrained(name) else ""
+        rows.append([f"`{name}`", " x ".join(map(str, size[1:])), f"{parameters:,}", f"{macs / 1e9:.2f}", weights])
+    return rows
+
+
+def models_page() -> str:
+    """Return the table of all models."""
+    lead = (
+        "`import isomorph` adds these models to timm's registry; `timm.create_model(NAME)` creates them. Parameters "
+        "are those in training, and multiply-accumulates (MACs) are of one image in inference, before fusing. "
+        "Public weights exist where the table says so; those of `t_*` are their CNN's, recast. No weights are public "
+        "for the other families.\n\n"
+        "Arguments: [arguments of the models](model-arguments.md)."
+    )
+    head = ["model", "input", "parameters", "GMACs", "public weights"]
+    return page("Models", lead, markdown_table(head, model_rows()))
+
+
+def suites_page() -> str:
+    """Return the tables of the test suites: ImageNet's, and the corruptions."""
+    from isomorph.data import CORRUPTION_CATEGORIES, EXTRA_CORRUPTIONS
+    from isomorph.suites import SUITES
+
+    categories = {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}
+    rows = [
+        [
+            f"`{suite.name}`",
+            f"{suite.images:,}",
+            str(1000 if suite.class_indices is None else len(suite.class_indices)),
+            ", ".join(f"`{folder}`" for folder in suite.folders if folder != ".") or "as `imagenet`",
+        ]
+        for suite in SUITES.values()
+    ]
+    corruptions = [[kind, ", ".join(f"`{name}`" for name in names)] for kind, names in categories.items()]
+    return page(
+        "Test suites",
+        "`isomorph evaluate MODEL --suite NAME,NAME --root FOLDER` evaluates on these. Labels, metrics and errors: "
+        "[evaluation](../evaluation.md).",
+        markdown_table(["suite", "images", "classes", "folder below the root"], rows),
+        "## Corruptions",
+        "`isomorph robustness MODEL` applies these, each at severity 1 to 5; `extra` with `--extra`. Protocol: "
+        "[robustness](../robustness.md).",
+        markdown_table(["kind", "corruptions"], corruptions),
+    )
+
+
+def changelog_page() -> str:
+    """Return the changelog, its links made relative to the documentation."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    text = re.sub(r"\]\(docs/", "](", text)
+    return re.sub(r"\A(# .*\n)", rf"\1\n{GENERATED}\n", text)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "changelog.md": changelog_page,
+    "reference/command-line.md": command_line_page,
+    "reference/recipe-fields.md": recipe_fields_page,
+    "reference/recipe-names.md": recipes_page,
+    "reference/models.md": models_page,
+    "reference/suites.md": suites_page,
+    "reference/api/isomorph.md": lambda: api_page("isomorph"),
+    **{f"reference/api/{name}.md": lambda name=name: api_page(f"isomorph.{name}") for name in NAMESPACES},  # type: ignore[misc]
+}
+
+
+def main(names: Sequence[str]) -> None:
+    """Write the pages whose path contains one of `names`; all without names."""
+    for path, write in PAGES.items():
+        if not names or any(name in path for name in names):
+            (DOCS / path).parent.mkdir(parents=True, exist_ok=True)
+            (DOCS / path).write_text(write())
+            print(f"wrote docs/{path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

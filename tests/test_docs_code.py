@@ -1,0 +1,59 @@
+"""Every code block of the README and the docs runs as printed, in order, in an empty folder for each page."""
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from command_line import isomorph
+
+ROOT = Path(__file__).resolve().parents[1]
+FENCE = re.compile(r"(<!-- not run: ([^>]+) -->\n)?^```(python|bash)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+"""A block, after the reason if it is not to be run."""
+
+
+def blocks_of(page):
+    """The blocks to run: language and text."""
+    return [(language, text) for _, reason, language, text in FENCE.findall(page.read_text()) if not reason]
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks_of(page)]
+
+
+def commands_of(text):
+    """The command lines of a shell block, without comments; a backslash continues a line."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def run_shell(text, folder):
+    """Run the isomorph commands of a block; any other command needs a reason not to be run."""
+    for words in commands_of(text):
+        words = [os.path.expanduser(word) for word in words]
+        program, *arguments = words
+        assert program == "isomorph", f"{program}: mark the block with <!-- not run: REASON -->"
+        target = None
+        if ">" in arguments:
+            arguments, target = arguments[: arguments.index(">")], arguments[-1]
+        run = isomorph(*arguments, folder=folder)
+        assert run.returncode == 0, f"{shlex.join(words)}\n{run.stderr}"
+        if target:
+            (folder / target).write_text(run.stdout)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_run_as_printed(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for language, text in blocks_of(page):
+        if language == "python":
+            exec(compile(text, str(page), "exec"), {"__name__": "__main__"})
+        else:
+            run_shell(text, tmp_path)
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_fence_has_a_language_that_is_run(page):
+    for language in re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)[::2]:
+        assert language in ("python", "bash", "yaml", "text", "console"), f"{page.name}: a block of {language!r}"
