@@ -56,7 +56,7 @@ def test_what_was_shortened_is_printed(tmp_path, capsys):
 def test_test_images_are_the_same_for_every_seed():
     def images(seed, number):
         test = open_sources(iso.load_recipe("digits_cnn", [f"seed={seed}", f"data.test_images={number}"]))[1]
-        return len(test), test.labels[:20]
+        return len(test), list(test.labels)
 
     assert images(0, 45) == images(7, 45)
     assert images(0, 45)[0] == 45

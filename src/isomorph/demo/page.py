@@ -1,0 +1,110 @@
+"""The page of the demo."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.analysis import attention_spans, gates
+from isomorph.demo.run import LAYERS, SHOWN, Demo
+from isomorph.evaluation.cost import count_macs, count_parameters
+from isomorph.layers import GPSA, GPSA2d
+from isomorph.report.attention_viewer import PageImage, Viewer, ViewerModel, build_viewer
+from isomorph.report.charts import Dots, Line, Panel
+from isomorph.report.html import Section, write_page
+from isomorph.report.layer_maps import capture_layer_maps
+
+
+def write_demo_page(demo: Demo, path: Path) -> int:
+    """Write the page of a demo; return its size in bytes. Raises: UserError when it cannot be written."""
+    sections = [_equality_section(demo), _attention_section(demo), _gain_section(demo), _cost_section(demo)]
+    lead = f"{demo.equality} {demo.gain}"
+    footer = f"isomorph demo, {demo.seconds:.0f} s on one thread, torch {torch.__version__}."
+    return write_page(path, "A CNN becomes attention, and a ViT starts as a convolution", lead, sections, footer)
+
+
+def _equality_section(demo: Demo) -> Section:
+    """Return the section with the comparison of the CNN and its T-CNN."""
+    return Section(
+        "The same function",
+        f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
+        f"({LAYERS}) were then recast as gated self-attention, without training. Both networks were compared on all "
+        "test images and on cut ones, in two precisions, and layer by layer.",
+        finding=demo.equality,
+        listing=str(demo.report),
+    )
+
+
+def _attention_section(demo: Demo) -> Section:
+    """Return the section with the attention maps of all models on the first digits."""
+    viewer = _viewer(demo)
+    return Section(
+        "What each head attends to",
+        f"Point at a patch of the digit. {viewer.note if viewer else ''}",
+        finding=f"In the T-CNN every head gives {demo.weight:.1%} of its weight to one position: the kernel's.",
+        guide="A 3 x 3 convolution is attention with nine heads, each of which attends to one neighbour. Of the ViTs, "
+        "one learned its attention from random weights; in the other, each head started at one neighbour.",
+        viewer=viewer,
+    )
+
+
+def _viewer(demo: Demo) -> Viewer | None:
+    """Return the viewer of the T-CNN and the trained ViTs."""
+    batch = demo.images[:SHOWN]
+    mean, std = (torch.tensor(demo.config[key])[:, None, None] for key in ("mean", "std"))
+    images = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
+    models: dict[str, nn.Module] = {"T-CNN": demo.tcnn} | {vit.name: vit.model for vit in demo.vits}
+    shown = [
+        ViewerModel(name, capture_layer_maps(model, batch)[0], _gates_by_layer(model)) for name, model in models.items()
+    ]
+    return build_viewer(shown, images)
+
+
+def _gates_by_layer(model: nn.Module) -> dict[str, list[float]]:
+    """Return the gates of a model's heads by layer; empty for a model without gated attention."""
+    return _as_lists(gates(model)) if any(isinstance(layer, GPSA | GPSA2d) for layer in model.modules()) else {}
+
+
+def _as_lists(values: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Return the values of heads by layer as lists of numbers."""
+    return {layer: heads.tolist() for layer, heads in values.items()}
+
+
+def _gain_section(demo: Demo) -> Section:
+    """Return the section that compares the ViTs."""
+    lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
+    conv = {demo.vits[-1].name: demo.vits[-1].model}
+    charts = [
+        Panel("Top-1 on the test images", "epoch", "%", lines),
+        Dots("Gates", "sigma(gate)", {name: _as_lists(gates(model)) for name, model in conv.items()}, 1.0),
+        Dots("Spans", "1 / locality", {name: _as_lists(attention_spans(model)) for name, model in conv.items()}),
+    ]
+    return Section(
+        "What is gained",
+        "Two ViTs with the same images, epochs and learning rate; they differ in their first two attention layers, "
+        "which start as convolutions in one of them (ConViT). One seed; one image is "
+        f"{100 / len(demo.images):.2f} points. docs/training.md has the result of three seeds.",
+        demo.table(),
+        finding=demo.gain,
+        guide="Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
+        "a head attends by position, in patches.",
+        charts=charts,
+    )
+
+
+def _cost_section(demo: Demo) -> Section:
+    """Return the section with the parameters and MACs of all models."""
+    models = {"CNN": demo.cnn.model, "T-CNN": demo.tcnn} | {vit.name: vit.model for vit in demo.vits}
+    rows = [
+        [name, f"{count_parameters(model):,}", f"{count_macs(model, demo.config['input_size']) / 1e6:.1f} M"]
+        for name, model in models.items()
+    ]
+    more = count_macs(demo.tcnn, demo.config["input_size"]) / count_macs(demo.cnn.model, demo.config["input_size"])
+    return Section(
+        "Cost",
+        "Attention included; 1 MAC is 2 FLOPs.",
+        [["", "parameters", "MACs per image"], *rows],
+        finding=f"The T-CNN computes the CNN's function with {more:.2f} times its MACs: it is for training further, "
+        "not for speed.",
+    )

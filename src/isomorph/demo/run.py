@@ -1,0 +1,143 @@
+"""Train, recast, verify, inspect, and train the form that gains: the steps of the demo and their results."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import Tensor, nn
+
+from isomorph.analysis import attention_maps
+from isomorph.checkpoints import save
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import decode
+from isomorph.recipes import load_recipe
+from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
+from isomorph.training.build import data_config
+from isomorph.training.run.log import read_log
+from isomorph.training.run.loop import train
+
+LAYERS = "layer3.*.conv?"
+"""The convolutions that the demo recasts: all six of the CNN's last stage."""
+
+VITS = {"digits_vit": "ViT", "digits_convit": "ViT, convolutional at initialisation"}
+"""Recipes of the last step, which differ in how attention is initialised, and their names on the page."""
+
+SHOWN = 4
+"""Number of digits whose attention maps are on the page."""
+
+
+@dataclass
+class Trained:
+    """A model that the demo trained: its name, top-1 in percent after every epoch, and last metrics."""
+
+    name: str
+    model: nn.Module = field(repr=False)
+    top1: list[float]
+    metrics: dict[str, float]
+
+
+@dataclass
+class Demo:
+    """The results of the demo."""
+
+    cnn: Trained
+    tcnn: nn.Module = field(repr=False)
+    report: VerifyReport
+    agreeing: int
+    """Test images for which the CNN and its T-CNN predict the same class."""
+    images: Tensor = field(repr=False)
+    """The normalised test images. Shape: (N, 3, H, W)"""
+    config: dict[str, Any] = field(repr=False)
+    weight: float
+    """Largest attention of a query, as a mean over layers, heads, queries and images of the T-CNN."""
+    vits: list[Trained] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def equality(self) -> str:
+        """The result of the comparison of CNN and T-CNN in one sentence."""
+        verdict = str(self.report).splitlines()[0]
+        return f"{verdict}; the same prediction for {self.agreeing} of {len(self.images)} test images."
+
+    @property
+    def gain(self) -> str:
+        """The result of the last step in one sentence, whichever way it went."""
+        plain, conv = (vit.top1[-1] for vit in self.vits)
+        word = "gains" if conv > plain else "loses" if conv < plain else "changes top-1 by"
+        epochs = len(self.vits[0].top1)
+        return (
+            f"A ViT whose attention starts as convolutions {word} {abs(conv - plain):.1f} points: {conv:.1f}% top-1 "
+            f"after {epochs} epochs, against {plain:.1f}% of the same ViT with the usual initialisation."
+        )
+
+    def table(self) -> list[list[str]]:
+        """Return the header and the rows of the ViTs' results."""
+        head = [f"{len(self.images)} test images", "first epoch", "last epoch (top-1, %)", "NLL"]
+        rows = [[v.name, f"{v.top1[0]:.1f}", f"{v.top1[-1]:.1f}", f"{v.metrics['nll']:.3f}"] for v in self.vits]
+        return [head, *rows]
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Compute with one thread: threads that wait for each other come to a standstill next to other busy processes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> Demo:
+    """Run the demo and save its models and some digits in a folder, for commands to try next.
+
+    `overrides` are applied to every recipe, for example `epochs=1`.
+    """
+    start = time.perf_counter()
+    say = Console(quiet=not show, highlight=False).print
+    with TemporaryDirectory(prefix="isomorph-demo-") as runs, single_thread():
+
+        def run(recipe: str, name: str, *changes: str) -> Trained:
+            out = Path(runs) / recipe
+            result = train(load_recipe(recipe, [f"out={out}", *changes, *overrides]), show)
+            folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(out / "model.safetensors", folder / f"{recipe.removeprefix('digits_')}.safetensors")
+            return Trained(name, result.model, [row["top1"] for row in read_log(out / "log.jsonl")], result.metrics)
+
+        demo = _recast_step(run, say, folder)
+        say("\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions")
+        demo.vits += [run(recipe, name) for recipe, name in VITS.items()]
+    demo.seconds = time.perf_counter() - start
+    return demo
+
+
+def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder: Path) -> Demo:
+    """Train the CNN, recast it, compare both on the test images, and measure what the heads attend to."""
+    say("[bold]1/4[/] train a small CNN on scikit-learn's images of digits")
+    cnn = run("digits_cnn", "CNN", "epochs=3")
+    say("\n[bold]2/4[/] recast the six convolutions of its last stage as self-attention, and compare on test images")
+    tcnn = recast(cnn.model, ConvToGPSA(), where=LAYERS)
+    save(tcnn.eval(), folder / "tcnn.safetensors")
+    source, config = open_source("digits", "test"), data_config(load_recipe("digits_cnn"), cnn.model)
+    images = torch.cat([batch for batch, _ in eval_loader(source, config)])
+    report = verify(cnn.model, tcnn, [images, images[:16, :, :19, :23]])
+    with torch.no_grad():
+        agreeing = int((cnn.model(images).argmax(1) == tcnn(images).argmax(1)).sum())
+    first = attention_maps(tcnn, images[:SHOWN])
+    weight = torch.stack([maps.amax(-1).mean() for maps in first.values()]).mean().item()
+    demo = Demo(cnn, tcnn, report, agreeing, images, config, weight)
+    say(f"    {demo.equality}")
+    say("\n[bold]3/4[/] look at what its heads attend to")
+    say(f"    each of its 9 heads attends to one position of the old 3 x 3 kernel, with {weight:.1%} of its weight")
+    for i in range(SHOWN):
+        decode(source.images[i]).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
+    return demo

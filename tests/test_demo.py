@@ -1,0 +1,98 @@
+"""The demo: its results, its page, and the commands that it suggests."""
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import isomorph as iso
+from isomorph.demo import next_commands, run_demo, write_demo_page
+
+SMALL = ["epochs=1", "data.fraction=0.1", "optim.warmup_epochs=0", "data.test_images=40"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("demo")
+    threads = torch.get_num_threads()
+    demo = run_demo(folder / "models", show=False, overrides=SMALL)
+    assert torch.get_num_threads() == threads
+    write_demo_page(demo, folder / "demo.html")
+    return demo, folder
+
+
+def test_the_recast_is_equal_on_every_test_image(found):
+    demo, _ = found
+    assert demo.report.passed
+    assert demo.agreeing == len(demo.images) == 450
+    assert demo.equality.startswith("equal within")
+    assert demo.weight > 0.99
+    assert len(demo.report.targets) == 6
+
+
+def test_the_gain_is_said_as_it_is(found):
+    demo, _ = found
+    plain, conv = demo.vits
+    for a, b, word in (
+        (50.0, 90.0, "gains 40.0 points"),
+        (90.0, 50.0, "loses 40.0 points"),
+        (50.0, 50.0, "by 0.0 poi"),
+    ):
+        plain.top1[-1], conv.top1[-1] = a, b
+        assert word in demo.gain
+    assert [row[0] for row in demo.table()[1:]] == ["ViT", "ViT, convolutional at initialisation"]
+
+
+def test_its_page_loads_nothing(found):
+    page = (found[1] / "demo.html").read_text()
+    assert page.count('data-chart="') == 3
+    assert page.count('data-viewer="') == 1
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "src=" not in page
+
+
+def test_its_models_and_the_suggested_commands_work(found, monkeypatch, capsys):
+    from isomorph.cli import main
+
+    _, folder = found
+    monkeypatch.chdir(folder)
+    commands = [command for _, command in next_commands(Path("models"))]
+    assert len(commands) == 3
+    short = {
+        "train": ["--epochs", "1", "--data.fraction", "0.05", "--data.test_images", "20"],
+        "verify": ["--batch", "4"],
+    }
+    for command in commands:
+        arguments = _arguments(command)
+        main([*arguments, *short.get(arguments[0], [])])
+    assert "equal within" in capsys.readouterr().out
+    assert (folder / "isomorph-analysis.html").is_file()
+    assert (folder / "runs/digits_annealed/model.safetensors").is_file()
+
+
+def _arguments(command):
+    words = shlex.split(command)
+    return words[next(i for i, word in enumerate(words) if word in ("verify", "analyze", "train")) :]
+
+
+def test_commands_name_the_program_as_it_was_called(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    called = tmp_path / ".venv" / "bin" / "isomorph"
+    monkeypatch.setattr(sys, "argv", [str(called), "demo"])
+    assert next_commands(Path("m"))[0][1].startswith(".venv/bin/isomorph verify m/cnn.safetensors m/tcnn.safetensors")
+    called.parent.mkdir(parents=True)
+    called.write_text("#!/bin/sh\n")
+    called.chmod(0o755)
+    monkeypatch.setenv("PATH", str(called.parent))
+    assert next_commands(Path("m"))[0][1].startswith("isomorph verify ")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/isomorph/__main__.py", "demo"])
+    assert " -m isomorph verify " in next_commands(Path("m"))[0][1]
+
+
+def test_the_forms_differ_in_the_initialisation_only():
+    vit, convit = (iso.load_recipe(name) for name in ("digits_vit", "digits_convit"))
+    assert vit.model.kwargs == convit.model.kwargs
+    assert (vit.data, vit.augment, vit.optim, vit.epochs) == (convit.data, convit.augment, convit.optim, convit.epochs)
