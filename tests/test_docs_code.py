@@ -19,7 +19,10 @@ def blocks_of(page):
     return [(language, text) for _, reason, language, text in FENCE.findall(page.read_text()) if not reason]
 
 
-PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if blocks_of(page)]
+EVERY_PAGE = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+OTHER_TESTS = {"your-own-model.md": "test_own_model_guide.py"}
+"""Pages that start from files, and the test that writes these and runs the page."""
+PAGES = [page for page in EVERY_PAGE if blocks_of(page) and page.name not in OTHER_TESTS]
 
 
 def commands_of(text):
@@ -53,7 +56,29 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch):
             run_shell(text, tmp_path)
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def command_lines(page):
+    """Every line of a page that calls isomorph, in a block or indented, also in blocks that are not run."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^(?:    )?(isomorph [a-z].*)", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in EVERY_PAGE if command_lines(page)], ids=lambda page: str(page.relative_to(ROOT))
+)
+def test_every_command_line_parses(page):
+    import isomorph.cli  # adds the commands
+    from isomorph.cli.app import app
+
+    assert isomorph.cli.main
+    for _, *arguments in command_lines(page):
+        arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
+        app.parse_args(arguments, print_error=False, exit_on_error=False)
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_fence_has_a_language_that_is_run(page):
     for language in re.findall(r"^```(\w*)$", page.read_text(), re.MULTILINE)[::2]:
-        assert language in ("python", "bash", "yaml", "text", "console"), f"{page.name}: a block of {language!r}"
+        assert language in ("python", "bash", "yaml", "text", "console", "bibtex"), (
+            f"{page.name}: a block of {language!r}"
+        )
