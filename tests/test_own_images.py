@@ -9,6 +9,10 @@ from PIL import Image
 
 import isomorph as iso
 from isomorph.checkpoints.rebuild import record_data
+from isomorph.evaluation.cost import count_macs
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.recipes import parse_overrides
+from isomorph.suites.robustness.inputs import prepare_inputs
 from isomorph.suites.test_data import evaluation_data, open_test_images
 from isomorph.training.recipe.fields import DataPart
 
@@ -146,6 +150,14 @@ def test_evaluate_takes_a_folder_a_name_a_source_and_a_loader(tmp_path):
         iso.evaluate(model, source, test_fraction=0.2)
 
 
+def test_a_vit_built_for_96_is_measured_at_96(tmp_path):
+    model = timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3).eval()
+    assert round(count_macs(model, evaluation_config(model)["input_size"]) / 1e6) == 209
+    source = iso.data.open_source(images(tmp_path / "photos", each=1), "test")
+    assert iso.evaluate(model, source)["images"] == 3
+    assert prepare_inputs(model, source, None, None, 0, None).size == (96, 96)
+
+
 def test_images_of_odd_sizes_and_modes(tmp_path):
     photos = tmp_path / "photos"
     (photos / "a").mkdir(parents=True)
@@ -165,13 +177,14 @@ def test_images_of_odd_sizes_and_modes(tmp_path):
 
 def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):
     photos = images(tmp_path / "photos")
-    changes = [f"data={photos}", "split=0.4", "data.batch_size=4", "model.weights=x.pth"]
+    changes = [f"data={photos}", "data.split=0.4", "data.batch_size=4", "model.weights=x.pth"]
     recipe = iso.load_recipe("finetune", changes)
     assert (recipe.data.source, recipe.data.root, recipe.data.split) == ("imagefolder", photos, 0.4)
     assert recipe.data.batch_size == 4
+    assert parse_overrides(["--split", "0.4"]) == parse_overrides(["--split=0.4"]) == ["data.split=0.4"]
     assert iso.load_recipe("finetune", ["data=digits", "model.weights=x.pth"]).data.source == "digits"
     assert DataPart.model_validate(str(photos)).root == photos
     with pytest.raises(iso.UserError, match="there is no folder or data source 'photoz'"):
         iso.load_recipe("finetune", ["data=photoz", "model.weights=x.pth"])
-    with pytest.raises(iso.UserError, match="name is missing; give the name of a timm model, or weights"):
-        iso.load_recipe("finetune")
+    with pytest.raises(iso.UserError, match=r"finetune has no model; give --model\.weights FILE"):
+        iso.train(iso.load_recipe("finetune", [f"data={photos}"]))

@@ -34,7 +34,7 @@ def read_arguments(name: str, tensors: Mapping[str, Any], given: Mapping[str, An
             arguments.setdefault(argument, number)
     for argument, value in _read_vit(build_empty(name, arguments), tensors, arguments):
         arguments.setdefault(argument, value)
-    if "img_size" not in arguments and not shapes_fit(build_empty(name, arguments), tensors):
+    if "img_size" not in arguments and _has_other_shapes(build_empty(name, arguments), tensors):
         arguments |= _find_size(name, tensors, arguments)
     return arguments
 
@@ -56,6 +56,12 @@ def _shapes(tensors: Mapping[str, Any], without: Collection[str]) -> dict[str, t
         for name, tensor in tensors.items()
         if not name.startswith(tuple(without))
     }
+
+
+def _has_other_shapes(model: nn.Module, tensors: Mapping[str, Any]) -> bool:
+    """True if the tensors have the names of all parameters, and another shape for one of them."""
+    own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return own.keys() <= tensors.keys() and any(_shapes({n: tensors[n]}, ())[n] != shape for n, shape in own.items())
 
 
 def layer_names(entry: Any) -> tuple[str, ...]:

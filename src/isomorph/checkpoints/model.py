@@ -7,12 +7,13 @@ from typing import Any
 from safetensors.torch import save as serialize
 from torch import Tensor, nn
 
-from isomorph.checkpoints.contents import read_tensors, strip_wrappers
+from isomorph.checkpoints.contents import read_contents, strip_wrappers
 from isomorph.checkpoints.files import write_atomically
 from isomorph.checkpoints.rebuild import describe_model
 from isomorph.checkpoints.unpickle import short_reason
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.notes import add_notes
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:
@@ -60,7 +61,8 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
 
     Args:
         fresh_head: Keep the model's own classifier if the checkpoint has none, or one for other classes.
-        ema: Take the averaged weights of a training checkpoint, where it has any, else the last ones.
+        ema: Take the averaged weights of a training checkpoint, where it has any, else the last ones;
+            `iso.surgery.notes(model)` says which.
 
     Raises: UserError naming tensors that are missing, unexpected or of another shape; the model is then unchanged.
 
@@ -69,7 +71,10 @@ def load_weights(model: nn.Module, path: str | Path, fresh_head: bool = False, e
     >>> iso.load_weights(model, "ten.safetensors", fresh_head=True)
     ['linear.weight', 'linear.bias']
     """
-    return load_state(model, read_tensors(Path(path), ema), path, fresh_head)
+    contents = read_contents(Path(path), ema)
+    new = load_state(model, contents.tensors, path, fresh_head)
+    add_notes(model, *filter(None, [contents.note(Path(path))]))
+    return new
 
 
 def load_state(model: nn.Module, state: dict[str, Any], path: str | Path, fresh_head: bool = False) -> list[str]:

@@ -71,6 +71,8 @@ def load_recipe(name: str, overrides: list[str] | None = None) -> "Recipe":
 def parse_overrides(tokens: Sequence[str]) -> list[str]:
     """Return `--field value`, `--field=value` and `field=value` of a command line as `field=value`.
 
+    `--split` is data.split, as in other commands.
+
     Raises: UserError for a field without a value.
     """
     assignments, rest = [], list(tokens)
@@ -83,7 +85,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             if not token.startswith("--"):
                 raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
             field = f"{field}={rest.pop(0)}"
-        assignments.append(field)
+        assignments.append(f"data.{field}" if field.startswith("split=") else field)
     return assignments
 
 

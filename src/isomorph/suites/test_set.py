@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isomorph.data.sources import Source
+from isomorph.data.sources import Source, spaced_indices
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import for_each_batch
 from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts
@@ -55,6 +55,11 @@ class TestSet:
     def from_source(cls, source: Source) -> "TestSet":
         """Return all images of a source, scored by the source's own labels."""
         return cls(source, [Scoring("", source.labels, source.classes)])
+
+    def spaced(self, count: int) -> "TestSet":
+        """Return `count` evenly spaced images with their scorings. Raises: UserError for a count below 1."""
+        indices = spaced_indices(len(self.source), count)
+        return TestSet(self.source.subset(indices), [replace(s, labels=s.labels[indices]) for s in self.scorings])
 
     @property
     def title(self) -> str:

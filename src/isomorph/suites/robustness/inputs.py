@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from isomorph.data.corruptions.corrupt import CORRUPTION_VERSION, SEVERITY_SCALE
@@ -16,9 +15,9 @@ from isomorph.data.corruptions.dataset import (
     fingerprint,
     image_transform,
 )
-from isomorph.data.sources import Source
+from isomorph.data.sources import Source, spaced_images
 from isomorph.errors import UserError
-from isomorph.evaluation.input_sizes import evaluation_config, input_channels
+from isomorph.evaluation.input_sizes import built_size, evaluation_config, input_channels
 from isomorph.suites.imagenet.classes import with_imagenet_labels
 from isomorph.suites.robustness.published import CifarC, ImageNetC, Published
 
@@ -83,7 +82,7 @@ class RobustnessInputs:
         """Return the clean images, `limit` evenly spaced ones at most. Raises: UserError when there is no source."""
         if self.source is None:
             raise UserError("there are no clean images; give a source")
-        return _limit_images(self.source, self.limit)
+        return spaced_images(self.source, self.limit)
 
     def groups(self, corruption: str, severities: Sequence[int]) -> Iterator[tuple[tuple[int, ...], CorruptedImages]]:
         """Iterate over the data sets of a corruption: one with all severities, or one for each published folder."""
@@ -92,15 +91,8 @@ class RobustnessInputs:
             yield tuple(severities), CorruptedImages(source, self.crop, corruption, severities, self.seed)
             return
         for severity in severities:
-            cell = _limit_images(self.published.cell(corruption, severity, self.num_classes), self.limit)
+            cell = spaced_images(self.published.cell(corruption, severity, self.num_classes), self.limit)
             yield (severity,), CorruptedImages(cell, self.crop)
-
-
-def _limit_images(source: Source, limit: int | None) -> Source:
-    """Return `limit` evenly spaced images of a source; all of them for None."""
-    if limit is None or limit >= len(source):
-        return source
-    return source.subset(np.linspace(0, len(source) - 1, limit).astype(int))
 
 
 def _match_labels(source: Source, num_classes: int, imagenet: bool, partial: bool) -> Source:
@@ -142,7 +134,7 @@ def prepare_inputs(
     _check_channels(model)
     if size is None:
         fixed = (getattr(model, "pretrained_cfg", None) or {}).get("fixed_input_size")
-        published_size = (imagenet or isinstance(published, ImageNetC)) and not fixed
+        published_size = (imagenet or isinstance(published, ImageNetC)) and not fixed and built_size(model) is None
         size = PUBLISHED_SIZE if published_size else evaluation_config(model)["input_size"][-2:]
     config = evaluation_config(model, (size[0], size[1])) | (IMAGENET_C_CROP if imagenet else {})
     if published and imagenet and tuple(size) != PUBLISHED_SIZE:

@@ -71,7 +71,8 @@ def robustness(
         folder: Published data set to evaluate on instead of corrupting `source`.
         corruptions, severities: The cells; by default the 15 corruptions of the suite at severities 1 to 5.
         extra: Also use the four extra corruptions.
-        size: Height and width of the images; by default 224 x 224 for 1000 classes, else the model's own.
+        size: Height and width of the images; by default 224 x 224 for 1000 classes, unless the model was built for
+            another size; else the model's own.
         limit: Use only this many images, evenly spaced.
         partial: Accept a source with only some of ImageNet's classes. For 1000 classes, labels follow from the class
             names: wnids, label numbers or ImageNet's English names.

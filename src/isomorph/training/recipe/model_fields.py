@@ -106,8 +106,6 @@ class ModelPart(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "ModelPart":
-        if self.name is None and self.weights is None:
-            raise ValueError("name is missing; give the name of a timm model, or weights")
         if self.num_classes and "num_classes" in self.kwargs:
             raise ValueError("num_classes is also given as kwargs.num_classes; give num_classes only")
         return self

@@ -278,10 +278,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return values
 
 
-_SHORTHANDS = {"split": "data.split"}
-"""Fields with a shorter name, which is that of the same option in other commands."""
-
-
 def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
     """Return values with assignments `group.field=value` applied, the value as YAML; `data=FOLDER` keeps its group.
 
@@ -292,7 +288,7 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
         path, equals, text = assignment.partition("=")
         if not equals or not path:
             raise UserError(f"override {assignment!r} must have the form field=value, like optim.lr=1e-4")
-        *groups, last = _SHORTHANDS.get(path, path).replace("-", "_").split(".")
+        *groups, last = path.replace("-", "_").split(".")
         group = result
         for name in groups:
             group = (

@@ -14,7 +14,9 @@ from isomorph.training.recipe.recipe import Recipe
 
 
 def check_files(recipe: Recipe) -> None:
-    """Raise UserError for a field whose file does not exist; names the run that makes it, if known."""
+    """Raise UserError without a model, or for a file that does not exist; names the run that makes it, if known."""
+    if recipe.model.name is None and recipe.model.weights is None:
+        raise UserError(f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME")
     given = {"model.weights": recipe.model.weights}
     given |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
     given |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
