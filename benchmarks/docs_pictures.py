@@ -3,7 +3,7 @@
     python benchmarks/docs_pictures.py [NAME ...] [--runs runs/docs]
 
 Without names all pictures are made. Needs ISOMORPH_DATA with imagenet_samples, cifar10 and weights. The pictures of
-T-CNN train two short runs (some minutes on two cores); they resume, and a second call only draws.
+T-CNN train a short run (some minutes on two cores); it resumes, and a second call only draws.
 """
 
 import argparse
@@ -72,31 +72,29 @@ def tcnn_maps(model: nn.Module, layer: str, image: np.ndarray) -> QueryMaps:
     return maps_from_query(inner.flatten(-2), (side, side))
 
 
-def trained(name: str, runs: Path) -> Path:
-    """Train a short run of a CIFAR recipe, if it is not there yet, and return its folder."""
-    changes = ["epochs=4", "data.fraction=0.05", "keep_every=1", "evaluate_every=4", f"out={runs / name}"]
-    iso.train(iso.load_recipe(name, changes))
-    return runs / name
+def trained_run(runs: Path) -> Path:
+    """Fine-tune a T-CNN for a few minutes from the paper's start, if it is not there yet, and return its folder."""
+    changes = ["epochs=4", "data.fraction=0.05", "keep_every=1", "evaluate_every=4", f"out={runs / 'cifar_paper'}"]
+    iso.train(iso.load_recipe("cifar_paper", changes))
+    return runs / "cifar_paper"
 
 
 def tcnn_heads(runs: Path) -> Any:
-    """Return the maps of a convolution's nine heads, exact and fine-tuned."""
+    """Return the maps of a convolution's nine heads: exact, at the paper's start, and fine-tuned from there."""
     layer, image = "layer3.2.conv2", read_image(64)
     cnn = timm.create_model("cifar_resnet20", pretrained=True)
-    exact = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="layer3.*.conv?")
-    tuned = iso.load(trained("cifar_exact", runs) / "model.safetensors")
-    paper = iso.load(trained("cifar_paper", runs) / "model.safetensors")
-    rows = {
-        "recast, exact": tcnn_maps(exact, layer, image),
-        "exact, fine-tuned": tcnn_maps(tuned, layer, image),
-        "paper's start, fine-tuned": tcnn_maps(paper, layer, image),
+    exact, paper = (iso.recast(cnn, iso.ConvToGPSA(init=init), where="layer3.*.conv?") for init in ("exact", "paper"))
+    models = {
+        "recast, exact": exact,
+        "recast, paper's start": paper,
+        "after fine-tuning": iso.load(trained_run(runs) / "model.safetensors"),
     }
-    return maps_figure(image, rows)
+    return maps_figure(image, {title: tcnn_maps(model, layer, image) for title, model in models.items()})
 
 
 def gates_and_spans(runs: Path) -> Any:
     """Return gates and spans of the six recast layers along the training of a T-CNN from the paper's start."""
-    folder = trained("cifar_paper", runs)
+    folder = trained_run(runs)
     tcnn = iso.load(folder / "model.safetensors")
     fresh = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(init="paper"), where="layer3.*.conv?")
     history = iso.training.gating_history(folder)
@@ -175,7 +173,7 @@ def locality(runs: Path) -> Any:
 def gate(runs: Path) -> Any:
     """Return content attention, positional attention, and their mixture at three gates, of one trained head."""
     layer, image = "layer3.2.conv2", read_image(56)
-    model = iso.load(trained("cifar_exact", runs) / "model.safetensors").eval()
+    model = iso.load(trained_run(runs) / "model.safetensors").eval()
     module = model.get_submodule(layer)
     maps = {}
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
