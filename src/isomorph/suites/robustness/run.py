@@ -69,7 +69,8 @@ def robustness(
         source: The clean images. With `folder`, they are optional and give the clean error.
         suite: "imagenet-c", or "cifar-c" for the arrays of CIFAR-10-C or CIFAR-100-C in `folder`.
         folder: Published data set to evaluate on instead of corrupting `source`.
-        corruptions, severities: The cells; by default the 15 corruptions of the suite at severities 1 to 5.
+        corruptions: The corruptions; by default the 15 of the suite.
+        severities: The severities; by default 1 to 5.
         extra: Also use the four extra corruptions.
         size: Height and width of the images; by default 224 x 224 for 1000 classes, unless the model was built for
             another size; else the model's own.
