@@ -50,7 +50,7 @@ def api_page(package: str) -> str:
     names = [name for name in public_names(path) if name not in NAMESPACES and not name.isupper()]
     shown = "iso" if package == "isomorph" else package.replace("isomorph", "iso", 1)
     entries = (f"::: {package}.{name}\n" for name in sorted(names, key=str.lower))
-    lead = f"`import isomorph as iso`; names on this page are `{shown}.NAME`."
+    lead = f"After `import isomorph as iso`, the names on this page are in `{shown}`."
     return page(package, first_paragraph(path), lead, *entries)
 
 
