@@ -1,5 +1,7 @@
 """torch.func: vmap over a model and gradients of every sample are what a loop gives."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -101,6 +103,15 @@ class TestPyramids:
         for i, layer in enumerate(layers):
             for key, buffer in layer.named_buffers():
                 equal(buffers[key][i], buffer)
+
+    def test_an_ensemble_is_stacked_without_a_loop(self, name):
+        make, shape = LAYERS[name]
+        layers = [make().double().train() for _ in range(2)]
+        x = torch.randn(shape[1:]).double()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            vmap(lambda w, b: functional_call(layers[0], (w, b), (x,)))(*stack_module_state(layers))
+        assert not [str(warning.message) for warning in caught if "performance drop" in str(warning.message)]
 
 
 class ByLayers(nn.Module):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isomorph.layers.chunked import is_eager
+from isomorph.layers.chunked import is_eager, is_functorch_tensor
 from isomorph.layers.moments import Moments, row_variance, scaled_product
 
 
@@ -82,7 +82,11 @@ def _update_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor, count: 
     if momentum is None:  # the average over all batches so far
         momentum = norm.num_batches_tracked.to(norm.running_mean.dtype).reciprocal()
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance * (count / (count - 1)))):
-        running.lerp_(new.reshape(-1).to(running.dtype), momentum)
+        new = new.reshape(-1).to(running.dtype)
+        if is_functorch_tensor(running):  # vmap runs lerp_ once for each sample
+            running.add_((new - running) * momentum)
+        else:
+            running.lerp_(new, momentum)
 
 
 def apply_batchnorm(norm: _BatchNorm, weight: Tensor, bias: Tensor, moments: Moments | None) -> tuple[Tensor, Tensor]:
