@@ -1,0 +1,85 @@
+"""The networks of the TDRL study by name: small ViTs and ResNet-20, plain, with pyramids, or with RepVGG's branches."""
+
+import timm
+import torch
+import torch.nn.functional as F
+from timm.models.byobnet import LayerFn, MobileOneBlock
+from timm.utils.model import reparameterize_model
+from torch import Tensor, nn
+
+import isomorph as iso
+from isomorph.models.tdrl_vit import PYRAMID_LAYERS
+
+PARTS = {"qkv": PYRAMID_LAYERS[:1], "v": ("blocks.*.attn.v",), "mlp": PYRAMID_LAYERS[1:], "fc1": PYRAMID_LAYERS[1:2]}
+CONVOLUTIONS = ("layer?.*.conv?",)
+
+
+def build(network: str, form: str, seed: int) -> nn.Module:
+    """Return an untrained network.
+
+    `form` is "plain", "repvgg", or a layout of `LinearToPyramid` followed by options: a rectification, same-function
+    (pyramids are initialised as in the paper otherwise), one of `PARTS`; "plain xavier" is initialised as they are.
+    """
+    torch.manual_seed(seed)
+    model = vit() if network == "vit" else timm.create_model(network, num_classes=10)
+    layout, *options = form.split()
+    if layout == "repvgg":
+        return add_branches(model)
+    if layout == "plain":
+        return xavier(model) if options else model
+    part = next((PARTS[option] for option in options if option in PARTS), PYRAMID_LAYERS)
+    rectify = next((o for o in options if o in ("none", "rescale", "batchnorm")), "paper")
+    init = "same-function" if "same-function" in options else "paper"
+    where = part if network == "vit" else CONVOLUTIONS
+    return iso.recast(model, iso.LinearToPyramid(layout, init=init, rectify=rectify), where=where)
+
+
+class PatchProjection(nn.Conv2d):
+    """A patch embedding as a linear layer on patches, which vmap stacks well; a convolution would become a grouped one.
+
+    Shape: x (B, 3, H, W) -> (B, C, H / p, W / p)
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        high, wide = self.kernel_size
+        patches = x.unflatten(3, (-1, wide)).unflatten(2, (-1, high)).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def vit() -> nn.Module:
+    """Return timm's ViT of width 64, with 6 blocks of 4 heads, for 16 patches of 32 x 32 images."""
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, depth=6, num_heads=4, class_token=False,
+        global_pool="avg", num_classes=10,
+    )  # fmt: skip
+    model.patch_embed.proj.__class__ = PatchProjection
+    for block in model.blocks:
+        block.attn.fused_attn = False  # torch's fused attention cannot be stacked by vmap
+    return model
+
+
+def xavier(model: nn.Module) -> nn.Module:
+    """Initialise the linear layers of the blocks as pyramids are."""
+    for module in model.blocks.modules():  # type: ignore[union-attr]
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+    return model
+
+
+def add_branches(model: nn.Module) -> nn.Module:
+    """Replace conv + BatchNorm in the blocks of a CIFAR ResNet by timm's 3x3, 1x1 and identity branches."""
+    for module in list(model.modules()):
+        for number in (1, 2):
+            conv = getattr(module, f"conv{number}", None)
+            if module is not model and isinstance(conv, nn.Conv2d):
+                block = MobileOneBlock(conv.in_channels, conv.out_channels, 3, conv.stride[0], layers=LayerFn())
+                block.act = nn.Identity()
+                block.stride = conv.stride  # read by the shortcut
+                setattr(module, f"conv{number}", block)
+                setattr(module, f"bn{number}", nn.Identity())
+    return model
+
+
+def fused(model: nn.Module) -> nn.Module:
+    """Return the network for inference, with one layer for each pyramid or block of branches."""
+    return reparameterize_model(iso.fuse(model), inplace=True)
