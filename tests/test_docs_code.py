@@ -25,6 +25,10 @@ OTHER_TESTS = {"your-own-model.md": "test_own_model_guide.py"}
 PAGES = [page for page in EVERY_PAGE if blocks_of(page) and page.name not in OTHER_TESTS]
 
 
+NEED_DATA = ("README.md", "docs/start/sixty-seconds.md")
+"""Pages that use the public weights of cifar_resnet20, which the tests find in ISOMORPH_DATA."""
+
+
 def commands_of(text):
     """The command lines of a shell block, without comments; a backslash continues a line."""
     lines = text.replace("\\\n", " ").splitlines()
@@ -47,7 +51,9 @@ def run_shell(text, folder):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_run_as_printed(page, tmp_path, monkeypatch):
+def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
+    if str(page.relative_to(ROOT)) in NEED_DATA:
+        request.getfixturevalue("data_root")
     monkeypatch.chdir(tmp_path)
     for language, text in blocks_of(page):
         if language == "python":
@@ -57,9 +63,12 @@ def test_blocks_run_as_printed(page, tmp_path, monkeypatch):
 
 
 def command_lines(page):
-    """Every line of a page that calls isomorph, in a block or indented, also in blocks that are not run."""
+    """Every line of a page that calls isomorph, in a shell block or indented, also in blocks that are not run."""
     text = page.read_text().replace("\\\n", " ")
-    lines = re.findall(r"^(?:    )?(isomorph [a-z].*)", text, re.MULTILINE)
+    blocks = [block for _, _, language, block in FENCE.findall(text) if language == "bash"]
+    lines = re.findall(r"^isomorph .*", "\n".join(blocks), re.MULTILINE) + re.findall(
+        r"^    (isomorph .*)", text, re.MULTILINE
+    )
     return [shlex.split(line, comments=True) for line in lines]
 
 
@@ -69,11 +78,12 @@ def command_lines(page):
 def test_every_command_line_parses(page):
     import isomorph.cli  # adds the commands
     from isomorph.cli.app import app
+    from isomorph.cli.sizes import join_sizes
 
     assert isomorph.cli.main
     for _, *arguments in command_lines(page):
         arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
-        app.parse_args(arguments, print_error=False, exit_on_error=False)
+        app.parse_args(join_sizes(arguments), print_error=False, exit_on_error=False)
 
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: str(page.relative_to(ROOT)))
