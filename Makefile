@@ -13,7 +13,7 @@ BROWSER = command -v chromium || command -v chromium-browser || command -v googl
 
 .PHONY: help env browser demo test check bench docs evidence
 help:
-	@echo "make demo   recast a CNN as attention, verify, fine-tune, report (under 3 minutes on 2 cores)"
+	@echo "make demo   recast a CNN as attention, verify, look, train a ViT in two forms (under 2 minutes on 2 cores)"
 	@echo "make test   all tests      make check  format, lint, types, fast tests"
 	@echo "make browser  Chromium for the tests of the pages, where it can be installed"
 	@echo "make bench  benchmarks     make docs   the documentation as a site"
@@ -45,14 +45,14 @@ browser:
 
 test: $(VENV)/.dev browser
 	@echo "Running all tests in two processes ..."
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
 
 check: $(VENV)/.dev browser
 	@echo "Checking format, lint, types and, unless TESTS=none, the fast tests ..."
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@test "$(TESTS)" = none || OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not slow'
+	@test "$(TESTS)" = none || OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/gpsa.py
@@ -72,4 +72,5 @@ docs: $(VENV)/.core
 	@$(PIP) -e '.[docs]'
 	@$(BIN)/python docs_build/generate.py changelog command-line recipe suites api >/dev/null
 	@$(BIN)/zensical build --strict --clean
+	@$(BIN)/python docs_build/check_site.py site
 	@echo "The site is in site/: open $(CURDIR)/site/index.html (no server and no network needed)"

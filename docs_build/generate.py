@@ -139,7 +139,7 @@ def recipe_fields_page() -> str:
 
     lead = (
         "A recipe is a YAML or TOML file with these fields. Every field is also an option of `isomorph train`: the "
-        "field `optim.lr` is `--optim.lr 1e-4`. Values on the command line are YAML; a size is `--data.size 224 320`.\n\n"
+        "field `optim.lr` is `--optim.lr 1e-4`. Values there are YAML; a size is `--data.size 224 320`.\n\n"
         "`isomorph recipes show NAME > mine.yaml` writes a recipe to start from. How training works: "
         "[training](../training.md)."
     )
