@@ -96,7 +96,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     whole = isomorph("fuse", "run/model.safetensors", folder=tmp_path)
     assert "after fusing" in whole.stdout, whole.stderr
     (tmp_path / "run/model.safetensors").unlink()  # as if the run had not come to its end
-    for flags in ([], ["--no-average"], ["--recalibrate", "2", "--json"]):
+    for flags in ([], ["--no-average", "--overwrite"], ["--overwrite", "--recalibrate", "2", "--json"]):
         fused = isomorph("fuse", "run", "--out", "thin.safetensors", *flags, folder=tmp_path)
         assert fused.returncode == 0, fused.stderr
     found = json.loads(fused.stdout)
@@ -149,6 +149,13 @@ BAD = {
         ["recast", "few.safetensors", "--where", "layer3.*", "--out", "few.safetensors"],
         "give another file",
     ),
+    "existing file": (["recast", "{weights}", "--where", "layer3.*", "--out", "few.safetensors"], "give --overwrite"),
+    "another size": (
+        ["recast", "vit_tiny_patch16_224", "--no-pretrained", "--rule", "AttentionToRefined"]
+        + ["--where", "blocks.0.attn", "--out", "x.safetensors", "--size", "100"],
+        "built for 224; give --size 224",
+    ),
+    "no image at all": (["evaluate", "{weights}", "--data", "digits", "--max-images", "0"], "must be at least 1"),
     "suffix": (["recast", "{weights}", "--where", "layer3.*", "--out", "x.pth"], "must end in .safetensors"),
     "locality": (
         ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--locality", "-1"],
@@ -174,7 +181,7 @@ BAD = {
     "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "not a whole number"),
     "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' is not available"),
     "recipe": (["train", "cifar_exat"], "did you mean cifar_exact"),
-    "field": (["train", "digits_cnn", "--optim.lrr", "3"], "did you mean lr"),
+    "field": (["train", "digits_cnn", "--optim.lrr", "3"], "did you mean --optim.lr?"),
     "two problems": (["train", "digits_cnn", "--optim.lr=0", "--epochs=0"], "2 problems"),
     "no value": (["train", "digits_cnn", "--epochs"], "--epochs VALUE"),
     "command": (["recats"], "recats"),
@@ -194,7 +201,7 @@ BAD = {
     "run folder": (["train", "digits_cnn", "out=/proc/foo", "data.fraction=0.03"], "cannot write /proc/foo"),
     "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "cannot parse the policy"),
     "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no gated attention layer to anneal"),
-    "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "RuntimeError"),
+    "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "takes images of 1 channels, but got 3"),
     "field of another rule": (
         ["recast", "{weights}", "--where", "layer3.*.conv?", "--out", "x.safetensors", "--layout", "P-W2S"],
         "ConvToGPSA has no layout; it has init, locality, gate",
@@ -285,8 +292,11 @@ BAD = {
     ),
     "huge size": (["verify", "{weights}", "{weights}", "--size", "8", "9" * 20], "--size 1e+20 is out of range"),
     "many workers": (["robustness", "{weights}", "--data", "digits", "--workers", "9999"], "--workers 9,999 is out of"),
-    "half an image": (["robustness", "{weights}", "--data", "digits", "--limit", "1.5"], "1.5 is not a whole number"),
-    "half a pixel": (["bench", "{weights}", "--size", "32", "32.5"], 'unable to convert "32.5" into int'),
+    "half an image": (
+        ["robustness", "{weights}", "--data", "digits", "--max-images", "1.5"],
+        "1.5 is not a whole number",
+    ),
+    "half a pixel": (["bench", "{weights}", "--size", "32", "32.5"], "is not a size; write --size 96, or"),
     "no corruptions": (
         ["robustness", "{weights}", "--folder", "empty"],
         "empty has no folder gaussian_noise; unpack it",
@@ -340,7 +350,9 @@ def test_every_number_has_a_limit():
 def test_a_missing_network_is_said(tmp_path):
     run = alone("evaluate", "resnetrs50", "--data", "digits", TORCH_HOME=str(tmp_path), HF_HUB_OFFLINE="1")
     said = refusal(run)
-    assert "timm cannot create resnetrs50" in said
+    assert "cannot download the weights of resnetrs50" in said
+    assert "--weights FILE" in said
+    assert "--no-pretrained" in said
 
 
 @pytest.mark.parametrize(("width", "lines"), [(None, 3), (120, 3), (80, 3), (40, 5)])

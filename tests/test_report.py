@@ -22,8 +22,8 @@ from isomorph.analysis.evolution import random_draw_indices
 from isomorph.analysis.token_grid import TokenGrid
 from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
-from isomorph.cli.analyze import open_image_loaders
-from isomorph.cli.compare import gating_histories
+from isomorph.cli.analyze_models import open_image_loaders
+from isomorph.cli.compare_runs import gating_histories
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform
 from isomorph.data.sources import Source
@@ -46,7 +46,6 @@ from isomorph.report import (
     save_figures,
     write_page,
 )
-from isomorph.report.analyze_page import lead_text
 from isomorph.report.attention_viewer import ViewerModel, build_viewer
 from isomorph.report.charts import Paths, chart_json, chart_table
 from isomorph.report.cka_charts import pairwise_cka
@@ -202,10 +201,10 @@ CONFIG = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_pct": 1.0, "crop_mode": "
 def test_every_kind_of_model_has_its_page(name, tmp_path):
     model = MODELS[name]().eval()
     pictures = [PageImage("a", torch.rand(3, 32, 48)), PageImage("b", torch.rand(3, 32, 48))]
-    sections = analyze_sections([subject := PageModel(name, model, CONFIG | {"input_size": (3, 32, 48)})], pictures)
+    sections = analyze_sections([PageModel(name, model, CONFIG | {"input_size": (3, 32, 48)})], pictures)
     titles = [section.title for section in sections]
     assert ("no attention to draw" in sections[0].text) == (name == "cnn")
-    assert lead_text([subject], sections).startswith("Predictions" if name == "cnn" else "Attention")
+    assert sections[0].finding.startswith(f"{name} predicts ")
     assert ("Gates and spans" in titles) == (name in ("gated", "t-cnn", "convit"))
     once = ["Cost per pass"] if name == "refined" else []  # its kernels are composed once a pass, whatever the batch
     assert titles[titles.index("Cost") :] == ["Cost", *once, f"Model history: {name}"]
@@ -597,8 +596,8 @@ class TestCommands:
     @pytest.mark.slow
     def test_analyze(self, folder, capsys):
         done(
-            "analyze tcnn.safetensors --against cnn.safetensors --image a.png --data digits --samples 8 --size 32 40 "
-            "--robustness t.jsonl r.jsonl --out page.html --figures figures --json"
+            "analyze tcnn.safetensors --against cnn.safetensors --image a.png --data digits --max-images 8 "
+            "--size 32 40 --robustness t.jsonl r.jsonl --out page.html --figures figures --json"
         )
         said = json.loads(capsys.readouterr().out)
         page = (folder / "page.html").read_text()
@@ -657,7 +656,7 @@ class TestCommands:
                 record_data(model, CONFIG | {"input_size": (3, 16, 16), "source": "digits"})
                 iso.save(model, folder / name / f"epoch-{epoch}.safetensors")
         iso.save(timm.create_model("cifar_resnet20"), write_run(folder / "cnn") / "epoch-1.safetensors")
-        done("compare convit vit cnn --along nonlocality entropy --samples 40 --out page.html --json")
+        done("compare convit vit cnn --along nonlocality entropy --max-images 40 --out page.html --json")
         found = json.loads(capsys.readouterr().out)["along"]
         assert [(key, list(runs)) for key, runs in found.items()] == [
             ("nonlocality", ["convit", "vit"]),
@@ -675,7 +674,7 @@ class TestCommands:
         assert "Nonlocality along training: convit" in page
         assert "Attention entropy along training: vit" in page
         assert "no nonlocality and no entropy along training" in page  # the CNN, whose recipe has no data
-        done("compare vit --along nonlocality --data digits --samples 8 --out page.html --figures figures")
+        done("compare vit --along nonlocality --data digits --max-images 8 --out page.html --figures figures")
         assert (folder / "figures/nonlocality-along-training-vit.svg").is_file()
         said = capsys.readouterr().out
         assert "vit: nonlocality (grid steps)" in said
@@ -712,7 +711,7 @@ class TestCommands:
         record_data(net, CONFIG | {"input_size": (3, 32, 32), "source": "digits"})
         iso.save(net, "vit.safetensors")
         done(
-            "analyze vit.safetensors --against vit.safetensors --image a.png --data digits --samples 8 --evolution "
+            "analyze vit.safetensors --against vit.safetensors --image a.png --data digits --max-images 8 --evolution "
             "--json"
         )
         found = json.loads(capsys.readouterr().out)["evolution"]
@@ -759,7 +758,7 @@ class TestCommands:
             "Centres at the end: run"
         ]
         assert section.text.endswith(
-            "run: 1 heads have lost their centre by the end (locality not positive): they have no span."
+            "run: heads without a centre at the end (locality not positive), and so without a span: 1."
         )
         _, spans, ways = section.charts
         assert [len(path) for path in ways.series["blocks.0.attn"]] == [1] + [2] * (heads - 1)
@@ -771,7 +770,9 @@ class TestCommands:
         save_figures(folder / "figures", [section, Section("x", charts=[gone])])
         subject = PageModel("net", model, CONFIG | {"input_size": (3, 32, 32)})
         texts = {s.title: s.text for s in analyze_sections([subject], [PageImage("a", torch.rand(3, 32, 32))])}
-        assert texts["Gates and spans"].endswith("1 heads of net have lost their centre: they have no span.")
+        assert texts["Gates and spans"].endswith(
+            "Heads of net without a centre (locality not positive), and so without a span: 1."
+        )
 
     def test_what_a_run_is_now_may_be_damaged(self, folder, monkeypatch):
         """Its newest snapshot says epoch 3, and nothing is there to rebuild it from: what was kept is still drawn."""
@@ -800,13 +801,13 @@ class TestCommands:
             "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
             "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
             "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
-            "analyze cnn.safetensors --image a.png --samples 3": "--samples must be at least 4",
+            "analyze cnn.safetensors --image a.png --max-images 3": "--max-images must be at least 4",
             "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
             "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
             "analyze cnn.safetensors --image a.png --evolution": "give --data or --root too",
             "compare": "nothing to compare; give folders of runs, or --evaluated",
             "compare c --along looks": "looks",
-            "compare c --samples 0 --along entropy": "--samples must be at least 1",
+            "compare c --max-images 0 --along entropy": "--max-images 0 must be at least 1",
             "compare c --data digits": "--data and --root choose the images of --along",
             "compare c --along entropy": "recipe.json does not name its data source; give --data",
             "compare c --along entropy --data digits": "c: no entropy along training: the model has no attention layer",

@@ -536,7 +536,7 @@ def test_the_command(tmp_path, data_root, capsys):
             main([str(part) for part in (*base, *arguments)])
         return left.value.code, *capsys.readouterr()
 
-    base = ["robustness", "cifar_resnet20", "--data", "cifar10", "--root", data_root, "--limit", 20]
+    base = ["robustness", "cifar_resnet20", "--data", "cifar10", "--root", data_root, "--max-images", 20]
     base += ["--corruption", "zoom_blur", "--corruption", "saturate", "--severity", 1, "--severity", 4]
     cells = tmp_path / "cells.jsonl"
     code, out, err = run("--out", cells, "--json")
@@ -562,7 +562,7 @@ def test_the_command(tmp_path, data_root, capsys):
 def test_cheap_checks_come_before_weights_are_fetched(asked, capsys, monkeypatch):
     from isomorph.cli import main
 
-    monkeypatch.setattr("isomorph.cli.robustness.open_model", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("isomorph.cli.open_models.open_classifier", lambda *_: pytest.fail("too late"))
     with pytest.raises(SystemExit) as left:
         main(["robustness", "resnet50", *asked])
     assert left.value.code == 2

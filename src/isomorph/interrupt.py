@@ -3,6 +3,9 @@
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 INTERRUPTED = 128 + signal.SIGINT
@@ -22,7 +25,20 @@ def exit_on_interrupt() -> None:
 
 def raise_on_interrupt() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, so that a command can remove its temporary files."""
+    global _pressed
+    _pressed = False
     _handle_interrupt(_raise)
+
+
+@contextmanager
+def handler_kept() -> Iterator[None]:
+    """Context that restores the handler of SIGINT at its end."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _handle_interrupt(before)
 
 
 def was_interrupted() -> bool:
@@ -31,14 +47,16 @@ def was_interrupted() -> bool:
 
 
 def _handle_interrupt(handler: signal.Handlers | object) -> None:
-    """Set the handler of SIGINT, unless the process was started to ignore it."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    """Set the handler of SIGINT, unless the process was started to ignore it; only the main thread may."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, handler)  # type: ignore[arg-type]
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
     """End the process without running any other code."""
-    sys.stdout.flush()
+    with suppress(OSError, ValueError, RuntimeError):
+        sys.stdout.flush()
     os.write(2, b"isomorph: interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -10,10 +10,12 @@ from cyclopts import CycloptsError
 
 from isomorph.cli import analyze, bench, compare, evaluate, listing, robustness, surgery, train  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
+from isomorph.cli.option_names import name_options
+from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes
 from isomorph.errors import Stopped, UserError
 from isomorph.import_path import SafeChildProcesses
-from isomorph.interrupt import INTERRUPTED, was_interrupted
+from isomorph.interrupt import INTERRUPTED, handler_kept, was_interrupted
 
 
 def _strip_traceback(error: Exception) -> str:
@@ -25,19 +27,16 @@ def _strip_traceback(error: Exception) -> str:
 
 def _error_message(error: Exception) -> str:
     """Return the line to print for an error."""
+    text = " ".join(str(error).split())
     if isinstance(error, UserError | CycloptsError):
         return _strip_traceback(error)
-    if type(error).__name__.startswith("Dist") or "Connection closed by peer" in str(error):
+    if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text:
         return "another process of this run has ended; its error message says why"
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"cannot open {error.filename}: {error.strerror}"
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in str(error)
-    ):
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
         return "out of memory; use smaller images or a smaller batch size"
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return explain_shape_error(text) or f"{type(error).__name__}: {text[:300]}"
 
 
 def _print_error(text: str) -> None:
@@ -46,10 +45,19 @@ def _print_error(text: str) -> None:
         print(f"isomorph: {text}", file=sys.stderr)
 
 
-def _end_interrupted() -> NoReturn:
-    """End the process after Ctrl-C."""
-    _print_error("interrupted; a run resumes from its last checkpoint")
+def _end_interrupted(command: str) -> NoReturn:
+    """End the process after Ctrl-C, with a line on what is left of the command's work."""
+    _print_error(f"interrupted{_AFTERWARDS.get(command, '')}")
     sys.exit(INTERRUPTED)
+
+
+_AFTERWARDS = {
+    "fuse": "; no file was written",
+    "recast": "; no file was written",
+    "robustness": "; with --out, the same command resumes",
+    "train": "; the same command resumes from the last checkpoint, if there is one",
+}
+"""What to know after Ctrl-C, by command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,18 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     ISOMORPH_DEBUG=1 raises errors with their traceback instead.
     """
+    tokens = join_sizes(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        with SafeChildProcesses():
-            app(join_sizes(sys.argv[1:] if arguments is None else arguments))
+        with handler_kept(), SafeChildProcesses():
+            app(tokens)
     except Stopped as stopped:
         _print_error(str(stopped))
         sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
-        _end_interrupted()
+        _end_interrupted(tokens[0])
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if was_interrupted():
-            _end_interrupted()
+            _end_interrupted(tokens[0])
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        _print_error(_error_message(error))
+        _print_error(name_options(_error_message(error), tokens[0]))
         sys.exit(2)

@@ -6,8 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
-from isomorph.cli.options import CheckpointOptions, Device, Json, Model, Weights, WholeNumber, check_limits
-from isomorph.cli.progress import spinner
+from isomorph.cli.options import CheckpointOptions, Device, Json, Model, Pretrained, Weights, WholeNumber, check_limits
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
 
@@ -24,12 +23,12 @@ def analyze(
     layers: list[str] | None = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: WholeNumber = 256,
+    max_images: WholeNumber = 256,
     evolution: Annotated[bool, Parameter(negative="")] = False,
     robustness: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     weights: Weights = None,
     checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: bool = True,
+    pretrained: Pretrained = True,
     size: Size | None = None,
     figures: Path | None = None,
     megabytes: float = 7.5,
@@ -38,6 +37,8 @@ def analyze(
     json_: Json = False,
 ) -> None:
     """Write an HTML page about a model, or two next to each other: attention maps of images, statistics, CKA, cost.
+
+    Example: isomorph analyze t.safetensors --against resnet18 --image cat.jpg
 
     Parameters
     ----------
@@ -54,15 +55,13 @@ def analyze(
         trained on.
     root
         Folder of that data.
-    samples
+    max_images
         Number of images for CKA, at least 4.
     evolution
         With --data or --root: print and plot how fast features approach those of the last layer (F_k of Refiner eq. 2:
         linear CKA, mean of 10 random batches of 32 images).
     robustness
         Results of `isomorph robustness` (its --out file or its --json output) of MODEL, of --against, or of both.
-    pretrained
-        Load the models' public weights; --no-pretrained analyzes random ones.
     size
         Height and width of the input; by default the model's own.
     figures
@@ -72,8 +71,8 @@ def analyze(
     speed
         Also measure images per second and peak memory.
     """
-    if samples < 4 or megabytes < 0.5:
-        raise UserError("--samples must be at least 4 and --megabytes at least 0.5")
+    if max_images < 4 or megabytes < 0.5:
+        raise UserError("--max-images must be at least 4 and --megabytes at least 0.5")
     if evolution and not (data or root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     with loading():
@@ -85,6 +84,7 @@ def analyze(
             resize,
         )
         from isomorph.cli.page_output import page_footer, save_figures_and_print
+        from isomorph.cli.progress import spinner
         from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, lead_text
         from isomorph.report.cka_charts import evolution_table
         from isomorph.report.html import write_page
@@ -100,14 +100,14 @@ def analyze(
     common = size or models[0].config["input_size"][-2:]
     models = [resize(m, common) if m.config["input_size"][-2:] != common else m for m in models]
     images = open_images(image, dict(models[0].config))
-    batches = open_image_loaders(models, data, root, samples) if data or root else {}
+    batches = open_image_loaders(models, data, root, max_images) if data or root else {}
     with spinner("analyzing") as show_step:
-        sampled = f"{samples} images of {data or default_data(models[0].model)}, drawn at random"
+        sampled = f"{max_images} images of {data or default_data(models[0].model)}, drawn at random"
         evolutions = feature_evolutions(models, data, root) if evolution else {}
         options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
         sections = analyze_sections(models, images, layers, options)
     title = " and ".join(m.name for m in models)
-    written = write_page(out, title, lead_text(models, sections), sections, page_footer())
+    written = write_page(out, title, lead_text(sections), sections, page_footer())
     tables = [evolution_table(evolutions)] if evolutions else []
     measured = {"evolution": evolutions} if evolutions else None
     save_figures_and_print(out, written, sections, figures, json_, measured, tables)

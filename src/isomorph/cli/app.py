@@ -14,6 +14,7 @@ app = App(
     name="isomorph",
     help="Change the form of a vision model, keep its function.",
     version=iso.__version__,
+    version_format="plaintext",
     exit_on_error=False,
     print_error=False,
     default_parameter=Parameter(negative_iterable=()),

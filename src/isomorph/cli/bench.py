@@ -8,7 +8,6 @@ from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import CheckpointOptions, Device, Json, Weights, WholeNumber, check_limits
-from isomorph.cli.progress import progress_bar
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
 from isomorph.terminal_tables import print_table
@@ -22,7 +21,7 @@ def bench(
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     batch_size: Annotated[list[WholeNumber], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: tuple[Size, ...] = (),
+    size: list[Size] | None = None,
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,
@@ -31,6 +30,8 @@ def bench(
     json_: Json = False,
 ) -> None:
     """Measure parameters, MACs, activations, peak memory and images per second, by batch size and image size.
+
+    Example: isomorph bench resnet18 --against t.safetensors --batch-size 1 32
 
     Parameters
     ----------
@@ -41,7 +42,7 @@ def bench(
     batch_size
         Images per batch; several values give several rows.
     size
-        Height and width of the images; may be given several times (--size 160 160 --size 224 320). By default the
+        Height and width of the images; may be given several times (--size 160 --size 224 320). By default the
         model's own.
     seconds
         Seconds of timing for each model, image size and batch size; at least five passes are timed.
@@ -53,6 +54,7 @@ def bench(
         raise UserError(f"{max(names, key=names.count)} is given twice; --against takes models other than MODEL")
     with loading():
         from isomorph.cli.open_models import open_given
+        from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
         from isomorph.evaluation.cost_tables import cost_table
         from isomorph.evaluation.input_sizes import evaluation_config

@@ -7,7 +7,6 @@ from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import Device, Json, WholeNumber, check_limits
-from isomorph.cli.progress import spinner
 from isomorph.errors import UserError
 
 Along = Literal["nonlocality", "entropy"]
@@ -22,7 +21,7 @@ def compare_(
     along: Annotated[list[Along] | None, Parameter(consume_multiple=True)] = None,
     data: str | None = None,
     root: Path | None = None,
-    samples: WholeNumber = 256,
+    max_images: WholeNumber = 256,
     evaluated: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
     out: Path = Path("isomorph-comparison.html"),
     figures: Path | None = None,
@@ -30,6 +29,8 @@ def compare_(
     json_: Json = False,
 ) -> None:
     """Compare runs in one HTML page: learning curves, accuracy against cost, gates along training, recipes.
+
+    Example: isomorph compare runs/cnn runs/tcnn
 
     Parameters
     ----------
@@ -42,7 +43,7 @@ def compare_(
         Data source of the test images for --along; by default each run's own.
     root
         Folder of that data; by default the one in each run's recipe.
-    samples
+    max_images
         Number of images for --along, drawn at random, the same for all runs.
     evaluated
         Files with the output of `isomorph evaluate --json`; these models join the chart of accuracy against cost.
@@ -54,8 +55,6 @@ def compare_(
     folders = runs or []
     if not folders and not evaluated:
         raise UserError("there is nothing to compare; give folders of runs, or --evaluated")
-    if samples < 1:
-        raise UserError("--samples must be at least 1")
     if (data or root) and not along:
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
     with loading():
@@ -67,6 +66,7 @@ def compare_(
             run_points,
         )
         from isomorph.cli.page_output import page_footer, save_figures_and_print
+        from isomorph.cli.progress import spinner
         from isomorph.report.accuracy_cost import points_json, read_points
         from isomorph.report.attention_history import histories_json, history_tables
         from isomorph.report.compare_page import compare_sections, read_run_logs
@@ -76,16 +76,16 @@ def compare_(
     if len(logs) + len(points) > 1:
         points = [*run_points(folders, logs), *points]
         check_unique_names([point.name for point in points])
-    images = TestImages(data, root, samples)
+    images = TestImages(data, root, max_images)
     with spinner("measuring") as show_step:
         histories = measure_along(folders, logs, along, images, device, show_step) if along else {}
-    sampled = f"{samples} test images of {data or 'the data of each run'}, drawn at random"
+    sampled = f"{max_images} test images of {data or 'the data of each run'}, drawn at random"
     sections = compare_sections(logs, gating_histories(folders, logs), histories, sampled, points)
     if not sections:
         raise UserError(f"{points[0].name} is the only model; give another one in --evaluated, or a run")
     names = [log.name for log in logs] or [point.name for point in points]
     title = names[0] if len(names) == 1 else f"{len(names)} {'runs' if logs else 'models'}"
-    size = write_page(out, title, ", ".join(names), sections, page_footer())
+    size = write_page(out, title, sections[0].finding, sections, page_footer())
     measured: dict[str, Any] = {"along": histories_json(histories)} if histories else {}
     measured |= {"points": points_json(points)} if points else {}
     save_figures_and_print(out, size, sections, figures, json_, measured, history_tables(histories))

@@ -11,7 +11,9 @@ from isomorph.cli.options import (
     CheckpointOptions,
     Device,
     Json,
+    MaxImages,
     Model,
+    Pretrained,
     Root,
     Split,
     Weights,
@@ -19,7 +21,6 @@ from isomorph.cli.options import (
     check_limits,
     display_name,
 )
-from isomorph.cli.progress import track_steps
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
 from isomorph.terminal_tables import grid_table, metric_table, print_table, sweep_table
@@ -38,10 +39,11 @@ def evaluate_(
     partial: Annotated[bool, Parameter(negative="")] = False,
     weights: Weights = None,
     checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: bool = True,
+    pretrained: Pretrained = True,
     batch_size: WholeNumber = 100,
     workers: WholeNumber = 0,
-    size: tuple[Size, ...] = (),
+    size: list[Size] | None = None,
+    max_images: MaxImages = None,
     classes: WholeNumber | None = None,
     rfc: tuple[float, ...] = (),
     rfc_fill: Literal["zero", "black"] = "zero",
@@ -51,6 +53,8 @@ def evaluate_(
     json_: Json = False,
 ) -> None:
     """Measure accuracy, calibration and cost of a model on a test set, or on several ImageNet test suites.
+
+    Example: isomorph evaluate t.safetensors --data photos
 
     Parameters
     ----------
@@ -65,15 +69,13 @@ def evaluate_(
         folder (imagefolder, tar, webdataset, huggingface), by default detected.
     partial
         Accept a suite with missing classes or images.
-    pretrained
-        Load the model's public weights; --no-pretrained evaluates random ones.
     batch_size
         Images per batch.
     workers
         Number of processes that load images; 0 loads them in the main process.
     size
-        Height and width of the input; by default the model's own. May be given several times (--size 160 160 --size 224
-        224) for a row each.
+        Height and width of the input; by default the model's own. May be given several times (--size 160 --size 224)
+        for a row each.
     classes
         Use only the first N classes of the data, as data.classes does in training.
     rfc
@@ -90,9 +92,11 @@ def evaluate_(
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     _check_options(bool(suite), classes is not None, partial)
+    sizes = tuple(size or ())
     with loading():
         from isomorph.checkpoints.open import check_pretrained_option
-        from isomorph.cli.open_models import open_given
+        from isomorph.cli.open_models import open_classifier
+        from isomorph.cli.progress import track_steps
         from isomorph.distributed import open_runtime
         from isomorph.suites.imagenet.suites import NUM_CLASSES, find_suites, open_located
         from isomorph.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
@@ -101,21 +105,23 @@ def evaluate_(
     check_pretrained_option(model, weights, pretrained)
     check_csv_path(per_class)
     locations = find_suites(suite or [], root, data)
-    net = open_given(model, checkpoint, weights, pretrained)
+    net = open_classifier(model, checkpoint, weights, pretrained)
     if locations:
         check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
         test_sets = open_located(locations, partial)
     else:
-        source, _ = evaluation_data(net, data, root, size[0] if size else None, classes, split)
+        source, _ = evaluation_data(net, data, root, sizes[0] if sizes else None, classes, split)
         test_sets = [TestSet.from_source(source)]
+    if max_images is not None:
+        test_sets = [test_set.spaced(max_images) for test_set in test_sets]
     net.to(open_runtime(device).device)
-    rows, class_rows = run_sweep(net, test_sets, Sweep(size, rfc, rfc_fill), batch_size, workers, track_steps)
+    rows, class_rows = run_sweep(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, track_steps)
     if per_class:
         write_csv(per_class, class_rows)
-    costs = measure_costs(net, size) if cost else []
+    costs = measure_costs(net, sizes) if cost else []
     head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
     head |= {} if pretrained else {"weights": "random"}
-    _print_results(head, bool(suite) or len(size) > 1, rows, costs, json_)
+    _print_results(head, bool(suite) or len(sizes) > 1, rows, costs, json_)
 
 
 def _check_options(suite: bool, classes: bool, partial: bool) -> None:

@@ -2,9 +2,10 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
-import yaml
 from cyclopts import App
 
 from isomorph.cli.app import app, loading
@@ -17,7 +18,9 @@ from isomorph.terminal_tables import print_table, print_text_table
 
 @app.command(name="models")
 def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
-    """List the models that isomorph adds to timm, with their parameters and input size.
+    """List the models that isomorph adds to timm, with their parameters, input size and public weights.
+
+    Example: isomorph models "convit*"
 
     Parameters
     ----------
@@ -31,12 +34,22 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
     if json_:
         print(json.dumps(rows))
     else:
-        print_table(
-            [
-                ["model", "parameters", "input", "weights"],
-                *([r["name"], f"{r['parameters']:,}", r["input"], r["weights"]] for r in rows),
-            ]
-        )
+        _print_models(rows)
+
+
+def _print_models(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a table of models, and the families that have no public weights."""
+    body = [[r["name"], f"{r['parameters']:,}", r["input"], _describe_weights(r)] for r in rows]
+    print_text_table([["model", "parameters", "input", "public weights"], *body])
+    with_weights = {row["family"] for row in rows if row["weights_from"]}
+    without = list(dict.fromkeys(row["family"] for row in rows if row["family"] not in with_weights))
+    if without:
+        print(f"\nNo public weights exist for {', '.join(without)}: train them with a recipe, or give --weights.")
+
+
+def _describe_weights(row: Mapping[str, Any]) -> str:
+    """Return the tag of a model's public weights and where they are."""
+    return f"{row['weights']}, {row['weights_from']}" if row["weights_from"] else "none"
 
 
 recipes = App(name="recipes", help="List the recipes, or print one as YAML.")
@@ -46,6 +59,8 @@ app.command(recipes)
 @recipes.default
 def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
     """List recipes with their source and the result they should reach.
+
+    Example: isomorph recipes "tcnn_*"
 
     Parameters
     ----------
@@ -66,11 +81,15 @@ def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
 def show_recipe(name: str, /) -> None:
     """Print a recipe as YAML, to save to a file and edit.
 
+    Example: isomorph recipes show digits_cnn > mine.yaml
+
     Parameters
     ----------
     name
         Name of the recipe, as listed by `isomorph recipes`.
     """
+    import yaml
+
     values = json.loads(json.dumps(recipe_values(name), default=str))
     print(yaml.safe_dump(values, sort_keys=False), end="")
 

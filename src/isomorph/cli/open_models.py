@@ -7,7 +7,9 @@ from torch import nn
 
 from isomorph.checkpoints import ModelOptions, open_model, open_trained
 from isomorph.cli.options import CheckpointOptions
+from isomorph.errors import UserError
 from isomorph.models.model_kwargs import parse_model_kwargs
+from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
 
 
@@ -19,6 +21,26 @@ def open_given(
 ) -> nn.Module:
     """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken."""
     return _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
+
+
+def open_classifier(
+    name: str,
+    checkpoint: CheckpointOptions,
+    weights: Path | None = None,
+    pretrained: bool = True,
+) -> nn.Module:
+    """Open a model as `open_given` does, to measure its accuracy.
+
+    Raises: UserError for a run of masked pre-training, whose classifier is not trained.
+    """
+    path = Path(name)
+    recipe = find_recipe(path) if path.exists() else None
+    if recipe and recipe.get("mask"):
+        raise UserError(
+            f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "
+            "model.safetensors as --model.weights of `isomorph train`"
+        )
+    return open_given(name, checkpoint, weights, pretrained)
 
 
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions, averaged: bool) -> nn.Module:

@@ -40,6 +40,13 @@ Split = Annotated[
     float | None,
     Parameter(help="Fraction of every class to test on, of a folder without test images of its own; 1 takes all."),
 ]
+Pretrained = Annotated[
+    bool, Parameter(help="Load the timm model's public weights; --no-pretrained starts from random ones.")
+]
+MaxImages = Annotated[
+    WholeNumber | None, Parameter(help="Use only this many test images, evenly spaced, for a quick trial.")
+]
+Overwrite = Annotated[bool, Parameter(negative="", help="Replace --out if it exists.")]
 Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]
 
 
@@ -48,12 +55,11 @@ LIMITS: dict[str, float] = {
     "batch": 2**16,
     "batch_size": 2**16,
     "classes": 10**7,
-    "limit": 10**9,
+    "max_images": 10**9,
     "megabytes": 1000,
     "num_classes": 10**7,
     "recalibrate": 10**6,
     "rfc": 100,
-    "samples": 10**7,
     "seconds": 24 * 60 * 60,
     "seed": 2**31 - 1,
     "seeds": 2**31 - 1,
@@ -118,8 +124,25 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
     if isinstance(value, list | tuple):
         for number in value:
             _check_limit(name, number, limit)
+    elif name == "max_images" and value is not None and value < 1:
+        raise UserError(f"--max-images {value} must be at least 1")
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
+
+
+def check_out(out: Path, overwrite: bool, source: Path | None = None) -> None:
+    """Check that a model can be written to --out; `source` is the file that it is made from.
+
+    Raises: UserError for another suffix than .safetensors, the file it is made from, or one that exists.
+    """
+    if out.suffix != ".safetensors":
+        raise UserError(f"--out {out} must end in .safetensors")
+    if not out.exists():
+        return
+    if source and source.exists() and out.samefile(source):
+        raise UserError(f"--out {out} is the model that is changed; give another file")
+    if out.is_file() and not overwrite:
+        raise UserError(f"--out {out} exists; give --overwrite to replace it, or another file")
 
 
 def display_name(model: str, pretrained: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import isomorph as iso
 from isomorph.cli.app import loading
-from isomorph.cli.options import CheckpointOptions, Json, Model, Weights, check_limits
+from isomorph.cli.options import CheckpointOptions, Json, Model, Overwrite, Pretrained, Weights, check_limits, check_out
 from isomorph.cli.rule_options import with_rule_options
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
@@ -26,11 +26,14 @@ def recast(
     unstride: str | None = None,
     weights: Weights = None,
     checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: bool = True,
+    pretrained: Pretrained = True,
     size: Size | None = None,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model.
+
+    Example: isomorph recast resnet18 --where "layer4.*.conv2" --out t.safetensors
 
     Parameters
     ----------
@@ -41,27 +44,27 @@ def recast(
         File for the new checkpoint (.safetensors).
     unstride
         Glob over stages that lose their stride before recasting; this changes the model's function.
-    pretrained
-        Load the model's public weights; --no-pretrained starts from random ones.
     size
         Height and width of the input to verify on; by default the model's own.
     """
-    if out.suffix != ".safetensors":
-        raise UserError(f"--out {out} must end in .safetensors")
-    if out.exists() and out.samefile(Path(model) if Path(model).exists() else out.parent):
-        raise UserError(f"--out {out} is the model to recast; give another file")
+    check_out(out, overwrite, Path(model))
     with loading():
         from isomorph.cli.open_models import open_given
+        from isomorph.cli.progress import spinner
         from isomorph.evaluation.random_inputs import random_images
         from isomorph.surgery import compare_outputs, edits_since
         from isomorph.surgery.recast import keeps_function
         from isomorph.surgery.rules.registry import build_rule
     chosen = build_rule(rule, **asdict(fields))
-    base = open_given(model, checkpoint, weights, pretrained)
-    if unstride:
-        base = iso.unstride(base, unstride)
-    new = iso.recast(base, chosen, where)
-    report = compare_outputs(base, new, [random_images(1, base, size)])
+    with spinner("recast") as show_step:
+        show_step(f"loading {model}")
+        base = open_given(model, checkpoint, weights, pretrained)
+        show_step(f"replacing {' '.join(where)}")
+        if unstride:
+            base = iso.unstride(base, unstride)
+        new = iso.recast(base, chosen, where)
+        show_step("comparing the outputs of both models in float32 and float64")
+        report = compare_outputs(base, new, [random_images(1, base, size)])
     if not report.passed and keeps_function(chosen):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)

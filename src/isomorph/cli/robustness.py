@@ -10,7 +10,9 @@ from isomorph.cli.options import (
     CheckpointOptions,
     Device,
     Json,
+    MaxImages,
     Model,
+    Pretrained,
     Root,
     Split,
     Weights,
@@ -18,7 +20,6 @@ from isomorph.cli.options import (
     check_limits,
     display_name,
 )
-from isomorph.cli.progress import progress_bar
 from isomorph.cli.sizes import Size
 from isomorph.terminal_tables import print_table
 
@@ -40,20 +41,22 @@ def robustness(
     out: Path | None = None,
     baseline: Path | None = None,
     cache: Path | None = None,
-    limit: WholeNumber | None = None,
+    max_images: MaxImages = None,
     partial: bool = False,
     seed: WholeNumber = 0,
     size: Size | None = None,
     classes: WholeNumber | None = None,
     weights: Weights = None,
     checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    pretrained: bool = True,
+    pretrained: Pretrained = True,
     batch_size: WholeNumber = 100,
     workers: WholeNumber = 0,
     device: Device = "auto",
     json_: Json = False,
 ) -> None:
     """Measure accuracy under the corruptions of ImageNet-C, by corruption, category and severity, and mCE.
+
+    Example: isomorph robustness t.safetensors --data photos --max-images 200
 
     Parameters
     ----------
@@ -77,8 +80,6 @@ def robustness(
         File of another model's results (--out or --json) to compare with.
     cache
         Folder to store corrupted images in for further models: about 150 KB per image and cell at 224 px.
-    limit
-        Use only this many images, evenly spaced.
     partial
         Accept data with only some of ImageNet's classes; labels follow from the class names.
     seed
@@ -87,8 +88,6 @@ def robustness(
         Height and width of the images; by default 224 224 for models of 1000 classes, else the model's own.
     classes
         Use only the first N classes of the data, as data.classes does in training.
-    pretrained
-        Load the model's public weights; --no-pretrained evaluates random ones.
     batch_size
         Images per batch.
     workers
@@ -96,7 +95,8 @@ def robustness(
     """
     with loading():
         from isomorph.checkpoints.open import check_pretrained_option
-        from isomorph.cli.open_models import open_given
+        from isomorph.cli.open_models import open_classifier
+        from isomorph.cli.progress import progress_bar
         from isomorph.data.corruptions.corrupt import SEVERITIES
         from isomorph.distributed import open_runtime
         from isomorph.suites.robustness.published import open_published
@@ -106,10 +106,12 @@ def robustness(
     check_pretrained_option(model, weights, pretrained)
     if published := open_published(suite, folder and folder.expanduser()):
         published.check_files(wanted_cells(corruption or None, severity or SEVERITIES, extra))
-    net = open_given(model, checkpoint, weights, pretrained)
+    net = open_classifier(model, checkpoint, weights, pretrained)
     source = None if folder and data is None else open_test_images(net, data, root, classes, split)
     net.to(open_runtime(device).device)
-    options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=limit)
+    options: dict[str, Any] = dict(
+        folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=max_images
+    )
     options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial)
     options |= dict(name=display_name(model, pretrained))
     options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}

@@ -8,7 +8,10 @@ from cyclopts import Parameter, Token
 
 from isomorph.errors import UserError
 
-_SIZE_OPTIONS = ("--size", "--grid-size", "--data.size")
+SIZE_FIELDS = ("data.size", "model.recast.grid_size")
+"""Recipe fields that are sizes."""
+
+_SIZE_OPTIONS = ("--size", "--grid-size", *(f"--{field}" for field in SIZE_FIELDS))
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?")
 _SIZE = re.compile(r"[\[(]?\s*(-?\d+)\s*(?:[x, ]\s*(-?\d+)\s*)?[\])]?", re.IGNORECASE)
 

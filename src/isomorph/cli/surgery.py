@@ -5,7 +5,16 @@ from pathlib import Path
 
 import isomorph as iso
 from isomorph.cli.app import app, loading
-from isomorph.cli.options import CheckpointOptions, Json, Weights, WholeNumber, check_limits
+from isomorph.cli.options import (
+    CheckpointOptions,
+    Json,
+    MaxImages,
+    Overwrite,
+    Weights,
+    WholeNumber,
+    check_limits,
+    check_out,
+)
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
 
@@ -30,10 +39,13 @@ def verify(
     seeds: list[WholeNumber] | None = None,
     data: str | None = None,
     root: Path | None = None,
+    max_images: MaxImages = None,
     atol: float | None = None,
     json_: Json = False,
 ) -> None:
     """Compare the outputs of two models on the same inputs, in float32 and float64; exit with 2 if they differ.
+
+    Example: isomorph verify resnet18 t.safetensors --size 224
 
     Parameters
     ----------
@@ -50,7 +62,8 @@ def verify(
     seeds
         Seeds of additional standard normal inputs, one input for each size and seed; by default 1.
     data
-        Compare on the first test images of this data source or folder instead of random inputs.
+        Compare on test images of this data source or folder instead of random inputs; by default on --batch images,
+        evenly spaced.
     root
         Folder of the data.
     atol
@@ -60,19 +73,25 @@ def verify(
         from isomorph.cli.open_models import open_given
         from isomorph.data.formats.registry import open_source
         from isomorph.data.loaders import eval_loader
+        from isomorph.data.sources import spaced_images
         from isomorph.evaluation.input_sizes import training_config
         from isomorph.evaluation.random_inputs import random_images
         from isomorph.surgery import compare_outputs
     first, second = open_given(original, checkpoint, weights), open_given(other, checkpoint)
     if data:
         config = training_config(first)
-        inputs = [next(iter(eval_loader(open_source(data, "test", root), config, max(batch, 1))))[0]]
+        source = spaced_images(open_source(data, "test", root), max_images or max(batch, 1))
+        inputs = [images for images, _ in eval_loader(source, config, max(batch, 1))]
     else:
         inputs = [random_images(batch, first, hw) for hw in size] if size else [random_images(batch, first)]
     report = compare_outputs(first, second, inputs, atol=atol, seeds=seeds or [1])
-    print(json.dumps(report.as_dict()) if json_ else report)
+    verdict, *details = str(report).splitlines()
+    if json_:
+        print(json.dumps(report.as_dict()))
+    else:
+        print("\n".join([verdict, *details] if report.passed else details))
     if not report.passed:
-        raise UserError(str(report).splitlines()[0])
+        raise UserError(verdict)
 
 
 @app.command
@@ -88,9 +107,12 @@ def fuse(
     root: Path | None = None,
     batch_size: WholeNumber = 128,
     average: bool = True,
+    overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
     """Fuse the branches of a trained model, verify and save the fused model, which can be fine-tuned again.
+
+    Example: isomorph fuse runs/tdrl --out thin.safetensors
 
     Parameters
     ----------
@@ -115,10 +137,7 @@ def fuse(
         raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
     resolved = model.resolve()
     out = out or resolved.with_name(f"{resolved.name.removesuffix('.safetensors')}-fused.safetensors")
-    if out.suffix != ".safetensors":
-        raise UserError(f"--out {out} must end in .safetensors")
-    if out.exists() and model.exists() and out.samefile(model):
-        raise UserError(f"--out {out} is the model to fuse; give another file")
+    check_out(out, overwrite, model)
     with loading():
         import torch
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.recipe_fields import check_fields, rewrite_size
 from isomorph.cli.tables import tables
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table
@@ -46,8 +47,9 @@ def train(
         str, Parameter(allow_leading_hyphen=True, help="Fields to change: --FIELD VALUE, --FIELD=VALUE or FIELD=VALUE.")
     ],
 ) -> None:
-    overrides = parse_overrides(fields)
+    overrides = [rewrite_size(assignment) for assignment in parse_overrides(fields)]
     recipe_values(recipe)
+    check_fields(overrides)
     with loading():
         from isomorph.training import train as train_recipe
     result = train_recipe(load_recipe(recipe, overrides))

@@ -2,6 +2,7 @@
 
 import json
 from typing import Any, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 import timm
 import torch
@@ -10,7 +11,7 @@ import isomorph as iso
 from isomorph.cli.tables import PATH
 from isomorph.evaluation.cost import count_parameters
 from isomorph.surgery.rules.registry import RuleOption, rule_options, rule_texts
-from isomorph.training.recipe.recipe import document_fields
+from isomorph.training.recipe.recipe import Recipe, document_fields
 
 
 def library_tables() -> dict[str, Any]:
@@ -20,7 +21,32 @@ def library_tables() -> dict[str, Any]:
         "rules": rule_texts(),
         "rule_options": [option_row(option) for option in rule_options().values()],
         "recipe_help": document_fields(),
+        "recipe_values": _allowed_values(Recipe.model_json_schema()),
     }
+
+
+def _allowed_values(schema: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the type, bounds or choices of every recipe field that takes one number or one of several words."""
+    found: dict[str, dict[str, Any]] = {}
+
+    def visit(part: dict[str, Any], prefix: str) -> None:
+        for name, field in part.get("properties", {}).items():
+            kinds = field.get("anyOf", [field])
+            others = [kind for kind in kinds if kind.get("type") != "null"]
+            if len(others) != 1:
+                continue
+            if "$ref" in others[0]:
+                visit(schema["$defs"][others[0]["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+            elif others[0].get("type") in ("integer", "number") or "enum" in others[0]:
+                kept = {key: value for key, value in others[0].items() if key in _SCHEMA_KEYS}
+                found[f"{prefix}{name}"] = {**kept, "null": len(kinds) > 1}
+
+    visit(schema, "")
+    return found
+
+
+_SCHEMA_KEYS = ("type", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+"""Keys of a JSON schema that the command line checks."""
 
 
 def _model_row(name: str) -> dict[str, Any]:
@@ -35,7 +61,18 @@ def _model_row(name: str) -> dict[str, Any]:
         "parameters": count_parameters(model),
         "input": "x".join(map(str, config["input_size"][1:])),
         "weights": config.get("tag", ""),
+        "weights_from": _weights_origin(timm.get_pretrained_cfg(name)),
     }
+
+
+def _weights_origin(config: Any) -> str | None:
+    """Return where the public weights of a model are, or None if there are none."""
+    if config.hf_hub_id:
+        return f"huggingface.co/{config.hf_hub_id}"
+    if not config.url:
+        return None
+    address = urlsplit(config.url)
+    return "/".join([address.netloc, *address.path.split("/")[1:3]])
 
 
 def option_row(option: RuleOption) -> dict[str, Any]:

@@ -174,6 +174,20 @@ def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def spaced_images(source: Source, count: int | None) -> Source:
+    """Return `count` evenly spaced images of a source; all of them for None, or where it has fewer."""
+    if count is None or count >= len(source):
+        return source
+    return source.subset(spaced_indices(len(source), count))
+
+
+def spaced_indices(length: int, count: int) -> np.ndarray:
+    """Return `count` evenly spaced indices below `length`. Raises: UserError for a count below 1. Shape: (count,)"""
+    if count < 1:
+        raise UserError(f"the number of images, {count}, must be at least 1")
+    return np.linspace(0, length - 1, min(count, length)).astype(int)
+
+
 def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:
     """Return the same fraction of every class, at least one image each, in the source's order.
 

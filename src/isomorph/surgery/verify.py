@@ -41,7 +41,7 @@ class InputDeviation:
     scale: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerifyReport:
     """Result of comparing two models: largest differences by input, and by recast module in float64.
 
@@ -102,6 +102,8 @@ class VerifyReport:
             ]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 class NotEqual(UserError):

@@ -1,0 +1,38 @@
+"""Messages of the library in the words of the command line: recipe fields and arguments as options."""
+
+import re
+
+from isomorph.cli.tables import tables
+
+_OPTIONS = {
+    "data.root": "--root",
+    "data.source": "--data",
+    "data.classes": "--classes",
+    "data.split": "--split",
+    "test_fraction": "--split",
+    "model.weights": "--weights",
+    "device=cpu": "--device cpu",
+    "batch_size": "--batch-size",
+    "model_kwargs": "--model-kwargs",
+}
+"""Options of all commands but `train`, by the names that the library uses."""
+
+
+def name_options(message: str, command: str) -> str:
+    """Return a message in which fields and arguments have the names of the command's options."""
+    if command != "train":
+        return _replace(message, _OPTIONS)
+    fields = recipe_fields()
+    message = re.sub(r"(problems?: |; )(\w+)(?=: )", lambda m: m[1] + "--" * (m[2] in fields) + m[2], message)
+    return _replace(message, {"device=cpu": "--device cpu"} | {name: f"--{name}" for name in fields if "." in name})
+
+
+def recipe_fields() -> list[str]:
+    """Return the names of all recipe fields, for example optim.lr."""
+    return re.findall(r"`--([\w.]+)`", tables()["recipe_help"])
+
+
+def _replace(message: str, options: dict[str, str]) -> str:
+    """Return the message with whole names replaced."""
+    names = "|".join(map(re.escape, sorted(options, key=len, reverse=True)))
+    return re.sub(rf"(?<![\w.-])({names})(?![\w-]|\.\w)", lambda found: options[found[1]], message)

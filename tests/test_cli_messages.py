@@ -1,0 +1,158 @@
+"""What the command line understands and says: sizes, names of options, files that exist, machines without a network."""
+
+import pytest
+import timm
+import torch
+from huggingface_hub import constants
+
+import isomorph as iso
+from isomorph.cli.option_names import name_options, recipe_fields
+from isomorph.cli.options import check_out
+from isomorph.cli.recipe_fields import check_fields
+from isomorph.cli.shape_errors import explain_shape_error
+from isomorph.cli.sizes import join_sizes, parse_size
+from isomorph.data.sources import spaced_images
+from isomorph.models.download import is_reachable
+
+NOWHERE = "http://127.0.0.1:9"
+"""An address that no server listens on."""
+
+
+@pytest.mark.parametrize(
+    ("typed", "size"),
+    [
+        (["--size", "96"], (96, 96)),
+        (["--size", "96", "128"], (96, 128)),
+        (["--size", "96x128"], (96, 128)),
+        (["--size=96X128"], (96, 128)),
+        (["--size", "[96, 128]"], (96, 128)),
+        (["--size", "(96,128)"], (96, 128)),
+        (["--size", "-3", "5"], (-3, 5)),
+    ],
+)
+def test_a_size_is_written_in_any_usual_way(typed, size):
+    joined = join_sizes(["recast", "m", *typed, "--json"])
+    assert joined[-1] == "--json"
+    text = joined[2].partition("=")[2] or joined[3]
+    assert parse_size("--size", text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "96x", "96x96x3", "32.5", "32x32.5", "wide", "9" * 30])
+def test_what_is_not_a_size_is_named_as_typed(text):
+    with pytest.raises(
+        iso.UserError, match=r"^--grid-size .*is not a size; write --grid-size 96, or --grid-size 96 128"
+    ):
+        parse_size("--grid-size", text)
+
+
+def test_other_numbers_stay_where_they_are():
+    command = ["bench", "m", "--batch-size", "1", "32", "--size", "160", "--size", "224", "320", "5"]
+    assert join_sizes(command) == [*command[:5], "--size=160", "--size=224x320", "5"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "expected"),
+    [
+        ("evaluate", "set data.root (or ISOMORPH_DATA) to", "set --root (or ISOMORPH_DATA) to"),
+        ("train", "set data.root (or ISOMORPH_DATA) to", "set --data.root (or ISOMORPH_DATA) to"),
+        ("bench", "not available; try device=cpu", "not available; try --device cpu"),
+        ("train", "2 problems: epochs: x; optim.lr: y", "2 problems: --epochs: x; --optim.lr: y"),
+        ("train", "give --optim.lr, or mydata.root.txt", "give --optim.lr, or mydata.root.txt"),
+        ("evaluate", "cannot open a/model.weights.pth", "cannot open a/model.weights.pth"),
+    ],
+)  # fmt: skip
+def test_messages_name_options_as_they_are_typed(command, message, expected):
+    assert name_options(message, command) == expected
+
+
+def test_unknown_fields_of_a_recipe_are_named():
+    check_fields(["optim.lr=1", "model.kwargs.img_size=3", "anneal=null", "model.recast.anything=2", "log-every=3"])
+    assert {"epochs", "optim.lr", "data.root"} <= set(recipe_fields())
+    with pytest.raises(
+        iso.UserError, match=r"^the recipe has 2 problems: --optim.lrr is not a field \(did you mean --o"
+    ):
+        check_fields(["optim.lrr=1", "eochs=3"])
+    with pytest.raises(iso.UserError, match=r"--nothing is not a field \(fields: name, "):
+        check_fields(["nothing=1"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("epochs=0", "--epochs: input should be greater than or equal to 1 (given 0)"),
+        ("epochs=many", "--epochs: input should be a valid integer (given many)"),
+        ("epochs=2.5", "--epochs: input should be a valid integer (given 2.5)"),
+        ("optim.lr=-1", "--optim.lr: input should be greater than 0 (given -1)"),
+        ("loss=hinge", "--loss: input should be 'softmax' or 'sigmoid' (given hinge)"),
+    ],
+)
+def test_wrong_values_of_recipe_fields_are_found_as_the_recipe_finds_them(wrong, message):
+    with pytest.raises(iso.UserError) as quick:
+        check_fields([wrong])
+    assert message in str(quick.value)
+    with pytest.raises(iso.UserError, match=wrong.partition("=")[0]):
+        iso.load_recipe("digits_cnn", [wrong])
+
+
+def test_right_values_of_recipe_fields_pass():
+    check_fields(["epochs=3", "epochs=3.0", "optim.lr=1e-3", "optim.gate_lr=10x", "loss=softmax", "ema=null", "name=x"])
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("Input height (100) doesn't match model (224).", "built for 224; give --size 224"),
+        ("Input width (100) should be divisible by patch size (16).", "a multiple of its patch size 16"),
+        ("expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead", "takes images of 1 channels"),
+    ],
+)
+def test_images_that_do_not_fit_get_advice(error, advice):
+    assert advice in (explain_shape_error(error) or "")
+
+
+def test_timm_words_its_errors_as_expected():
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1)
+    with pytest.raises(AssertionError) as caught:
+        vit(torch.zeros(1, 3, 100, 100))
+    assert explain_shape_error(str(caught.value))
+    with pytest.raises(RuntimeError) as wrong:
+        timm.create_model("cifar_resnet20")(torch.zeros(1, 1, 32, 32))
+    assert explain_shape_error(str(wrong.value))
+
+
+def test_a_model_is_not_overwritten_by_accident(tmp_path):
+    file = tmp_path / "a.safetensors"
+    check_out(file, overwrite=False)
+    file.write_text("x")
+    check_out(file, overwrite=True)
+    with pytest.raises(iso.UserError, match="exists; give --overwrite"):
+        check_out(file, overwrite=False)
+    with pytest.raises(iso.UserError, match="give another file"):
+        check_out(file, overwrite=True, source=file)
+
+
+def test_a_report_is_a_table_at_a_prompt():
+    model = timm.create_model("cifar_resnet20")
+    report = iso.verify(model, model, torch.zeros(1, 3, 32, 32))
+    assert repr(report).startswith("equal within 1e-05: max |diff| 0 (float32)")
+    assert repr(report) == str(report)
+
+
+def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert not is_reachable(NOWHERE)
+    with pytest.raises(
+        iso.UserError, match=r"cannot download the weights of resnet18.*--weights FILE.*--no-pretrained"
+    ):
+        iso.models.create("resnet18", pretrained=True)
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_images_are_evenly_spaced():
+    digits = iso.data.open_source("digits", "test")
+    assert len(spaced_images(digits, 7)) == 7
+    assert len(spaced_images(digits, 10**6)) == len(digits) == len(spaced_images(digits, None))
+    with pytest.raises(iso.UserError, match="the number of images, 0, must be at least 1"):
+        spaced_images(digits, 0)

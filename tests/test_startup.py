@@ -1,0 +1,155 @@
+"""Help, lists and errors in the command line come before torch is imported; Ctrl-C ends every moment in one line."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+import timm
+
+import isomorph as iso
+from command_line import LONGEST, settings
+from isomorph.cli import main
+from isomorph.cli.app import app
+from isomorph.cli.tables import PATH, tables
+
+HEAVY = {"torch", "torchvision", "timm", "numpy", "matplotlib", "sklearn", "datasets", "pydantic"}
+COMMANDS = [name for name in app if not name.startswith("-")]
+RECAST = ["recast", "resnet18", "--where", "layer4.*"]
+AT_ONCE = {
+    "help": (["--help"], 0),
+    "version": (["--version"], 0),
+    "recipes": (["recipes"], 0),
+    "one recipe": (["recipes", "show", "digits_cnn"], 0),
+    "models": (["models"], 0),
+    **{f"{name} --help": ([name, "--help"], 0) for name in COMMANDS},
+    "command": (["recats"], 2),
+    "option": (["evaluate", "resnet18", "--dta", "digits"], 2),
+    "missing option": (RECAST, 2),
+    "value": (["evaluate", "resnet18", "--batch-size", "many"], 2),
+    "limit": (["evaluate", "resnet18", "--batch-size", "9999999"], 2),
+    "size": (["bench", "resnet18", "--size", "32x"], 2),
+    "choice": ([*RECAST, "--out", "x.safetensors", "--rule", "ConvToGPS"], 2),
+    "field of a rule": ([*RECAST, "--out", "x.safetensors", "--localty", "3"], 2),
+    "suffix": ([*RECAST, "--out", "x.pth"], 2),
+    "recipe": (["train", "digits_cn"], 2),
+    "field of a recipe": (["train", "digits_cnn", "--optim.lrr", "3"], 2),
+    "model pattern": (["models", "vgg*"], 2),
+}
+
+
+def imported(stderr: str) -> set[str]:
+    """Top-level packages in the output of `python -X importtime`."""
+    names = (line.rpartition("|")[2].strip() for line in stderr.splitlines() if line.startswith("import time:"))
+    return {name.partition(".")[0] for name in names}
+
+
+def printed(stderr: str) -> list[str]:
+    """Lines of stderr that a user sees."""
+    return [line for line in stderr.splitlines() if not line.startswith("import time:")]
+
+
+def start(*arguments, folder=None, **streams):
+    return subprocess.Popen(
+        [sys.executable, "-X", "importtime", *map(str, arguments)], cwd=folder, env=settings(), text=True, **streams
+    )
+
+
+@pytest.mark.parametrize("case", AT_ONCE)
+def test_it_answers_before_torch_is_imported(case, tmp_path):
+    arguments, code = AT_ONCE[case]
+    child = start("-m", "isomorph", *arguments, folder=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = child.communicate(timeout=LONGEST)
+    assert child.returncode == code, stderr
+    assert not HEAVY & imported(stderr)
+    assert "isomorph" in imported(stderr)
+    assert stdout.strip() if code == 0 else len(printed(stderr)) == 1, printed(stderr)
+
+
+def test_the_installed_script_is_as_fast(tmp_path):
+    script = tmp_path / "isomorph"
+    script.write_text("from isomorph.cli import main\nmain()\n")
+    child = start(script, "models", "cifar*", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = child.communicate(timeout=LONGEST)
+    assert "cifar_resnet20" in stdout
+    assert not HEAVY & imported(stderr)
+
+
+@pytest.mark.slow
+def test_importing_isomorph_imports_little_more_than_timm():
+    code = "import isomorph, timm; assert timm.is_model('convit_tiny') and timm.is_model('cifar_resnet20')"
+    child = start("-c", code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    _, stderr = child.communicate(timeout=LONGEST)
+    assert child.returncode == 0, printed(stderr)
+    assert not imported(stderr) & {"matplotlib", "sklearn", "datasets", "pydantic", "jinja2", "cyclopts"}
+
+
+def test_public_names_are_those_of_their_modules():
+    assert iso.recast is iso.surgery.recast
+    assert iso.evaluate.__module__.startswith("isomorph.")
+    assert all(getattr(iso, name) is not None for name in iso.__all__)
+    assert pickle.loads(pickle.dumps(iso.ConvToGPSA)) is iso.ConvToGPSA
+    with pytest.raises(AttributeError, match="module 'isomorph' has no attribute 'recats'"):
+        iso.recats  # noqa: B018
+    with pytest.raises(ImportError, match="cannot import name 'recats'"):
+        from isomorph import recats  # type: ignore[attr-defined]  # noqa: F401
+
+
+@pytest.mark.slow
+def test_the_tables_are_those_of_the_library():
+    """After a change of models, rules or recipe fields: python -m isomorph.cli.write_tables."""
+    from isomorph.cli.write_tables import library_tables
+
+    assert json.loads(PATH.read_text()) == json.loads(json.dumps(library_tables()))
+
+
+def test_the_table_of_models_is_complete():
+    assert [row["name"] for row in tables()["models"]] == iso.models.names()
+
+
+MOMENTS = ["isomorph.lazy_imports", "cyclopts", "isomorph.cli.app"]
+LATE_MOMENTS = ["numpy", "torch._C", "torch", "torchvision", "timm.layers", "timm", "isomorph.surgery"]
+
+
+@pytest.mark.parametrize("module", [*MOMENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LATE_MOMENTS)])
+def test_ctrl_c_ends_the_start_in_one_line(module, tmp_path):
+    """Sent when the module has been imported."""
+    bench = ["-m", "isomorph", "bench", "cifar_resnet20", "--seconds", 30]
+    child = start(*bench, folder=tmp_path, stderr=subprocess.PIPE, start_new_session=True)
+    lines = []
+    for line in child.stderr:
+        lines.append(line)
+        if line.startswith("import time:") and line.rpartition("|")[2].strip() == module:
+            os.kill(child.pid, signal.SIGINT)
+            break
+    lines += child.stderr.readlines()
+    assert child.wait(timeout=LONGEST) == 130, lines[-1]
+    assert printed("".join(lines)) == ["isomorph: interrupted"]
+
+
+def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
+    """Also where the interrupt arrives as another error."""
+
+    def interrupted(*_):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(LONGEST)
+
+    def disguised(*_):
+        with suppress(KeyboardInterrupt):
+            interrupted()
+        raise RuntimeError("a callback failed")
+
+    monkeypatch.chdir(tmp_path)
+    iso.save(timm.create_model("cifar_resnet20"), "cnn.safetensors")
+    for effect in (interrupted, disguised):
+        monkeypatch.setattr("isomorph.surgery.compare_outputs", effect)
+        with pytest.raises(SystemExit) as ended:
+            main(["recast", "cnn.safetensors", "--where", "layer3.0.conv1", "--out", "t.safetensors"])
+        assert ended.value.code == 130
+        assert capsys.readouterr().err == "isomorph: interrupted; no file was written\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["cnn.safetensors"]
