@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import pickle
 from pathlib import Path
 
@@ -109,9 +110,12 @@ def test_harmless_classes_are_read_and_no_others(tmp_path):
 
     class Bomb:
         def __reduce__(self):
-            return Path.touch, (ran,)
+            return os.mkdir, (str(ran),)
 
-    for bad, named in ((cnn("cifar_resnet20"), "isomorph.models.cifar_resnet.CifarResNet"), ({"a": Bomb()}, "touch")):
+    for bad, named in (
+        (cnn("cifar_resnet20"), "isomorph.models.cifar_resnet.CifarResNet"),
+        ({"a": Bomb()}, "posix.mkdir"),
+    ):
         path = save(tmp_path / "bad.pth", bad) if isinstance(bad, nn.Module) else str(tmp_path / "bad.pth")
         if isinstance(bad, dict):
             torch.save(bad, path, pickle_module=pickle)
@@ -224,6 +228,12 @@ def test_broken_files_are_named_in_one_line(tmp_path):
         assert len(str(error.value)) < 400
 
 
+def test_a_number_among_the_tensors_is_named(tmp_path):
+    state = {**cnn("cifar_resnet20").state_dict(), "total_ops": 7}
+    with pytest.raises(iso.UserError, match=r"1 unexpected \(total_ops\)"):
+        open_own(save(tmp_path / "m.pth", state), arch="cifar_resnet20")
+
+
 def test_the_reader_of_nothing_but_weights(tmp_path):
     path = Path(save(tmp_path / "w.pth", {"state_dict": {"model": {"a": torch.ones(1)}}, "args": {"model": "x"}}))
     contents = read_contents(path)
@@ -264,10 +274,15 @@ def test_modules_that_timm_cannot_build(tmp_path, kind):
     assert iso.edits(again) == iso.edits(new)
     assert all(torch.equal(before[name], tensor) for name, tensor in fresh.state_dict().items())
     assert isinstance(iso.revert(again).get_submodule(where.replace("*", "0")), nn.Conv2d)
-    with pytest.raises(iso.UserError, match="which timm cannot build; in Python"):
+    with pytest.raises(iso.UserError, match="which timm cannot build; open it in Python"):
         iso.load(path)
     with pytest.raises(iso.UserError, match="which timm cannot build"):
         open_model(str(path))
+    if kind == "torchvision":
+        opened = open_own(path, arch="resnet18")
+        assert same(opened, new)
+        iso.save(opened, tmp_path / "timm.safetensors")
+        assert same(iso.load(tmp_path / "timm.safetensors"), new)
     with pytest.raises(iso.UserError, match="is a class; give a module"):
         iso.load(path, base=Own)
     with pytest.raises(iso.UserError, match="does not fit"):

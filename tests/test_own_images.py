@@ -152,7 +152,7 @@ def test_evaluate_takes_a_folder_a_name_a_source_and_a_loader(tmp_path):
 
 def test_a_vit_built_for_96_is_measured_at_96(tmp_path):
     model = timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=3).eval()
-    assert round(count_macs(model, evaluation_config(model)["input_size"]) / 1e6) == 209
+    assert count_macs(model, evaluation_config(model)["input_size"]) < 215e6  # 1,264 million at 224
     source = iso.data.open_source(images(tmp_path / "photos", each=1), "test")
     assert iso.evaluate(model, source)["images"] == 3
     assert prepare_inputs(model, source, None, None, 0, None).size == (96, 96)

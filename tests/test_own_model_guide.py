@@ -13,7 +13,7 @@ from isomorph.evaluation.input_sizes import training_config
 from test_docs_code import blocks_of, run_shell
 
 GUIDE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "your-own-model.md"
-EACH = 8
+EACH = 4
 """Images of each class."""
 
 
@@ -64,5 +64,5 @@ def test_every_block_of_the_guide(data_root, tmp_path, monkeypatch, capsys):
         "net.safetensors",
     }
     metrics = json.loads((tmp_path / "runs" / "tcnn" / "log.jsonl").read_text().splitlines()[-1])
-    assert metrics["images"] == 6
-    assert "'images': 24" in capsys.readouterr().out
+    assert metrics["images"] == 3
+    assert "'images': 12" in capsys.readouterr().out

@@ -7,13 +7,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from isomorph.checkpoints.arguments import read_arguments
 from isomorph.checkpoints.contents import read_contents
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import ModelOptions, open_foreign
 from isomorph.checkpoints.header import FORMAT, parse_header
 from isomorph.checkpoints.model import load_state
-from isomorph.checkpoints.rebuild import describe_base, describe_data, rebuild, rebuild_from_header, record_data
+from isomorph.checkpoints.rebuild import (
+    describe_base,
+    describe_data,
+    rebuild,
+    rebuild_from_header,
+    record_base,
+    record_data,
+)
 from isomorph.errors import UserError
+from isomorph.models import create, require_registered
 from isomorph.surgery import Edit, edits, replay
 from isomorph.surgery.notes import add_notes, notes
 
@@ -72,6 +81,18 @@ def _cast(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
     """Convert the model to the floating-point type of the tensors, if they have one type."""
     dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
     return model.to(dtypes.pop()) if len(dtypes) == 1 else model
+
+
+def open_as(path: Path, options: ModelOptions) -> nn.Module:
+    """Open a file of a module that timm could not build as a timm model with the same tensors, torchvision's ResNets.
+
+    Raises: UserError when the architecture in the options does not fit.
+    """
+    assert options.arch is not None
+    require_registered(options.arch)
+    arguments = read_arguments(options.arch, read_contents(path).tensors, options.arguments())
+    base = record_base(create(options.arch, **arguments), {"name": options.arch, **arguments})
+    return _load_into_base(path, base, ema=True)
 
 
 def open_with_classes(path: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, list[str]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
-from isomorph.checkpoints.load import is_own_file, load
+from isomorph.checkpoints.load import is_own_file, load, open_as
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.rebuild import rebuild_from_header
 from isomorph.checkpoints.snapshot import (
@@ -96,7 +96,9 @@ def open_trained(path: Path, averaged: bool = True, options: ModelOptions = NO_O
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
     if not path.is_dir():
-        return load(path) if is_own_file(path) else open_foreign(path, options)
+        if not is_own_file(path):
+            return open_foreign(path, options)
+        return open_as(path, options) if options.arch and "module" in read_header(path) else load(path)
     found = _newest_intact_snapshot(path)
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")

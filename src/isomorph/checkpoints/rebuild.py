@@ -194,8 +194,8 @@ def rebuild_from_header(header: Mapping[str, str], state: Mapping[str, Tensor], 
     if parts.module:
         kind = parts.module["class"]
         raise UserError(
-            f"{path} holds a {kind}, which timm cannot build; in Python, iso.load(path, base=...) opens it, with "
-            f"{kind.rpartition('.')[2]}(...) as it was before it was recast"
+            f"{path} holds a {kind}, which timm cannot build; open it in Python: iso.load(path, base="
+            f"{kind.rpartition('.')[2]}(...)), or give a timm model with the same tensors as --arch"
         )
     model = build_checked(state, path, lambda: rebuild(parts.base, parts.edits))
     model.isomorph_edits = parts.edits  # type: ignore[assignment]
@@ -210,7 +210,7 @@ def build_checked(state: Mapping[str, Tensor], path: Path, build: Callable[[], T
 
     Raises: UserError when it is, before memory is allocated, or when it cannot be built.
     """
-    held = sum(tensor.numel() for tensor in state.values())
+    held = sum(tensor.numel() for tensor in state.values() if isinstance(tensor, Tensor))
     try:
         with torch.device("meta"):
             wanted = sum(tensor.numel() for tensor in build().state_dict().values())
