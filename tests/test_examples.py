@@ -1,0 +1,60 @@
+"""The scripts and notebooks in examples/ run as they are, without arguments, and stay short."""
+
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+LAST_LINES = {
+    "recast_a_cnn.py": r"4\. Saved, and loaded again: [\d.]+ % top-1",
+    "refine_a_dinov2.py": r"4\. Similarity between the heads",
+    "robustness_page.py": r"\d+ KB; open it in a browser",
+    "train_wide_ship_thin.py": r"Linear\(in_features=",
+    "your_own_rule.py": r"4\. Saved and loaded again, rule included: True",
+}
+
+
+def run_script(script, tmp_path, monkeypatch, *arguments):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_runs_without_arguments(script, tmp_path, monkeypatch, capsys):
+    if script.name == "robustness_page.py":
+        pytest.importorskip("imagecorruptions")
+    run_script(script, tmp_path, monkeypatch)
+    printed = capsys.readouterr().out
+    assert re.search(LAST_LINES[script.name], printed.strip().splitlines()[-1]), printed
+    for number in range(1, 4):
+        assert re.search(rf"(?m)^{number}\.", printed), f"step {number} is not printed"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_is_short_and_says_how_to_run_it(script):
+    text = script.read_text()
+    assert len(text.splitlines()) < 80
+    assert f"python examples/{script.name} " in text
+
+
+def code_of(notebook):
+    """The text of every code cell of a notebook."""
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_notebook_runs_from_top_to_bottom(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    notebook, names = json.loads(path.read_text()), {"__name__": "__main__"}
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert not any(cell.get("outputs") for cell in notebook["cells"]), "store notebooks without outputs"
+    for number, code in enumerate(code_of(notebook)):
+        exec(compile(code, f"{path.name}, code cell {number + 1}", "exec"), names)
+    assert "True" in capsys.readouterr().out.splitlines()[-1]
