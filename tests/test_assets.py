@@ -15,6 +15,13 @@ STYLES = [path for path in FILES if path.suffix == ".css"]
 MAX_LINE = 100
 MAX_FUNCTION = 45
 MAX_FILE = 400
+UNWANTED = re.compile(  # words that readers of a page do not know, or that mean something else; what to write instead
+    r"\b(just born|at birth|birth|born|lets? go|let go of|what the model says|what was (kept|found|said)|dials?|"
+    r"pictures?|places?|looks?|beside|refuses?|mends?|as ever|of ours|so many|anew|heeds?|likeness|likenesses|"
+    r"is no [a-z]+|knows no|by hand|goes on|takes up|the house)\b",
+    re.IGNORECASE,
+)  # initialisation; unpin; prediction; saved, result, message; gating parameters; image; position; attends to; next to;
+# reject; fix; unchanged; isomorph's; N; again; obey; similarity; is not a, has no; in your own code; resumes; package
 NOT_FUNCTIONS = {"if", "for", "while", "switch", "catch"}
 FUNCTION = re.compile(
     r"(?:\bfunction\s+(?P<function>\w+)\s*\(|"  # function name(
@@ -109,6 +116,14 @@ def test_lines_are_short_and_clean(path):
         assert len(line) <= MAX_LINE, f"{path.name}:{number} has {len(line)} characters"
         assert line == line.rstrip(), f"{path.name}:{number} ends with spaces"
         assert "\t" not in line, f"{path.name}:{number} has a tab"
+
+
+@by_name([*FILES, *sorted(ASSETS.parent.glob("*.py"))])
+def test_words_are_plain(path):
+    """Templates, scripts and the texts of pages have none of the words that puzzled their readers."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        found = UNWANTED.search(line)
+        assert not found, f"{path.name}:{number} has {found[0]!r}"
 
 
 @by_name(FILES)

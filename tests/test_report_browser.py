@@ -118,7 +118,7 @@ class TestAttention:
         assert tab.run("document.querySelector('h1').textContent") == " and ".join(NAMES)
         assert tab.run("document.querySelectorAll('[src=x]').length") == 0
         assert tab.run("document.querySelectorAll('.tile').length") == 9  # three heads, twice, and the difference
-        assert tab.run("document.querySelectorAll('.chart svg').length") >= 4
+        assert tab.run("document.querySelectorAll('.chart svg').length") >= 3
         assert readout(tab).startswith(f"From row 3, column 4 of 4 {TIMES} 6")
 
     def test_the_policy_forbids_other_scripts_and_the_network(self, tab, page):
@@ -432,7 +432,7 @@ def test_numbers_of_a_chart_have_the_same_decimals(tab, tmp_path):
     assert small[: small.index("loss")] == ["0.0005", "0.0010", "0.0015"]
     assert small[small.index("loss") + 1 :] == ["0", "1", "2", "step"]
     tiny = texts(tab, 5)
-    assert tiny[: tiny.index("loss")] == ["0", "1e-5", "2e-5", "3e-5", "4e-5"]
+    assert tiny[: tiny.index("loss")] == ["0", "2e-5", "4e-5"]
     assert tiny[tiny.index("loss") + 1 :] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0", "step"]
 
 
@@ -465,8 +465,8 @@ def test_all_layers_leave_a_model_without_maps_out(tab, tmp_path):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_wide_tables_show_that_they_go_on(tab, tmp_path, dark):
-    table = [["model", *(f"a rather long heading {i}" for i in range(4))], ["net", *"1234"]]
-    write_page(tmp_path / "page.html", "Wide", "", [Section("Table", table=table)])
+    chart = Bars("Wide", "%", {f"a rather long name {i}": {"fog": 1.0, "snow": 2.0} for i in range(4)})
+    write_page(tmp_path / "page.html", "Wide", "", [Section("Table", charts=[chart])])
 
     def edges(scrolled):
         """How far the colours at the left and the right edge of the table are from its middle's, in its padding."""
@@ -481,7 +481,9 @@ def test_wide_tables_show_that_they_go_on(tab, tmp_path, dark):
 
     tab.screen(390, 844, dark)
     tab.open(tmp_path / "page.html")
+    tab.run("document.querySelector('details').open = true")
     assert [edges(at) for at in (0, 60, 10_000)] == [[False, True], [True, True], [True, False]]
     tab.screen(1280, 900, dark)
     tab.open(tmp_path / "page.html")
+    tab.run("document.querySelector('details').open = true")
     assert edges(0) == [False, False]

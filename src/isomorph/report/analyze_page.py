@@ -1,7 +1,7 @@
 """The sections of the page of `isomorph analyze`: one model, or two side by side."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -10,8 +10,9 @@ from isomorph.analysis import attention_entropy, attention_spans, gates, logit_s
 from isomorph.analysis.evolution import DRAW_SIZE, NUM_DRAWS
 from isomorph.errors import UserError
 from isomorph.evaluation.cost_tables import cost_table, static_cost
-from isomorph.report.attention_viewer import PageImage, ViewerModel, build_viewer
-from isomorph.report.charts import Chart, Dots
+from isomorph.report import guides
+from isomorph.report.attention_viewer import PageImage, Viewer, ViewerModel, build_viewer
+from isomorph.report.charts import Dots, constant_text
 from isomorph.report.cka_charts import (
     Evolution,
     cka_chart,
@@ -19,17 +20,33 @@ from isomorph.report.cka_charts import (
     pairwise_cka,
 )
 from isomorph.report.cost_tables import batch_cost_table, cost_problems, fixed_cost_table, pass_cost_table
+from isomorph.report.findings import (
+    cost_finding,
+    distance_finding,
+    evolution_finding,
+    gates_finding,
+    maps_finding,
+    outputs_finding,
+    predictions_finding,
+    robustness_finding,
+    similarity_finding,
+    speed_finding,
+)
 from isomorph.report.html import Details, ImageCard, Section
 from isomorph.report.layer_maps import MAX_MAP_CHARACTERS, capture_layer_maps
 from isomorph.report.page_images import normalise_images
 from isomorph.report.page_models import (
     PageModel,
+    class_logits,
     framing_text,
     model_history,
-    prediction_texts,
+    name_classes,
 )
-from isomorph.report.robustness_charts import RobustnessData, robustness_charts, robustness_table
+from isomorph.report.robustness_charts import RobustnessData, robustness_charts, robustness_table, shared_means
 from isomorph.surgery.where import Where
+
+RESOLUTION = 1e-3
+"""Smaller differences of gates, spans, distances, entropies and logits are not drawn."""
 
 
 def _values_or_empty(analysis: Callable[..., Mapping[str, Any]], *arguments: Any) -> Mapping[str, Any]:
@@ -49,16 +66,16 @@ def _dots_chart(
         for name, layers in values.items()
         if layers
     }
-    return [Dots(title, label, series, limit)] if series else []
+    return [Dots(title, label, series, limit, RESOLUTION)] if series else []
 
 
-def _gating_charts(models: Sequence[PageModel]) -> list[Chart]:
+def _gating_charts(models: Sequence[PageModel]) -> list[Dots]:
     """Return charts of the gates and spans of the models that have gated attention."""
     gates_of = {m.name: _values_or_empty(gates, m.model) for m in models}
     spans_of = {m.name: _values_or_empty(attention_spans, m.model) for m in models}
     return [
-        *_dots_chart("Gates: 1 is position attention, 0 content attention", "sigma(gate)", gates_of, 1.0),
-        *_dots_chart("Spans: width of position attention", "1 / locality", spans_of),
+        *_dots_chart("Gates", "sigma(gate)", gates_of, 1.0),
+        *_dots_chart("Spans", "1 / locality, grid steps", spans_of),
     ]
 
 
@@ -68,11 +85,13 @@ def _centreless_text(models: Sequence[PageModel]) -> str:
         m.name: sum(int(v.isnan().sum()) for v in _values_or_empty(attention_spans, m.model).values()) for m in models
     }
     return " ".join(
-        f"{count} heads of {name} have lost their centre: they have no span." for name, count in counts.items() if count
+        f"Heads of {name} without a centre (locality not positive), and so without a span: {count}."
+        for name, count in counts.items()
+        if count
     )
 
 
-def _attention_charts(models: Sequence[PageModel], batches: Mapping[str, Tensor], layers: Where | None) -> list[Chart]:
+def _attention_charts(models: Sequence[PageModel], batches: Mapping[str, Tensor], layers: Where | None) -> list[Dots]:
     """Return charts of distance, entropy and largest logit of the chosen attention layers."""
     where = "*" if layers is None else layers
     distances, entropies, logits = (
@@ -81,7 +100,7 @@ def _attention_charts(models: Sequence[PageModel], batches: Mapping[str, Tensor]
     )
     largest = {name: {layer: stats.max_logit for layer, stats in found.items()} for name, found in logits.items()}
     return [
-        *_dots_chart("Nonlocality: mean attention distance", "grid steps", distances),
+        *_dots_chart("Nonlocality", "mean distance, grid steps", distances),
         *_dots_chart("Attention entropy", "nats", entropies),
         *_dots_chart("Largest attention logit", "logit", largest),
     ]
@@ -94,12 +113,6 @@ def _fixed_cost_row(model: PageModel) -> dict[str, Any]:
     return {"model": model.name, "height": height, "width": width, **cost}
 
 
-PASS_COST_TEXT = (
-    "MACs of one forward pass: what every image adds, and what a pass costs once, whatever its batch (the products of "
-    "weights). By branches: the cost of an image in training if its tokens passed through all branches."
-)
-
-
 def _cost_sections(models: Sequence[PageModel], measure_speed: bool) -> list[Section]:
     """Return the cost of each model at the page's image size; with speed and peak memory if asked for."""
     size = models[0].config["input_size"][-2:]
@@ -107,18 +120,17 @@ def _cost_sections(models: Sequence[PageModel], measure_speed: bool) -> list[Sec
         rows = list(cost_table({m.name: m.model for m in models}, [size]))
     else:
         rows = [_fixed_cost_row(m) for m in models]
-    text = "Of one image. 1 MAC = 2 FLOPs, attention included. Saved: activations saved for the backward pass."
-    sections = [Section("Cost", text, fixed_cost_table(rows))]
+    finding = cost_finding([row for row in rows if row["batch"] == rows[0]["batch"]] if measure_speed else rows)
+    sections = [Section("Cost", "Of one image.", fixed_cost_table(rows), finding=finding, guide=guides.COST)]
     if passes := pass_cost_table(rows):
-        sections.append(Section("Cost per pass", PASS_COST_TEXT, passes))
+        sections.append(Section("Cost per pass", table=passes, guide=guides.PASS_COST))
     if measure_speed:
-        text = (
-            "On this machine, the models in alternation. Peak memory on top of the model, without and with a backward "
-            "pass."
-        )
+        text = "On this machine, the models in alternation."
         problems = cost_problems(rows)
         details = Details("Measurements that failed", problems) if problems else None
-        sections.append(Section("Speed and memory", text, batch_cost_table(rows), details=details))
+        table, finding = batch_cost_table(rows), speed_finding(rows)
+        speed = Section("Speed and memory", text, table, details=details, finding=finding, guide=guides.SPEED)
+        sections.append(speed)
     return sections
 
 
@@ -143,11 +155,9 @@ def _attention_section(
     """Return the attention viewer, or the images and predictions where no map can be drawn."""
     viewer, details = build_viewer(models, images, max_map_characters), _undrawn_layers(problems)
     if viewer:
-        text = (
-            "Point at a patch of the image, touch it, or use the arrow keys: every head shows what that patch attends "
-            f"to. {framing} {viewer.note}"
-        )
-        return Section("Attention", text, viewer=viewer, details=details)
+        text = f"Point at a patch of the image, touch it, or use the arrow keys. {framing} {viewer.note}"
+        guide = " ".join([guides.MAPS, *([guides.DIFFERENCE] if len(models) > 1 else [])])
+        return Section("Attention", text, viewer=viewer, details=details, guide=guide)
     reason = (
         "None of its attention layers can be drawn."
         if details
@@ -158,13 +168,14 @@ def _attention_section(
     for i, image in enumerate(images):
         lines = [f"{p}{m.predictions[i]}" for p, m in zip(prefixes, models, strict=True) if m.predictions[i]]
         cards.append(ImageCard(image.data_uri(), image.name, lines))
-    return Section("Predictions", f"{framing} {reason}", images=cards, details=details)
+    guide = guides.PREDICTIONS
+    return Section("Predictions", f"{framing} {reason}", images=cards, details=details, guide=guide)
 
 
-def lead_text(models: Sequence[PageModel], sections: Sequence[Section]) -> str:
-    """Return the line under the title: what the page shows."""
-    text = "Attention of every head, layer by layer" if sections[0].viewer else "Predictions and cost"
-    return text + (": two models side by side." if len(models) > 1 else ".")
+def lead_text(sections: Sequence[Section]) -> str:
+    """Return the finding of the page: that of its first section, and of robustness where it was measured."""
+    found = [section.finding for i, section in enumerate(sections) if i == 0 or section.title == "Robustness"]
+    return " ".join(filter(None, found))
 
 
 @dataclass(frozen=True)
@@ -190,34 +201,69 @@ class AnalyzeOptions:
     report_progress: Callable[[str], None] = lambda doing: None
 
 
-EVOLUTION_TEXT = (
-    "F_k = CKA(f_k, f_out) / CKA(f_in, f_out) of the output of layer k: 1 at the first layer, higher where features "
-    f"are closer to the last ones (Refiner eq. 2). Linear CKA of {DRAW_SIZE} random test images, "
-    f"mean of {NUM_DRAWS} draws."
-)
-
-
 def _comparison_sections(models: Sequence[PageModel], options: AnalyzeOptions) -> list[Section]:
     """Return the sections of CKA, feature evolution and robustness, where they are asked for."""
     sections = []
     if options.cka_batches:
         options.report_progress("CKA between layers")
-        text = (
-            "Linear CKA of features averaged over the image, unbiased (minibatch HSIC): 1 is equal up to rotation and "
-            "scale, near 0 unrelated; values slightly below 0 occur by chance."
-        ) + f" On {options.cka_images}." * bool(options.cka_images)
+        text = f"On {options.cka_images}." if options.cka_images else ""
         found = pairwise_cka({m.name: m.model for m in models}, options.cka_batches)
         charts = [cka_chart(names, matrix) for names, matrix in found.items()]
-        sections.append(Section("Layer similarity (CKA)", text, charts=charts))
+        finding = similarity_finding(charts[0])
+        sections.append(Section("Layer similarity (CKA)", text, charts=charts, finding=finding, guide=guides.CKA))
     if options.evolution:
-        sections.append(Section("Feature evolution", EVOLUTION_TEXT, charts=[evolution_chart(options.evolution)]))
+        text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
+        charts = [evolution_chart(options.evolution)]
+        finding = evolution_finding(options.evolution)
+        sections.append(Section("Feature evolution", text, charts=charts, finding=finding, guide=guides.EVOLUTION))
     if options.robustness:
         cells, measured, problems = options.robustness
         details = Details("Lines that could not be read", problems) if problems else None
         table = robustness_table(cells)
-        text = f"Images: {measured}."
-        sections.append(Section("Robustness", text, table, charts=robustness_charts(cells), details=details))
+        robust = Section("Robustness", f"Images: {measured}.", table, charts=robustness_charts(cells), details=details)
+        finding = robustness_finding(shared_means(cells))
+        sections.append(replace(robust, finding=finding, guide=guides.ROBUSTNESS))
     return sections
+
+
+def _first_section(
+    models: Sequence[PageModel],
+    images: Sequence[PageImage],
+    batches: Mapping[str, Tensor],
+    layers: Where | None,
+    options: AnalyzeOptions,
+) -> Section:
+    """Return the attention or predictions of the models, with the finding of the whole page."""
+    shown: list[ViewerModel] = []
+    outputs: list[Tensor | None] = []
+    problems: dict[str, dict[str, str]] = {}
+    for m in models:
+        options.report_progress(f"attention of {m.name}")
+        batch = batches[m.name]
+        maps, problems[m.name] = capture_layer_maps(m.model, batch, layers, keep_exact=len(models) == 2)
+        gates_of = {name: values.tolist() for name, values in _values_or_empty(gates, m.model).items()}
+        outputs.append(class_logits(m.model, batch))
+        predictions = [""] * len(images) if outputs[-1] is None else name_classes(m.model, outputs[-1])
+        shown.append(ViewerModel(m.name, maps, gates_of, predictions))
+    section = _attention_section(shown, images, problems, framing_text(models[0].config), options.max_map_characters)
+    return replace(section, finding=_page_finding(shown, outputs, images, section.viewer))
+
+
+def _page_finding(
+    models: Sequence[ViewerModel],
+    outputs: Sequence[Tensor | None],
+    images: Sequence[PageImage],
+    viewer: Viewer | None,
+) -> str:
+    """Return how far the outputs and the attention of two models are apart, or what one predicts, in sentences."""
+    names = [model.name for model in models]
+    found = [outputs_finding(names, outputs)]
+    if not found[0]:
+        found = [predictions_finding(m.name, [image.name for image in images], m.predictions) for m in models]
+    layers = viewer.data["layers"] if viewer else []
+    found.append(maps_finding(names, {layer["name"]: d for layer in layers if (d := layer["differences"])}))
+    found += [f"{m.name} has no attention map to draw." for m in models if viewer and not m.maps]
+    return " ".join(filter(None, found)) or "The models give no classes, and none of their attention can be drawn."
 
 
 def analyze_sections(
@@ -241,24 +287,20 @@ def analyze_sections(
     Raises: UserError when `layers` matches no attention layer.
     """
     options = options or AnalyzeOptions()
-    shown: list[ViewerModel] = []
-    batches: dict[str, Tensor] = {}
-    problems: dict[str, dict[str, str]] = {}
-    for m in models:
-        options.report_progress(f"attention of {m.name}")
-        batches[m.name] = normalise_images(images, dict(m.config)).to(next(m.model.parameters()))
-        maps, problems[m.name] = capture_layer_maps(m.model, batches[m.name], layers)
-        gates_of = {name: values.tolist() for name, values in _values_or_empty(gates, m.model).items()}
-        shown.append(ViewerModel(m.name, maps, gates_of, prediction_texts(m.model, batches[m.name])))
-    framing = framing_text(models[0].config)
-    sections = [_attention_section(shown, images, problems, framing, options.max_map_characters)]
-    dots_text = "A dot is a head; the line joins the means of the layers."
+    batches = {m.name: normalise_images(images, dict(m.config)).to(next(m.model.parameters())) for m in models}
+    sections = [_first_section(models, images, batches, layers, options)]
     if charts := _gating_charts(models):
-        sections.append(Section("Gates and spans", f"{dots_text} {_centreless_text(models)}".strip(), charts=charts))
+        finding = "" if constant_text(charts[0]) else gates_finding(charts[0])
+        text = _centreless_text(models)
+        sections.append(Section("Gates and spans", text, charts=charts, finding=finding, guide=guides.GATES))
     options.report_progress("attention statistics")
     if charts := _attention_charts(models, batches, layers):
-        sections.append(Section("Attention distance and entropy", f"On the images above. {dots_text}", charts=charts))
+        distances = Section("Attention distance and entropy", "On the images above.", charts=charts)
+        finding = distance_finding(charts[0].series)
+        sections.append(replace(distances, finding=finding, guide=guides.DISTANCE))
     sections += _comparison_sections(models, options)
     options.report_progress("cost")
     sections += _cost_sections(models, options.measure_speed)
-    return [*sections, *(Section(f"Model history: {m.name}", listing=model_history(m)) for m in models)]
+    texts = [guides.HISTORY] + [""] * (len(models) - 1)
+    histories = ((f"Model history: {m.name}", model_history(m)) for m in models)
+    return [*sections, *(Section(t, listing=h, guide=guide) for (t, h), guide in zip(histories, texts, strict=True))]

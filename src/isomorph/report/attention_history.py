@@ -55,6 +55,7 @@ def history_panels(histories: MeasureHistories) -> list[Panel]:
             MEASURES[key].unit,
             {layer: head_range_line(history.epochs, heads) for layer, heads in history.values.items()},
             ordered=True,
+            resolution=1e-3,
         )
         for key, runs in histories.items()
         for run, history in runs.items()

@@ -4,7 +4,7 @@ import base64
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -13,9 +13,17 @@ from PIL import Image
 from torch import Tensor
 
 from isomorph.report.charts import json_numbers
-from isomorph.report.layer_maps import MAX_MAP_CHARACTERS, LayerMaps, first_stored_query, pack_layer_maps
+from isomorph.report.layer_maps import (
+    MAX_MAP_CHARACTERS,
+    LayerMaps,
+    first_stored_query,
+    largest_differences,
+    pack_layer_maps,
+)
 
 ORDINALS = {2: "second", 3: "third"}
+EQUAL_BOUNDS = (1e-6, 1e-5)
+"""Maps of two models that differ by no more are equal within the first of these that holds: rounding of float32."""
 MAX_PNG_SIDE = 96
 """Images with larger sides are embedded as JPEG, others as PNG."""
 
@@ -120,16 +128,19 @@ def build_viewer(
             maps and _layer_geometry(maps, step, model.gates.get(maps.name), layouts) | {"maps": number[id(maps)]}
             for model, maps in zip(models, of, strict=True)
         ]
-        layers.append({"name": name, "byModel": by_model})
+        differences = largest_differences(*of) if len(of) == 2 else None
+        layers.append({"name": name, "byModel": by_model, "differences": differences})
     data = {
         "models": [model.name for model in models],
         "layers": layers,
         "images": [_image_data(image, i, models) for i, image in enumerate(images)],
         "step": step,
         "windows": layouts,
+        "equalBounds": EQUAL_BOUNDS,
     }
     blobs = {f"{layer}-{image}": text for (layer, image), text in packed.items()}
-    return Viewer(data, blobs, rounding_note(all_maps, step), models, images)
+    rounded = [replace(m, maps={n: replace(maps, exact=None) for n, maps in m.maps.items()}) for m in models]
+    return Viewer(data, blobs, rounding_note(all_maps, step), rounded, images)
 
 
 def _image_data(image: PageImage, number: int, models: Sequence[ViewerModel]) -> dict[str, Any]:

@@ -1,13 +1,17 @@
 """Charts as data: one class for each kind, independent of the browser and matplotlib, which draw them."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import singledispatch
 from typing import Any, NamedTuple
 
 Table = list[list[str]]
 """Rows of cells; the first row is the head."""
+ROUNDING = 1e-6
+"""Relative differences of float32 that are rounding."""
+MAX_NAMED_CONSTANTS = 4
+"""More series with different constant values are drawn."""
 MAX_TABLE_POINTS = 40
 """Longer curves have no table of numbers under the chart."""
 
@@ -28,7 +32,8 @@ class Line(NamedTuple):
 class Panel(NamedTuple):
     """A chart of lines by name, on one pair of axes.
 
-    `ordered` lines, such as blocks by depth, are coloured from light to dark.
+    `ordered` lines, such as blocks by depth, are coloured from light to dark. Lines that change by no more than
+    `resolution` are constant: a page writes their value instead of a chart.
 
     >>> loss = {"run": iso.report.Line([1, 2, 3], [2.3, 1.1, 0.7])}
     >>> iso.report.Panel("Training loss", "epoch", "loss", loss).title
@@ -40,6 +45,7 @@ class Panel(NamedTuple):
     y_label: str
     lines: Mapping[str, Line]
     ordered: bool = False
+    resolution: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,8 @@ class Dots:
     """A chart of one value per head and layer, such as gates or spans: {series: {layer: a value for each head}}.
 
     Layers run along the x axis; each dot is a head, and a line joins the means of the layers. Layers that a series does
-    not have are left empty. `limit` is the top of the y axis, by default that of the values.
+    not have are left empty. `limit` is the top of the y axis, by default that of the values. Values that differ by no
+    more than `resolution` are equal: a page writes them instead of a chart.
 
     >>> gates = {name: values.tolist() for name, values in iso.gates(timm.create_model("t_cifar_resnet20")).items()}
     >>> iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": gates}, limit=1.0).layers[0]
@@ -58,6 +65,7 @@ class Dots:
     y_label: str
     series: Mapping[str, Mapping[str, Sequence[float]]]
     limit: float | None = None
+    resolution: float = 0.0
 
     @property
     def layers(self) -> list[str]:
@@ -223,6 +231,60 @@ def _scatter_json(chart: Scatter) -> dict[str, Any]:
 def format_number(value: float | None) -> str:
     """Return the number to four digits, a dash for None and for what is not finite."""
     return "-" if value is None or not math.isfinite(value) else f"{value:.4g}"
+
+
+def _common_value(values: Iterable[float | None], resolution: float) -> float | None:
+    """Return the value that all finite values have, within the resolution or rounding; None if they differ."""
+    known = [value for value in values if is_number(value)]
+    if not known:
+        return None
+    low, high = min(known), max(known)
+    if high - low > max(resolution, ROUNDING * max(abs(low), abs(high))):
+        return None
+    middle = (low + high) / 2
+    return round(middle / resolution) * resolution + 0.0 if resolution else middle  # + 0.0: not -0
+
+
+def _constant_sentence(title: str, values: Mapping[str, float | None], where: str) -> str:
+    """Return a sentence with the constant value of each series; empty if any has none, or too many differ."""
+    found = {name: format_number(value) for name, value in values.items() if value is not None}
+    if not found or len(found) < len(values):
+        return ""
+    if len(set(found.values())) == 1:
+        return f"{title}: {next(iter(found.values()))} {where}."
+    if len(found) > MAX_NAMED_CONSTANTS:
+        return ""
+    return f"{title}: {', '.join(f'{value} for {name}' for name, value in found.items())}, {where}."
+
+
+@singledispatch
+def constant_text(chart: Any) -> str:
+    """Return a sentence with the values of a chart in which nothing changes; empty for a chart worth drawing."""
+    return ""
+
+
+@constant_text.register
+def _dots_constant(chart: Dots) -> str:
+    series = {
+        name: _common_value((v for heads in layers.values() for v in heads), chart.resolution)
+        for name, layers in chart.series.items()
+    }
+    return _constant_sentence(chart.title, series, "in every head of every layer")
+
+
+@constant_text.register
+def _panel_constant(chart: Panel) -> str:
+    series = {
+        name: _common_value([*line.y, *(line.low or ()), *(line.high or ())], chart.resolution)
+        for name, line in chart.lines.items()
+    }
+    return _constant_sentence(chart.title, series, f"at every {chart.x_label}")
+
+
+@constant_text.register
+def _matrix_constant(chart: Matrix) -> str:
+    value = _common_value((value for row in chart.values for value in row), 0.0)
+    return _constant_sentence(chart.title, {chart.title: value}, "in every cell")
 
 
 @singledispatch

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from isomorph.analysis import GatingHistory
 from isomorph.errors import UserError
+from isomorph.report import guides
 from isomorph.report.accuracy_cost import AccuracyPoint, accuracy_charts, points_table
 from isomorph.report.attention_history import MeasureHistories, head_range_line, history_panels
 from isomorph.report.charts import Chart, Line, Panel, Paths, Table, is_number
+from isomorph.report.findings import accuracy_cost_finding, count_noun, gates_moved, runs_finding
 from isomorph.report.html import Details, Section
 from isomorph.terminal_tables import METRIC_FORMATS
 
@@ -218,7 +220,8 @@ def _gating_charts(gating: Mapping[str, GatingHistory]) -> list[Chart]:
         moving = len(history.epochs) > 1
         for title, unit, values in (("Gates", "sigma(gate)", history.gates), ("Spans", "1 / locality", history.spans)):
             lines = {layer: head_range_line(history.epochs, heads) for layer, heads in values.items()}
-            charts += [Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True)] * moving
+            panel = Panel(f"{title} along training: {run}", "epoch", unit, lines, ordered=True, resolution=1e-3)
+            charts += [panel] * moving
         title = f"Centres {'along training' if moving else 'at the end'}: {run}"
         charts.append(Paths(title, {name: centre_paths(centres) for name, centres in history.centres.items()}))
     return charts
@@ -236,7 +239,7 @@ def _centreless_text(history: GatingHistory) -> str:
         int((spans[-1].isnan() & ~history.gates[name][-1].isnan()).sum()) for name, spans in history.spans.items()
     )
     return (
-        f"{count} heads have lost their centre by the end (locality not positive): they have no span." if count else ""
+        f"heads without a centre at the end (locality not positive), and so without a span: {count}." if count else ""
     )
 
 
@@ -246,38 +249,33 @@ def _gating_section(gating: Mapping[str, GatingHistory]) -> list[Section]:
     if not charts:
         return []
     if any(len(history.epochs) > 1 for history in gating.values()):
-        text = (
-            "At the epochs saved by keep_every in the recipe. A line is the mean over a layer's heads, the band their "
-            "range. Centres are positions relative to the query (the cross), from the first epoch (ring) to the last "
-            "(dot)."
-        )
+        text = "At the epochs saved by keep_every in the recipe; centres from the first (ring) to the last (dot)."
+        guide = f"{guides.CENTRES} {guides.RANGE}"
     else:
         text = (
-            "Centres are positions relative to the query (the cross). These runs saved only their last model; with "
-            "keep_every in the recipe, gates, spans and centres are drawn along training."
+            "These runs saved only their last model; with keep_every in the recipe, gates, spans and centres are drawn "
+            "along training."
         )
+        guide = guides.CENTRES
     centreless = [f"{run}: {lost}" for run, history in gating.items() if (lost := _centreless_text(history))]
-    return [Section("Gates, spans and centres along training", " ".join([text, *centreless]), charts=charts)]
+    title, finding = "Gates, spans and centres along training", gates_moved(gating)
+    return [Section(title, " ".join([text, *centreless]), charts=charts, finding=finding, guide=guide)]
 
 
 def _history_section(histories: MeasureHistories, images: str) -> list[Section]:
     """Return the section of attention measures along training; none without any."""
     charts = history_panels(histories)
-    text = (
-        f"At the epochs saved by keep_every in the recipe, on {images}. A line is the mean over a layer's heads, the "
-        "band their range."
-    )
-    return [Section("Attention along training", text, charts=charts)] if charts else []
+    text = f"At the epochs saved by keep_every in the recipe, on {images}."
+    guide = f"{guides.RANGE} {guides.MEASURES}"
+    return [Section("Attention along training", text, charts=charts, guide=guide)] if charts else []
 
 
 def _accuracy_section(points: Sequence[AccuracyPoint]) -> list[Section]:
     """Return the section of accuracy against cost; none for fewer than two models."""
     charts = accuracy_charts(points)
-    text = (
-        "Best top-1 of a run, or the result of isomorph evaluate; MACs of one image (1 MAC = 2 FLOPs), attention "
-        "included. Compare only models of the same test set."
-    )
-    return [Section("Accuracy and cost", text, points_table(points), charts=charts)] if charts else []
+    finding = accuracy_cost_finding(points)
+    section = Section("Accuracy and cost", table=points_table(points), finding=finding, guide=guides.ACCURACY_COST)
+    return [replace(section, charts=charts)] if charts else []
 
 
 def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
@@ -286,8 +284,9 @@ def _recipe_section(logs: Sequence[RunLog]) -> list[Section]:
         return []
     differences = _recipe_differences(logs)
     if len(differences) == 1:
-        return [Section("Recipe differences", "The recipes are equal in every field.")]
-    return [Section("Recipe differences", "All other fields are equal.", differences)]
+        return [Section("Recipe differences", finding="The recipes are equal in every field.")]
+    finding = f"The recipes differ in {count_noun(len(differences) - 1, 'field')}."
+    return [Section("Recipe differences", table=differences, finding=finding, guide=guides.RECIPES)]
 
 
 def compare_sections(
@@ -313,12 +312,15 @@ def compare_sections(
     """
     problems = list(dict.fromkeys(f"{log.name}: {problem}." for log in logs for problem in log.problems))
     details = Details("Missing or damaged files", problems) if problems else None
-    sections = [Section("Final results", "", _results_table(logs), details=details)] if logs else []
+    finding = runs_finding({log.name: best_top1(log) for log in logs})
+    results = Section("Final results", table=_results_table(logs), details=details, finding=finding)
+    sections = [replace(results, guide=guides.RESULTS)] if logs else []
     sections += _accuracy_section(points)
     if charts := _learning_curves(logs):
         thinned = any(len(log.steps) > MAX_CURVE_POINTS for log in logs)
         text = f"Logs of more than {MAX_CURVE_POINTS} lines are drawn as means over {MAX_CURVE_POINTS} equal parts."
-        sections.append(Section("Learning curves", text if thinned else "", charts=charts))
+        guide = guides.CURVES
+        sections.append(Section("Learning curves", text if thinned else "", charts=charts, guide=guide))
     sections += _gating_section(gating or {})
     sections += _history_section(histories or {}, images)
     sections += _recipe_section(logs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isomorph.report.charts import Bars, Dots, Line, Matrix, Panel, Paths, Scatter
 
-INK, PALETTE = "#808890", ("#3b7dd8", "#e07b39", "#3fa66b", "#b15fc4", "#c9a227", "#d1495b")
+INK, PALETTE = "#808890", ("#2f72d8", "#d9651c", "#25694e", "#d86dbe", "#655a21", "#8f8b8b")
 MAX_NUMBERED_COLUMNS = 12
 """Matrices with more columns have no numbers in their cells."""
 __all__ = [

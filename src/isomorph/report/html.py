@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 from isomorph.errors import UserError
 from isomorph.report.attention_viewer import Viewer
-from isomorph.report.charts import Chart, chart_json, chart_table
+from isomorph.report.charts import Chart, chart_json, chart_table, constant_text
 
 SCRIPTS = (
     "elements.js",
@@ -23,8 +23,10 @@ SCRIPTS = (
     "axes.js",
     "charts.js",
     "plane_charts.js",
+    "saving.js",
     "chart_view.js",
     "attention_maps.js",
+    "differences.js",
     "canvas.js",
     "head_tile.js",
     "readout.js",
@@ -32,6 +34,8 @@ SCRIPTS = (
     "start.js",
 )
 """The files of the page's script, in the order in which they use each other."""
+MAX_CHART_COLUMNS = 3
+"""Charts side by side on a wide screen."""
 COLOUR_MAPS = {"sequential": "magma", "diverging": "RdBu_r", "depth": "viridis"}
 """matplotlib's colour maps: of attention, of values around 0, of shares and depth."""
 
@@ -55,7 +59,9 @@ class ImageCard(NamedTuple):
 class Section:
     """A section of a page: a title with any of the other fields.
 
-    `table` are rows of cells, the first one the head; `listing` is preformatted text; `charts` are drawn side by side.
+    `finding` is its result in a sentence with a number, `guide` says how to read it and explains its terms. `table` are
+    rows of cells, the first one the head; `listing` is preformatted text; `charts` are drawn side by side, those with
+    constant values as a line of text.
 
     >>> gates = iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": {"layer3.0.conv1": [0.5, 0.7]}})
     >>> iso.report.Section("Gates", "Of every head.", charts=[gates]).title
@@ -71,9 +77,7 @@ class Section:
     images: Sequence[ImageCard] = ()
     details: Details | None = None
     finding: str = ""
-    """The result in one sentence, with its number."""
     guide: str = ""
-    """How to read the section: its terms, explained."""
 
 
 @cache
@@ -88,6 +92,17 @@ def colour_table(name: str) -> str:
     return (colormaps[name](np.linspace(0, 1, 256))[:, :3] * 255).round().astype(np.uint8).tobytes().hex()
 
 
+def _chart_parts(charts: Sequence[Chart], first: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return what the template needs of a section's charts, numbered from `first`, and the drawn ones as JSON."""
+    drawn = [chart for chart in charts if not constant_text(chart)]
+    numbered = [
+        {"number": first + i, "title": chart.title, "table": chart_table(chart)} for i, chart in enumerate(drawn)
+    ]
+    constants = [text for chart in charts if (text := constant_text(chart))]
+    columns = 2 if len(drawn) == 4 else min(len(drawn), MAX_CHART_COLUMNS)
+    return {"charts": numbered, "columns": columns, "constants": constants}, [chart_json(chart) for chart in drawn]
+
+
 def render_page(title: str, lead: str, sections: Sequence[Section], footer: str = "") -> str:
     """Return the page as HTML.
 
@@ -99,17 +114,14 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
     blobs: list[tuple[str, str]] = []
     contents = []
     for section in sections:
-        numbered = [
-            {"number": len(charts) + i, "title": chart.title, "table": chart_table(chart)}
-            for i, chart in enumerate(section.charts)
-        ]
-        charts += [chart_json(chart) for chart in section.charts]
+        parts, drawn = _chart_parts(section.charts, len(charts))
+        charts += drawn
         viewer = None
         if section.viewer:
             viewer = {"number": len(viewers)}
             blobs += [(f"maps-{len(viewers)}-{name}", text) for name, text in section.viewer.blobs.items()]
             viewers.append(section.viewer.data)
-        contents.append({**vars(section), "charts": numbered, "viewer": viewer})
+        contents.append({**vars(section), **parts, "viewer": viewer})
     script = "".join(_read_asset(name) for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     colours = {use: colour_table(name) for use, name in COLOUR_MAPS.items()}
@@ -134,11 +146,13 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
 
 
 def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
-    """Write sections as one HTML page, with a lead under the title; return its size in bytes.
+    """Write sections as one HTML page and return its size in bytes.
+
+    The lead, under the title, is the finding of the page in a sentence.
 
     >>> from pathlib import Path
     >>> gates = iso.report.Section("Gates", "Of every head.")
-    >>> size = iso.report.write_page(Path("page.html"), "My T-CNN", "Gates and spans.", [gates])
+    >>> size = iso.report.write_page(Path("page.html"), "My T-CNN", "All gates are 0.73.", [gates])
     >>> Path("page.html").stat().st_size == size
     True
 

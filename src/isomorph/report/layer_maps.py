@@ -17,6 +17,8 @@ from isomorph.errors import UserError
 from isomorph.surgery.where import Where
 
 LEVELS = 255
+MAX_EXACT_BYTES = 2**30
+"""Limit of the memory for a model's maps before rounding; the differences of further layers are those of the page."""
 MAX_MAP_CHARACTERS = 7_300_000
 """Default limit of the characters of all maps of a page."""
 
@@ -33,7 +35,9 @@ class LayerMaps:
     Keys are the prefix tokens, then the grid positions without padding; attention to padding is left out. In a layer
     with window attention, the keys of a query are those of its window.
 
-    Shape: levels (B, heads, queries, keys), ranges (B, heads, queries, 2)
+    `exact` are the maps before rounding, where they are needed to compare two models.
+
+    Shape: levels and exact (B, heads, queries, keys), ranges (B, heads, queries, 2)
     """
 
     name: str
@@ -41,6 +45,7 @@ class LayerMaps:
     levels: np.ndarray = field(repr=False)
     ranges: np.ndarray = field(repr=False)
     windows: Windows | None = None
+    exact: Tensor | None = field(default=None, repr=False)
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -103,18 +108,35 @@ def drop_padded_keys(maps: Tensor, where: TokenGrid) -> Tensor:
     return torch.cat([maps[..., : where.prefix], grid.flatten(-2)], dim=-1)
 
 
+def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[float]] | None:
+    """Return the largest difference of two layers' exact maps in every head that both have; None if not comparable.
+
+    Shape: -> (B, heads)
+    """
+    if a is None or b is None or a.exact is None or b.exact is None:
+        return None
+    if (a.where, a.keys) != (b.where, b.keys) or a.exact.shape[2:] != b.exact.shape[2:]:
+        return None
+    heads = min(a.exact.shape[1], b.exact.shape[1])
+    return (a.exact[:, :heads] - b.exact[:, :heads]).abs().amax((2, 3)).tolist()
+
+
 def capture_layer_maps(
-    model: nn.Module, batch: Tensor, layers: Where | None = None
+    model: nn.Module, batch: Tensor, layers: Where | None = None, keep_exact: bool = False
 ) -> tuple[dict[str, LayerMaps], dict[str, str]]:
     """Return the maps of the attention layers for a batch of images, and for other layers why they have none.
+
+    `keep_exact` also stores the maps before rounding, up to `MAX_EXACT_BYTES`.
 
     Shape: batch (B, C, H, W)
     Raises: UserError when `layers` is given and selects no layer with a map.
     """
     problems: dict[str, str] = {}
     grid, windows_of = image_grid(model, batch), attention_windows(model, batch)
+    room = MAX_EXACT_BYTES * keep_exact
 
     def read_layer(frame: LayerCall, applied: AppliedAttention) -> LayerMaps | None:
+        nonlocal room
         try:
             maps, windows = applied.map().float(), windows_of.get(frame.name)
             if windows and len(maps) == len(batch) * len(windows.members):
@@ -128,7 +150,9 @@ def capture_layer_maps(
             problems[frame.name] = str(error)
             return None
         levels, ranges = round_rows(maps)
-        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows)
+        room -= maps.nbytes
+        exact = maps.cpu() if room >= 0 else None
+        return LayerMaps(frame.name, where, levels.cpu().numpy(), ranges.cpu().numpy(), windows, exact)
 
     try:
         return capture_attention(model, batch, read_layer, "*" if layers is None else layers), problems

@@ -100,14 +100,23 @@ def format_percent(share: float) -> str:
 
 
 @torch.no_grad()
-def prediction_texts(model: nn.Module, batch: Tensor) -> list[str]:
-    """Return the most likely classes of each image with their probabilities; empty for a model without classes."""
+def class_logits(model: nn.Module, batch: Tensor) -> Tensor | None:
+    """Return the logits of a model's classes in eval mode; None for a model without classes. Shape: -> (B, classes)"""
     with eval_mode(model):
         logits = model(batch)
-    if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] < 2:
-        return [""] * len(batch)
+    return logits.float().cpu() if isinstance(logits, Tensor) and logits.ndim == 2 and logits.shape[1] > 1 else None
+
+
+def prediction_texts(model: nn.Module, batch: Tensor) -> list[str]:
+    """Return the most likely classes of each image with their probabilities; empty for a model without classes."""
+    logits = class_logits(model, batch)
+    return [""] * len(batch) if logits is None else name_classes(model, logits)
+
+
+def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSES) -> list[str]:
+    """Return the `count` most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
     name = _class_namer(model, logits.shape[1])
-    shares, classes = logits.float().softmax(-1).topk(min(PREDICTED_CLASSES, logits.shape[1]))
+    shares, classes = logits.softmax(-1).topk(min(count, logits.shape[1]))
     return [
         ", ".join(f"{name(label)} ({format_percent(share)})" for share, label in zip(p, c, strict=True))
         for p, c in zip(shares.tolist(), classes.tolist(), strict=True)

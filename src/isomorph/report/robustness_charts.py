@@ -80,6 +80,24 @@ def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gai
     ]
 
 
+def shared_means(results: Mapping[str, AccuracyCells]) -> dict[str, dict[str, float]]:
+    """Return the mean top-1 by corruption of each model, over the suite's cells that all models have.
+
+    Of results with extra corruptions only, over those.
+    """
+    for _, _, corruptions in SUITES:
+        selected = {name: _select(cells, corruptions) for name, cells in results.items()}
+        means = {
+            name: _mean_by_corruption(
+                {cell: cells[cell] for cell in cells if all(cell in s for s in selected.values())}
+            )
+            for name, cells in selected.items()
+        }
+        if any(means.values()):
+            break
+    return means
+
+
 def _two_decimals(value: float | None) -> str:
     """Return the number with two decimals, a dash for None."""
     return "-" if value is None else f"{value:.2f}"

@@ -1,4 +1,5 @@
 // Attention maps as the page stores them, and single rows of them: what one query attends to.
+// A row has the rounding of its values; values up to its `floor` are drawn as no difference.
 // A layer's geometry is the grid of its queries and keys, and which queries are stored.
 
 /** Unpack one model's maps of one layer and image: 256 levels between the ends of each row. */
@@ -29,16 +30,8 @@ function readRow(geometry, maps, windows, head, {index, position}) {
     const level = maps.levels[rowNumber * maps.keyCount + k];
     if (key >= 0) values[key] = low + level * (high - low) / 255;
   }
-  return {values, geometry, onGrid: values.subarray(prefix), signed};
-}
-
-/** Return the difference of two rows on the same grid, else null. */
-function subtractRows(a, b) {
-  if (!a || !b || a.values.length !== b.values.length) return null;
-  if (a.geometry.keys[0] !== b.geometry.keys[0]) return null;
-  const values = a.values.map((value, key) => value - b.values[key]);
-  const {geometry} = a;
-  return {values, geometry, onGrid: values.subarray(geometry.prefix), signed: true};
+  const rounding = (high - low) / 510;
+  return {values, geometry, onGrid: values.subarray(prefix), signed, rounding, floor: -1};
 }
 
 /** Return the largest absolute value of several rows on the grid. */

@@ -1,5 +1,7 @@
 // Drawing on canvases: the image in grey, a row of a map, the frame of the query, the colour bar.
 
+const EQUAL_COLOUR = [140, 140, 140];
+
 /** Return the image dimmed and without colour, so that attention stands out on it. */
 function greyImage(image, [height, width]) {
   const canvas = createElement("canvas", {width, height});
@@ -23,7 +25,12 @@ function paintRow(context, row, largest, width, height, overlay) {
   const pixels = smallContext.createImageData(columns, rows);
   const colours = page.colours[row.signed ? "diverging" : "sequential"];
   for (let key = 0; key < rows * columns; key++) {
-    const share = clamp(row.onGrid[key] / largest, -1, 1);
+    const value = row.onGrid[key];
+    if (Math.abs(value) <= row.floor) {
+      pixels.data.set([...EQUAL_COLOUR, overlay ? 0 : 255], 4 * key);
+      continue;
+    }
+    const share = clamp(value / largest, -1, 1);
     const onScale = row.signed ? (share + 1) / 2 : Math.max(share, 0);
     const opacity = overlay ? 255 * .92 * Math.sqrt(Math.abs(share)) : 255;
     pixels.data.set([...colours[Math.round(255 * onScale)], opacity], 4 * key);

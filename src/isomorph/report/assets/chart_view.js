@@ -19,7 +19,8 @@ class ChartView {
     this.root = createSvg("svg", {tabindex: 0, role: "application", ...label});
     const reading = {class: "reading quiet", "aria-live": "polite"};
     this.reading = createElement("p", reading, firstOfPage ? CHART_HINT : "");
-    host.append(...this.legend(), this.root, this.reading);
+    const saving = saveButtons(spec.title, chartSavers(this));
+    host.append(...this.legend(), this.root, this.reading, saving);
     this.addListeners();
     new ResizeObserver(() => this.draw()).observe(host);
     this.draw();
@@ -31,8 +32,7 @@ class ChartView {
     const twoModels = page.viewers.length && page.viewers[0].models.length > 1;
     if (!series || !series.length || (series.length < 2 && !twoModels)) return [];
     const entries = series.map((one, i) => {
-      const swatch = createElement("i", {style: `background: ${seriesColour(this.spec, i)}`});
-      return createElement("span", {}, swatch, one.name);
+      return createElement("span", {}, seriesSwatch(this.spec, i), one.name);
     });
     return [createElement("div", {class: "legend"}, ...entries)];
   }
@@ -66,12 +66,13 @@ class ChartView {
       const corner = {x: x - box[0] / 2 - 1, y: y - box[1] / 2 - 1};
       const size = {width: box[0] + 1, height: box[1] + 1};
       const stroke = {fill: "none", stroke: "var(--ink)", "stroke-width": 2, rx: 3};
-      return createSvg("rect", {...corner, ...size, ...stroke}, this.root);
+      return createSvg("rect", {class: "cursor box", ...corner, ...size, ...stroke}, this.root);
     }
     if (band) {
       const size = {width: this.width, height: band};
       const fill = {rx: 4, fill: "var(--ink)", opacity: .08};
-      return createSvg("rect", {x: 0, y: y - band / 2, ...size, ...fill}, this.root);
+      const start = {class: "cursor box", x: 0, y: y - band / 2};
+      return createSvg("rect", {...start, ...size, ...fill}, this.root);
     }
     const bottom = this.root.getAttribute("height") - 30;
     return createSvg("line", {class: "cursor", x1: x, x2: x, y1: 16, y2: bottom}, this.root);

@@ -7,12 +7,12 @@ function drawLineChart(root, spec, width) {
   const [firstX, lastX] = extent(spec.series.flatMap(s => s.x));
   const values = spec.series.flatMap(s => [...s.y, ...(s.low || []), ...(s.high || [])]);
   const x = linearScale(firstX, lastX, area.left, area.right);
-  const y = linearScale(...alignToTicks(...extent(values), 4), area.bottom - 5, area.top + 3);
+  const y = axisScale(extent(values), 4, area.bottom - 5, area.top + 3);
   drawYAxis(root, area, y, spec.y);
   const integers = spec.series.every(s => s.x.every(Number.isInteger));
   const ticks = ticksBetween(firstX, lastX, Math.max(2, width / 90));
   drawXAxis(root, area, x, ticks.filter(t => !integers || Number.isInteger(t)), spec.x);
-  spec.series.forEach((series, i) => drawSeriesLine(root, series, seriesColour(spec, i), x, y));
+  spec.series.forEach((series, i) => drawSeriesLine(root, spec, i, x, y));
   const positions = [...new Set(spec.series.flatMap(s => s.x))].sort((a, b) => a - b);
   return positions.map(position => {
     const text = seriesText(spec.series, s => formatNumber(valueNear(s, position)));
@@ -21,7 +21,9 @@ function drawLineChart(root, spec, width) {
 }
 
 /** Draw one line, its range, and its points where they are few. */
-function drawSeriesLine(root, series, colour, x, y) {
+function drawSeriesLine(root, spec, index, x, y) {
+  const series = spec.series[index];
+  const colour = seriesColour(spec, index);
   if (series.low && series.high) {
     const upper = series.x.map((v, i) => `${x(v)} ${y(series.high[i])}`);
     const lower = series.x.map((v, i) => `${x(v)} ${y(series.low[i])}`);
@@ -29,9 +31,12 @@ function drawSeriesLine(root, series, colour, x, y) {
     createSvg("path", {d: outline, fill: colour, opacity: .18}, root);
   }
   const points = series.x.map((v, i) => [x(v), series.y[i] === null ? null : y(series.y[i])]);
-  drawPolyline(root, points, colour);
+  drawPolyline(root, points, colour, 2, seriesDash(spec, index));
   if (points.length >= 30) return;
-  for (const [px, py] of points) if (py !== null) drawCircle(root, px, py, 2.6, {fill: colour});
+  const marker = spec.ordered ? 0 : seriesIndex(spec, index);
+  for (const [px, py] of points) {
+    if (py !== null) drawMarker(root, px, py, 2.6, marker, {fill: colour});
+  }
 }
 
 /** Return a line's value at the nearest x, null outside of the line. */
@@ -47,7 +52,7 @@ function valueNear(series, position) {
 function drawDotChart(root, spec, width) {
   const area = plotArea(root, width, 250);
   const [low, high] = extent(spec.series.flatMap(s => s.values.flatMap(heads => heads || [])), 0);
-  const y = linearScale(...alignToTicks(low, spec.limit ?? high, 4), area.bottom, area.top);
+  const y = axisScale([low, spec.limit ?? high], 4, area.bottom, area.top);
   const spacing = (area.right - area.left) / spec.layers.length;
   const x = i => area.left + (i + .5) * spacing;
   drawYAxis(root, area, y, spec.y);
@@ -57,9 +62,9 @@ function drawDotChart(root, spec, width) {
     if (i % stride === 0) drawText(root, name, x(i), area.bottom + 16, "middle");
   });
   drawText(root, pattern ? `layer (${pattern})` : "layer", area.right, area.height - 3, "end");
-  spec.series.forEach((series, k) => {
+  spec.series.forEach((_, k) => {
     const shift = (k - (spec.series.length - 1) / 2) * Math.min(12, spacing / 4);
-    drawHeads(root, series, seriesColour(spec, k), i => x(i) + shift, y);
+    drawHeads(root, spec, k, i => x(i) + shift, y);
   });
   const headsText = heads => (heads || []).map(formatNumber).join(", ") || "–";
   return spec.layers.map((name, i) => {
@@ -69,13 +74,16 @@ function drawDotChart(root, spec, width) {
 }
 
 /** Draw the heads of one series and the line through their means. */
-function drawHeads(root, series, colour, x, y) {
+function drawHeads(root, spec, index, x, y) {
+  const series = spec.series[index];
+  const colour = seriesColour(spec, index);
   const known = series.values.map(heads => (heads || []).filter(value => value !== null));
   const mean = heads => heads.reduce((a, b) => a + b) / heads.length;
   const points = known.map((heads, i) => [x(i), heads.length ? y(mean(heads)) : null]);
-  drawPolyline(root, points, colour, 1.6);
+  drawPolyline(root, points, colour, 1.6, seriesDash(spec, index));
   known.forEach((heads, i) => {
-    for (const value of heads) drawCircle(root, x(i), y(value), 3, {fill: colour, opacity: .62});
+    const faint = {fill: colour, opacity: .62};
+    for (const value of heads) drawMarker(root, x(i), y(value), 3, seriesIndex(spec, index), faint);
   });
 }
 
@@ -84,17 +92,15 @@ function drawBarChart(root, spec, width) {
   const values = spec.series.flatMap(s => s.values);
   const thickness = spec.series.length > 3 ? 6 : 9;
   const rowHeight = spec.series.length * (thickness + 2) + 9;
-  const longest = Math.max(...spec.groups.map(group => group.length));
-  const left = Math.min(width * .42, longest * LETTER_WIDTH + 12);
+  const left = Math.min(width * .42, longestName(spec.groups) * LETTER_WIDTH + 12);
   const top = 20;
   const height = top + rowHeight * spec.groups.length + 4;
   root.setAttribute("height", height);
   const [low, high] = extent(values, 0);
   const count = Math.max(2, (width - left) / 90);
-  const x = linearScale(...alignToTicks(low, Math.max(high, 0), count), left, width - 46);
-  const ticks = ticksBetween(x.low, x.high, count);
-  const format = tickFormat(ticks);
-  for (const tick of ticks) {
+  const x = axisScale([low, Math.max(high, 0)], count, left, width - 46);
+  const format = tickFormat(x.ticks);
+  for (const tick of x.ticks) {
     const at = {x1: x(tick), x2: x(tick), y1: top - 4, y2: height};
     createSvg("line", {class: "axis", ...at}, root);
     drawText(root, format(tick), x(tick), 11, "middle");
@@ -113,9 +119,9 @@ function drawBarChart(root, spec, width) {
 /** Draw the name and the bars of one group, from the vertical position y. */
 function drawBarGroup(root, spec, index, y, {x, left, thickness, rowHeight, format}) {
   const group = spec.groups[index];
-  const fits = group.length * LETTER_WIDTH <= left;
-  const name = fits ? group : `${group.slice(0, left / LETTER_WIDTH - 2)}…`;
-  drawText(root, name, left - 8, y + rowHeight / 2, "end");
+  const lines = wrapName(group, Math.floor((left - 8) / LETTER_WIDTH));
+  const first = y + rowHeight / 2 - 5.5 * (lines.length - 1);
+  lines.forEach((line, i) => drawText(root, line, left - 8, first + 11 * i, "end"));
   spec.series.forEach((series, k) => {
     const value = series.values[index];
     if (value === null) return;

@@ -55,13 +55,21 @@ const cssColour = rgb => `rgb(${rgb.join(" ")})`;
 /** Return the CSS colour of a model or series by its index. */
 const paletteColour = index => `var(--s${index % 6})`;
 
-/** Return the colour of a chart's series; a model has the same colour in all charts of the page. */
-function seriesColour(spec, index) {
-  if (spec.ordered) {
-    const share = index / Math.max(1, spec.series.length - 1);
-    return cssColour(page.colours.depth[Math.round(230 - 200 * share)]);
-  }
+/** Return the index of a chart's series; a model has the same one in all charts of the page. */
+function seriesIndex(spec, index) {
   const models = page.viewers.length ? page.viewers[0].models : [];
   const allModels = spec.series.every(series => models.includes(series.name));
-  return paletteColour(allModels ? models.indexOf(spec.series[index].name) : index);
+  return allModels ? models.indexOf(spec.series[index].name) : index;
 }
+
+/** Return the colour of a chart's series. */
+function seriesColour(spec, index) {
+  if (!spec.ordered) return paletteColour(seriesIndex(spec, index));
+  const share = index / Math.max(1, spec.series.length - 1);
+  return cssColour(page.colours.depth[Math.round(225 - 150 * share)]);
+}
+
+const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2 1 2"];
+
+/** Return the dash pattern of a series, which tells it apart where its colour does not. */
+const seriesDash = (spec, index) => spec.ordered ? "" : DASHES[seriesIndex(spec, index) % 6];

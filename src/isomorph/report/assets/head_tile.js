@@ -21,8 +21,8 @@ class HeadTile {
     this.canvas = createElement("canvas");
     this.largest = createElement("i");
     const caption = createElement("span", {}, createElement("b", {}, this.name), this.largest);
-    const place = `${viewer.layers[layer].name}, ${viewer.modelName(model)}`;
-    const label = {"aria-pressed": "false", "aria-label": `head ${head + 1}, ${place}`};
+    const shownIn = `${viewer.layers[layer].name}, ${viewer.modelName(model)}`;
+    const label = {"aria-pressed": "false", "aria-label": `head ${head + 1}, ${shownIn}`};
     const button = {class: "tile", type: "button", ...label};
     this.node = createElement("button", button, this.canvas, caption);
     this.node.dataset.tile = this.id;
@@ -40,6 +40,12 @@ class HeadTile {
   /** Return what the head attends to from the query, null while its map is not unpacked. */
   row() {
     return this.viewer.row(this.layer, this.model, this.head);
+  }
+
+  /** Return the largest difference of the two models in this head, null where it is not known. */
+  exactDifference() {
+    const {layers, state} = this.viewer;
+    return exactDifference(layers[this.layer], state.image, this.head);
   }
 
   /** Draw the map; `sharedLargest` is the top of a shared colour scale, 0 for the tile's own. */
@@ -66,8 +72,9 @@ class HeadTile {
     const largest = sharedLargest || own;
     paintRow(context, row, largest, width, height, state.overlay);
     viewer.frameQuery(context, geometry, width, height, state.allLayers ? 1.5 : 2);
-    const [prefix, shown] = this.isDifference ? ["±", largest] : ["max", own];
-    this.largest.textContent = `${prefix} ${formatTwoDigits(shown)}`;
+    this.largest.textContent = this.isDifference
+      ? differenceText(row, this.exactDifference())
+      : `max ${formatTwoDigits(own)}`;
   }
 
   /** Select the tile on click, and read the value under the pointer. */

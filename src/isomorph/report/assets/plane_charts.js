@@ -6,8 +6,7 @@ const NO_VALUE_COLOUR = [128, 128, 128];
 function drawMatrixChart(root, spec, width) {
   const rows = shortenNames(spec.rows);
   const columns = shortenNames(spec.columns);
-  const longest = Math.max(...rows.names.map(name => name.length));
-  const left = Math.min(width * .35, longest * LETTER_WIDTH + 14);
+  const left = Math.min(width * .35, longestName(rows.names) * LETTER_WIDTH + 14);
   const top = 22;
   const cellWidth = clamp((width - left - 4) / columns.names.length, 5, 52);
   const cellHeight = Math.min(cellWidth, rows.names.length > 12 ? 22 : 40);
@@ -71,11 +70,11 @@ function drawPathChart(root, spec, width) {
   const side = Math.min(width - 56, 340);
   const margins = {left: 46, right: width - 46 - side, top: 22, bottom: 34};
   const area = plotArea(root, width, margins.top + side + margins.bottom, margins);
-  const [low, high] = alignToTicks(-spec.reach, spec.reach, 4);
-  const x = linearScale(low, high, area.left, area.right);
-  const y = linearScale(low, high, area.top, area.bottom);
+  const range = [-spec.reach, spec.reach];
+  const x = axisScale(range, 4, area.left, area.right);
+  const y = axisScale(range, 4, area.top, area.bottom);
   drawYAxis(root, area, y, "row");
-  drawXAxis(root, area, x, ticksBetween(low, high, 4), "column, grid steps", true);
+  drawXAxis(root, area, x, x.ticks, "column, grid steps", true);
   const cross = `M${x(0) - 5} ${y(0)}h10M${x(0)} ${y(0) - 5}v10`;
   createSvg("path", {d: cross, stroke: "var(--ink)", "stroke-width": 1.5}, root);
   const stops = [];
@@ -99,18 +98,16 @@ function drawScatterChart(root, spec, width) {
   const area = plotArea(root, width, 300, {left: 46, right: 16, top: 24, bottom: 36});
   const all = spec.series.flatMap(s => s.points);
   const count = Math.max(2, width / 110);
-  const xRange = alignToTicks(...extent(all.map(p => p.x), 0), count);
-  const yRange = alignToTicks(...extent(all.map(p => p.y)), 4);
-  const x = linearScale(...xRange, area.left, area.right);
-  const y = linearScale(...yRange, area.bottom - 6, area.top + 6);
+  const x = axisScale(extent(all.map(p => p.x), 0), count, area.left, area.right);
+  const y = axisScale(extent(all.map(p => p.y)), 4, area.bottom - 6, area.top + 6);
   drawYAxis(root, area, y, spec.y);
-  drawXAxis(root, area, x, ticksBetween(x.low, x.high, count), spec.x, true);
+  drawXAxis(root, area, x, x.ticks, spec.x, true);
   const points = spec.series.flatMap((series, i) => series.points.map(p => ({
-    x: x(p.x), y: y(p.y), name: p.name, box: [13, 13], colour: seriesColour(spec, i),
+    x: x(p.x), y: y(p.y), name: p.name, box: [13, 13], colour: seriesColour(spec, i), series: i,
     text: `${p.name}: ${formatNumber(p.x)} ${spec.x}, ${formatNumber(p.y)} ${spec.y}` +
       (spec.series.length > 1 ? ` · ${series.name}` : ""),
   })));
-  for (const p of points) drawCircle(root, p.x, p.y, 4.5, {fill: p.colour});
+  for (const p of points) drawMarker(root, p.x, p.y, 4.5, p.series, {fill: p.colour});
   drawPointNames(root, points, area);
   return points;
 }

@@ -1,4 +1,4 @@
-// The text under the viewer's image: the query, the predictions, and the value under the pointer.
+// The texts under the viewer's image: the query and the value under the pointer; the predictions.
 
 /** Return the position of the query on a layer's grid, or its token, in words. */
 function queryText(viewer, geometry) {
@@ -10,12 +10,12 @@ function queryText(viewer, geometry) {
   return viewer.prefix === 1 ? "the class token" : `token ${viewer.state.token + 1}`;
 }
 
-/** Return the predictions of all models for the image, in words; empty without any. */
-function predictionsText({models, images, state}) {
+/** Return a line for each model that predicts classes of the image: its name, and the classes. */
+function predictionLines({models, images, state}) {
   const {predictions} = images[state.image];
-  const texts = models.map((model, i) => predictions[i] && `${model} predicts ${predictions[i]}`);
-  const known = texts.filter(Boolean);
-  return known.length ? `${known.join("; ")}.` : "";
+  const line = (model, i) => predictions[i] &&
+    createElement("p", {}, createElement("b", {}, model), ` predicts ${predictions[i]}`);
+  return models.map(line).filter(Boolean);
 }
 
 /** Return the attention of a head to one key, in every model that has it. */
@@ -44,7 +44,7 @@ function offGridText(viewer, tile) {
 function readoutParts(viewer, geometry, tile, key) {
   const query = createElement("b", {}, `From ${queryText(viewer, geometry)}`);
   const parts = [query, viewer.state.pinned ? " (pinned). " : ". "];
-  if (!tile) return [...parts, predictionsText(viewer)];
+  if (!tile) return parts;
   const {layer, head} = tile;
   if (key === null) {
     parts.push(`Head ${head + 1} of ${viewer.layers[layer].name}`);

@@ -17,31 +17,54 @@ function extent(values, floor = null) {
   }
   if (!isFinite(low)) return [0, 1];
   if (floor !== null) low = Math.min(low, floor);
-  return low === high ? [low - .5, high + .5] : [low, high];
+  if (high - low > 1e-6 * Math.max(Math.abs(low), Math.abs(high))) return [low, high];
+  const margin = Math.abs(low) / 10 || .5; // values that differ by rounding only
+  return [low - margin, high + margin];
 }
 
-/** Return the distance between about `count` ticks: 1, 2 or 5 times a power of ten. */
-function tickStep(low, high, count) {
-  const rough = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(rough));
-  return [1, 2, 5, 10].map(factor => factor * power).find(step => step >= rough);
-}
+/** Return the power of ten below the distance between about `count` ticks. */
+const tickPower = (low, high, count) => 10 ** Math.floor(Math.log10((high - low) / count));
 
-/** Return the ticks between two values. */
+/** Return about `count` ticks between two values, three or more. */
 function ticksBetween(low, high, count) {
-  const step = tickStep(low, high, count);
-  const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
-    ticks.push(+(i * step).toPrecision(12));
+  const power = tickPower(low, high, count);
+  let ticks = [];
+  for (const factor of [10, 5, 2, 1, .5]) {
+    const step = factor * power;
+    const margin = 1e-9 * step;
+    ticks = ticksAround(low, high, step).filter(t => t >= low - margin && t <= high + margin);
+    if (ticks.length >= Math.max(3, count - 1)) break;
   }
   return ticks;
 }
 
-/** Widen a range of values so that it ends on ticks. */
-function alignToTicks(low, high, count) {
-  const step = tickStep(low, high, count);
-  const ends = [Math.floor(low / step + 1e-9) * step, Math.ceil(high / step - 1e-9) * step];
-  return ends.map(value => +value.toPrecision(12));
+/** Return the ticks at multiples of a step that enclose a range. */
+function ticksAround(low, high, step) {
+  const first = Math.floor(low / step + 1e-9);
+  const last = Math.ceil(high / step - 1e-9);
+  const count = last - first + 1;
+  return Array.from({length: count}, (_, i) => +((first + i) * step).toPrecision(12));
+}
+
+/**
+ * Return the ticks of an axis that begins and ends on a tick: the widest apart of which at least
+ * three lie inside the range, which covers at least 70 % of the axis.
+ */
+function axisTicks(low, high, count) {
+  const power = tickPower(low, high, count);
+  const inside = tick => tick >= low - 1e-9 * power && tick <= high + 1e-9 * power;
+  for (const factor of [10, 5, 2, 1]) {
+    const ticks = ticksAround(low, high, factor * power);
+    const covered = (high - low) / (ticks.at(-1) - ticks[0]);
+    if (ticks.filter(inside).length >= 3 && covered >= .7) return ticks;
+  }
+  return ticksAround(low, high, power / 2);
+}
+
+/** Return a scale that begins and ends on a tick, with its ticks. */
+function axisScale([low, high], count, from, to) {
+  const ticks = axisTicks(low, high, count);
+  return Object.assign(linearScale(ticks[0], ticks.at(-1), from, to), {ticks});
 }
 
 /** Return the largest absolute value, 0 for none. */
@@ -88,4 +111,18 @@ function shortenNames(names) {
   const shared = [...first.slice(0, head), "*", ...(tail ? first.slice(-tail) : [])];
   const short = parts.map(p => p.slice(head, p.length - tail).join("."));
   return {names: short, pattern: head || tail ? shared.join(".") : ""};
+}
+
+/** Return the number of letters of the longest of some names. */
+const longestName = names => Math.max(...names.map(name => name.length));
+
+/** Break a name at spaces and after _ . - / into lines of at most `letters`, longer parts whole. */
+function wrapName(name, letters) {
+  const lines = [""];
+  for (const part of name.match(/[^\s_.\/-]*[\s_.\/-]*/g)) {
+    const line = lines.at(-1) + part;
+    if (line.trimEnd().length <= letters || !lines.at(-1)) lines[lines.length - 1] = line;
+    else lines.push(part);
+  }
+  return lines.map(line => line.trimEnd());
 }

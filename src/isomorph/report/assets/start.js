@@ -1,11 +1,13 @@
-// Reads the page's data and builds its charts and viewers.
+// Reads the page's data and builds its charts, viewers, and the button that saves its numbers.
 
 const page = JSON.parse(document.getElementById("data").textContent);
 for (const name in page.colours) page.colours[name] = decodeColours(page.colours[name]);
 for (const host of document.querySelectorAll("[data-chart]")) {
   new ChartView(host, page.charts[host.dataset.chart]);
 }
+const viewers = [];
 for (const host of document.querySelectorAll("[data-viewer]")) {
   const number = host.dataset.viewer;
-  new AttentionViewer(host, number, page.viewers[number]);
+  viewers.push(new AttentionViewer(host, number, page.viewers[number]));
 }
+document.querySelector("footer").append(saveButtons("all numbers", {JSON: savePageNumbers}));

@@ -9,7 +9,7 @@ class AttentionViewer {
     this.redrawPending = false;
     const prefixOf = geometry => geometry ? geometry.prefix : 0;
     this.prefix = Math.max(...this.layers.flatMap(layer => layer.byModel.map(prefixOf)));
-    this.pictures = this.images.map(i => createElement("img", {src: i.uri, alt: i.name}));
+    this.photos = this.images.map(i => createElement("img", {src: i.uri, alt: i.name}));
     this.state = {
       // The query: a token, or for -1 a point as shares of height and width, equal on all grids.
       token: -1, y: .5, x: .5, pinned: false,
@@ -59,7 +59,10 @@ class AttentionViewer {
   /** Return what a head attends to from the query, null while its map is not unpacked. */
   row(layer, model, head) {
     if (this.isDifference(model)) {
-      return subtractRows(this.row(layer, 1, head), this.row(layer, 0, head));
+      const row = subtractRows(this.row(layer, 1, head), this.row(layer, 0, head));
+      const exact = exactDifference(this.layers[layer], this.state.image, head);
+      if (row && exact !== null && equalBound([exact], this.equalBounds)) row.floor = Infinity;
+      return row;
     }
     const geometry = this.geometry(layer, model);
     if (!geometry) return null;
@@ -68,7 +71,7 @@ class AttentionViewer {
 
   // Building the elements
 
-  /** Build the image with its readout and colour bar, and the places of controls and heads. */
+  /** Build the image with its readout and colour bar, and the boxes of controls and heads. */
   buildLayout() {
     const picker = {class: "pick", tabindex: "0", role: "application"};
     this.canvas = createElement("canvas", {...picker, "aria-roledescription": "patch picker"});
@@ -79,7 +82,9 @@ class AttentionViewer {
     this.heads = createElement("div", {class: "heads"});
     const [lowEnd, highEnd] = this.scaleEnds;
     const scale = createElement("div", {class: "scale"}, lowEnd, this.colourBar, highEnd);
-    const parts = [this.canvas, this.readout, scale, this.keyHints()];
+    this.predictions = createElement("div", {class: "predictions"});
+    const saving = saveButtons("the attention maps", viewerSavers(this));
+    const parts = [this.canvas, this.readout, this.predictions, scale, this.keyHints(), saving];
     const image = createElement("div", {class: "image"}, ...parts);
     this.host.append(createElement("div", {class: "layout"}, image, this.controls, this.heads));
   }
@@ -137,9 +142,16 @@ class AttentionViewer {
     const dot = createElement("i", {class: "dot", style: `background: ${colour}`});
     const name = this.modelName(model);
     const section = createElement("div", {class: "row"}, createElement("h3", {}, dot, name));
+    const body = createElement("div", {class: "body"});
+    section.append(body);
     const headCount = layer => this.geometry(layer, model).heads;
     const {allLayers} = this.state;
-    if (!layers.length) section.append(this.note(`${name} has no attention map in this layer.`));
+    if (!layers.length) body.append(this.note(`${name} has no attention map in this layer.`));
+    if (this.isDifference(model)) {
+      const equal = equalSentence(layers.map(layer => this.layers[layer]), this.equalBounds);
+      body.append(equal ? this.note(equal) : differenceKey());
+      if (equal) return section;
+    }
     if (allLayers) section.style.setProperty("--heads", Math.max(...layers.map(headCount)));
     for (const layer of layers) {
       const both = this.layers[layer].byModel.map(geometry => geometry && geometry.heads);
@@ -150,7 +162,7 @@ class AttentionViewer {
       if (allLayers) box.append(createElement("b", {}, names[layer]));
       box.append(...tiles.map(tile => tile.node));
       this.tiles.push(...tiles);
-      section.append(box);
+      body.append(box);
     }
     const wide = layers.length && headCount(layers[0]) <= 6;
     section.style.setProperty("--tile", wide ? "8.6rem" : "6.2rem");
@@ -182,7 +194,7 @@ class AttentionViewer {
     }
     if (!withoutMaps.length) return;
     const text = `${withoutMaps.join(" and ")} has no attention maps to draw.`;
-    this.heads.lastChild.append(this.note(text));
+    this.heads.lastChild.lastChild.append(this.note(text));
   }
 
   /** True if two models have maps of the same shape in a layer, so that they can be subtracted. */
@@ -197,13 +209,13 @@ class AttentionViewer {
   /** Return the current image in grey, null until the browser has decoded it. */
   greyImage() {
     const {image} = this.state;
-    const picture = this.pictures[image];
-    if (!picture.complete || !picture.naturalWidth) {
-      picture.onload = () => this.requestRedraw();
+    const photo = this.photos[image];
+    if (!photo.complete || !photo.naturalWidth) {
+      photo.onload = () => this.requestRedraw();
       return null;
     }
     if (!this.greyImages.has(image)) {
-      this.greyImages.set(image, greyImage(picture, this.images[image].size));
+      this.greyImages.set(image, greyImage(photo, this.images[image].size));
     }
     return this.greyImages.get(image);
   }
@@ -218,15 +230,15 @@ class AttentionViewer {
   drawImage() {
     const {state, canvas} = this;
     const [height, width] = this.images[state.image].size;
-    const picture = this.pictures[state.image];
+    const photo = this.photos[state.image];
     const zoom = Math.max(1, Math.round(640 / Math.max(height, width)));
     Object.assign(canvas, {width: width * zoom, height: height * zoom});
     const size = [canvas.width, canvas.height];
     const row = state.tile && this.row(state.layer, state.tile.model, state.tile.head);
     const context = canvas.getContext("2d");
     context.imageSmoothingEnabled = false;
-    if (picture.complete) context.drawImage((row && this.greyImage()) || picture, 0, 0, ...size);
-    else picture.onload = () => this.requestRedraw();
+    if (photo.complete) context.drawImage((row && this.greyImage()) || photo, 0, 0, ...size);
+    else photo.onload = () => this.requestRedraw();
     if (row) paintRow(context, row, largestValue([row]), ...size, state.overlay);
     if (this.currentGeometry) this.frameQuery(context, this.currentGeometry, ...size, 4);
     const signed = Boolean(row && row.signed);
@@ -274,6 +286,7 @@ class AttentionViewer {
     const {state, layers} = this;
     const shownLayers = state.allLayers ? "all" : `layer ${state.layer}`;
     const {name} = layers[state.layer];
+    this.predictions.replaceChildren(...predictionLines(this));
     this.layerName.textContent = `${name} (${state.layer + 1} of ${layers.length})`;
     this.slider.setAttribute("aria-valuetext", name);
     if (shownLayers !== this.shownLayers) {
