@@ -85,7 +85,7 @@ def wrong_folders(top):
         "empty": "no images in .*empty; it must hold one folder per class",
         "nested": "no images in .*nested; it must hold one folder per class",
         "flat": "no images in .*flat; it must hold one folder per class",
-        "missing": "there is no folder or data source .*missing'; give a folder of images, or one of digits, cifar10",
+        "missing": "data source 'missing' is unknown, and there is no folder of that name; give a folder of images, or one of digits",
         "digit": "did you mean digits",
     }
 
@@ -184,7 +184,7 @@ def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):
     assert parse_overrides(["--split", "0.4"]) == parse_overrides(["--split=0.4"]) == ["data.split=0.4"]
     assert iso.load_recipe("finetune", ["data=digits", "model.weights=x.pth"]).data.source == "digits"
     assert DataPart.model_validate(str(photos)).root == photos
-    with pytest.raises(iso.UserError, match="there is no folder or data source 'photoz'"):
+    with pytest.raises(iso.UserError, match="data source 'photoz' is unknown, and there is no folder of that name"):
         iso.load_recipe("finetune", ["data=photoz", "model.weights=x.pth"])
     with pytest.raises(iso.UserError, match=r"finetune has no model; give --model\.weights FILE"):
         iso.train(iso.load_recipe("finetune", [f"data={photos}"]))

@@ -67,8 +67,8 @@ def locate_folder(folder: str | Path) -> tuple[str, Path]:
     path = Path(folder).expanduser()
     if not path.is_dir():
         close = get_close_matches(str(folder), SOURCES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f"; give a folder of images, or one of {', '.join(SOURCES)}"
-        raise UserError(f"there is no folder or data source {str(folder)!r}{hint}")
+        hint = f"did you mean {close[0]}?" if close else f"give a folder of images, or one of {', '.join(SOURCES)}"
+        raise UserError(f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}")
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if not entry.name.startswith(".")]
     if any(f"{word}.tar" in names for words in SPLITS.values() for word in words):
