@@ -85,7 +85,7 @@ def wrong_folders(top):
         "empty": "no images in .*empty; it must hold one folder per class",
         "nested": "no images in .*nested; it must hold one folder per class",
         "flat": "no images in .*flat; it must hold one folder per class",
-        "missing": "data source 'missing' is unknown, and there is no folder of that name; give a folder of images, or one of digits",
+        "missing": "'missing' is unknown, and there is no folder of that name; give a folder of images, or one of",
         "digit": "did you mean digits",
     }
 
