@@ -86,7 +86,7 @@ def _input_channels(config: Any, tensors: Mapping[str, Any]) -> int | None:
 def _read_vit(model: Any, tensors: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the arguments by which a ViT's tensors differ from the model's, by name."""
     patches, positions = tensors.get("patch_embed.proj.weight"), tensors.get("pos_embed")
-    embed = getattr(model, "patch_embed", None)
+    embed: Any = getattr(model, "patch_embed", None)
     if not (isinstance(patches, Tensor) and patches.ndim == 4 and isinstance(getattr(embed, "proj", None), nn.Conv2d)):
         return
     own = model.state_dict()
