@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.analysis import attention_spans, gates
-from isomorph.demo.run import LAYERS, SHOWN, Demo
+from isomorph.demo.run import LAYERS, SHOWN, VERIFIED, Demo
 from isomorph.evaluation.cost import count_macs, count_parameters
 from isomorph.layers import GPSA, GPSA2d
 from isomorph.report.attention_viewer import PageImage, Viewer, ViewerModel, build_viewer
-from isomorph.report.charts import Dots, Line, Panel
+from isomorph.report.charts import Chart, Dots, Line, Panel
 from isomorph.report.html import Section, write_page
 from isomorph.report.layer_maps import capture_layer_maps
 
@@ -29,8 +29,9 @@ def _equality_section(demo: Demo) -> Section:
     return Section(
         "The same function",
         f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
-        f"({LAYERS}) were then recast as gated self-attention, without training. Both networks were compared on all "
-        "test images and on cut ones, in two precisions, and layer by layer.",
+        f"({LAYERS}) were then recast as gated self-attention, without training. The outputs of both networks were "
+        f"compared on {VERIFIED} test images and on cut ones, in two precisions and layer by layer, and their classes "
+        "on all test images.",
         finding=demo.equality,
         listing=str(demo.report),
     )
@@ -75,7 +76,7 @@ def _gain_section(demo: Demo) -> Section:
     """Return the section that compares the ViTs."""
     lines = {vit.name: Line(range(1, len(vit.top1) + 1), vit.top1) for vit in demo.vits}
     conv = {demo.vits[-1].name: demo.vits[-1].model}
-    charts = [
+    charts: list[Chart] = [
         Panel("Top-1 on the test images", "epoch", "%", lines),
         Dots("Gates", "sigma(gate)", {name: _as_lists(gates(model)) for name, model in conv.items()}, 1.0),
         Dots("Spans", "1 / locality", {name: _as_lists(attention_spans(model)) for name, model in conv.items()}),

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +17,11 @@ from torch import Tensor, nn
 
 from isomorph.analysis import attention_maps
 from isomorph.checkpoints import save
-from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
-from isomorph.data.sources import decode
+from isomorph.data.sources import Source
 from isomorph.recipes import load_recipe
 from isomorph.surgery import ConvToGPSA, VerifyReport, recast, verify
-from isomorph.training.build import data_config
+from isomorph.training.build import data_config, open_sources
 from isomorph.training.run.log import read_log
 from isomorph.training.run.loop import train
 
@@ -30,6 +30,9 @@ LAYERS = "layer3.*.conv?"
 
 VITS = {"digits_vit": "ViT", "digits_convit": "ViT, convolutional at initialisation"}
 """Recipes of the last step, which differ in how attention is initialised, and their names on the page."""
+
+VERIFIED = 100
+"""Number of test images on which outputs are compared, in float32 and float64; predictions are compared on all."""
 
 SHOWN = 4
 """Number of digits whose attention maps are on the page."""
@@ -103,7 +106,7 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
     `overrides` are applied to every recipe, for example `epochs=1`.
     """
     start = time.perf_counter()
-    say = Console(quiet=not show, highlight=False).print
+    say = partial(Console(quiet=not show, highlight=False).print, soft_wrap=True)
     with TemporaryDirectory(prefix="isomorph-demo-") as runs, single_thread():
 
         def run(recipe: str, name: str, *changes: str) -> Trained:
@@ -113,23 +116,25 @@ def run_demo(folder: Path, show: bool = True, overrides: Sequence[str] = ()) -> 
             shutil.copyfile(out / "model.safetensors", folder / f"{recipe.removeprefix('digits_')}.safetensors")
             return Trained(name, result.model, [row["top1"] for row in read_log(out / "log.jsonl")], result.metrics)
 
-        demo = _recast_step(run, say, folder)
+        test = open_sources(load_recipe("digits_cnn", list(overrides)))[1]
+        assert isinstance(test, Source)
+        demo = _recast_step(run, say, folder, test)
         say("\n[bold]4/4[/] the other way round: train a ViT, and the same ViT whose attention starts as convolutions")
         demo.vits += [run(recipe, name) for recipe, name in VITS.items()]
     demo.seconds = time.perf_counter() - start
     return demo
 
 
-def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder: Path) -> Demo:
+def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder: Path, test: Source) -> Demo:
     """Train the CNN, recast it, compare both on the test images, and measure what the heads attend to."""
     say("[bold]1/4[/] train a small CNN on scikit-learn's images of digits")
     cnn = run("digits_cnn", "CNN", "epochs=3")
     say("\n[bold]2/4[/] recast the six convolutions of its last stage as self-attention, and compare on test images")
     tcnn = recast(cnn.model, ConvToGPSA(), where=LAYERS)
     save(tcnn.eval(), folder / "tcnn.safetensors")
-    source, config = open_source("digits", "test"), data_config(load_recipe("digits_cnn"), cnn.model)
-    images = torch.cat([batch for batch, _ in eval_loader(source, config)])
-    report = verify(cnn.model, tcnn, [images, images[:16, :, :19, :23]])
+    config = data_config(load_recipe("digits_cnn"), cnn.model)
+    images = torch.cat([batch for batch, _ in eval_loader(test, config)])
+    report = verify(cnn.model, tcnn, [images[:VERIFIED], images[:16, :, :19, :23]])
     with torch.no_grad():
         agreeing = int((cnn.model(images).argmax(1) == tcnn(images).argmax(1)).sum())
     first = attention_maps(tcnn, images[:SHOWN])
@@ -139,5 +144,5 @@ def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder
     say("\n[bold]3/4[/] look at what its heads attend to")
     say(f"    each of its 9 heads attends to one position of the old 3 x 3 kernel, with {weight:.1%} of its weight")
     for i in range(SHOWN):
-        decode(source.images[i]).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
+        test.image(i).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
     return demo

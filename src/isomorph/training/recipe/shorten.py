@@ -1,7 +1,7 @@
 """Shorten the schedules of a recipe in proportion when it is run for fewer epochs than it was written for."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from isomorph.training.recipe.recipe import Recipe, apply_overrides, validate
 
@@ -47,6 +47,6 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str]) 
     return f"{epochs} of {usual} epochs, so {', '.join(changes)}" if changes else ""
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     """Return True for an int or float that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
