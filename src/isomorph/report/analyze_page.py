@@ -213,9 +213,9 @@ def _comparison_sections(models: Sequence[PageModel], options: AnalyzeOptions) -
         sections.append(Section("Layer similarity (CKA)", text, charts=charts, finding=finding, guide=guides.CKA))
     if options.evolution:
         text = f"Linear CKA of {DRAW_SIZE} random test images, mean of {NUM_DRAWS} draws."
-        charts = [evolution_chart(options.evolution)]
+        evolution = Section("Feature evolution", text, charts=[evolution_chart(options.evolution)])
         finding = evolution_finding(options.evolution)
-        sections.append(Section("Feature evolution", text, charts=charts, finding=finding, guide=guides.EVOLUTION))
+        sections.append(replace(evolution, finding=finding, guide=guides.EVOLUTION))
     if options.robustness:
         cells, measured, problems = options.robustness
         details = Details("Lines that could not be read", problems) if problems else None

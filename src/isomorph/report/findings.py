@@ -23,9 +23,11 @@ def count_noun(count: int, noun: str) -> str:
 
 def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> str:
     """Return how far the outputs of two models are apart; empty without classes in common. Shape: (B, classes)"""
-    if len(names) != 2 or logits[0] is None or logits[1] is None or logits[0].shape != logits[1].shape:
+    if len(names) != 2:
         return ""
     first, second = logits
+    if first is None or second is None or first.shape != second.shape:
+        return ""
     difference, largest = float((first - second).abs().max()), float(first.abs().max())
     images, same = count_noun(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
     apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
