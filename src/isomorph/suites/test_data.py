@@ -140,9 +140,9 @@ def evaluate(
     Raises: UserError when the data is missing, empty, or has not the model's classes.
 
     >>> model = timm.create_model("cifar_resnet20")
-    >>> sorted(iso.evaluate(model, "digits"))
-    ['ece', 'images', 'nll', 'top1', 'top5']
     >>> source = iso.data.open_source("digits", "test").subset(range(20))
+    >>> sorted(iso.evaluate(model, source))
+    ['ece', 'images', 'nll', 'top1', 'top5']
     >>> loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model))
     >>> iso.evaluate(model, loader)["images"]
     20
