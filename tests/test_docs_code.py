@@ -50,6 +50,7 @@ def run_shell(text, folder):
             (folder / target).write_text(run.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_blocks_run_as_printed(page, tmp_path, monkeypatch, request):
     if str(page.relative_to(ROOT)) in NEED_DATA:
