@@ -77,7 +77,7 @@ class Tab:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, condition: str, seconds: float = 30) -> None:
+    def wait(self, condition: str, seconds: float = 120) -> None:
         end = time.monotonic() + seconds
         while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < end, f"never: {condition}"
@@ -168,7 +168,7 @@ def open_tab():
             os.close(ours_out)
             os.close(ours_in)
             process.terminate()
-            process.wait(20)
+            process.wait(120)
 
 
 def connect(out, back) -> Tab:

@@ -2,13 +2,18 @@
 
 import multiprocessing
 import os
+import pkgutil
+import socket
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import isomorph as iso
+
+MODULES = [module.name for module in pkgutil.walk_packages(iso.__path__, "isomorph.") if "__main__" not in module.name]
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["isomorph.cli"])
+SERVER.set_forkserver_preload(["torch", "timm", "torchvision", "sklearn.datasets", *MODULES])
 LONGEST = 300
 """Seconds."""
 
@@ -18,7 +23,7 @@ def answer(arguments, folder, environment, out, err):
     os.environ.clear()
     os.environ.update(environment)
     for path, number in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, number)
     os.chdir(folder)
     multiprocessing.set_start_method("fork", force=True)  # as in a process of its own
@@ -31,20 +36,38 @@ def settings(**environment):
     return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment}
 
 
-def isomorph(*arguments, folder=None):
-    """`isomorph ARGUMENTS`, as subprocess.run gives it."""
+def start(arguments, folder, out, err, **environment):
+    """Starts `isomorph ARGUMENTS` in a process of its own, and returns it."""
+    child = SERVER.Process(target=answer, args=(arguments, str(folder), settings(**environment), out, err))
+    child.start()
+    return child
+
+
+def isomorph(*arguments, folder=None, processes=1):
+    """`isomorph ARGUMENTS`, as subprocess.run gives it; several processes have what torchrun tells each of them."""
     arguments = [str(argument) for argument in arguments]
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        child = SERVER.Process(
-            target=answer, args=(arguments, str(folder or Path.cwd()), settings(), out.name, err.name)
-        )
-        child.start()
-        child.join(LONGEST)
-        if child.is_alive():
-            child.kill()
+    with tempfile.NamedTemporaryFile("a") as out, tempfile.NamedTemporaryFile("a") as err:
+        children = [start(arguments, folder or Path.cwd(), out.name, err.name, **place) for place in places(processes)]
+        for child in children:
+            child.join(LONGEST)
+        if any(child.is_alive() for child in children):
+            for child in children:
+                child.kill()
             raise TimeoutError(f"isomorph {' '.join(arguments)} took more than {LONGEST} seconds")
         stdout, stderr = (Path(file.name).read_text() for file in (out, err))
-    return subprocess.CompletedProcess(arguments, child.exitcode, stdout, stderr)
+    worst = max((child.exitcode for child in children), key=abs)
+    return subprocess.CompletedProcess(arguments, worst, stdout, stderr)
+
+
+def places(processes):
+    """The environment that torchrun gives to each process of a run; nothing for a process alone."""
+    if processes == 1:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [{"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(processes)]
+    return [{**address, "WORLD_SIZE": str(processes), **rank} for rank in ranks]
 
 
 def alone(*arguments, folder=None, **environment):

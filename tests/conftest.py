@@ -1,6 +1,7 @@
-"""Fixtures: real data where it is, and inputs of awkward sizes."""
+"""Fixtures: real data where it is, seeds, caches of a test's own. And what the tests took, against the budget."""
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,25 @@ import torch
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
     os.environ["ISOMORPH_DATA"] = str(SHARED)
+
+
+BUDGET = 15
+"""Seconds for one test on a quiet machine; see "Test time" in CONTRIBUTING.md."""
+
+
+def pytest_terminal_summary(terminalreporter):
+    """After a long run, say what all tests took and which took more than the budget. Nothing fails because of it."""
+    took = Counter()
+    for report in (report for kind in terminalreporter.stats.values() for report in kind):
+        if isinstance(report, pytest.TestReport):
+            took[report.nodeid] += report.duration
+    if took.total() < 120:
+        return
+    over = [f"  {seconds:.0f} s  {name}" for name, seconds in took.most_common() if seconds > BUDGET]
+    terminalreporter.write_line(f"{len(took):,} tests took {took.total():,.0f} s, added up over the processes.")
+    if over:
+        terminalreporter.write_line(f"More than the {BUDGET} s that one test may take (CONTRIBUTING.md, Test time):")
+        terminalreporter.write_line("\n".join(over))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ TINY = dict(
     model=dict(
         name="coatnet_0", kwargs=dict(depths=[2, 1, 1, 1, 1], widths=[8, 8, 16, 16, 32], head_dim=8, img_size=32)
     ),
-    data=dict(source="digits", size=[32, 32], fraction=0.1, batch_size=32),
+    data=dict(source="digits", size=[32, 32], fraction=0.1, batch_size=32, test_images=60),
     epochs=1,
 )
 

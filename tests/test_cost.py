@@ -105,6 +105,13 @@ class TestSavedBytes:
         assert saved_bytes(model, (3, 64, 64)) > 4 * 3 * N * N
 
 
+@pytest.fixture(scope="module")
+def meter():
+    """A measuring process for several tests: it takes seconds to start."""
+    with PeakMeter() as meter:
+        yield meter
+
+
 @pytest.mark.slow
 class TestPeak:
     def test_it_is_what_a_pass_really_takes(self, tmp_path, monkeypatch):
@@ -124,34 +131,33 @@ class TestPeak:
         assert found is not None
         assert found / 2**20 == pytest.approx(64, abs=8)
 
-    def test_training_takes_more_and_a_class_of_nowhere_is_unavailable(self):
+    def test_training_takes_more_and_a_class_of_nowhere_is_unavailable(self, meter):
         class Nowhere(nn.Linear):
             pass
 
         assert peak_bytes(Nowhere(3, 3), (3,)) is None
         model = timm.create_model("cifar_resnet20")
-        plain, training = (peak_bytes(model, (3, 64, 64), 8, train) for train in (False, True))
+        plain, training = (peak_bytes(model, (3, 64, 64), 8, train, meter) for train in (False, True))
         assert plain < training
         assert training > 8 * saved_bytes(model, (3, 64, 64), 2) * 0.5
 
-    def test_one_process_finds_what_processes_of_their_own_find(self):
+    def test_one_process_finds_what_processes_of_their_own_find(self, meter):
         class Nowhere(nn.Linear):
             pass
 
         cnn, vit = timm.create_model("cifar_resnet20"), small_vit()
-        asked = [(cnn, 64, 32, True), (vit, 32, 64, True)]
+        asked = [(cnn, 64, 8, True), (vit, 32, 64, True)]
         alone = [peak_bytes(model, (3, side, side), batch, training) for model, side, batch, training in asked]
-        with PeakMeter() as meter:
-            together = [
-                peak_bytes(model, (3, side, side), batch, training, meter) for model, side, batch, training in asked
-            ]
-            assert peak_bytes(Nowhere(3, 3), (3,), 1, False, meter) is None
-            with pytest.raises(iso.UserError, match=r"peak of a batch of 2 failed: .*channels"):
-                peak_bytes(cnn, (4, 32, 32), 2, False, meter)
-            again = peak_bytes(cnn, (3, 64, 64), 32, True, meter)
-            process = meter.process
+        together = [
+            peak_bytes(model, (3, side, side), batch, training, meter) for model, side, batch, training in asked
+        ]
+        process = meter.process
+        assert peak_bytes(Nowhere(3, 3), (3,), 1, False, meter) is None
+        with pytest.raises(iso.UserError, match=r"peak of a batch of 2 failed: .*channels"):
+            peak_bytes(cnn, (4, 32, 32), 2, False, meter)
+        again = peak_bytes(cnn, (3, 64, 64), 8, True, meter)
         assert [*together, again] == pytest.approx([*alone, alone[0]], rel=0.1, abs=2**20)
-        assert process.poll() is not None
+        assert meter.process is process
 
     def test_a_process_that_died_is_started_again(self):
         model = nn.Linear(3, 3)
@@ -160,11 +166,13 @@ class TestPeak:
             meter.process.kill()
             meter.process.wait()
             assert peak_bytes(model, (3,), 1, False, meter) is not None
+            process = meter.process
+        assert process.poll() is not None
 
 
-def test_a_peak_that_fails_is_a_dash_and_a_reason(capsys):
+def test_a_peak_that_fails_is_a_dash_and_a_reason(meter):
     """BatchNorm cannot train on one value a channel: the other figures stand."""
-    if peak_bytes(nn.Linear(2, 2), (2,)) is None:
+    if peak_bytes(nn.Linear(2, 2), (2,), meter=meter) is None:
         pytest.skip("peaks cannot be measured here")
     net = nn.Sequential(nn.Conv2d(3, 4, 8), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
     (row,) = iso.cost_table({"net": net}, [(8, 8)], [1], seconds=0.01)

@@ -149,21 +149,23 @@ def test_cost_of_a_small_model():
 
 @pytest.mark.slow
 class TestRealImages:
-    """The JPEG test split; 81.03 and 83.20 are what the weights give on it, not on lossless CIFAR-10."""
+    """The JPEG test split: the weights give 81.03 and 83.20 on all of it, and more on lossless CIFAR-10."""
 
-    @pytest.mark.parametrize(("name", "top1"), [("cifar_resnet20", 81.03), ("cifar_resnet56", 83.20)])
+    @pytest.mark.parametrize(("name", "top1"), [("cifar_resnet20", 80.4), ("cifar_resnet56", 82.5)])
     def test_published_weights(self, name, top1, data_root):
+        """On the first 1,000 of the 10,000 images, within one image of what was measured there."""
         model = timm.create_model(name, pretrained=True)
-        loader = iso.data.eval_loader(iso.data.open_source("cifar10", "test"), resolve_data_config(model=model), 200)
-        assert iso.evaluate(model, loader)["top1"] == pytest.approx(top1, abs=0.3)
+        source = iso.data.open_source("cifar10", "test").subset(range(1000))
+        loader = iso.data.eval_loader(source, resolve_data_config(model=model), 200)
+        assert iso.evaluate(model, loader)["top1"] == pytest.approx(top1, abs=0.15)
 
     def test_recast_verified_and_back(self, data_root):
         cnn = timm.create_model("cifar_resnet20", pretrained=True).eval()
         tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.*.conv?")
         assert len(iso.edits(tcnn)[0].names) == 6
         source = iso.data.open_source("cifar10", "test")
-        loader = iso.data.eval_loader(source.subset(range(2000)), resolve_data_config(model=cnn), 200)
-        report = iso.verify(cnn, tcnn, next(iter(loader))[0])
+        loader = iso.data.eval_loader(source.subset(range(400)), resolve_data_config(model=cnn), 100)
+        report = iso.verify(cnn, tcnn, next(iter(loader))[0][:32])
         assert report.fp32 < 1e-3
         assert iso.evaluate(tcnn, loader)["top1"] == pytest.approx(iso.evaluate(cnn, loader)["top1"], abs=0.3)
         for name in iso.edits(tcnn)[0].names:

@@ -25,7 +25,7 @@ def recipe(out, epoch, model=None, **more):
     values = dict(
         model=dict(name="cifar_resnet20", recast=dict(where=WHERE, locality=5, gate=6), recast_epoch=epoch)
         | (model or {}),
-        data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32),
+        data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32, test_images=60),
         augment=dict(crop_padding=2, hflip=0),
         optim=dict(name="sgd", lr=0.05, gate_lr=0.1, warmup_epochs=1),
         epochs=3,
@@ -57,7 +57,7 @@ def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkey
     monkeypatch.setattr(RecastPart, "build_rule", lambda self: Identity())
     moving = dict(name=optim, lr=0.01, warmup_epochs=1)
     for name, epoch in (("never", 0), ("late", 1)):
-        iso.train(recipe(tmp_path / name, epoch, optim=moving), show=False)
+        iso.train(recipe(tmp_path / name, epoch, optim=moving, epochs=2), show=False)
     plain, late = (read_snapshot(newest_snapshot(tmp_path / name).path) for name in ("never", "late"))
     assert plain.keys() == late.keys()
     assert all(torch.equal(plain[name], late[name]) for name in plain)

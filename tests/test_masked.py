@@ -301,7 +301,8 @@ def test_checkpointing_drop_path_autocast_and_copies(kind):
 
 @pytest.mark.slow
 def test_compiles_whole():
-    task = MaskedTask(autoencoder("pyramids").eval(), CPU)
+    encoder = timm.create_model("tdrl_vit_ti", **{**SMALL, "depth": 1})
+    task = MaskedTask(MaskedAutoencoder(encoder, 1, 16, 4).eval(), CPU)
     images = torch.randn(3, 3, 16, 16)
     noise = task.trainable_module.draw_noise(images)
     plain = task(images, noise=noise)["loss"]

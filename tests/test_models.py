@@ -66,6 +66,14 @@ SMALL = ["cifar_resnet20", "coatnet_0", "vanillanet_5", "t_cifar_resnet20", "t_r
 ODD_SIZES = {name: dict(dynamic_img_pad=True) for name in VITS}
 
 
+SHORT = {"tdrl_vit_ti": dict(depth=3)}
+"""Blocks enough to differ: the network as published takes seconds a test."""
+
+
+def create(name, **kwargs):
+    return timm.create_model(name, **SHORT.get(name, {}), **kwargs)
+
+
 def size_of(name):
     return 32 if "cifar" in name else 64
 
@@ -87,14 +95,14 @@ def test_parameter_counts(name):
 @pytest.mark.parametrize("name", SMALL)
 class TestCitizen:
     def test_forward_backward_on_odd_rectangles(self, name):
-        model = timm.create_model(name, num_classes=7, **ODD_SIZES.get(name, {}))
+        model = create(name, num_classes=7, **ODD_SIZES.get(name, {}))
         y = model(torch.randn(2, 3, size_of(name) + 5, size_of(name) - 3))
         assert y.shape == (2, 7)
         y.square().sum().backward()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
     def test_features_and_head_are_forward(self, name):
-        model = timm.create_model(name).eval()
+        model = create(name).eval()
         x = torch.randn(1, 3, size_of(name), size_of(name))
         features = model.forward_features(x)
         torch.testing.assert_close(model.forward_head(features), model(x))
@@ -106,7 +114,7 @@ class TestCitizen:
             torch.testing.assert_close(taken[-1], features)
 
     def test_features_only_reports_true_reductions(self, name):
-        model = timm.create_model(name, features_only=True)
+        model = create(name, features_only=True)
         x = torch.randn(1, 3, 2 * size_of(name), size_of(name))
         for y, channels, reduction in zip(
             model(x), model.feature_info.channels(), model.feature_info.reduction(), strict=True
@@ -114,7 +122,7 @@ class TestCitizen:
             assert y.shape == (1, channels, 2 * size_of(name) // reduction, size_of(name) // reduction)
 
     def test_reset_classifier(self, name):
-        model = timm.create_model(name)
+        model = create(name)
         model.reset_classifier(0)
         assert model(torch.randn(2, 3, 64, 64)).shape == (2, model.num_features)
         model.reset_classifier(5)
@@ -122,7 +130,7 @@ class TestCitizen:
         assert model.get_classifier().out_features == 5
 
     def test_gradient_checkpointing_changes_nothing(self, name):
-        model, x = timm.create_model(name).eval(), torch.randn(1, 3, 64, 64)
+        model, x = create(name).eval(), torch.randn(1, 3, 64, 64)
         expected = model(x)
         model.set_grad_checkpointing()
         model.train()
@@ -135,12 +143,12 @@ class TestCitizen:
         assert all(p.grad is not None for p in model.parameters())
 
     def test_every_parameter_has_a_layer_group(self, name):
-        model = timm.create_model(name)
+        model = create(name)
         grouped = group_parameters(model, model.group_matcher())
         assert sum(map(len, grouped.values())) == len(list(model.parameters()))
 
     def test_other_input_channels(self, name):
-        assert timm.create_model(name, in_chans=1)(torch.randn(2, 1, 64, 64)).shape[0] == 2
+        assert create(name, in_chans=1)(torch.randn(2, 1, 64, 64)).shape[0] == 2
 
 
 @pytest.mark.parametrize("name", ["t_cifar_resnet20", "t_resnet50d"])

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from command_line import SERVER
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 
 SHARES = (3, 5)
@@ -52,7 +53,7 @@ def on_two_processes(kind, sync, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(work, (kind, sync, port, folder), nprocs=2)
+    mp.start_processes(work, (kind, sync, port, folder), nprocs=2, start_method=SERVER.get_start_method())
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 

@@ -323,7 +323,8 @@ class TestTokenLabels:
     @pytest.mark.parametrize("name", ["refined_vit_s_released", "refined_vit_s", "refiner_vit_16b_dla"])
     def test_recipes_run_two_steps(self, name, tmp_path):
         small = ["data.source=digits", "data.size=[32,32]", "data.batch_size=20", "data.workers=0"]
-        brief = ["data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}", "model.kwargs.depth=4"]
+        brief = ["data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
+        brief += ["model.kwargs.depth=4", "model.kwargs.embed_dim=48"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
         assert run.order.steps == 2
         assert isinstance(run.task, TokenLabelTask) == (name == "refined_vit_s_released")

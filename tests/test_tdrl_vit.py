@@ -39,12 +39,12 @@ def test_published_counts(name):
 
 @pytest.mark.slow
 def test_fused_is_the_plain_vit_exactly():
-    wide = timm.create_model("tdrl_vit_ti").eval()
+    wide = timm.create_model("tdrl_vit_ti", depth=2).eval()
     thin = iso.fuse(wide)
-    plain = timm.create_model("vit_tiny_patch16_224", num_heads=12, dynamic_img_size=True)
+    plain = timm.create_model("vit_tiny_patch16_224", num_heads=12, dynamic_img_size=True, depth=2)
     plain.load_state_dict(thin.state_dict())
     x = torch.randn(1, 3, 224, 160)
-    assert sum(p.numel() for p in thin.parameters()) == 5_717_416
+    assert sum(p.numel() for p in thin.parameters()) == 5_717_416 - 10 * 444_864  # blocks left out
     torch.testing.assert_close(plain.eval()(x), wide(x), rtol=1e-3, atol=1e-4)
 
 
@@ -167,7 +167,7 @@ def train_on_digits(out, steps_a_look, lr=1e-3, **kwargs):
     """Two epochs of a small ViT with pyramids, and what its monitor saw."""
     recipe = dict(
         model=dict(name="tdrl_vit_ti", kwargs={**SMALL, "weight_init": "jax", "num_classes": 10, **kwargs}),
-        data=dict(source="digits", fraction=0.3, size=[32, 32], batch_size=32),
+        data=dict(source="digits", fraction=0.3, size=[32, 32], batch_size=32, test_images=60),
         optim=dict(lr=lr, warmup_epochs=0),
         monitor_every=steps_a_look,
         epochs=2,

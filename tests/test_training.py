@@ -29,7 +29,7 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32),
+    data=dict(source="digits", fraction=0.055, size=[16, 16], batch_size=32, test_images=60),
     augment=dict(crop_padding=2, hflip=0),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=2,
@@ -84,7 +84,9 @@ class TestRecipe:
     @pytest.mark.slow
     @pytest.mark.parametrize("name", ["tcnn_resnetrs50", "finetune_resnetrs50", "tcnn_resnet50d"])
     def test_published_recipes_run_two_steps(self, name, tmp_path):
+        """Everything as published but for the width of the network: bf16 of whole ones takes a CPU minutes."""
         small = ["model.pretrained=false", "data.source=digits", "data.size=[32,32]", "data.batch_size=20"]
+        small += ["model.kwargs={layers: [1, 1, 1, 3], channels: [8, 8, 8, 16], stem_width: 8}"]
         brief = ["data.workers=0", "data.fraction=0.04", "epochs=1", "optim.warmup_epochs=0", f"out={tmp_path}"]
         run = open_run(iso.load_recipe(name, [*small, *brief]))
         assert run.order.steps == 2
@@ -132,6 +134,7 @@ class TestRecipe:
             "data.workers=0",
             "data.fraction=0.04",
         ]
+        small += ["model.kwargs.embed_dim=36", "model.kwargs.depth=11"]
         brief = ["epochs=1", "optim.warmup_epochs=0", "evaluate_every=1", "keep_every=null", "data.classes=null"]
         run = open_run(iso.load_recipe(name, [*small, *brief, f"out={tmp_path}"]))
         assert train_epoch(run) > 0
@@ -350,7 +353,7 @@ class TestRun:
 
     def test_it_learns(self, tmp_path):
         optim = dict(lr=3e-3, gate_lr=0.1, warmup_epochs=1)
-        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3}, optim=optim)
+        recipe = tiny(tmp_path, epochs=4, data={**TINY["data"], "fraction": 0.3, "test_images": 200}, optim=optim)
         assert iso.train(recipe, show=False).metrics["top1"] > 50
 
     @pytest.mark.parametrize(
@@ -421,7 +424,9 @@ class TestRun:
         for split, start, stop in (("train", 0, 100), ("train", 100, 240), ("test", 240, 300)):
             write_table(table.slice(start, stop - start), tmp_path / f"data/{split}-{start:05d}.parquet")
         assert pyarrow
-        data = dict(source="huggingface-stream", root=str(tmp_path / "data"), batch_size=40, workers=workers)
+        data = dict(
+            source="huggingface-stream", root=str(tmp_path / "data"), size=[16, 16], batch_size=40, workers=workers
+        )
         values = dict(data=data, log_every=1, scale=dict(accumulate=2))
         iso.train(tiny(tmp_path / "whole", **values), show=False)
         stopped_run(tmp_path / "part", 8, {**TINY, **values})

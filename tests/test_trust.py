@@ -3,16 +3,16 @@
 import json
 import os
 import random
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
 import isomorph as iso
+from command_line import LONGEST, SERVER, start
 from isomorph.checkpoints.open import open_model
 from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
 from isomorph.distributed import Runtime
@@ -32,7 +32,7 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.2, size=[8, 8], batch_size=32),
+    data=dict(source="digits", fraction=0.2, size=[8, 8], batch_size=32, test_images=60),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=3,
@@ -42,21 +42,24 @@ TINY = dict(
 )
 """Eight steps an epoch, with everything that draws."""
 
-CODE = (
-    "import json, sys; import isomorph as iso; from isomorph.training.recipe.recipe import validate\n"
-    "iso.train(validate(json.loads(sys.argv[1])), show=False)"
-)
-
 
 def tiny(out, **more):
     return validate({**TINY, "out": str(out), **more})
 
 
-def start(out, code=CODE, **more):
-    """A real process that trains."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    values = json.dumps({**TINY, "out": str(out), **more})
-    return subprocess.Popen([sys.executable, "-c", code, values], env=environment, stderr=subprocess.PIPE, text=True)
+def start_training(out, largest_file=resource.RLIM_INFINITY, **more):
+    """A real process that trains; what it prints is in a file next to its folder."""
+    process = SERVER.Process(target=train, args=({**TINY, "out": str(out), **more}, largest_file))
+    process.start()
+    return process
+
+
+def train(values, largest_file):
+    """In the process."""
+    with open(f"{values['out']}.stderr", "w") as said:
+        os.dup2(said.fileno(), 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    iso.train(validate(values), show=False)
 
 
 def same_run(a, b):
@@ -153,17 +156,16 @@ def test_killed_at_random_moments(whole, tmp_path):
     """kill -9 of real processes, at any moment: the weights are those of the run that was left alone."""
     draw, kills = random.Random(0), 0
     for _ in range(4):
-        process = start(tmp_path, checkpoint_minutes=0)
-        while process.poll() is None and not list(tmp_path.glob("*step-*")):
+        process = start_training(tmp_path / "run", checkpoint_minutes=0)
+        while process.is_alive() and not list(tmp_path.glob("run/*step-*")):
             time.sleep(0.005)
         time.sleep(draw.uniform(0, 1.0))
-        kills += process.poll() is None
+        kills += process.is_alive()
         process.kill()
-        process.communicate()
+        process.join()
     assert kills
-    process = start(tmp_path)
-    assert process.communicate()[1] == "" or process.returncode == 0
-    same_run(whole, tmp_path)
+    iso.train(tiny(tmp_path / "run"), show=False)
+    same_run(whole, tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -171,17 +173,15 @@ def test_sigterm_saves_and_says_so(tmp_path):
     """A real process under a scheduler that wants its machine back."""
     recipe = tmp_path / "mine.json.yaml"
     recipe.write_text(json.dumps({**TINY, "epochs": 200, "out": str(tmp_path / "run")}))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "isomorph", "train", str(recipe)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while process.poll() is None and len(read_log(tmp_path / "run/steps.jsonl")) < 11:
+    out, err = (tmp_path / name for name in ("out", "err"))
+    out.touch(), err.touch()
+    process = start(["train", str(recipe)], tmp_path, str(out), str(err))
+    while process.is_alive() and len(read_log(tmp_path / "run/steps.jsonl")) < 11:
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    said = process.communicate()[1]
-    assert process.returncode == 128 + signal.SIGTERM
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(LONGEST)
+    said = err.read_text()
+    assert process.exitcode == 128 + signal.SIGTERM
     assert "isomorph: stopped by SIGTERM after step" in said.splitlines()[-1]
     step = newest_snapshot(tmp_path / "run").values["progress"]["step"]
     assert step >= 11
@@ -223,16 +223,15 @@ def test_nothing_but_damage_is_said(tmp_path):
 @pytest.mark.slow
 def test_a_full_disk_stops_with_the_older_snapshot_whole(whole, tmp_path):
     """A real process that may write no file above 1 MB from some moment on, as on a full disk."""
-    stop_after(tmp_path, 5)
-    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, resource.RLIM_INFINITY))\n"
-    process = start(tmp_path, limit + CODE)
-    said = process.communicate()[1]
-    assert process.returncode
-    assert "UserError: cannot write" in said
-    assert newest_snapshot(tmp_path).values["progress"]["step"] == 5
-    assert not list(tmp_path.glob(".*"))
-    iso.train(tiny(tmp_path), show=False)
-    same_run(whole, tmp_path)
+    stop_after(tmp_path / "run", 5)
+    process = start_training(tmp_path / "run", largest_file=1_000_000)
+    process.join(LONGEST)
+    assert process.exitcode == 1
+    assert "UserError: cannot write" in (tmp_path / "run.stderr").read_text()
+    assert newest_snapshot(tmp_path / "run").values["progress"]["step"] == 5
+    assert not list(tmp_path.glob("run/.*"))
+    iso.train(tiny(tmp_path / "run"), show=False)
+    same_run(whole, tmp_path / "run")
 
 
 class TestDivergence:

@@ -169,7 +169,7 @@ def test_an_annealed_relu_in_training():
 def train(folder, epochs=1, **more):
     recipe = dict(
         model=dict(name="vanillanet_5", kwargs=dict(dims=[8, 12, 16, 20])),
-        data=dict(source="digits", fraction=0.05, size=[32, 32], batch_size=16),
+        data=dict(source="digits", fraction=0.05, size=[32, 32], batch_size=16, test_images=60),
         optim=dict(name="lamb", lr=1e-3),
         anneal=dict(epochs=1),
         ema=0.99,

@@ -87,7 +87,7 @@ def test_a_late_recast_wants_weights_of_before_it(tmp_path):
 def test_a_run_trains_on_from_its_own_weights(tmp_path, capsys):
     values = dict(
         model=PARTS["ConvToGPSA"],
-        data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=32),
+        data=dict(source="digits", fraction=0.05, size=[16, 16], batch_size=32, test_images=60),
         augment=dict(crop_padding=2, hflip=0),
         epochs=1,
         out=str(tmp_path / "x"),
