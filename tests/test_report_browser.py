@@ -465,7 +465,7 @@ def test_all_layers_leave_a_model_without_maps_out(tab, tmp_path):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_wide_tables_show_that_they_go_on(tab, tmp_path, dark):
-    chart = Bars("Wide", "%", {f"a rather long name {i}": {"fog": 1.0, "snow": 2.0} for i in range(4)})
+    chart = Bars("Wide", "%", {f"a longer name {i}": {"fog": 1.0, "snow": 2.0} for i in range(4)})
     write_page(tmp_path / "page.html", "Wide", "", [Section("Table", charts=[chart])])
 
     def edges(scrolled):

@@ -42,7 +42,7 @@ def equal_page(tmp_path_factory):
     torch.manual_seed(0)
     vit = small_vit()
     for block in vit.blocks:
-        torch.nn.init.normal_(block.attn.qkv.weight, std=0.4)
+        torch.nn.init.normal_(block.attn.qkv.weight, std=0.2)
     gated = iso.recast(vit, iso.AttentionToGPSA(grid_size=None), "blocks.*.attn").eval()
     images = [PageImage(name, torch.rand(3, 32, 48)) for name in "ab"]
     sections = analyze_sections([PageModel("ViT", vit, CONFIG), PageModel("gated", gated, CONFIG)], images)
