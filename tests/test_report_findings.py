@@ -87,6 +87,7 @@ class TestFindings:
         assert said.endswith("predicted class equal on 1 of 2.")
         assert outputs_finding(["a", "b"], [a, None]) == outputs_finding(["a"], [a]) == ""
         assert outputs_finding(["a", "b"], [a, torch.ones(2, 3)]) == ""
+        assert outputs_finding(["a", "b"], [a, a / 0]) == "The outputs of b or a are not finite on 2 images."
 
     def test_maps_of_two_models(self):
         equal, other = {"x": [[0.0, 5e-7]]}, {"y": [[0.0, 0.25], [0.5, 0.0]]}
@@ -107,6 +108,7 @@ class TestFindings:
         assert np.allclose(known, (maps[0] - maps[1]).abs().amax((2, 3)), atol=1e-8)
         assert np.max(known) < 1e-6 < first.rounding
         assert largest_differences(first, None) is None
+        assert largest_differences(first, replace(second, exact=second.exact / 0)) is None
         assert largest_differences(first, replace(second, exact=None)) is None
 
     def test_a_page_of_two_equal_models_begins_with_it(self):

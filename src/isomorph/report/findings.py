@@ -31,6 +31,8 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
     difference, largest = float((first - second).abs().max()), float(first.abs().max())
     images, same = count_noun(len(first), "image"), int((first.argmax(1) == second.argmax(1)).sum())
     apart = f"at most {format_number(difference)} apart (largest output {format_number(largest)})"
+    if not math.isfinite(difference):
+        return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
     if difference == 0:
         return f"{names[1]} and {names[0]} compute the same outputs on {images}: difference 0."
     agree = f"predicted class equal on {same} of {len(first)}"

@@ -109,7 +109,9 @@ def drop_padded_keys(maps: Tensor, where: TokenGrid) -> Tensor:
 
 
 def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[float]] | None:
-    """Return the largest difference of two layers' exact maps in every head that both have; None if not comparable.
+    """Return the largest difference of two layers' exact maps in every head that both have.
+
+    None if the maps are not comparable, or not finite.
 
     Shape: -> (B, heads)
     """
@@ -118,7 +120,8 @@ def largest_differences(a: LayerMaps | None, b: LayerMaps | None) -> list[list[f
     if (a.where, a.keys) != (b.where, b.keys) or a.exact.shape[2:] != b.exact.shape[2:]:
         return None
     heads = min(a.exact.shape[1], b.exact.shape[1])
-    return (a.exact[:, :heads] - b.exact[:, :heads]).abs().amax((2, 3)).tolist()
+    differences = (a.exact[:, :heads] - b.exact[:, :heads]).abs().amax((2, 3))
+    return differences.tolist() if bool(differences.isfinite().all()) else None
 
 
 def capture_layer_maps(
