@@ -1,8 +1,9 @@
 """The command line as a user meets it, in a process of its own."""
 
+import dataclasses
 import json
 from inspect import signature
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import pytest
 import timm
@@ -11,6 +12,7 @@ import isomorph as iso
 from command_line import alone, isomorph, refusal
 from isomorph.cli.app import app
 from isomorph.cli.options import LIMITS
+from isomorph.models.cifar_resnet import CIFAR10_CLASSES
 
 pytestmark = pytest.mark.slow
 
@@ -151,8 +153,10 @@ BAD = {
     ),
     "existing file": (["recast", "{weights}", "--where", "layer3.*", "--out", "few.safetensors"], "give --overwrite"),
     "another size": (
-        ["recast", "vit_tiny_patch16_224", "--no-pretrained", "--rule", "AttentionToRefined"]
-        + ["--where", "blocks.0.attn", "--out", "x.safetensors", "--size", "100"],
+        [
+            *("recast", "vit_tiny_patch16_224", "--no-pretrained", "--rule", "AttentionToRefined"),
+            *("--where", "blocks.0.attn", "--out", "x.safetensors", "--size", "100"),
+        ],
         "built for 224; give --size 224",
     ),
     "no image at all": (["evaluate", "{weights}", "--data", "digits", "--max-images", "0"], "must be at least 1"),
@@ -170,13 +174,16 @@ BAD = {
     "no folder": (["evaluate", "{weights}", "--data", "imagefolder", "--root", "nowhere"], "no folder nowhere"),
     "bad image": (
         ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images"],
-        "cannot read images/a/broken.png",
+        "cannot read images/airplane/broken.png",
     ),
     "bad image, worker": (
         ["evaluate", "{weights}", "--data", "imagefolder", "--root", "images", "--workers", "1"],
-        "cannot read images/a/broken.png",
+        "cannot read images/airplane/broken.png",
     ),
-    "source": (["evaluate", "{weights}", "--data", "cifar"], "'cifar' is unknown"),
+    "source": (
+        ["evaluate", "{weights}", "--data", "cifar"],
+        "data source 'cifar' is unknown",
+    ),
     "batch size": (["evaluate", "{weights}", "--batch-size", "0"], "at least 1"),
     "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "not a whole number"),
     "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' is not available"),
@@ -316,10 +323,9 @@ def folder(tmp_path_factory, weights):
     iso.save(timm.create_model("cifar_resnet20", in_chans=1), folder / "grey.safetensors")
     (folder / "folder.safetensors").mkdir()
     (folder / "empty").mkdir()
-    (folder / "images/a").mkdir(parents=True)
-    (folder / "images/a/broken.png").write_bytes(b"not an image")
-    for i in range(9):
-        (folder / f"images/{i}").mkdir()
+    for name in CIFAR10_CLASSES:
+        (folder / "images" / name).mkdir(parents=True)
+    (folder / "images/airplane/broken.png").write_bytes(b"not an image")
     return folder
 
 
@@ -342,7 +348,10 @@ def test_every_number_has_a_limit():
     """In every command, whatever it does with it; fields of rules have their own."""
     commands = [app[name] for name in app if not name.startswith("-")]
     options = [p for c in commands if c.default_command for p in signature(c.default_command).parameters.values()]
-    numbers = [p.name for p in options if {int, float} & plain_types(p.annotation)]
+    groups = [p.annotation for p in options if dataclasses.is_dataclass(p.annotation) and p.name != "fields"]
+    given = [(p.name, p.annotation) for p in options]
+    given += [named for group in groups for named in get_type_hints(group, include_extras=True).items()]
+    numbers = [name for name, annotation in given if {int, float} & plain_types(annotation)]
     assert len(numbers) > 20
     assert set(numbers) == set(LIMITS)
 

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from traceback import walk_tb
 from typing import NoReturn
 
 from cyclopts import CycloptsError
@@ -36,7 +37,15 @@ def _error_message(error: Exception) -> str:
         return f"cannot open {error.filename}: {error.strerror}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
         return "out of memory; use smaller images or a smaller batch size"
+    if isinstance(error, ValueError) and _is_own(error):
+        return text
     return explain_shape_error(text) or f"{type(error).__name__}: {text[:300]}"
+
+
+def _is_own(error: Exception) -> bool:
+    """Return True for an error that isomorph's code has raised itself."""
+    frames = list(walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("isomorph.")
 
 
 def _print_error(text: str) -> None:

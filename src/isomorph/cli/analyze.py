@@ -76,38 +76,9 @@ def analyze(
     if evolution and not (data or root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
     with loading():
-        from isomorph.cli.analyze_models import (
-            check_same_channels,
-            feature_evolutions,
-            open_image_loaders,
-            open_page_model,
-            resize,
-        )
-        from isomorph.cli.page_output import page_footer, save_figures_and_print
-        from isomorph.cli.progress import spinner
-        from isomorph.report.analyze_page import AnalyzeOptions, analyze_sections, lead_text
-        from isomorph.report.cka_charts import evolution_table
-        from isomorph.report.html import write_page
-        from isomorph.report.page_images import open_images
-        from isomorph.report.page_models import unique_names
-        from isomorph.suites.robustness.results import read_results, weights_hash
-        from isomorph.suites.test_data import default_data
+        from isomorph.cli.analyze_models import ModelImages, measure_models, open_page_models, write_analysis
     given = [model, *([against] if against else [])]
-    named = zip(given, unique_names(given), [weights, None], strict=False)
-    models = [open_page_model(name, title, checkpoint, own, pretrained, device) for name, title, own in named]
-    check_same_channels(models)
-    results = read_results(robustness, {m.name: weights_hash(m.model) for m in models}) if robustness else None
-    common = size or models[0].config["input_size"][-2:]
-    models = [resize(m, common) if m.config["input_size"][-2:] != common else m for m in models]
-    images = open_images(image, dict(models[0].config))
-    batches = open_image_loaders(models, data, root, max_images) if data or root else {}
-    with spinner("analyzing") as show_step:
-        sampled = f"{max_images} images of {data or default_data(models[0].model)}, drawn at random"
-        evolutions = feature_evolutions(models, data, root) if evolution else {}
-        options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
-        sections = analyze_sections(models, images, layers, options)
-    title = " and ".join(m.name for m in models)
-    written = write_page(out, title, lead_text(sections), sections, page_footer())
-    tables = [evolution_table(evolutions)] if evolutions else []
-    measured = {"evolution": evolutions} if evolutions else None
-    save_figures_and_print(out, written, sections, figures, json_, measured, tables)
+    models = open_page_models(given, checkpoint, weights, pretrained, device)
+    test_images = ModelImages(data, root, max_images, evolution)
+    sections, evolutions = measure_models(models, image, size, layers, test_images, robustness, speed, megabytes)
+    write_analysis(models, sections, evolutions, out, figures, json_)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import CheckpointOptions, Device, Json, Weights, WholeNumber, check_limits
-from isomorph.cli.sizes import Size
+from isomorph.cli.sizes import Sizes
 from isomorph.errors import UserError
 from isomorph.terminal_tables import print_table
 
@@ -21,7 +21,7 @@ def bench(
     *,
     against: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     batch_size: Annotated[list[WholeNumber], Parameter(consume_multiple=True)] = [32],  # noqa: B006 (cyclopts shows it)
-    size: list[Size] | None = None,
+    size: Sizes = None,
     seconds: float = 2.0,
     peak: bool = True,
     weights: Weights = None,

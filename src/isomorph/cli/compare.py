@@ -58,24 +58,15 @@ def compare_(
     if (data or root) and not along:
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
     with loading():
-        from isomorph.cli.compare_runs import (
-            TestImages,
-            check_unique_names,
-            gating_histories,
-            measure_along,
-            run_points,
-        )
+        from isomorph.cli.compare_runs import TestImages, all_points, gating_histories, measure_along
         from isomorph.cli.page_output import page_footer, save_figures_and_print
         from isomorph.cli.progress import spinner
-        from isomorph.report.accuracy_cost import points_json, read_points
+        from isomorph.report.accuracy_cost import points_json
         from isomorph.report.attention_history import histories_json, history_tables
         from isomorph.report.compare_page import compare_sections, read_run_logs
         from isomorph.report.html import write_page
     logs = read_run_logs(folders)
-    points = read_points(evaluated or [])
-    if len(logs) + len(points) > 1:
-        points = [*run_points(folders, logs), *points]
-        check_unique_names([point.name for point in points])
+    points = all_points(folders, logs, evaluated or [])
     images = TestImages(data, root, max_images)
     with spinner("measuring") as show_step:
         histories = measure_along(folders, logs, along, images, device, show_step) if along else {}

@@ -10,7 +10,7 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.sources import Source, first_classes
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
-from isomorph.report.accuracy_cost import AccuracyPoint
+from isomorph.report.accuracy_cost import AccuracyPoint, read_points
 from isomorph.report.attention_history import MEASURES, MeasureHistories, MeasureHistory
 from isomorph.report.compare_page import RunLog, best_top1
 from isomorph.suites.test_data import sample_images
@@ -81,7 +81,19 @@ def measure_along(
     return histories
 
 
-def run_points(folders: Sequence[Path], logs: Sequence[RunLog]) -> list[AccuracyPoint]:
+def all_points(folders: Sequence[Path], logs: Sequence[RunLog], evaluated: Sequence[Path]) -> list[AccuracyPoint]:
+    """Return accuracy and cost of runs and of evaluated models; of evaluated ones alone if there is only one model.
+
+    Raises: UserError for two points of one name.
+    """
+    points = read_points(evaluated)
+    if len(logs) + len(points) > 1:
+        points = [*_run_points(folders, logs), *points]
+        _check_unique_names([point.name for point in points])
+    return points
+
+
+def _run_points(folders: Sequence[Path], logs: Sequence[RunLog]) -> list[AccuracyPoint]:
     """Return accuracy and cost of the runs' models; failures are added to the problems of the run's log."""
     points = []
     for folder, log in zip(folders, logs, strict=True):
@@ -95,7 +107,7 @@ def run_points(folders: Sequence[Path], logs: Sequence[RunLog]) -> list[Accuracy
     return points
 
 
-def check_unique_names(names: Sequence[str]) -> None:
+def _check_unique_names(names: Sequence[str]) -> None:
     """Raise UserError if two points of a chart have the same name."""
     if repeated := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{repeated[0]} is given twice; give it once, as a run or in --evaluated")

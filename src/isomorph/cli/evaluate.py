@@ -1,6 +1,7 @@
 """The evaluate command."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,7 +22,7 @@ from isomorph.cli.options import (
     check_limits,
     display_name,
 )
-from isomorph.cli.sizes import Size
+from isomorph.cli.sizes import Sizes
 from isomorph.errors import UserError
 from isomorph.terminal_tables import grid_table, metric_table, print_table, sweep_table
 
@@ -42,7 +43,7 @@ def evaluate_(
     pretrained: Pretrained = True,
     batch_size: WholeNumber = 100,
     workers: WholeNumber = 0,
-    size: list[Size] | None = None,
+    size: Sizes = None,
     max_images: MaxImages = None,
     classes: WholeNumber | None = None,
     rfc: tuple[float, ...] = (),
@@ -94,34 +95,21 @@ def evaluate_(
     _check_options(bool(suite), classes is not None, partial)
     sizes = tuple(size or ())
     with loading():
-        from isomorph.checkpoints.open import check_pretrained_option
+        from isomorph.cli.evaluate_run import data_test_set, measure, suite_test_sets
         from isomorph.cli.open_models import open_classifier
-        from isomorph.cli.progress import track_steps
-        from isomorph.distributed import open_runtime
-        from isomorph.suites.imagenet.suites import NUM_CLASSES, find_suites, open_located
-        from isomorph.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
-        from isomorph.suites.test_data import default_data, evaluation_data
-        from isomorph.suites.test_set import TestSet, check_num_classes
-    check_pretrained_option(model, weights, pretrained)
+        from isomorph.suites.imagenet.suites import find_suites
+        from isomorph.suites.sweep import Sweep, check_csv_path
+        from isomorph.suites.test_data import default_data
     check_csv_path(per_class)
     locations = find_suites(suite or [], root, data)
-    net = open_classifier(model, checkpoint, weights, pretrained)
+    net = open_classifier(model, checkpoint, weights, pretrained, device)
     if locations:
-        check_num_classes(getattr(net, "num_classes", None), NUM_CLASSES)
-        test_sets = open_located(locations, partial)
+        test_sets = suite_test_sets(net, locations, partial, max_images)
     else:
-        source, _ = evaluation_data(net, data, root, sizes[0] if sizes else None, classes, split)
-        test_sets = [TestSet.from_source(source)]
-    if max_images is not None:
-        test_sets = [test_set.spaced(max_images) for test_set in test_sets]
-    net.to(open_runtime(device).device)
-    rows, class_rows = run_sweep(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, track_steps)
-    if per_class:
-        write_csv(per_class, class_rows)
-    costs = measure_costs(net, sizes) if cost else []
+        test_sets = [data_test_set(net, data, root, split, classes, sizes, max_images)]
+    rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost)
     head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
-    head |= {} if pretrained else {"weights": "random"}
-    _print_results(head, bool(suite) or len(sizes) > 1, rows, costs, json_)
+    _print_results(head | ({} if pretrained else {"weights": "random"}), suite, sizes, rows, costs, json_)
 
 
 def _check_options(suite: bool, classes: bool, partial: bool) -> None:
@@ -133,9 +121,15 @@ def _check_options(suite: bool, classes: bool, partial: bool) -> None:
 
 
 def _print_results(
-    head: dict[str, str], many: bool, rows: list[dict[str, Any]], costs: list[dict[str, Any]], json_: bool
+    head: dict[str, str],
+    suites: Sequence[str] | None,
+    sizes: Sequence[tuple[int, int]],
+    rows: list[dict[str, Any]],
+    costs: list[dict[str, Any]],
+    json_: bool,
 ) -> None:
-    """Print a table if there are `many` suites or sizes, a row for each rfc ratio, or one metric per line."""
+    """Print a table if there are suites or several sizes, a row for each rfc ratio, or one metric per line."""
+    many = bool(suites) or len(sizes) > 1
     single_cost = costs[0] if len(costs) == 1 else {}
     model = display_name(head["model"], pretrained="weights" not in head)
     if json_:

@@ -6,7 +6,9 @@ from pathlib import Path
 from torch import nn
 
 from isomorph.checkpoints import ModelOptions, open_model, open_trained
+from isomorph.checkpoints.open import check_pretrained_option
 from isomorph.cli.options import CheckpointOptions
+from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.models.model_kwargs import parse_model_kwargs
 from isomorph.report.page_models import find_recipe
@@ -19,7 +21,12 @@ def open_given(
     weights: Path | None = None,
     pretrained: bool = True,
 ) -> nn.Module:
-    """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken."""
+    """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken.
+
+    Raises: UserError when there is no such model, file or folder.
+    """
+    if "/" in name and ":" not in name and not Path(name).exists():
+        raise UserError(f"there is no file or folder {name}")
     return _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
 
 
@@ -28,11 +35,14 @@ def open_classifier(
     checkpoint: CheckpointOptions,
     weights: Path | None = None,
     pretrained: bool = True,
+    device: str = "auto",
 ) -> nn.Module:
-    """Open a model as `open_given` does, to measure its accuracy.
+    """Open a model as `open_given` does, to measure its accuracy on a device.
 
-    Raises: UserError for a run of masked pre-training, whose classifier is not trained.
+    Raises: UserError for --no-pretrained with weights, or a run of masked pre-training, whose classifier is not
+        trained.
     """
+    check_pretrained_option(name, weights, pretrained)
     path = Path(name)
     recipe = find_recipe(path) if path.exists() else None
     if recipe and recipe.get("mask"):
@@ -40,7 +50,7 @@ def open_classifier(
             f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "
             "model.safetensors as --model.weights of `isomorph train`"
         )
-    return open_given(name, checkpoint, weights, pretrained)
+    return open_given(name, checkpoint, weights, pretrained).to(open_runtime(device).device)
 
 
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions, averaged: bool) -> nn.Module:

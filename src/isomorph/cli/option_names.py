@@ -14,17 +14,33 @@ _OPTIONS = {
     "device=cpu": "--device cpu",
     "batch_size": "--batch-size",
     "model_kwargs": "--model-kwargs",
+    "grid_size": "--grid-size",
+    "prefix_tokens": "--prefix-tokens",
+    "rescale_by": "--rescale-by",
+    "in where": "in --where",
 }
 """Options of all commands but `train`, by the names that the library uses."""
+
+_TRAIN_OPTIONS = {
+    "device=cpu": "--device cpu",
+    "--weights": "--model.weights",
+    "--no-pretrained": "--model.pretrained false",
+    "--root": "--data.root",
+    "in where": "in --model.recast.where",
+}
+"""Options of `train` for those of the other commands."""
 
 
 def name_options(message: str, command: str) -> str:
     """Return a message in which fields and arguments have the names of the command's options."""
+    if command == "recast":
+        rules = "|".join(row["name"] for row in tables()["rule_options"])
+        message = re.sub(rf"^({rules})(?= \S)", lambda found: "--" + found[1].replace("_", "-"), message)
     if command != "train":
         return _replace(message, _OPTIONS)
     fields = recipe_fields()
     message = re.sub(r"(problems?: |; )(\w+)(?=: )", lambda m: m[1] + "--" * (m[2] in fields) + m[2], message)
-    return _replace(message, {"device=cpu": "--device cpu"} | {name: f"--{name}" for name in fields if "." in name})
+    return _replace(message, _TRAIN_OPTIONS | {name: f"--{name}" for name in fields if "." in name})
 
 
 def recipe_fields() -> list[str]:

@@ -21,7 +21,6 @@ from isomorph.cli.options import (
     display_name,
 )
 from isomorph.cli.sizes import Size
-from isomorph.terminal_tables import print_table
 
 
 @app.command
@@ -94,31 +93,16 @@ def robustness(
         Number of processes that load and corrupt images; 0 uses the main process.
     """
     with loading():
-        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.open_models import open_classifier
         from isomorph.cli.progress import progress_bar
-        from isomorph.data.corruptions.corrupt import SEVERITIES
-        from isomorph.distributed import open_runtime
-        from isomorph.suites.robustness.published import open_published
-        from isomorph.suites.robustness.run import wanted_cells
-        from isomorph.suites.robustness.scores import severity_table, summary_lines
-        from isomorph.suites.test_data import open_test_images
-    check_pretrained_option(model, weights, pretrained)
-    if published := open_published(suite, folder and folder.expanduser()):
-        published.check_files(wanted_cells(corruption or None, severity or SEVERITIES, extra))
-    net = open_classifier(model, checkpoint, weights, pretrained)
-    source = None if folder and data is None else open_test_images(net, data, root, classes, split)
-    net.to(open_runtime(device).device)
-    options: dict[str, Any] = dict(
-        folder=folder, extra=extra, out=out, baseline=baseline, cache=cache, limit=max_images
-    )
-    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial)
-    options |= dict(name=display_name(model, pretrained))
+        from isomorph.cli.robustness_run import check_published_files, open_clean_images, print_result
+    check_published_files(suite, folder, corruption, severity, extra)
+    net = open_classifier(model, checkpoint, weights, pretrained, device)
+    source = None if folder and data is None else open_clean_images(net, data, root, classes, split)
+    options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache)
+    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial, limit=max_images)
     options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}
     with progress_bar("cells") as update:
-        result = iso.robustness(net, source, suite, progress=update, **options)
-    if json_:
-        print(json.dumps(result))
-        return
-    print_table(severity_table(result))
-    print("\n" + "\n".join(summary_lines(result)))
+        name = display_name(model, pretrained)
+        result = iso.robustness(net, source, suite, name=name, progress=update, **options)
+    print(json.dumps(result)) if json_ else print_result(result)

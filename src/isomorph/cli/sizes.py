@@ -24,28 +24,40 @@ def parse_size(option: str, text: str) -> tuple[int, int]:
     found = _SIZE.fullmatch(text.strip())
     if not found or max(map(len, found.groups(default=""))) > 20:
         given = text if len(text) <= 40 else f"{text[:40]}..."
-        raise UserError(f"{option} {given} is not a size; write {option} 96, or {option} 96 128 for height and width")
+        raise UserError(f"{given} is not a size; write {option} 96, or {option} 96 128 for height and width")
     height, width = found.groups()
     return int(height), int(width or height)
 
 
 def join_sizes(tokens: Sequence[str]) -> list[str]:
-    """Return a command line in which the one or two numbers after an option for a size are a single argument."""
+    """Return a command line in which what follows an option for a size is a single argument: --size=96x128."""
     joined: list[str] = []
     rest = list(tokens)
     while rest:
-        token = rest.pop(0)
-        numbers = 0
-        if token in _SIZE_OPTIONS:
-            numbers = next((i for i, value in enumerate(rest[:2]) if not _NUMBER.fullmatch(value)), len(rest[:2]))
-        joined.append(f"{token}={'x'.join(rest[:numbers])}" if numbers else token)
-        del rest[:numbers]
+        option, equals, value = rest.pop(0).partition("=")
+        if option not in _SIZE_OPTIONS:
+            joined.append(f"{option}{equals}{value}")
+            continue
+        if not equals:
+            numbers = next((i for i, text in enumerate(rest[:2]) if not _NUMBER.fullmatch(text)), len(rest[:2]))
+            count = max(numbers, int(bool(rest) and rest[0][:1] in "[("))
+            value = "x".join(rest[:count])
+            del rest[:count]
+        bare = "x".join(value.strip("[]() ").replace(",", " ").split())  # a list in brackets has a meaning in cyclopts
+        joined.append(f"{option}={bare}" if value else option)
     return joined
 
 
 def _convert_size(kind: type, tokens: Sequence[Token]) -> tuple[int, int]:
-    return parse_size(tokens[0].keyword or "--size", tokens[0].value)
+    return _convert_sizes(kind, tokens)[0]
+
+
+def _convert_sizes(kind: type, tokens: Sequence[Token]) -> list[tuple[int, int]]:
+    return [parse_size(token.keyword or "--size", token.value) for token in tokens]
 
 
 Size = Annotated[tuple[int, int], Parameter(converter=_convert_size, n_tokens=1)]
-"""Type of an option for a size; `list[Size]` for one that may be given several times."""
+"""Type of an option for a size."""
+
+Sizes = Annotated[list[tuple[int, int]] | None, Parameter(converter=_convert_sizes, n_tokens=1)]
+"""Type of an option for a size that may be given several times."""

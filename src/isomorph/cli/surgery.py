@@ -15,13 +15,14 @@ from isomorph.cli.options import (
     check_limits,
     check_out,
 )
-from isomorph.cli.sizes import Size
+from isomorph.cli.sizes import Sizes
 from isomorph.errors import UserError
 
 app.command(
     "isomorph.cli.recast:recast",
     name="recast",
-    help="Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model.",
+    help="Recast modules of a model as gated attention, refined attention or pyramids; verify and save the new model."
+    '\n\nExample: isomorph recast resnet18 --where "layer4.*.conv2" --out t.safetensors',
 )
 
 
@@ -34,7 +35,7 @@ def verify(
     *,
     weights: Weights = None,
     checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
-    size: list[Size] | None = None,
+    size: Sizes = None,
     batch: WholeNumber = 2,
     seeds: list[WholeNumber] | None = None,
     data: str | None = None,
@@ -139,15 +140,10 @@ def fuse(
     out = out or resolved.with_name(f"{resolved.name.removesuffix('.safetensors')}-fused.safetensors")
     check_out(out, overwrite, model)
     with loading():
-        import torch
-
         from isomorph.cli.open_models import open_given_checkpoint
-        from isomorph.data.formats.registry import open_source
-        from isomorph.data.loaders import eval_loader
+        from isomorph.cli.recalibrate_run import recalibrate_on_data
         from isomorph.evaluation.cost import count_parameters
-        from isomorph.evaluation.input_sizes import training_config
         from isomorph.evaluation.random_inputs import random_images
-        from isomorph.suites.test_data import default_data
         from isomorph.surgery import compare_outputs, fusible_modules
     net = open_given_checkpoint(model, checkpoint, average)
     if not fusible_modules(net):
@@ -156,10 +152,7 @@ def fuse(
             "tdrl_vit_*), norms in convolutional blocks (coatnet_*) or norms on attention maps (refined_vit_*_released)"
         )
     if recalibrate:
-        source = open_source(data or default_data(net), "train", root)
-        shuffled = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-        sample = source.subset(shuffled[: recalibrate * batch_size].tolist())
-        net = iso.recalibrate(net, eval_loader(sample, training_config(net), batch_size))
+        net = recalibrate_on_data(net, data, root, recalibrate, batch_size)
     fused = iso.fuse(net)
     report = compare_outputs(net, fused, [random_images(1, net)])
     if not report.passed:

@@ -57,8 +57,8 @@ def create(name: str, **arguments: Any) -> nn.Module:
     except Exception as error:
         if pretrained and _is_connection_error(error):
             raise UserError(
-                f"cannot download the weights of {name}: its server does not answer; give --weights FILE "
-                "(model.weights in a recipe), or --no-pretrained for random weights"
+                f"cannot download the weights of {name}: its server does not answer; give --weights FILE, "
+                "or --no-pretrained for random weights"
             ) from error
         raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}") from error
 

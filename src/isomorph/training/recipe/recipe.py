@@ -271,6 +271,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         values = load_toml(text) if path.suffix == ".toml" else load_yaml(text)
     except UserError as error:
         raise UserError(f"cannot read recipe {path}: {error}") from None
+    except FileNotFoundError:
+        raise UserError(f"there is no recipe file {path}") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
