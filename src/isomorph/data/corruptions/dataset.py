@@ -95,5 +95,6 @@ def check_input_size(config: Mapping[str, Any]) -> None:
     height, width = config["input_size"][-2:]
     if min(height, width) < MIN_IMAGE_SIDE:
         raise UserError(
-            f"corruptions need images of {MIN_IMAGE_SIDE} px at least; the model's input is {width} x {height}"
+            f"corruptions need images of {MIN_IMAGE_SIDE} px at least, and the model's input is {width} x {height}; "
+            f"give a larger size, for example --size {MIN_IMAGE_SIDE}"
         )
