@@ -208,7 +208,7 @@ BAD = {
     "run folder": (["train", "digits_cnn", "out=/proc/foo", "data.fraction=0.03"], "cannot write /proc/foo"),
     "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "cannot parse the policy"),
     "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no gated attention layer to anneal"),
-    "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "takes images of 1 channels, but got 3"),
+    "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "takes 1-channel images, but these have 3"),
     "field of another rule": (
         ["recast", "{weights}", "--where", "layer3.*.conv?", "--out", "x.safetensors", "--layout", "P-W2S"],
         "ConvToGPSA has no layout; it has init, locality, gate",

@@ -105,7 +105,7 @@ def test_right_values_of_recipe_fields_pass():
     [
         ("Input height (100) doesn't match model (224).", "built for 224; give --size 224"),
         ("Input width (100) should be divisible by patch size (16).", "a multiple of its patch size 16"),
-        ("expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead", "takes images of 1 channels"),
+        ("expected input[1, 3, 8, 8] to have 1 channels, but got 3 channels instead", "takes 1-channel images"),
     ],
 )
 def test_images_that_do_not_fit_get_advice(error, advice):

@@ -10,7 +10,7 @@ _PATTERNS = {
         "images of {0} pixels do not fit this model; give a --size that is a multiple of its patch size {1}"
     ),
     r"expected input\[.*?\] to have (\d+) channels, but got (\d+) channels": (
-        "the model takes images of {0} channels, but got {1}; give data of {0} channels, or another model"
+        "the model takes {0}-channel images, but these have {1} channels; give other data, or another model"
     ),
     r"[Kk]ernel size can't be greater than actual input size": (
         "the images are too small for this model; give a larger --size"
