@@ -90,14 +90,15 @@ def photograph_page(cnn: nn.Module, checkpoint: Path, path: Path) -> None:
     if browser is None:
         raise SystemExit("needs Chromium for the picture of the page; on Debian: apt-get install chromium")
     with TemporaryDirectory() as folder:
-        photo, exact, page = (Path(folder) / name for name in ("pelican.png", "exact.safetensors", "page.html"))
+        photo, exact, page = (Path(folder) / name for name in ("pelican.png", "recast.safetensors", "page.html"))
         Image.fromarray((read_image(256) * 255).astype(np.uint8)).save(photo)
         iso.save(iso.recast(cnn, CNN_RECAST[0], where=CNN_RECAST[1]), exact)
-        models = [str(exact), "--against", str(checkpoint), "--size", str(SIDE), str(SIDE)]
+        tuned = Path(shutil.copy(checkpoint, Path(folder) / "fine-tuned.safetensors"))
+        models = [str(exact), "--against", str(tuned), "--size", "96", "96"]
         command = [sys.executable, "-m", "isomorph", "analyze", *models, "--image", str(photo), "--out", str(page)]
         subprocess.run(command, check=True)
         options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
-        picture = [f"--screenshot={path}", "--window-size=1100,820", page.as_uri()]
+        picture = [f"--screenshot={path}", "--window-size=1100,1500", page.as_uri()]
         subprocess.run([browser, *options, *picture], check=True, capture_output=True)
 
 
