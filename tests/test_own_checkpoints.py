@@ -16,7 +16,7 @@ from torch import nn
 import isomorph as iso
 from isomorph.checkpoints import ModelOptions, open_model
 from isomorph.checkpoints.contents import read_contents, strip_wrappers
-from isomorph.checkpoints.guess import guess_architectures
+from isomorph.checkpoints.guess import guess_architecture
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
 from isomorph.surgery import notes
@@ -179,8 +179,8 @@ def test_the_architecture_is_suggested(tmp_path):
         open_own(path, arch="resnet18", num_classes=4)
     with pytest.raises(iso.UserError, match="there is no model 'resnet19'"):
         open_own(path, arch="resnet19")
-    assert guess_architectures(cnn("vit_tiny_patch16_224", img_size=96).state_dict()) == ["vit_tiny_patch16_224"]
-    assert guess_architectures({"my.weight": torch.zeros(1)}) == []
+    assert guess_architecture(cnn("vit_tiny_patch16_224", img_size=96).state_dict()) == "vit_tiny_patch16_224"
+    assert guess_architecture({"my.weight": torch.zeros(1)}) is None
 
 
 def test_weights_of_a_named_model_bring_their_classes(tmp_path):

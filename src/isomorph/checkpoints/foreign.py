@@ -10,7 +10,7 @@ from torch import nn
 
 from isomorph.checkpoints.arguments import read_arguments
 from isomorph.checkpoints.contents import read_contents, strip_wrappers
-from isomorph.checkpoints.guess import architecture_hint, guess_architectures
+from isomorph.checkpoints.guess import architecture_hint, guess_architecture
 from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.rebuild import build_checked, record_base, record_data
 from isomorph.errors import UserError
@@ -67,8 +67,8 @@ def open_foreign(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
         model = build_checked(tensors, path, lambda: create(name, **arguments), name)
         load_state(model, tensors, path)
     except UserError as misfit:
-        others = [other for other in guess_architectures(tensors) if other != name]
-        hint = f"; its tensors are those of {' or '.join(others)}: give --arch {others[0]}" if others else ""
+        other = guess_architecture(tensors)
+        hint = f"; its tensors are those of {other}: give --arch {other}" if other and other != name else ""
         raise UserError(f"{misfit}{hint}") from None
     record_base(model, {"name": name, **arguments})
     record_data(model, _image_settings(contents.settings, model, path))

@@ -36,21 +36,16 @@ _COMMON = {
     "features.denseblock1.denselayer1.conv1.weight": ("densenet121", "densenet169", "densenet201", "densenet161"),
     "s1.b1.conv1.conv.weight": ("regnetx_002", "regnety_002", "regnety_008", "regnety_016", "regnety_032"),
 }
-"""Common architectures, by the name of a tensor that only they have."""
-_MOST = 3
-"""Most names to suggest."""
+"""Common architectures, by the name of a tensor that only they have; of several with equal tensors, the usual one."""
 
 
-def guess_architectures(tensors: Mapping[str, Any]) -> list[str]:
-    """Return the names of common models whose tensors have exactly these names and shapes.
+def guess_architecture(tensors: Mapping[str, Any]) -> str | None:
+    """Return the name of a common model whose tensors have exactly these names and shapes; None if there is none.
 
     Classifier, position embedding and the first convolution, which depend on classes and images, may differ in shape.
     """
-    found: list[str] = []
-    for marker, names in _COMMON.items():
-        if marker in tensors:
-            found += [name for name in names if len(found) < _MOST and _fits(name, tensors)]
-    return found[:_MOST]
+    candidates = (name for marker, names in _COMMON.items() if marker in tensors for name in names)
+    return next((name for name in candidates if _fits(name, tensors)), None)
 
 
 def _fits(name: str, tensors: Mapping[str, Any]) -> bool:
@@ -63,7 +58,7 @@ def _fits(name: str, tensors: Mapping[str, Any]) -> bool:
 
 
 def architecture_hint(tensors: Mapping[str, Any]) -> str:
-    """Return what to give as --arch, in words: the architectures with these tensors, or where to look."""
-    if names := guess_architectures(tensors):
-        return f"its tensors are those of {' or '.join(names)}: give --arch {names[0]}"
+    """Return what to give as --arch, in words: the architecture with these tensors, or where to look."""
+    if name := guess_architecture(tensors):
+        return f"its tensors are those of {name}: give --arch {name}"
     return "give --arch NAME, one of timm.list_models(); another model opens in Python: iso.load(path, base=MyModel())"
