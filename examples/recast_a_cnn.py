@@ -17,7 +17,7 @@ import isomorph as iso
 
 folder = sys.argv[1] if len(sys.argv) > 1 else None
 name = sys.argv[2] if len(sys.argv) > 2 else "resnet18"
-small = dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128))  # a narrow ResNet for digits, recast where maps are 4 x 4
+small = dict(layers=[1, 1, 1, 1], channels=[16, 32, 64, 128])  # a narrow ResNet for digits, recast where maps are 4 x 4
 where = "layer4.*.conv?" if folder else "layer2.*.conv?"
 
 # Images, and a CNN: pretrained for photos, random for digits (trained below).

@@ -19,7 +19,7 @@ def train_on_digits(name, **model):
     """Return a small CNN, trained for one epoch."""
     recipe = iso.Recipe(
         name=name,
-        model=dict(name="resnet18", kwargs=dict(layers=(1, 1, 1, 1), channels=(16, 32, 64, 128)), **model),
+        model=dict(name="resnet18", kwargs=dict(layers=[1, 1, 1, 1], channels=[16, 32, 64, 128]), **model),
         data=dict(source="digits", size=[32, 32], batch_size=32),
         augment=dict(crop_padding=2, hflip=0.0),
         optim=dict(lr=3e-3),
