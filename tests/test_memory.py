@@ -7,24 +7,32 @@ import sys
 
 import pytest
 
+from isomorph import memory
+
 SCRIPT = """
-import resource, sys
-from isomorph.memory import keep_freed_memory
-kept = keep_freed_memory() if sys.argv[1] == "keep" else None
-import numpy
+import resource, runpy, sys
+memory = runpy.run_path(sys.argv[2])  # without isomorph and torch
+kept = memory["keep_freed_memory"]() if sys.argv[1] == "keep" else None
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-numpy.ones(2**24)
+letter = b"x"
+letter * int(sys.argv[3])
 before = faults()
-for _ in range(5):
-    numpy.ones(2**24)  # 128 MiB
+for _ in range(3):
+    letter * int(sys.argv[3])
 print(kept, faults() - before)
 """
 
 
 def measure(how, **variables):
     env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
-    done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, env=env, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how, memory.__file__, str(2**26)],
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
+    )
     kept, faults = done.stdout.split()
     return kept, int(faults)
 
@@ -40,7 +48,5 @@ def test_the_environment_decides():
 
 
 def test_no_other_system_is_touched(monkeypatch):
-    from isomorph.memory import keep_freed_memory
-
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    assert keep_freed_memory() is False
+    assert memory.keep_freed_memory() is False

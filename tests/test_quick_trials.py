@@ -44,6 +44,22 @@ def test_wrong_values_are_reported_as_ever(tmp_path):
         iso.load_recipe(str(path), ["epochs=1"])
 
 
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("model=cifar_resnet20", r"model is a group of fields: name, .*; give these, like model.name=VALUE"),
+        ("optim=3", r"optim is a group of fields: name, lr, .*; give these"),
+        ("augment.scale=1", r"augment.scale: must be a list \(given 1\)"),
+        ("data.size=[32]", r"data.size: has too few values \(given \[32\]\)"),
+        ("track=tb", r"track: input should be 'tensorboard' or 'wandb' \(given 'tb'\)"),
+    ],
+)
+def test_values_of_a_wrong_kind_are_one_plain_line(assignment, message):
+    with pytest.raises(iso.UserError, match=message) as caught:
+        iso.load_recipe("digits_cnn", [assignment])
+    assert "\n" not in str(caught.value)
+
+
 def test_what_was_shortened_is_printed(tmp_path, capsys):
     brief = ["epochs=1", "data.fraction=0.03", "data.test_images=20", "data.size=[8,8]", f"out={tmp_path}"]
     result = iso.train(iso.load_recipe("digits_cnn", brief))

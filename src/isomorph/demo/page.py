@@ -38,24 +38,23 @@ def _equality_section(demo: Demo) -> Section:
 
 
 def _attention_section(demo: Demo) -> Section:
-    """Return the section with the attention maps of all models on the first digits."""
-    viewer = _viewer(demo)
+    """Return the section with the attention maps of the T-CNN on the first digits."""
+    viewer = _viewer(demo, {"T-CNN": demo.tcnn})
     return Section(
         "What each head attends to",
-        f"Point at a patch of the digit. {viewer.note if viewer else ''}",
+        "Point at a patch of the digit, or choose another layer.",
         finding=f"In the T-CNN every head gives {demo.weight:.1%} of its weight to one position: the kernel's.",
-        guide="A 3 x 3 convolution is attention with nine heads, each of which attends to one neighbour. Of the ViTs, "
-        "one learned its attention from random weights; in the other, each head started at one neighbour.",
+        guide="A 3 x 3 convolution is attention with nine heads: each attends to one neighbour of the patch, or to the "
+        "patch itself. Gate 1.00 means that a head attends by position only.",
         viewer=viewer,
     )
 
 
-def _viewer(demo: Demo) -> Viewer | None:
-    """Return the viewer of the T-CNN and the trained ViTs."""
+def _viewer(demo: Demo, models: Mapping[str, nn.Module]) -> Viewer | None:
+    """Return the viewer of some models' attention maps of the first digits."""
     batch = demo.images[:SHOWN]
     mean, std = (torch.tensor(demo.config[key])[:, None, None] for key in ("mean", "std"))
     images = [PageImage(f"digit {i + 1}", image * std + mean) for i, image in enumerate(batch)]
-    models: dict[str, nn.Module] = {"T-CNN": demo.tcnn} | {vit.name: vit.model for vit in demo.vits}
     shown = [
         ViewerModel(name, capture_layer_maps(model, batch)[0], _gates_by_layer(model)) for name, model in models.items()
     ]
@@ -89,8 +88,9 @@ def _gain_section(demo: Demo) -> Section:
         demo.table(),
         finding=demo.gain,
         guide="Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
-        "a head attends by position, in patches.",
+        "a head attends by position, in patches. The maps show what the heads of both ViTs attend to after training.",
         charts=charts,
+        viewer=_viewer(demo, {vit.name: vit.model for vit in demo.vits}),
     )
 
 

@@ -232,6 +232,10 @@ def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
         raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
 
 
+LIST_PROBLEMS = {"list_type": "must be a list", "tuple_type": "must be a list", "too_short": "has too few values"}
+"""Messages for problems with lists, by pydantic's name of the problem."""
+
+
 def _describe_problem(problem: Any) -> str:
     """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
@@ -244,7 +248,10 @@ def _describe_problem(problem: Any) -> str:
         )
     if problem["type"] == "missing":
         return f"{field} is missing"
-    message = problem["msg"]
+    if problem["type"] == "model_type":
+        names = list(_fields_of([*groups, last]))
+        return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
+    message = LIST_PROBLEMS.get(problem["type"], problem["msg"])
     own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
     message = message.removeprefix("Value error, ") if own else message[0].lower() + message[1:]
     if problem["type"] == "int_parsing_size":
