@@ -13,7 +13,7 @@ from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.recipes import parse_overrides
 from isomorph.suites.robustness.inputs import prepare_inputs
-from isomorph.suites.test_data import evaluation_data, open_test_images
+from isomorph.suites.test_data import evaluation_data, open_test_images, open_training_images
 from isomorph.training.recipe.fields import DataPart
 
 CLASSES = ("apple", "pear", "plum")
@@ -40,7 +40,7 @@ def test_a_folder_of_classes_is_a_test_set(tmp_path):
     for given in (photos, str(photos)):
         source = iso.data.open_source(given, "test")
         assert (len(source), source.classes) == (15, CLASSES)
-    with pytest.raises(iso.UserError, match=r"no folder train .*give --split 0.2 to test on a fifth"):
+    with pytest.raises(iso.UserError, match=r"no folder train .*make one, or give --split 0.2 to test on a fifth"):
         iso.data.open_source(photos, "train")
 
 
@@ -136,6 +136,7 @@ def test_the_images_that_training_saw_are_not_tested_on_by_accident(tmp_path):
         iso.evaluate(model, photos)
     assert iso.evaluate(model, photos, test_fraction=0.4)["images"] == 6
     assert iso.evaluate(model, photos, test_fraction=1)["images"] == 15
+    assert len(open_training_images(model, str(photos), None)) == 9
     (photos / "plum" / "0.png").unlink()
     assert iso.evaluate(model, photos)["images"] == 14
 

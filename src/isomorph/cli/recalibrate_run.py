@@ -4,10 +4,9 @@ from pathlib import Path
 
 from torch import nn
 
-from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.evaluation.input_sizes import training_config
-from isomorph.suites.test_data import default_data, sample_images
+from isomorph.suites.test_data import open_training_images, sample_images
 from isomorph.surgery import recalibrate
 
 
@@ -15,5 +14,5 @@ def recalibrate_on_data(
     model: nn.Module, data: str | None, root: Path | None, batches: int, batch_size: int
 ) -> nn.Module:
     """Return a copy with BatchNorm statistics of random training images, by default of the model's own data source."""
-    source = sample_images(open_source(data or default_data(model), "train", root), batches * batch_size)
+    source = sample_images(open_training_images(model, data, root), batches * batch_size)
     return recalibrate(model, eval_loader(source, training_config(model), batch_size))

@@ -45,9 +45,27 @@ def open_test_images(
     return with_model_labels(source, model)
 
 
+def open_training_images(model: nn.Module, data: str | None, root: Path | None) -> Source:
+    """Open the training images of a data source or folder, by default of the model's own.
+
+    Of a folder that the model's training split, they are those that it did not leave out.
+
+    Raises: UserError when the data is missing.
+    """
+    name, (fraction, images) = data or default_data(model), _recorded_split(model)
+    split_again = fraction and len(open_source(name, "test", root)) == images
+    return open_source(name, "train", root, fraction if split_again else None)
+
+
+def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
+    """Return the fraction of a folder that a model's training left out, and the number of images in the folder."""
+    fraction, images = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+    return fraction, images
+
+
 def _check_unseen(source: Source, model: nn.Module) -> None:
     """Raise UserError for all images of the folder that a model was trained on, a fraction left out."""
-    fraction, images = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+    fraction, images = _recorded_split(model)
     if fraction and not source.split and len(source) == images:
         raise UserError(
             f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "

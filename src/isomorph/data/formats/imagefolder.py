@@ -62,7 +62,8 @@ def _split_folder(split: str, root: Path, tops: Mapping[str, Sequence[Path]], fr
 def _describe_missing_split(split: str, root: Path, can_split: bool) -> str:
     """Return the message for a folder without the images of a split."""
     missing = f"{root} has no folder {' or '.join(SPLITS[split])} with one folder per class, for the {split} split"
-    return missing + ("; give --split 0.2 to test on a fifth of the images of each class" if can_split else "")
+    todo = "; make one, or give --split 0.2 to test on a fifth of the images of each class"
+    return missing + (todo if can_split else "")
 
 
 def _folders_of_classes(root: Path, names: Sequence[str]) -> list[Path]:
