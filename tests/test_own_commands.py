@@ -78,7 +78,7 @@ def test_train_on_the_folder(folder):
         if name == "b":
             assert run.returncode == 0, run.stderr
         else:
-            assert "does not say what model it is" in refusal(run)
+            assert "give --model.name cifar_resnet20" in refusal(run)
     run = isomorph("train", "finetune", "--model.weights", "best.pth.tar", *options, "--out", "runs/c", folder=folder)
     assert run.returncode == 0, run.stderr
     said = refusal(isomorph("evaluate", "runs/c", "--data", "photos", folder=folder))
