@@ -22,6 +22,7 @@ _OPTIONS = {
 """Options of all commands but `train`, by the names that the library uses."""
 
 _TRAIN_OPTIONS = {
+    "--arch": "--model.name",
     "device=cpu": "--device cpu",
     "--weights": "--model.weights",
     "--no-pretrained": "--model.pretrained false",
