@@ -120,6 +120,9 @@ def main() -> None:
     parser.add_argument("runs", type=Path)
     parser.add_argument("--step-ratio", type=float, required=True)
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_study.svg"))
+    parser.add_argument(
+        "--others", type=Path, default=Path("runs/tdrl_study_45000.jsonl"), help="runs on 45,000 images"
+    )
     options = parser.parse_args()
     rows = read(options.runs)
     main_rows = [row for row in select(rows, **DEFAULTS) if row["form"] in TITLES]
@@ -134,7 +137,9 @@ def main() -> None:
     print(f"\nlargest difference of a fused network: {largest:.2g}")
     options.figure.write_text(panels_figure(panels(main_rows, options.step_ratio)) + "\n")
     about = [{"trained on": rows[0]["device"], "step ratio": options.step_ratio, "largest difference, fused": largest}]
-    print(f"wrote {write('tdrl_study', {'about': about, **tables, 'runs': read(options.runs)})} and {options.figure}")
+    print(
+        f"wrote {write('tdrl_study', {'about': about, **tables, 'runs': read(options.runs), 'runs on 45,000 images': read(options.others)})} and {options.figure}"
+    )
 
 
 if __name__ == "__main__":
