@@ -3,8 +3,9 @@
     python benchmarks/tdrl_study.py --out runs/tdrl_study.jsonl [--only 'vit 30'] [--seconds 600]
 
 Needs ISOMORPH_DATA with cifar10. Every finished run is one line of the output file, and runs found there are skipped,
-so the study can be stopped and continued, on a GPU or a CPU. Settings are chosen on 5,000 validation images, cut from
-the training images; test accuracy is reported for the chosen settings only.
+so the study can be stopped and continued, on a GPU or a CPU. A new file begins with the runs that are stored in
+results/tdrl_study.json. Settings are chosen on 5,000 validation images, cut from the training images; test accuracy is
+reported for the chosen settings only.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import isomorph as iso
-from interleave import processor
+from interleave import RESULTS, processor
 from parallel_arms import Arm, Images, Stack, train_stacks
 from tdrl_networks import build, fused
 
@@ -139,6 +140,12 @@ def read(out: Path) -> list[Row]:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
 
 
+def write_rows(out: Path, rows: Iterable[Row]) -> None:
+    """Append results to the file."""
+    with out.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 def arm_of(row: Row) -> Arm:
     """Return the arm of a result."""
     return Arm(**{name: row[name] for name in Arm.__dataclass_fields__})
@@ -210,7 +217,9 @@ def main() -> None:
     if on_gpu:
         torch.set_num_threads(1)  # OpenMP's threads do not survive the forks below
     images = Images(torch.device("cuda" if on_gpu else "cpu"))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if not options.out.is_file():
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(options.out, json.loads((RESULTS / "tdrl_study.json").read_text())["runs"])
     while arms := next_job(read(options.out), options.only, skipped):
         start, forms = time.time(), ", ".join(f"{len(g)} x {g[0].form}" for g in group(arms, "form"))
         title = f"{arms[0].network} {arms[0].epochs} epochs, batch {arms[0].batch}, fuse at {arms[0].fuse_at}: {forms}"
@@ -221,8 +230,7 @@ def main() -> None:
             print(f"  left out: {error}", flush=True)
             skipped |= set(arms)
             continue
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        write_rows(options.out, rows)
         for form in group(arms, "form"):
             best = max((row for row in rows if row["form"] == form[0].form), key=lambda row: row["val"])
             print(f"  {best['form']}: best val {best['val']} at {best['lr']:g}", flush=True)
