@@ -84,7 +84,7 @@ def _gain_section(demo: Demo) -> Section:
         "What is gained",
         "Two ViTs with the same images, epochs and learning rate; they differ in their first two attention layers, "
         "which start as convolutions in one of them (ConViT). One seed; one image is "
-        f"{100 / len(demo.images):.2f} points. docs/training.md has the result of three seeds.",
+        f"{100 / len(demo.images):.2f} points. docs/training.md has the result of another seed.",
         demo.table(),
         finding=demo.gain,
         guide="Gate: the share of position in a head's attention, 1 for position only. Span: how far from its centre "
