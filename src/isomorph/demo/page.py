@@ -43,7 +43,8 @@ def _attention_section(demo: Demo) -> Section:
     return Section(
         "What each head attends to",
         "Point at a patch of the digit, or choose another layer.",
-        finding=f"In the T-CNN every head gives {demo.weight:.1%} of its weight to one position: the kernel's.",
+        finding=f"A head of the T-CNN gives {demo.weight:.1%} of its attention to one position, as a convolution does "
+        "(mean over layers, heads and patches).",
         guide="A 3 x 3 convolution is attention with nine heads: each attends to one neighbour of the patch, or to the "
         "patch itself. Gate 1.00 means that a head attends by position only.",
         viewer=viewer,

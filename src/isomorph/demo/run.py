@@ -144,7 +144,7 @@ def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder
     demo = Demo(cnn, tcnn, report, agreeing, images, config, weight)
     say(f"    {demo.equality}")
     say("\n[bold]3/4[/] look at what its heads attend to")
-    say(f"    each of its 9 heads attends to one position of the old 3 x 3 kernel, with {weight:.1%} of its weight")
+    say(f"    each of its 9 heads attends to one position of the old 3 x 3 kernel: {weight:.1%} of its attention")
     for i in range(SHOWN):
         test.image(i).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
     return demo
