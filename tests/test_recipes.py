@@ -126,7 +126,7 @@ class TestSchedules:
         "name", [n for n in RECIPES if n.startswith(("cifar_", "digits_")) and n not in ("digits_vit", "digits_convit")]
     )
     def test_studies_stay_what_was_run(self, name):
-        """Their figures in the docs were made with a schedule from the first step; those of the demo's ViTs were not."""
+        """Their figures in the docs were made with a schedule from the first step; the demo's ViTs were not."""
         assert iso.load_recipe(name).optim.schedule_from == "start"
 
     def test_a_run_begun_before_goes_on_as_it_was_begun(self):
