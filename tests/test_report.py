@@ -800,7 +800,7 @@ class TestCommands:
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "cannot read results x.jsonl",
             "analyze cnn.safetensors --image a.png --robustness t.jsonl": "with other weights than cnn; give",
             "analyze tcnn.safetensors --image a.png --layers nothing.*": "matches no attention layer",
-            "analyze cnn.safetensors --image a.png --data nothing": "there is no folder or data source 'nothing'",
+            "analyze cnn.safetensors --image a.png --data nothing": "data source 'nothing' is unknown",
             "analyze cnn.safetensors --image a.png --max-images 3": "--max-images must be at least 4",
             "analyze cnn.safetensors --image a.png --size 0 4": "no pixel",
             "analyze cnn.safetensors --image a.png --out a.png/x.html": "cannot write",
