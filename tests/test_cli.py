@@ -53,7 +53,7 @@ def test_refine_and_calibrate(tmp_path):
     assert "equal within 0.0001" in run.stdout
     assert "--ratio 2.5 must be a whole number" in refused("recast", *vit, "--ratio", 2.5, "--out", out)
     assert "14.5" in refused("recast", *vit, "--grid-size", 14.5, 14, "--out", out)
-    assert "kernel 4 must be odd" in refused("recast", *vit, "--kernel", 4, "--out", out)
+    assert "kernel 4 must be odd" in refused("recast", *vit, "--kernel", 4, "--out", out, "--overwrite")
     small = tmp_path / "small.safetensors"
     iso.save(timm.create_model("cifar_resnet20"), small)
     ratios = ["--rfc", 1, "--rfc", 1.2, "--no-cost"]

@@ -188,7 +188,16 @@ def test_the_command_recasts_parts(tmp_path, capsys):
     iso.save(timm.create_model("vit_tiny_patch16_224", **SMALL), vit)
 
     def recast(rectify):
-        options = ["--rule", "LinearToPyramid", "--where", "blocks.*.attn.[qv]", "--size", "32", "32", "--json"]
+        options = [
+            "--rule",
+            "LinearToPyramid",
+            "--where",
+            "blocks.*.attn.[qv]",
+            "--size",
+            "32",
+            "--json",
+            "--overwrite",
+        ]
         with pytest.raises(SystemExit) as ended:
             main(["recast", str(vit), *options, "--rectify", rectify, "--out", str(wide)])
         return ended.value.code, capsys.readouterr()

@@ -157,7 +157,7 @@ def test_what_one_process_cannot_read_stops_all_with_one_line(tmp_path):
     data = dict(source="imagefolder", root=str(tmp_path / "data"), size=[16, 16], batch_size=8)
     found = launch(tmp_path / "limited", data=dict(**data, unreadable=1))
     assert found.returncode
-    assert found.stderr.count("2 images cannot be read, but data.unreadable allows 1") == 2
+    assert found.stderr.count("2 images cannot be read, but --data.unreadable allows 1") == 2
     found = launch(tmp_path / "strict", data=data)
     assert found.returncode
     assert "3.png" in found.stderr

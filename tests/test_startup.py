@@ -17,6 +17,7 @@ from command_line import LONGEST, settings
 from isomorph.cli import main
 from isomorph.cli.app import app
 from isomorph.cli.tables import PATH, tables
+from isomorph.interrupt import handler_kept
 
 HEAVY = {"torch", "torchvision", "timm", "numpy", "matplotlib", "sklearn", "datasets", "pydantic"}
 COMMANDS = [name for name in app if not name.startswith("-")]
@@ -54,9 +55,19 @@ def printed(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if not line.startswith("import time:")]
 
 
+def heed_interrupts():
+    """Undo what the shell does to a command in the background: it starts with Ctrl-C ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def start(*arguments, folder=None, **streams):
     return subprocess.Popen(
-        [sys.executable, "-X", "importtime", *map(str, arguments)], cwd=folder, env=settings(), text=True, **streams
+        [sys.executable, "-X", "importtime", *map(str, arguments)],
+        cwd=folder,
+        env=settings(),
+        text=True,
+        preexec_fn=heed_interrupts,
+        **streams,
     )
 
 
@@ -137,7 +148,7 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
 
     def interrupted(*_):
         os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(LONGEST)
+        time.sleep(10)
 
     def disguised(*_):
         with suppress(KeyboardInterrupt):
@@ -145,11 +156,17 @@ def test_ctrl_c_ends_a_command_in_one_line(tmp_path, monkeypatch, capsys):
         raise RuntimeError("a callback failed")
 
     monkeypatch.chdir(tmp_path)
+    with handler_kept():
+        heed_interrupts()
+        check_interrupts(monkeypatch, capsys, (interrupted, disguised))
+    assert [path.name for path in tmp_path.iterdir()] == ["cnn.safetensors"]
+
+
+def check_interrupts(monkeypatch, capsys, effects):
     iso.save(timm.create_model("cifar_resnet20"), "cnn.safetensors")
-    for effect in (interrupted, disguised):
+    for effect in effects:
         monkeypatch.setattr("isomorph.surgery.compare_outputs", effect)
         with pytest.raises(SystemExit) as ended:
             main(["recast", "cnn.safetensors", "--where", "layer3.0.conv1", "--out", "t.safetensors"])
         assert ended.value.code == 130
         assert capsys.readouterr().err == "isomorph: interrupted; no file was written\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["cnn.safetensors"]

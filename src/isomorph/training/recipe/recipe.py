@@ -279,7 +279,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"cannot read recipe {path}: {error}") from None
     except FileNotFoundError:
-        raise UserError(f"there is no recipe file {path}") from None
+        raise UserError(f"cannot read recipe {path}: there is no such file") from None
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise UserError(f"cannot read recipe {path}: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
