@@ -360,7 +360,7 @@ RUIN = {
         lambda run: [(p / "state.json").unlink() for p in list_snapshots(run)],
         "has no state.json; .*it has no state",
     ),
-    "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is neither a checkpoint .* nor the folder of a run"),
+    "empty": (lambda run: (shutil.rmtree(run), run.mkdir()), "run is neither a checkpoint nor the folder of a run"),
 }
 
 

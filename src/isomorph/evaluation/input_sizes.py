@@ -122,13 +122,14 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
     """
     _check_size(size)
     shape = (input_channels(model), *size)
-    problem = input_size_problem(model, shape)
-    if problem and not _patch_embed_problem(model, shape) and hasattr(model, "set_input_size"):
+    native = _is_native_size(model, shape)  # of the model as it is: a copy that timm has fitted says it was built so
+    problem = _find_problem(model, shape, native)
+    if problem and not _patch_embed_problem(model, shape, native) and hasattr(model, "set_input_size"):
         model = copy.deepcopy(model)
         try:
             with warnings.catch_warnings(action="ignore"):  # timm warns when it interpolates relative positions
                 model.set_input_size(img_size=size)  # type: ignore[operator]
-            problem = input_size_problem(model, shape)
+            problem = _find_problem(model, shape, native)
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             problem = _error_text(error)
     if problem:
@@ -136,22 +137,27 @@ def fit_to_size(model: nn.Module, size: ImageSize) -> nn.Module:
     return model
 
 
-@torch.no_grad()
 def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
     """Return why the model does not take an image of this size (channels, height, width); empty if it does.
 
     Patches that do not fill the image are a problem too, since timm silently drops the edge that they leave out; not at
     the model's native size, where it was trained that way.
     """
+    return _find_problem(model, size, _is_native_size(model, size))
+
+
+@torch.no_grad()
+def _find_problem(model: nn.Module, size: Sequence[int], native: bool) -> str:
+    """Return why the model does not take an image of this size, which may be its `native` one; empty if it does."""
     parameter = next(model.parameters())
-    if problem := _patch_embed_problem(model, size):
+    if problem := _patch_embed_problem(model, size, native):
         return problem
     try:
         with eval_mode(model), _record_uncovered(model, size) as patches:
             model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype))
     except (RuntimeError, AssertionError, ValueError) as error:
         return _error_text(error)
-    return "" if _is_native_size(model, size) else "".join(_uncovered_edge(patch, size) for patch in patches[-1:])
+    return "" if native else "".join(_uncovered_edge(patch, size) for patch in patches[-1:])
 
 
 def _error_text(error: Exception) -> str:
@@ -164,10 +170,10 @@ def _is_native_size(model: nn.Module, size: Sequence[int]) -> bool:
     return tuple(size[-2:]) in {tuple(of(model)["input_size"][-2:]) for of in (evaluation_config, training_config)}
 
 
-def _patch_embed_problem(model: nn.Module, size: Sequence[int]) -> str:
+def _patch_embed_problem(model: nn.Module, size: Sequence[int], native: bool) -> str:
     """Return why a size does not fit the model's patch embedding, without running the model; empty if it does."""
     embed = getattr(model, "patch_embed", None)
-    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or _is_native_size(model, size):
+    if not isinstance(embed, PatchEmbed) or embed.dynamic_img_pad or native:
         return ""
     return _uncovered_edge(embed.patch_size, size)
 

@@ -15,6 +15,7 @@ from isomorph.checkpoints.rebuild import describe_model, record_data
 from isomorph.checkpoints.snapshot import IntactSnapshot
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts
+from isomorph.data.sources import Source
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.training.build import (
     Data,
@@ -109,7 +110,7 @@ def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Mod
     check_classes_and_surgery(recipe, model, classes, recast)
     config = data_config(recipe, model)
     check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
-    split = {"split": train.split} if getattr(train, "split", None) else {}
+    split = {"split": train.split} if isinstance(train, Source) else {}
     record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes), **split})
     return model, config
 
