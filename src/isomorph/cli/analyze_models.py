@@ -34,7 +34,7 @@ class ModelImages(NamedTuple):
 
     data: str | None
     root: Path | None
-    count: int
+    max_images: int
     evolution: bool
 
     @property
@@ -119,10 +119,10 @@ def measure_models(
     common = size or models[0].config["input_size"][-2:]
     models = [_resize(m, common) if m.config["input_size"][-2:] != common else m for m in models]
     images = open_images(image, dict(models[0].config))
-    data, root, count, evolution = test_images
-    batches = open_image_loaders(models, data, root, count) if test_images.given else {}
+    data, root, max_images, evolution = test_images
+    batches = open_image_loaders(models, data, root, max_images) if test_images.given else {}
     with spinner("analyzing") as show_step:
-        sampled = f"{count} images of {data or default_data(models[0].model)}, drawn at random"
+        sampled = f"{max_images} images of {data or default_data(models[0].model)}, drawn at random"
         evolutions = _feature_evolutions(models, data, root) if evolution else {}
         options = AnalyzeOptions(batches, sampled, evolutions, results, speed, int((megabytes - 0.4) * 1e6), show_step)
         return analyze_sections(models, images, layers, options), evolutions
