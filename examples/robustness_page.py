@@ -20,7 +20,7 @@ def train_on_digits(name, **model):
     recipe = iso.Recipe(
         name=name,
         model=dict(name="resnet18", kwargs=dict(layers=[1, 1, 1, 1], channels=[16, 32, 64, 128]), **model),
-        data=dict(source="digits", size=[32, 32], batch_size=32),
+        data=dict(source="digits", size=[32, 32], fraction=0.6, batch_size=32),
         augment=dict(crop_padding=2, hflip=0.0),
         optim=dict(lr=3e-3),
         epochs=1,
@@ -41,10 +41,10 @@ if not models:
     near_exact = dict(where="layer2.*.conv2", locality=5.0, gate=6.0)
     models["T-CNN"] = train_on_digits("T-CNN", weights=start, recast=near_exact)  # the same budget
 
-print(f"2. Corrupt {min(len(test), 50)} images in {len(CORRUPTIONS)} ways, at severities {SEVERITIES}")
+print(f"2. Corrupt {min(len(test), 40)} images in {len(CORRUPTIONS)} ways, at severities {SEVERITIES}")
 results = {}
 for name, model in models.items():
-    results[name] = iso.robustness(model, test, corruptions=CORRUPTIONS, severities=SEVERITIES, limit=50, name=name)
+    results[name] = iso.robustness(model, test, corruptions=CORRUPTIONS, severities=SEVERITIES, limit=40, name=name)
     print(f"   {name}: {results[name]['mean_top1']:.1f} % top-1, mean over corruptions and severities")
 
 print("3. Write robustness.html")
