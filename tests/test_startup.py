@@ -130,7 +130,7 @@ LATE_MOMENTS = ["torch._C", "timm.layers", "isomorph.surgery"]
 @pytest.mark.parametrize("module", [*MOMENTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LATE_MOMENTS)])
 def test_ctrl_c_ends_the_start_in_one_line(module, tmp_path):
     """Sent when the module has been imported."""
-    bench = ["-m", "isomorph", "bench", "cifar_resnet20", "--seconds", 30]
+    bench = ["-m", "isomorph", "bench", "cifar_resnet20", "--seconds", 3]
     with start(*bench, folder=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as child:
         lines = []
         for line in child.stderr:
