@@ -59,7 +59,7 @@ def command_line_page() -> str:
     import isomorph.cli  # adds the commands
     from isomorph.cli.app import app
 
-    text = app.generate_docs(output_format="markdown", recursive=True, include_hidden=False, heading_level=1)
+    text = app.generate_docs(output_format="markdown", heading_level=1, usage_name="isomorph")
     body = re.sub(r"\A# .*?(?=^## isomorph)", "", text.strip(), flags=re.MULTILINE | re.DOTALL)
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     assert isomorph.cli.main
