@@ -235,7 +235,7 @@ def format_number(value: float | None) -> str:
 
 def _common_value(values: Iterable[float | None], resolution: float) -> float | None:
     """Return the value that all finite values have, within the resolution or rounding; None if they differ."""
-    known = [value for value in values if is_number(value)]
+    known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return None
     low, high = min(known), max(known)
