@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -59,7 +60,8 @@ def command_line_page() -> str:
     import isomorph.cli  # adds the commands
     from isomorph.cli.app import app
 
-    text = app.generate_docs(output_format="markdown", heading_level=1, usage_name="isomorph")
+    with patch.object(sys, "argv", ["isomorph"]):  # cyclopts reads the program's name from here
+        text = app.generate_docs(output_format="markdown", heading_level=1)
     body = re.sub(r"\A# .*?(?=^## isomorph)", "", text.strip(), flags=re.MULTILINE | re.DOTALL)
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
     assert isomorph.cli.main
