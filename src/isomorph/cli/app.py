@@ -16,6 +16,7 @@ app = App(
     version=iso.__version__,
     version_format="plaintext",
     exit_on_error=False,
+    suppress_keyboard_interrupt=False,
     print_error=False,
     default_parameter=Parameter(negative_iterable=()),
 )
