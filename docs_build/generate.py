@@ -64,6 +64,7 @@ def command_line_page() -> str:
         text = app.generate_docs(output_format="markdown", heading_level=1)
     body = re.sub(r"\A# .*?(?=^## isomorph)", "", text.strip(), flags=re.MULTILINE | re.DOTALL)
     body = re.sub(r" \*\[default: (?:False|\(\)|\[\])\]\*", "", body)
+    body = re.sub(r"Example: (isomorph .*)", r"Example: `\1`", body)
     assert isomorph.cli.main
     return page(
         "Command line", "Every command, with its options and defaults. `isomorph COMMAND --help` prints the same.", body
