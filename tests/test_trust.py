@@ -32,7 +32,7 @@ from stopping import stopped_run
 
 TINY = dict(
     model=dict(name="cifar_resnet20", recast=dict(where="layer3.2.conv2", locality=5, gate=6)),
-    data=dict(source="digits", fraction=0.2, size=[8, 8], batch_size=32, test_images=60),
+    data=dict(source="digits", fraction=0.1, size=[8, 8], batch_size=32, test_images=60),
     augment=dict(crop_padding=2, hflip=0.5, erasing=0.3, mixup=0.8),
     optim=dict(lr=1e-3, gate_lr=0.1, warmup_epochs=0.5),
     epochs=3,
@@ -40,7 +40,7 @@ TINY = dict(
     drop_path=0.0,
     log_every=1,
 )
-"""Eight steps an epoch, with everything that draws."""
+"""Four steps an epoch, with everything that draws."""
 
 
 def tiny(out, **more):
@@ -88,7 +88,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("step", "workers"), [(3, 0), (16, 0), (13, 2), (23, 0), (24, 0)])
+@pytest.mark.parametrize(("step", "workers"), [(2, 0), (8, 0), (6, 2), (11, 0), (12, 0)])
 def test_stopped_and_taken_up_equals_uninterrupted(step, workers, whole, tmp_path):
     """Bit by bit: from the middle of an epoch, with other workers, after its last step, before its evaluation."""
     stop_after(tmp_path, step, data={**TINY["data"], "workers": workers})
@@ -104,7 +104,7 @@ def test_a_run_that_dies_before_an_evaluation(whole, tmp_path):
         patch.setattr(loop, "finish_epoch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             iso.train(tiny(tmp_path, checkpoint_minutes=0), show=False)
-    assert newest_snapshot(tmp_path).values["progress"]["step"] == 7
+    assert newest_snapshot(tmp_path).values["progress"]["step"] == 3
     iso.train(tiny(tmp_path), show=False)
     same_run(whole, tmp_path)
 
@@ -118,7 +118,7 @@ def test_a_signal_during_an_evaluation_stops_after_it(whole, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run.Run, "measure", measure)
-        with pytest.raises(Stopped, match="after step 8; saved"):
+        with pytest.raises(Stopped, match="after step 4; saved"):
             iso.train(tiny(tmp_path), show=False)
     assert newest_snapshot(tmp_path).values["progress"]["closed"] == 1
     iso.train(tiny(tmp_path), show=False)
@@ -190,7 +190,7 @@ def test_sigterm_saves_and_says_so(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "state", "gone"])
 def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, capsys):
-    stop_after(tmp_path, 13)
+    stop_after(tmp_path, 6)
     last, _ = list_snapshots(tmp_path)
     shard = next(last.glob("*.safetensors"))
     if damage == "truncated":
@@ -206,8 +206,8 @@ def test_a_damaged_newest_snapshot_costs_one_interval(damage, whole, tmp_path, c
     iso.train(tiny(tmp_path))
     said = " ".join(capsys.readouterr().out.split())
     assert "is damaged" in said
-    assert "resuming after step 8 of 24" in said
-    assert [path.name for path in tmp_path.glob("damaged-*")] == ["damaged-step-00000013"]
+    assert "resuming after step 4 of 12" in said
+    assert [path.name for path in tmp_path.glob("damaged-*")] == ["damaged-step-00000006"]
     same_run(whole, tmp_path)
 
 
@@ -236,12 +236,12 @@ def test_a_full_disk_stops_with_the_older_snapshot_whole(whole, tmp_path):
 
 class TestDivergence:
     def test_nan_stops_and_keeps_the_snapshot(self, tmp_path):
-        stop_after(tmp_path, 5)
+        stop_after(tmp_path, 2)
         kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
         run = open_run(tiny(tmp_path))
         with torch.no_grad():
             run.task.trainable_module.conv1.weight.fill_(float("nan"))
-        with pytest.raises(Diverged, match=r"not finite at epoch 1, step 6; the last snapshot is .*step-00000005"):
+        with pytest.raises(Diverged, match=r"not finite at epoch 1, step 3; the last snapshot is .*step-00000002"):
             train_epoch(run)
         assert kept == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("step-*/*")}
 
