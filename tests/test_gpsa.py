@@ -66,7 +66,7 @@ def test_gpsa2d_attention_is_the_map_of_the_formula(grid):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("prefix", [0, 1, 3])
-@pytest.mark.parametrize(("H", "W", "heads"), [(4, 4, 4), (5, 7, 9), (9, 3, 1), (14, 6, 4), (1, 5, 4)])
+@pytest.mark.parametrize(("H", "W", "heads"), [(4, 4, 4), (5, 7, 9), (9, 3, 1), (10, 4, 4), (1, 5, 4)])
 def test_gpsa_is_the_papers_formula(H, W, heads, prefix, form, monkeypatch):
     monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
     layer = perturbed(GPSA(36, heads, (H, W), qkv_bias=heads == 4, prefix_tokens=prefix).double())

@@ -21,6 +21,10 @@ from isomorph.training.run.open import open_run
 WHERE = "layer3.2.conv2"
 
 
+FEW = dict(source="digits", fraction=0.055, size=[8, 8], batch_size=32, test_images=60)
+"""Two steps an epoch."""
+
+
 def recipe(out, epoch, model=None, **more):
     values = dict(
         model=dict(name="cifar_resnet20", recast=dict(where=WHERE, locality=5, gate=6), recast_epoch=epoch)
@@ -57,7 +61,7 @@ def test_an_identity_recast_equals_the_uninterrupted_run(optim, tmp_path, monkey
     monkeypatch.setattr(RecastPart, "build_rule", lambda self: Identity())
     moving = dict(name=optim, lr=0.01, warmup_epochs=1)
     for name, epoch in (("never", 0), ("late", 1)):
-        iso.train(recipe(tmp_path / name, epoch, optim=moving, epochs=2), show=False)
+        iso.train(recipe(tmp_path / name, epoch, optim=moving, epochs=2, data=FEW), show=False)
     plain, late = (read_snapshot(newest_snapshot(tmp_path / name).path) for name in ("never", "late"))
     assert plain.keys() == late.keys()
     assert all(torch.equal(plain[name], late[name]) for name in plain)
@@ -101,7 +105,7 @@ def test_interrupted_around_the_recast(epoch, tmp_path):
     """Stopped before or after it, a run finds its way; the recast is made once."""
     import isomorph.training.run.loop as loop
 
-    iso.train(recipe(tmp_path / "whole", 1), show=False)
+    iso.train(recipe(tmp_path / "whole", 1, data=FEW), show=False)
 
     def dying(run, *rest, close=loop.finish_epoch):
         close(run, *rest)
@@ -111,8 +115,8 @@ def test_interrupted_around_the_recast(epoch, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "finish_epoch", dying)
         with pytest.raises(KeyboardInterrupt):
-            iso.train(recipe(tmp_path / "part", 1), show=False)
-    iso.train(recipe(tmp_path / "part", 1), show=False)
+            iso.train(recipe(tmp_path / "part", 1, data=FEW), show=False)
+    iso.train(recipe(tmp_path / "part", 1, data=FEW), show=False)
     a, b = (read_snapshot(newest_snapshot(tmp_path / name).path) for name in ("whole", "part"))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
