@@ -12,6 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 import isomorph as iso
+from command_line import SERVER
 from containers import (
     CLASSES,
     CONTAINERS,
@@ -102,12 +103,12 @@ def test_the_order_of_tars_is_that_of_the_folder(tmp_path):
         assert source.shards == [range(5), range(5, 10), range(10, 15)]
 
 
-def test_a_spawned_worker_opens_its_own_files(tmp_path):
+def test_a_worker_that_is_not_a_fork_of_this_process_opens_its_own_files(tmp_path):
     as_shards(tmp_path)
     source = open_source("webdataset", "train", tmp_path)
     source.transform = np.asarray
     source = source.subset([0, 5, 10])
-    loader = DataLoader(source, batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(source, batch_size=None, num_workers=1, multiprocessing_context=SERVER)
     assert [label for _, label in loader] == [0, 1, 2]
 
 
