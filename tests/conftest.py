@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from timm.layers import weight_init
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
@@ -40,6 +41,15 @@ def data_root() -> Path:
     if os.environ.get("CI"):
         pytest.fail("CI must have the real data: set ISOMORPH_DATA")
     pytest.skip("needs the real data sets: set ISOMORPH_DATA to their folder")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unfilled_meta_tensors():
+    """Fill no tensor on the meta device, which holds no values: timm's truncated normal takes 10 ms a tensor there."""
+    fill = weight_init._trunc_normal_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_init, "_trunc_normal_", lambda x, *args: x if x.is_meta else fill(x, *args))
+        yield
 
 
 @pytest.fixture(autouse=True)
