@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from timm.layers import weight_init
+from torch.nn import init
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
@@ -46,9 +47,14 @@ def data_root() -> Path:
 @pytest.fixture(autouse=True, scope="session")
 def unfilled_meta_tensors():
     """Fill no tensor on the meta device, which holds no values: timm's truncated normal takes 10 ms a tensor there."""
-    fill = weight_init._trunc_normal_
+
+    def unless_meta(fill):
+        return lambda tensor, *args, **kwargs: tensor if tensor.is_meta else fill(tensor, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_init, "_trunc_normal_", lambda x, *args: x if x.is_meta else fill(x, *args))
+        patch.setattr(weight_init, "_trunc_normal_", unless_meta(weight_init._trunc_normal_))
+        for name in ("kaiming_normal_", "kaiming_uniform_", "uniform_", "xavier_uniform_"):
+            patch.setattr(init, name, unless_meta(getattr(init, name)))
         yield
 
 
