@@ -54,7 +54,7 @@ cnn = fine_tune(cnn)
 print(f"   CNN: {accuracy(cnn)}")
 
 print(f"2. Recast the convolutions {where} as gated self-attention")
-tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0, gate=6.0), where=where)  # near exact: free to move
+tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0, gate=6.0), where=where)  # nearly exact: heads can move
 exact = iso.recast(cnn, iso.ConvToGPSA(), where=where)  # exact, to prove the principle
 images = next(iter(test_images))[0]
 print(f"   largest difference of the outputs: {iso.verify(cnn, exact, images[:8]).fp32:.1e} (exact initialisation)")

@@ -1,6 +1,6 @@
 """A rule of your own: every nn.Linear becomes a LoRA layer, trained, and fused back into nn.Linear.
 
-    python examples/your_own_rule.py                       # on random images, a second
+    python examples/your_own_rule.py                       # on random images: a second; writes lora.safetensors
 
 A rule says which modules it takes, what it makes of them, and how exact the result is. recast, verify, fuse, save and
 load then work with it; with `register_rule` it is also an option of the command line and of recipes.

@@ -84,7 +84,7 @@ class TestFindings:
         assert outputs_finding(["a", "b"], [a, a]) == "b and a compute the same outputs on 2 images: difference 0."
         said = outputs_finding(["a", "b"], [a, b])
         assert said.startswith("On 2 images, the outputs of b and a are at most 12 apart (largest output 8);")
-        assert said.endswith("predicted class equal on 1 of 2.")
+        assert said.endswith("the predicted class is the same on 1 of 2.")
         assert outputs_finding(["a", "b"], [a, None]) == outputs_finding(["a"], [a]) == ""
         assert outputs_finding(["a", "b"], [a, torch.ones(2, 3)]) == ""
         assert outputs_finding(["a", "b"], [a, a / 0]) == "The outputs of b or a are not finite on 2 images."
@@ -153,7 +153,7 @@ class TestFindings:
         assert "1.00 points below b" in robustness_finding(shared_means({"b": b, "a": a}))
         assert "equal to a" in robustness_finding(shared_means({"a": a, "b": dict(a)}))
         alone = robustness_finding(shared_means({"b": b}))
-        assert alone == "b reaches 46.00 % top-1 on corrupted images, and least under snow, 37.00 %."
+        assert alone == "b reaches 46.00 % top-1 on corrupted images; its lowest is 37.00 %, under snow."
         assert robustness_finding({"a": {}}) == ""
 
     def test_cost(self):
@@ -183,7 +183,7 @@ class TestFindings:
 
     def test_runs(self):
         assert runs_finding({"a": 30.0, "b": 32.5}) == "b reaches the best top-1, 32.50 %, 2.50 points above a."
-        assert runs_finding({"a": 30.0, "b": 30.0}) == "The best top-1, 30.00 %, is equal in 2 of 2 runs."
+        assert runs_finding({"a": 30.0, "b": 30.0}) == "2 of 2 runs reach the best top-1, 30.00 %."
         assert runs_finding({"a": 30.0}) == "a reaches a top-1 of 30.00 %."
         assert runs_finding({"a": 30.0, "b": None}) == "a reaches a top-1 of 30.00 %. 1 run without a top-1."
         assert runs_finding({"a": None}) == "No run has measured its top-1."

@@ -118,7 +118,7 @@ def _width(width: int, given: Mapping[str, Any]) -> int:
     """Return the width of a ViT. Raises: UserError when the number of heads is not given, which no tensor tells."""
     if "num_heads" not in given:
         raise UserError(
-            f"the checkpoint has embed_dim {width}, which is not the architecture's, and its tensors do not tell the "
+            f"the checkpoint has embed_dim {width}, which is not the architecture's, and its tensors do not give the "
             f"number of heads; give another --arch, or --model-kwargs embed_dim={width} num_heads=N"
         )
     return width

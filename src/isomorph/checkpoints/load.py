@@ -60,7 +60,7 @@ def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = T
         return open_foreign(path, ModelOptions(base, classes, arguments, ema))
     if base is not None or arguments:
         given = f"base={base!r}" if base is not None else ", ".join(arguments)
-        raise UserError(f"{path} says itself how to build its model; leave {given} out")
+        raise UserError(f"{path} records how to build its model; leave {given} out")
     return _load_own(path)
 
 

@@ -46,7 +46,7 @@ def compare_(
     max_images
         Number of images for --along, drawn at random, the same for all runs.
     evaluated
-        Files with the output of `isomorph evaluate --json`; these models join the chart of accuracy against cost.
+        Files with the output of `isomorph evaluate --json`; their models are added to the accuracy-cost chart.
     out
         File for the page, which needs no other file and no network.
     figures

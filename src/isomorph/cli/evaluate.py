@@ -62,7 +62,7 @@ def evaluate_(
     suite
         imagenet, real, imagenet-v2 (the matched-frequency images; also imagenet-v2-matched-frequency,
         imagenet-v2-threshold-0.7, imagenet-v2-top-images), imagenet-a, imagenet-r, imagenet-sketch. Separate several
-        with commas, or repeat the option. A suite is searched in --root under its name (imagenet/, imagenet-v2/, ...);
+        with commas, or repeat the option. A suite is looked up in --root under its name (imagenet/, imagenet-v2/, ...);
         NAME=FOLDER gives its folder.
     data
         A folder of images with one folder per class (in val/ or test/, or directly), or a data source: cifar10,

@@ -38,7 +38,7 @@ Weights = Annotated[
 ]
 Split = Annotated[
     float | None,
-    Parameter(help="Fraction of every class to test on, of a folder without test images of its own; 1 takes all."),
+    Parameter(help="Fraction of every class to test on, for a folder without test images of its own; 1 takes all."),
 ]
 Pretrained = Annotated[
     bool, Parameter(help="Load the timm model's public weights; --no-pretrained starts from random ones.")
@@ -84,18 +84,18 @@ class CheckpointOptions:
         ),
     ] = None
     num_classes: Annotated[
-        WholeNumber | None, Parameter(help="Number of classes, where the checkpoint does not tell it.")
+        WholeNumber | None, Parameter(help="Number of classes, if the checkpoint does not contain it.")
     ] = None
     model_kwargs: Annotated[
         list[str] | None,
         Parameter(
             consume_multiple=True,
-            help="More arguments of timm.create_model that the checkpoint does not tell, for example img_size=96 "
+            help="More arguments of timm.create_model that the checkpoint does not contain, for example img_size=96 "
             "num_heads=6.",
         ),
     ] = None
     ema: Annotated[
-        bool, Parameter(help="Of a checkpoint with averaged weights (EMA), take these; --no-ema takes the last ones.")
+        bool, Parameter(help="Load a checkpoint's averaged weights (EMA) if it has any; --no-ema loads the last ones.")
     ] = True
 
 

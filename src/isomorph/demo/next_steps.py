@@ -12,13 +12,13 @@ def next_commands(folder: Path) -> list[tuple[str, str]]:
     commands = [
         ("check the equality yourself", ["verify", cnn, tcnn, "--data", "digits"]),
         ("a page about one model and one image", ["analyze", vit, "--image", folder / "digit-1.png"]),
-        ("train the recast CNN further", ["train", "digits_annealed", "--model.weights", cnn]),
+        ("recast the CNN and train it further", ["train", "digits_annealed", "--model.weights", cnn]),
     ]
     return [(what, f"{program} {shlex.join(map(str, arguments))}") for what, arguments in commands]
 
 
 def _program() -> str:
-    """Return how this program can be called in the present folder."""
+    """Return how this program can be called in the current folder."""
     called = Path(sys.argv[0])
     if called.name != "isomorph":
         return f"{shlex.quote(_from_here(Path(sys.executable)))} -m isomorph"
@@ -29,5 +29,5 @@ def _program() -> str:
 
 
 def _from_here(path: Path) -> str:
-    """Return a path relative to the present folder if it is below it."""
+    """Return a path relative to the current folder if it is below it."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -30,8 +30,8 @@ def _equality_section(demo: Demo) -> Section:
         "The same function",
         f"A CNN was trained on digits ({demo.cnn.top1[-1]:.1f}% top-1). The six convolutions of its last stage "
         f"({LAYERS}) were then recast as gated self-attention, without training. The outputs of both networks were "
-        f"compared on {VERIFIED} test images and on cut ones, in two precisions and layer by layer, and their classes "
-        "on all test images.",
+        f"compared on {VERIFIED} test images and on cropped ones, in two precisions and layer by layer, and their "
+        "classes on all test images.",
         finding=demo.equality,
         listing=str(demo.report),
     )

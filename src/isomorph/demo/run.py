@@ -81,7 +81,7 @@ class Demo:
         epochs = len(self.vits[0].top1)
         return (
             f"A ViT whose attention starts as convolutions {word} {abs(conv - plain):.1f} points: {conv:.1f}% top-1 "
-            f"after {epochs} epochs, against {plain:.1f}% of the same ViT with the usual initialisation."
+            f"after {epochs} epochs, compared with {plain:.1f}% for the same ViT with the usual initialisation."
         )
 
     def table(self) -> list[list[str]]:
@@ -143,8 +143,8 @@ def _recast_step(run: Callable[..., Trained], say: Callable[[str], None], folder
     weight = torch.stack([maps.amax(-1).mean() for maps in first.values()]).mean().item()
     demo = Demo(cnn, tcnn, report, agreeing, images, config, weight)
     say(f"    {demo.equality}")
-    say("\n[bold]3/4[/] look at what its heads attend to")
-    say(f"    each of its 9 heads attends to one position of the old 3 x 3 kernel: {weight:.1%} of its attention")
+    say("\n[bold]3/4[/] inspect what its heads attend to")
+    say(f"    each of its 9 heads gives {weight:.1%} of its attention to one position of the old 3 x 3 kernel")
     for i in range(SHOWN):
         test.image(i).resize((96, 96), Image.Resampling.NEAREST).save(folder / f"digit-{i + 1}.png")
     return demo

@@ -35,7 +35,7 @@ def outputs_finding(names: Sequence[str], logits: Sequence[Tensor | None]) -> st
         return f"The outputs of {names[1]} or {names[0]} are not finite on {images}."
     if difference == 0:
         return f"{names[1]} and {names[0]} compute the same outputs on {images}: difference 0."
-    agree = f"predicted class equal on {same} of {len(first)}"
+    agree = f"the predicted class is the same on {same} of {len(first)}"
     return f"On {images}, the outputs of {names[1]} and {names[0]} are {apart}; {agree}."
 
 
@@ -149,7 +149,7 @@ def robustness_finding(means: Mapping[str, Mapping[str, float]]) -> str:
         name, by_corruption = next(iter(means.items()))
         worst = min(by_corruption, key=by_corruption.__getitem__)
         corrupted = f"{name} reaches {average[name]:.2f} % top-1 on corrupted images"
-        return f"{corrupted}, and least under {worst}, {by_corruption[worst]:.2f} %."
+        return f"{corrupted}; its lowest is {by_corruption[worst]:.2f} %, under {worst}."
     (first, base), (second, new) = means.items()
     gains = {name: new[name] - base[name] for name in base if name in new}
     best, worst = (choose(gains, key=gains.__getitem__) for choose in (max, min))
@@ -200,7 +200,7 @@ def runs_finding(best: Mapping[str, float | None], metric: str = "top-1") -> str
     second, other = known[1]
     if value == second:
         equal = sum(top == value for top, _ in known)
-        return f"The best {metric}, {value:.2f} %, is equal in {equal} of {len(known)} runs.{missing}"
+        return f"{equal} of {len(known)} runs reach the best {metric}, {value:.2f} %.{missing}"
     return f"{reached}, {value - second:.2f} points above {other}.{missing}"
 
 

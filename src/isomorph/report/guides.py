@@ -13,11 +13,11 @@ GATES = (
 )
 DISTANCE = (
     "Nonlocality is the mean distance between a patch and what it attends to. Entropy is 0 if a patch attends to one "
-    f"patch only, and largest if it attends to all alike. Very large logits make training unstable. {DOTS}"
+    f"patch only, and largest if it attends to all equally. Very large logits make training unstable. {DOTS}"
 )
 CKA = (
     "CKA compares the features of two layers: 1 is equal up to rotation and scale, near 0 unrelated; values slightly "
-    "below 0 occur by chance. It is linear and unbiased, of features averaged over the image."
+    "below 0 occur by chance. It is the linear, unbiased CKA of features averaged over the image."
 )
 EVOLUTION = (
     "F_k = CKA(f_k, f_out) / CKA(f_in, f_out) of the output of layer k: 1 at the first layer, higher where features "
@@ -33,7 +33,8 @@ PASS_COST = (
     "Branch by branch: the cost of an image in training if its tokens passed through all branches of a pyramid."
 )
 SPEED = (
-    "Peak memory comes on top of the model, without and with a backward pass. The ratio is to the first model's speed."
+    "Peak memory is in addition to the model, without and with a backward pass. The ratio is to the speed of the first "
+    "model."
 )
 HISTORY = "The base model, then every edit in order, then the recipe that trained the model, if it is known."
 RESULTS = (
@@ -45,7 +46,7 @@ ACCURACY_COST = (
     "attention included). Up and to the left is better; compare only models of the same test set."
 )
 CURVES = (
-    "One line for each run. Loss and NLL are better lower, top-1 is better higher. Training loss may include label "
+    "One line for each run. Lower is better for loss and NLL, higher for top-1. Training loss may include label "
     "smoothing and mixed images, so that it need not fall below the loss on the test set."
 )
 MEASURES = (
