@@ -209,7 +209,7 @@ def broken_files(folder):
     return {
         "half.pth": "may be truncated",
         "half.safetensors": "may be truncated",
-        "page.pth": "may be truncated or foreign",
+        "page.pth": "may be truncated or of another format",
         "empty.pth": "may be truncated",
         "folder.pth": "neither a checkpoint nor the folder of a run",
         "optimizer.pth": "holds the state of an optimiser and no weights",

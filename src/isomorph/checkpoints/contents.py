@@ -44,7 +44,7 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
     Raises: UserError when the file is missing, damaged, or holds no tensors by name.
     """
     if not path.is_file():
-        raise UserError(f"{path} is a folder, not a checkpoint" if path.is_dir() else f"no checkpoint {path}")
+        raise UserError(f"{path} is a folder, not a checkpoint" if path.is_dir() else f"there is no checkpoint {path}")
     if path.suffix == ".safetensors":
         try:
             return Contents(load_file(str(path)))
@@ -52,9 +52,11 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
             raise UserError(f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated") from None
     held = unpickle(path)
     if not isinstance(held, Mapping):
-        raise UserError(f"checkpoint {path} holds a {type(held).__name__}, not a dictionary of tensors")
+        raise UserError(
+            f"checkpoint {path} holds a {type(held).__name__}, not a dictionary of tensors; save model.state_dict()"
+        )
     if not all(isinstance(name, str) for name in held):
-        raise UserError(f"checkpoint {path} holds tensors without names, not a dictionary of tensors by name")
+        raise UserError(f"checkpoint {path} holds tensors without names; save model.state_dict(), which names them")
     return _choose_tensors(path, held, ema)
 
 

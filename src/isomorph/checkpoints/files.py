@@ -32,7 +32,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def read_header(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file. Raises: UserError when it cannot be read."""
     if not path.is_file():
-        raise UserError(f"no checkpoint {path}")
+        raise UserError(f"there is no checkpoint {path}")
     try:
         with safe_open(str(path), framework="pt") as file:
             return file.metadata() or {}

@@ -59,8 +59,8 @@ def _explain(path: Path, error: Exception) -> UserError:
             f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pth')"
         )
     return UserError(
-        f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated or foreign: a checkpoint is a "
-        "file of torch.save or safetensors"
+        f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated or of another format; give "
+        "a file written by torch.save or safetensors"
     )
 
 
