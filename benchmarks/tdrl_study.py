@@ -182,7 +182,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
 
     stages = [[arm for form in both for arm in runs(form, 10, RATES[1:6])]]
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 10, 2, 1))]]
-    stages += [runs("plain xavier", 10, near("plain", 10)[::-1])]
+    stages += [runs("plain xavier", 10, near("plain", 10, 1, 1)[::-1])]
     stages += [runs("plain", epochs, near("plain", 30)) for epochs in (20, 60)]  # as long in time as pyramids
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]
