@@ -134,9 +134,14 @@ def test_the_images_that_training_saw_are_not_tested_on_by_accident(tmp_path):
     model = iso.load(tmp_path / "m.safetensors")
     with pytest.raises(iso.UserError, match=r"--split 0.4 to test on the images left out, or --split 1 for all"):
         iso.evaluate(model, photos)
+    with pytest.raises(iso.UserError, match=r"--split 0\.4 to test on the images left out"):
+        iso.evaluate(model, photos, test_fraction=0.6)
+    assert iso.evaluate(model, photos, test_fraction=0.2)["images"] == 3
     assert iso.evaluate(model, photos, test_fraction=0.4)["images"] == 6
     assert iso.evaluate(model, photos, test_fraction=1)["images"] == 15
     assert len(open_training_images(model, str(photos), None)) == 9
+    images(tmp_path / "alone" / "train")
+    assert len(open_training_images(model, str(tmp_path / "alone"), None)) == 9
     (photos / "plum" / "0.png").unlink()
     assert iso.evaluate(model, photos)["images"] == 14
 

@@ -207,7 +207,9 @@ class TestFiles:
         written(tmp_path)
         write_maps(tmp_path / "maps")
         source = open_source("imagefolder" if written is as_folder else "tar", "train", tmp_path)
+        source.split = (0.2, 60)
         mapped = LabelMapSource(source, tmp_path / "maps", 3)
+        assert mapped.split == (0.2, 60)
         assert isinstance(mapped.subset([7]), LabelMapSource)
         for index, label in enumerate(mapped.labels):
             assert torch.equal(mapped.label_map(index), drawn_map(10 * int(label) + index % 5))

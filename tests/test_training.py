@@ -440,6 +440,7 @@ class TestRun:
             )
         for changes, message in (
             (dict(fraction=0.5), "is a stream"),
+            (dict(split=0.2), "is a stream"),
             (dict(images=3, source="digits"), "counts its images"),
         ):
             with pytest.raises(iso.UserError, match=message):

@@ -80,7 +80,7 @@ class LabelMapSource(Source):
 
     def __init__(self, source: Source, folder: Path, num_classes: int) -> None:
         super().__init__(source.images, source.labels, source.classes, source.shards)
-        self.ids, self.folder, self.num_classes = source.ids, folder, num_classes
+        self.ids, self.split, self.folder, self.num_classes = source.ids, source.split, folder, num_classes
         _check_files_exist(folder, self._folders_and_files())
         self.shape = _load_label_map(self._path(0), num_classes).shape
 

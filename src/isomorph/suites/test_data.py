@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,10 @@ def open_test_images(
     With `classes`, only of the first classes; `test_fraction` as in `open_source`, and 1 for all images of a folder.
 
     Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
-    most of these images.
+    some of these images.
     """
     source = open_source(data or default_data(model), "test", root, None if test_fraction == 1 else test_fraction)
-    if test_fraction is None:
+    if test_fraction != 1:
         _check_unseen(source, model)
     source = source if classes is None else first_classes(source, classes)
     return with_model_labels(source, model)
@@ -53,8 +54,12 @@ def open_training_images(model: nn.Module, data: str | None, root: Path | None) 
     Raises: UserError when the data is missing.
     """
     name, (fraction, images) = data or default_data(model), _recorded_split(model)
-    split_again = fraction and len(open_source(name, "test", root)) == images
-    return open_source(name, "train", root, fraction if split_again else None)
+    if fraction:
+        with suppress(UserError):  # other data, which cannot be split
+            part = open_source(name, "train", root, fraction)
+            if part.split == (fraction, images):
+                return part
+    return open_source(name, "train", root)
 
 
 def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
@@ -64,9 +69,13 @@ def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:
 
 
 def _check_unseen(source: Source, model: nn.Module) -> None:
-    """Raise UserError for all images of the folder that a model was trained on, a fraction left out."""
+    """Raise UserError for more images of the folder that a model was trained on than those that were left out.
+
+    Those of a smaller fraction are among those of a larger one (`split_classes`).
+    """
     fraction, images = _recorded_split(model)
-    if fraction and not source.split and len(source) == images:
+    tested, total = source.split or (1.0, len(source))
+    if fraction and total == images and tested > fraction:
         raise UserError(
             f"the model was trained on a folder of {images} images like this one, with --split {fraction:g}; give "
             f"--split {fraction:g} to test on the images left out, or --split 1 for all of them"

@@ -91,10 +91,12 @@ class DataPart(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "DataPart":
-        if self.streamed and (self.fraction < 1 or self.classes or self.shuffle_shards or self.test_images):
+        if self.streamed and (
+            self.fraction < 1 or self.split or self.classes or self.shuffle_shards or self.test_images
+        ):
             raise ValueError(
-                f"{self.source} is a stream, without fraction, classes, test_images or shuffle_shards; use huggingface "
-                "for these"
+                f"{self.source} is a stream, without fraction, split, classes, test_images or shuffle_shards; use "
+                "huggingface for these"
             )
         if self.images and not self.streamed:
             raise ValueError(f"images is for {', '.join(STREAMS)} only; leave it out, {self.source} counts its images")
