@@ -106,7 +106,10 @@ def test_harmless_classes_are_read_and_no_others(tmp_path):
     model, ran = cnn("cifar_resnet20"), tmp_path / "ran"
     harmless = dict(best=np.float64(0.5), epoch=np.int64(3), date=datetime.datetime(2024, 1, 2), out=Path("x"))
     content = {**timm_script(model, model="cifar_resnet20"), **harmless}
+    torch.serialization.add_safe_globals([argparse.Namespace, np.dtype])
+    allowed = torch.serialization.get_safe_globals()
     assert open_own(save(tmp_path / "a.pth", content)).num_classes == 3
+    assert set(torch.serialization.get_safe_globals()) == set(allowed)
 
     class Bomb:
         def __reduce__(self):
@@ -188,6 +191,13 @@ def test_weights_of_a_named_model_bring_their_classes(tmp_path):
     save(path, cnn("cifar_resnet20").state_dict())
     assert open_model("cifar_resnet20", path).num_classes == 3
     assert iso.load(path, base="cifar_resnet20").num_classes == 3
+
+
+def test_a_tag_says_which_images_its_weights_expect(tmp_path):
+    path = tmp_path / "w.pth"
+    save(path, timm.create_model("resnet18").state_dict())
+    for name, size in (("resnet18.a1_in1k", 288), ("resnet18", 224)):
+        assert evaluation_config(open_model(name, path))["input_size"] == (3, size, size)
 
 
 def broken_files(folder):
@@ -285,6 +295,8 @@ def test_modules_that_timm_cannot_build(tmp_path, kind):
         assert same(iso.load(tmp_path / "timm.safetensors"), new)
     with pytest.raises(iso.UserError, match="is a class; give a module"):
         iso.load(path, base=Own)
+    with pytest.raises(iso.UserError, match="is taken as it is; leave num_classes out"):
+        iso.load(path, base=build(), num_classes=3)
     with pytest.raises(iso.UserError, match="does not fit"):
         iso.load(path, base=timm.create_model("cifar_resnet20"))
 

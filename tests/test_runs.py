@@ -15,7 +15,9 @@ import torch
 
 import isomorph as iso
 from command_line import LONGEST, SERVER, answer, isomorph, refusal, settings
+from isomorph.checkpoints.foreign import ModelOptions
 from isomorph.checkpoints.open import open_model
+from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.snapshot import list_snapshots, newest_snapshot, read_snapshot
 from isomorph.checkpoints.snapshot_values import digest_of
 from isomorph.distributed import Runtime
@@ -411,6 +413,13 @@ class TestFolders:
         assert not (tmp_path / "run/best.safetensors").exists()
         model, tensors = open_model(str(tmp_path / "run")), read_snapshot(newest_snapshot(tmp_path / "run").path)
         assert all(torch.equal(tensor, tensors[f"model.{name}"]) for name, tensor in model.state_dict().items())
+
+    def test_ema_chooses_between_the_weights_of_a_run(self, tmp_path):
+        stopped_run(tmp_path / "run", 2, {**TINY, "ema": 0.5})
+        tensors = read_snapshot(newest_snapshot(tmp_path / "run").path)
+        for ema, prefix in ((True, AVERAGED_PREFIX), (False, MODEL_PREFIX)):
+            state = open_model(str(tmp_path / "run"), options=ModelOptions(ema=ema)).state_dict()
+            assert all(torch.equal(tensor, tensors[f"{prefix}{name}"]) for name, tensor in state.items())
 
 
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2)

@@ -109,9 +109,9 @@ def _read_vit(model: Any, tensors: Mapping[str, Any], given: Mapping[str, Any]) 
 
 
 def _depth(tensors: Mapping[str, Any]) -> int:
-    """Return the number of blocks."""
+    """Return the number of blocks: of those that have tensors, as a file may name any number."""
     numbers = (name.split(".")[1] for name in tensors if name.startswith("blocks."))
-    return 1 + max((int(number) for number in numbers if number.isdigit()), default=-1)
+    return len({number for number in numbers if number.isdigit()})
 
 
 def _width(width: int, given: Mapping[str, Any]) -> int:

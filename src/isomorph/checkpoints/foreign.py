@@ -71,7 +71,9 @@ def open_foreign(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
         hint = f"; its tensors are those of {other}: give --arch {other}" if other and other != name else ""
         raise UserError(f"{misfit}{hint}") from None
     record_base(model, {"name": name, **arguments})
-    record_data(model, _image_settings(contents.settings, model, path))
+    images = _image_settings(contents.settings, model, path)
+    if images or "." not in name:  # a tag, as in resnet50.a1_in1k, says which images its weights expect
+        record_data(model, images)
     add_notes(model, *filter(None, [contents.note(path)]))
     return model.eval()
 

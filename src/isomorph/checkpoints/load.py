@@ -53,6 +53,8 @@ def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = T
     path = Path(path)
     if isinstance(base, type):
         raise UserError(f"base {base.__name__} is a class; give a module, base={base.__name__}()")
+    if isinstance(base, nn.Module) and arguments:
+        raise UserError(f"base is a module, which is taken as it is; leave {', '.join(arguments)} out")
     if isinstance(base, nn.Module):
         return _load_into_base(path, base, ema)
     if not is_own_file(path):

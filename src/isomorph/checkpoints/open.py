@@ -91,11 +91,14 @@ def is_checkpoint_or_run(name: str) -> bool:
 def open_trained(path: Path, averaged: bool = True, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     """Open a checkpoint, or the current model of a run by its folder; in eval mode.
 
-    For masked pre-training this is the encoder. With `averaged`, the averaged weights are used if the run has any.
+    For masked pre-training this is the encoder. The averaged weights are used if the file or run has any, and the last
+    ones with `averaged` or `options.ema` False.
 
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
+    averaged = averaged and options.ema
     if not path.is_dir():
+        options = options._replace(ema=averaged)
         if not is_own_file(path):
             return open_foreign(path, options)
         return open_as(path, options) if options.arch and "module" in read_header(path) else load(path)

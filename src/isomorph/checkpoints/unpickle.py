@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import add_safe_globals, get_safe_globals, safe_globals
 
 from isomorph.errors import UserError
 
@@ -38,11 +38,14 @@ def unpickle(path: Path) -> Any:
 
     Raises: UserError when the file is damaged, or holds a class that could run code.
     """
+    allowed = get_safe_globals()
     try:
         with safe_globals(_HARMLESS):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises many types for a damaged file
         raise _explain(path, error) from None
+    finally:
+        add_safe_globals(allowed)  # safe_globals also removes those that the program had added before
 
 
 def _explain(path: Path, error: Exception) -> UserError:
