@@ -15,7 +15,7 @@ import timm
 import isomorph as iso
 from command_line import LONGEST, settings
 from isomorph.cli import main
-from isomorph.cli.app import app
+from isomorph.cli.app import app, loading
 from isomorph.cli.tables import PATH, tables
 from isomorph.interrupt import handler_kept
 
@@ -109,6 +109,17 @@ def test_public_names_are_those_of_their_modules():
         iso.recats  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'recats'"):
         from isomorph import recats  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_a_missing_package_is_one_line_and_a_bug_is_not(monkeypatch):
+    monkeypatch.setattr(sys.modules["isomorph.cli.app"], "keep_freed_memory", lambda: None)
+    with handler_kept():
+        with pytest.raises(iso.UserError, match="No module named 'torchvision'"), loading():
+            raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+        with pytest.raises(ImportError, match="cannot import name 'gone'"), loading():
+            from isomorph.cli.tables import gone  # type: ignore[attr-defined]  # noqa: F401
+        with pytest.raises(ModuleNotFoundError, match=r"isomorph\.gone"), loading():
+            import isomorph.gone  # type: ignore[import-not-found]  # noqa: F401
 
 
 @pytest.mark.slow

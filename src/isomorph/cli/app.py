@@ -29,7 +29,8 @@ def loading() -> Iterator[None]:
     Modules of `isomorph.cli` import none of these at their top, so that help, lists and errors in the command line are
     printed at once. Ctrl-C ends the process while modules are imported, and raises KeyboardInterrupt afterwards.
 
-    Raises: UserError if torch, torchvision or timm cannot be imported.
+    Raises: UserError if torch, torchvision, timm or a package that they need cannot be imported; an ImportError of a
+        module of isomorph, which is no user's mistake, stays as it is.
     """
     exit_on_interrupt()
     keep_freed_memory()
@@ -37,6 +38,8 @@ def loading() -> Iterator[None]:
         iso.prepare()
         yield
     except ImportError as error:
+        if (error.name or "").partition(".")[0] == "isomorph":
+            raise
         raise UserError(" ".join(str(error).split())) from error
     finally:
         raise_on_interrupt()
