@@ -86,6 +86,16 @@ def test_train_on_the_folder(folder):
     assert answer(folder, "evaluate", "runs/c", "--data", "photos", "--split", "0.25", "--no-cost")[0]["images"] == 3
 
 
+def test_options_of_a_checkpoint_leave_models_by_name_alone(folder):
+    options = ("--arch", "cifar_resnet20", "--num-classes", "3")
+    rows, _ = answer(
+        folder, "bench", "my.pth", *options, "--against", "resnet18", "--seconds", "0", "--batch-size", "1", "--no-peak"
+    )
+    assert [row["model"] for row in rows] == ["my.pth", "resnet18"]
+    alone = isomorph("bench", "resnet18", "--against", "resnet34", "--arch", "resnet18", folder=folder)
+    assert "--arch is for checkpoints" in refusal(alone)
+
+
 def test_what_a_stranger_gets_wrong_is_one_line(folder, tmp_path):
     bad = {
         ("my.pth",): "give --arch cifar_resnet20",

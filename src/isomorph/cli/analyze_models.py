@@ -51,17 +51,23 @@ def open_page_models(
     Raises: UserError for models of different numbers of image channels.
     """
     named = zip(names, unique_names(names), [weights, None], strict=False)
-    models = [open_page_model(name, title, checkpoint, own, pretrained, device) for name, title, own in named]
+    models = [open_page_model(name, title, checkpoint, own, pretrained, device, names) for name, title, own in named]
     _check_same_channels(models)
     return models
 
 
 def open_page_model(
-    name: str, title: str, checkpoint: CheckpointOptions, weights: Path | None, pretrained: bool, device: str
+    name: str,
+    title: str,
+    checkpoint: CheckpointOptions,
+    weights: Path | None,
+    pretrained: bool,
+    device: str,
+    among: Sequence[str] = (),
 ) -> PageModel:
-    """Open a model by name, checkpoint or run folder, with its data config and recipe."""
+    """Open a model by name, checkpoint or run folder, with its data config and recipe; `among`, see `open_given`."""
     path = Path(name)
-    model = open_given(name, checkpoint, weights, pretrained)
+    model = open_given(name, checkpoint, weights, pretrained, among)
     recipe = find_recipe(path) if path.is_dir() or path.suffix == ".safetensors" else None
     title = display_name(title, pretrained or is_checkpoint_or_run(name) or weights is not None)
     return PageModel(title, model.to(open_runtime(device).device), evaluation_config(model), recipe)

@@ -1,12 +1,13 @@
 """Opening the models that a command names."""
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import nn
 
 from isomorph.checkpoints import ModelOptions, open_model, open_trained
-from isomorph.checkpoints.open import check_pretrained_option
+from isomorph.checkpoints.open import check_pretrained_option, is_checkpoint_or_run
 from isomorph.cli.options import CheckpointOptions
 from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
@@ -20,13 +21,18 @@ def open_given(
     checkpoint: CheckpointOptions,
     weights: Path | None = None,
     pretrained: bool = True,
+    among: Sequence[str] = (),
 ) -> nn.Module:
     """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken.
+
+    `among` are all models of the command: if some are files, the checkpoint options are about these alone.
 
     Raises: UserError when there is no such model, file or folder.
     """
     if "/" in name and ":" not in name and not Path(name).exists():
         raise UserError(f"there is no file or folder {name}")
+    if not is_checkpoint_or_run(name) and any(is_checkpoint_or_run(other) for other in among):
+        checkpoint = CheckpointOptions()
     return _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
 
 

@@ -78,7 +78,8 @@ def verify(
         from isomorph.evaluation.input_sizes import training_config
         from isomorph.evaluation.random_inputs import random_images
         from isomorph.surgery import compare_outputs
-    first, second = open_given(original, checkpoint, weights), open_given(other, checkpoint)
+    both = [original, other]
+    first, second = open_given(original, checkpoint, weights, among=both), open_given(other, checkpoint, among=both)
     if data:
         config = training_config(first)
         source = spaced_images(open_source(data, "test", root), max_images or max(batch, 1))
