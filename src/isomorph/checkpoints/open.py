@@ -44,7 +44,7 @@ def open_model(
     if is_checkpoint_or_run(name):
         if weights:
             raise UserError(f"{name} has weights already; --weights applies to timm models by name")
-        return open_trained(Path(name), options=options)
+        return open_trained(Path(name), options)
     if options.arch:
         raise UserError(f"--arch is for checkpoints; {name!r} is not a file" + _close_files(name))
     require_registered(name)
@@ -88,17 +88,15 @@ def is_checkpoint_or_run(name: str) -> bool:
     return name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
 
 
-def open_trained(path: Path, averaged: bool = True, options: ModelOptions = NO_OPTIONS) -> nn.Module:
+def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     """Open a checkpoint, or the current model of a run by its folder; in eval mode.
 
     For masked pre-training this is the encoder. The averaged weights are used if the file or run has any, and the last
-    ones with `averaged` or `options.ema` False.
+    ones with `options.ema` False.
 
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
-    averaged = averaged and options.ema
     if not path.is_dir():
-        options = options._replace(ema=averaged)
         if not is_own_file(path):
             return open_foreign(path, options)
         return open_as(path, options) if options.arch and "module" in read_header(path) else load(path)
@@ -109,7 +107,8 @@ def open_trained(path: Path, averaged: bool = True, options: ModelOptions = NO_O
         raise UserError(f"{path} is neither a checkpoint nor the folder of a run with a snapshot")
     header = found.values["model"] or _read_run_header(path)
     tensors = read_snapshot(found.path)
-    prefix = AVERAGED_PREFIX if averaged and any(name.startswith(AVERAGED_PREFIX) for name in tensors) else MODEL_PREFIX
+    has_average = any(name.startswith(AVERAGED_PREFIX) for name in tensors)
+    prefix = AVERAGED_PREFIX if options.ema and has_average else MODEL_PREFIX
     prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     model = rebuild_from_header(header, state, found.path)

@@ -59,9 +59,9 @@ def open_classifier(
     return open_given(name, checkpoint, weights, pretrained).to(open_runtime(device).device)
 
 
-def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions, averaged: bool) -> nn.Module:
+def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Module:
     """Open a checkpoint or the current model of a run, and print which of several weights were taken."""
-    return _print_notes(open_trained(path, averaged, library_options(checkpoint)))
+    return _print_notes(open_trained(path, library_options(checkpoint)))
 
 
 def library_options(given: CheckpointOptions) -> ModelOptions:

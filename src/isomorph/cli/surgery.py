@@ -1,5 +1,6 @@
 """The verify and fuse commands."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -146,7 +147,7 @@ def fuse(
         from isomorph.evaluation.cost import count_parameters
         from isomorph.evaluation.random_inputs import random_images
         from isomorph.surgery import compare_outputs, fusible_modules
-    net = open_given_checkpoint(model, checkpoint, average)
+    net = open_given_checkpoint(model, dataclasses.replace(checkpoint, ema=checkpoint.ema and average))
     if not fusible_modules(net):
         raise UserError(
             f"{model} has nothing to fuse; models that can be fused have pyramids (LinearToPyramid, "
