@@ -34,8 +34,7 @@ function drawXAxis(root, area, x, ticks, label, lines = false) {
 
 /** Return how many names apart labels must be so that they do not overlap. */
 function labelStride(names, spacing, padding) {
-  const longest = Math.max(...names.map(name => name.length));
-  return Math.max(1, Math.ceil((longest * 6.5 + padding) / spacing));
+  return Math.max(1, Math.ceil((longestName(names) * 6.5 + padding) / spacing));
 }
 
 /** Draw a line through points [x, y], interrupted where y is null; `dash` is a pattern or "". */

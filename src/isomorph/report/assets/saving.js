@@ -119,14 +119,20 @@ function chartSvg({spec, root, width}) {
   return svgText(copy);
 }
 
+/** Return functions that save a drawing and its numbers, by kind of file. */
+function saversOf(title, svg, rows) {
+  const name = kind => fileName(title, kind);
+  return {
+    SVG: () => saveText(name("svg"), svg(), "image/svg+xml"),
+    PNG: () => savePng(name("png"), svg()),
+    CSV: () => saveText(name("csv"), csvText(rows()), "text/csv"),
+  };
+}
+
 /** Return what saves a chart, by kind of file. */
 function chartSavers(view) {
   const {title, kind} = view.spec;
-  return {
-    SVG: () => saveText(fileName(title, "svg"), chartSvg(view), "image/svg+xml"),
-    PNG: () => savePng(fileName(title, "png"), chartSvg(view)),
-    CSV: () => saveText(fileName(title, "csv"), csvText(CHART_ROWS[kind](view.spec)), "text/csv"),
-  };
+  return saversOf(title, () => chartSvg(view), () => CHART_ROWS[kind](view.spec));
 }
 
 /** Return the image and the maps as they are laid out on the page, as SVG text. */
@@ -168,12 +174,7 @@ function viewerRows(viewer) {
 
 /** Return what saves the maps of a viewer, by kind of file. */
 function viewerSavers(viewer) {
-  const name = kind => fileName("attention", kind);
-  return {
-    SVG: () => saveText(name("svg"), viewerSvg(viewer), "image/svg+xml"),
-    PNG: () => savePng(name("png"), viewerSvg(viewer)),
-    CSV: () => saveText(name("csv"), csvText(viewerRows(viewer)), "text/csv"),
-  };
+  return saversOf("attention", () => viewerSvg(viewer), () => viewerRows(viewer));
 }
 
 /** Return the texts and the table of a section. */
