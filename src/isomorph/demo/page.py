@@ -98,11 +98,9 @@ def _gain_section(demo: Demo) -> Section:
 def _cost_section(demo: Demo) -> Section:
     """Return the section with the parameters and MACs of all models."""
     models = {"CNN": demo.cnn.model, "T-CNN": demo.tcnn} | {vit.name: vit.model for vit in demo.vits}
-    rows = [
-        [name, f"{count_parameters(model):,}", f"{count_macs(model, demo.config['input_size']) / 1e6:.1f} M"]
-        for name, model in models.items()
-    ]
-    more = count_macs(demo.tcnn, demo.config["input_size"]) / count_macs(demo.cnn.model, demo.config["input_size"])
+    macs = {name: count_macs(model, demo.config["input_size"]) for name, model in models.items()}
+    rows = [[name, f"{count_parameters(model):,}", f"{macs[name] / 1e6:.1f} M"] for name, model in models.items()]
+    more = macs["T-CNN"] / macs["CNN"]
     return Section(
         "Cost",
         "Attention included; 1 MAC is 2 FLOPs.",
