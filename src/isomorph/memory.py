@@ -1,4 +1,4 @@
-"""Memory and threads of the process, set before torch is loaded: this module imports only the standard library."""
+"""Freed memory of the process, kept from before torch is loaded: this module imports only the standard library."""
 
 import ctypes
 import os

@@ -95,10 +95,11 @@ def robustness(
     with loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.cli.progress import progress_bar
-        from isomorph.cli.robustness_run import check_published_files, open_clean_images, print_result
+        from isomorph.cli.robustness_run import check_published_files, print_result
+        from isomorph.suites.test_data import open_test_images
     check_published_files(suite, folder, corruption, severity, extra)
     net = open_classifier(model, checkpoint, weights, pretrained, device)
-    source = None if folder and data is None else open_clean_images(net, data, root, classes, split)
+    source = None if folder and data is None else open_test_images(net, data, root, classes, split)
     options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache)
     options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial, limit=max_images)
     options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}

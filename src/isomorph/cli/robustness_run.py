@@ -1,4 +1,4 @@
-"""What `isomorph robustness` opens and prints."""
+"""What `isomorph robustness` checks and prints."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,10 +8,7 @@ from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.run import wanted_cells
 from isomorph.suites.robustness.scores import severity_table, summary_lines
-from isomorph.suites.test_data import open_test_images as open_clean_images
 from isomorph.terminal_tables import print_table
-
-__all__ = ["check_published_files", "open_clean_images", "print_result"]
 
 
 def check_published_files(
