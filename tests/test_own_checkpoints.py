@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torchvision
+from safetensors.torch import save_file
 from torch import nn
 
 import isomorph as iso
@@ -61,6 +62,33 @@ def test_prefixes_of_wrappers(tmp_path, wrap):
     assert same(opened, model)
     assert opened.num_classes == 3
     assert not opened.training
+
+
+def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
+    model, path = cnn("cifar_resnet20"), tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path, {"format": "pt"})
+    with pytest.raises(iso.UserError, match="its tensors are those of cifar_resnet20: give --arch cifar_resnet20"):
+        open_own(path)
+    assert same(open_own(path, arch="cifar_resnet20"), model)
+    assert same(iso.load(path, base="cifar_resnet20"), model)
+
+
+DISAGREEING = [
+    (dict(arch="resnet18"), "--arch resnet18"),
+    (dict(num_classes=4), "--num-classes 4"),
+    (dict(model_kwargs={"drop_rate": 0.1}), "--model-kwargs drop_rate=0.1"),
+    (dict(arch="resnet18", num_classes=4), "--arch resnet18 and --num-classes 4"),
+]
+
+
+@pytest.mark.parametrize(("options", "wrong"), DISAGREEING)
+def test_a_file_of_isomorph_names_its_architecture_itself(tmp_path, options, wrong):
+    path = tmp_path / "own.safetensors"
+    iso.save(cnn("cifar_resnet20"), path)
+    with pytest.raises(iso.UserError, match=f"model, cifar_resnet20 with 3 classes; leave {wrong} out$"):
+        open_own(path, **options)
+    agreeing = dict(arch="cifar_resnet20.cnn_cifar10", num_classes=3, model_kwargs={"num_classes": 3})
+    assert open_own(path, **agreeing).num_classes == 3
 
 
 def test_a_prefix_that_the_model_has_itself_stays(tmp_path):
@@ -291,6 +319,7 @@ def test_modules_that_timm_cannot_build(tmp_path, kind):
     if kind == "torchvision":
         opened = open_own(path, arch="resnet18")
         assert same(opened, new)
+        assert same(iso.load(path, base="resnet18"), new)
         iso.save(opened, tmp_path / "timm.safetensors")
         assert same(iso.load(tmp_path / "timm.safetensors"), new)
     with pytest.raises(iso.UserError, match="is a class; give a module"):

@@ -96,6 +96,15 @@ def test_options_of_a_checkpoint_leave_models_by_name_alone(folder):
     assert "--arch is for checkpoints" in refusal(alone)
 
 
+def test_options_of_a_checkpoint_are_about_those_of_other_programs(folder):
+    arch = ("--arch", "cifar_resnet20")
+    iso.save(cnn("cifar_resnet20", in_chans=1), folder / "grey.safetensors")
+    assert "leave --arch resnet18 out" in refusal(
+        isomorph("verify", *["grey.safetensors"] * 2, "--arch", "resnet18", folder=folder)
+    )
+    assert "1-channel" in refusal(isomorph("verify", "my.pth", "grey.safetensors", *arch, folder=folder))
+
+
 def test_what_a_stranger_gets_wrong_is_one_line(folder, tmp_path):
     bad = {
         ("my.pth",): "give --arch cifar_resnet20",

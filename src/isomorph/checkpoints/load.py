@@ -34,11 +34,11 @@ def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = T
 
     Args:
         base: For a model that timm cannot build: a module like the one that was recast and saved, for example
-            MyModel(). It stays unchanged. For a checkpoint that isomorph did not write: that, or the name of a timm
-            model; checkpoints of timm's training script name it themselves.
+            MyModel(). It stays unchanged. Or the name of a timm model with the same tensors (resnet18 for torchvision).
+            Checkpoints that isomorph did not write need one of both; those of timm's training script name theirs.
         ema: Take the averaged weights of a training checkpoint, where it has any, else the last ones.
-        arguments: More arguments of timm.create_model for a checkpoint that isomorph did not write. Number of classes
-            and image size are read from its tensors.
+        arguments: More arguments of timm.create_model, where `base` is or could be a name. Number of classes and image
+            size are read from the tensors.
 
     Raises: UserError when the file is missing or truncated, the base is missing, or the tensors do not fit.
 
@@ -60,6 +60,8 @@ def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = T
     if not is_own_file(path):
         classes = arguments.pop("num_classes", None)
         return open_foreign(path, ModelOptions(base, classes, arguments, ema))
+    if base is not None and "module" in read_header(path):
+        return open_as(path, ModelOptions(base, arguments.pop("num_classes", None), arguments, ema))
     if base is not None or arguments:
         given = f"base={base!r}" if base is not None else ", ".join(arguments)
         raise UserError(f"{path} records how to build its model; leave {given} out")
@@ -67,8 +69,8 @@ def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = T
 
 
 def is_own_file(path: Path) -> bool:
-    """True for a file that isomorph wrote, from whose header a model can be rebuilt."""
-    return path.suffix == ".safetensors" and "format" in read_header(path)
+    """True for a file that isomorph wrote, from whose header a model can be rebuilt; others have the format "pt"."""
+    return path.suffix == ".safetensors" and read_header(path).get("format", "").startswith("isomorph")
 
 
 def _load_own(path: Path) -> nn.Module:

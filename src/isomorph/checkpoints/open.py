@@ -13,7 +13,7 @@ from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
 from isomorph.checkpoints.load import is_own_file, load, open_as
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
-from isomorph.checkpoints.rebuild import rebuild_from_header
+from isomorph.checkpoints.rebuild import describe_base, rebuild_from_header
 from isomorph.checkpoints.snapshot import (
     DamagedSnapshot,
     IntactSnapshot,
@@ -96,10 +96,41 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
 
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
-    if not path.is_dir():
-        if not is_own_file(path):
-            return open_foreign(path, options)
-        return open_as(path, options) if options.arch and "module" in read_header(path) else load(path)
+    if not path.is_dir() and not is_own_file(path):
+        return open_foreign(path, options)
+    if path.is_file() and options.arch and "module" in read_header(path):
+        return open_as(path, options)
+    model = _open_run(path, options.ema) if path.is_dir() else load(path)
+    _check_agreement(model, options, path)
+    return model
+
+
+def needs_options(name: str) -> bool:
+    """True for a checkpoint that isomorph did not write, or of a module that timm could not build."""
+    path = Path(name)
+    if not is_checkpoint_or_run(name) or path.is_dir():
+        return False
+    return not is_own_file(path) or "module" in read_header(path)
+
+
+def _check_agreement(model: nn.Module, options: ModelOptions, path: Path) -> None:
+    """Raise UserError for options that are not those with which a file of isomorph says to build its model."""
+    base = describe_base(model)
+    name, classes = base["name"].partition(".")[0], getattr(model, "num_classes", None)
+    recorded = {"num_classes": classes, **base}
+    given = {"--arch": options.arch} if options.arch and options.arch.partition(".")[0] != name else {}
+    others = {key: value for key, value in options.arguments().items() if key not in recorded or recorded[key] != value}
+    if "num_classes" in others and options.num_classes is not None:
+        given["--num-classes"] = others.pop("num_classes")
+    if others:
+        given["--model-kwargs"] = " ".join(f"{key}={value}" for key, value in others.items())
+    if given:
+        leave = " and ".join(f"{option} {value}" for option, value in given.items())
+        raise UserError(f"{path} says how to build its model, {name} with {classes} classes; leave {leave} out")
+
+
+def _open_run(path: Path, ema: bool) -> nn.Module:
+    """Open the current model of a run by its folder, with its averaged weights if `ema` and it has any."""
     found = _newest_intact_snapshot(path)
     if found is None and (path / "model.safetensors").is_file():
         return load(path / "model.safetensors")
@@ -108,7 +139,7 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     header = found.values["model"] or _read_run_header(path)
     tensors = read_snapshot(found.path)
     has_average = any(name.startswith(AVERAGED_PREFIX) for name in tensors)
-    prefix = AVERAGED_PREFIX if options.ema and has_average else MODEL_PREFIX
+    prefix = AVERAGED_PREFIX if ema and has_average else MODEL_PREFIX
     prefix += _encoder_prefix(found.values["recipe"])
     state = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     model = rebuild_from_header(header, state, found.path)

@@ -189,7 +189,7 @@ def _describe_module(model: nn.Module, base: nn.Module | None) -> dict[str, str]
 def rebuild_from_header(header: Mapping[str, str], state: Mapping[str, Tensor], path: Path) -> nn.Module:
     """Return the model that a header describes, without its tensors. Raises: UserError as `load`."""
     if header.get("format") != FORMAT:
-        raise UserError(f"{path} holds weights only, not how to rebuild their model; create it and use load_weights")
+        raise UserError(f"{path} was written by another version of isomorph; create the model and use load_weights")
     parts = parse_header(header, path)
     if parts.module:
         kind = parts.module["class"]

@@ -4,12 +4,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from isomorph.checkpoints import ModelOptions, open_model, open_trained
-from isomorph.checkpoints.open import check_pretrained_option, is_checkpoint_or_run
+from isomorph.checkpoints.open import check_pretrained_option, needs_options
 from isomorph.cli.options import CheckpointOptions
-from isomorph.distributed import open_runtime
 from isomorph.errors import UserError
 from isomorph.models.model_kwargs import parse_model_kwargs
 from isomorph.report.page_models import find_recipe
@@ -25,14 +25,14 @@ def open_given(
 ) -> nn.Module:
     """Open a model by its name in timm, its checkpoint or its run, and print which of several weights were taken.
 
-    `among` are all models of the command: if some are files, the checkpoint options are about these alone.
+    `among` are all models of the command: if some are checkpoints of other programs, the options are about these alone.
 
     Raises: UserError when there is no such model, file or folder.
     """
     if "/" in name and ":" not in name and not Path(name).exists():
         raise UserError(f"there is no file or folder {name}")
-    if not is_checkpoint_or_run(name) and any(is_checkpoint_or_run(other) for other in among):
-        checkpoint = CheckpointOptions()
+    if not needs_options(name) and any(map(needs_options, among)):
+        checkpoint = CheckpointOptions(ema=checkpoint.ema)
     return _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
 
 
@@ -41,7 +41,7 @@ def open_classifier(
     checkpoint: CheckpointOptions,
     weights: Path | None = None,
     pretrained: bool = True,
-    device: str = "auto",
+    device: torch.device = torch.device("cpu"),
 ) -> nn.Module:
     """Open a model as `open_given` does, to measure its accuracy on a device.
 
@@ -56,7 +56,7 @@ def open_classifier(
             f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "
             "model.safetensors as --model.weights of `isomorph train`"
         )
-    return open_given(name, checkpoint, weights, pretrained).to(open_runtime(device).device)
+    return open_given(name, checkpoint, weights, pretrained).to(device)
 
 
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Module:
