@@ -1,9 +1,12 @@
 """What the command line understands and says: sizes, names of options, files that exist, machines without a network."""
 
+import socket
+
 import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
 import isomorph as iso
 from isomorph.cli.option_names import name_options, recipe_fields
@@ -12,7 +15,7 @@ from isomorph.cli.recipe_fields import check_fields
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, parse_size
 from isomorph.data.sources import spaced_images
-from isomorph.models.download import is_reachable
+from isomorph.models import download
 
 NOWHERE = "http://127.0.0.1:9"
 """An address that no server listens on."""
@@ -144,12 +147,37 @@ def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_pa
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", NOWHERE)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert not is_reachable(NOWHERE)
+    assert not download.is_reachable(NOWHERE)
     with pytest.raises(
         iso.UserError, match=r"cannot download the weights of resnet18.*--weights FILE.*--no-pretrained"
     ):
         iso.models.create("resnet18", pretrained=True)
     assert constants.HF_HUB_OFFLINE is False
+
+
+def test_weights_in_the_cache_are_read_without_asking_a_server(monkeypatch, tmp_path):
+    model, folder = timm.create_model("test_resnet"), tmp_path / "models--timm--test_resnet.r160_in1k"
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("abc")
+    save_file(model.state_dict(), folder / "snapshots" / "abc" / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(download, "is_reachable", lambda url: pytest.fail(f"asked {url}"))
+    assert torch.equal(iso.models.create("test_resnet", pretrained=True).fc.weight, model.fc.weight)
+    assert constants.HF_HUB_OFFLINE is False
+
+
+def test_a_download_by_url_ends_without_a_time_limit_for_all_sockets(tmp_path):
+    def build():
+        assert socket.getdefaulttimeout() is None
+        return torch.hub.load_state_dict_from_url(f"{NOWHERE}/x.pth", str(tmp_path))
+
+    opened = torch.hub.urlopen
+    with pytest.raises(ConnectionError, match="does not answer") as caught:
+        download.build_pretrained(build, None)
+    assert download.is_connection_error(caught.value)
+    assert torch.hub.urlopen is opened
 
 
 def test_images_are_evenly_spaced():

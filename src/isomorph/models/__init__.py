@@ -1,17 +1,15 @@
 """The networks that isomorph adds to timm's registry when it is imported."""
 
-from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
-from urllib.error import URLError
 
 import timm
-from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet
-from isomorph.models.download import impatient_downloads
+from isomorph.models.download import build_pretrained, is_connection_error
 
 _MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
 
@@ -49,35 +47,20 @@ def create(name: str, **arguments: Any) -> nn.Module:
     """
     require_registered(name)
     pretrained = bool(arguments.get("pretrained"))
+    build = partial(timm.create_model, name, **arguments)
     try:
-        with impatient_downloads(_is_on_hub(name)) if pretrained else nullcontext():
-            return timm.create_model(name, **arguments)
+        return (
+            build_pretrained(build, timm.get_pretrained_cfg(name, allow_unregistered=True)) if pretrained else build()
+        )
     except UserError:
         raise
     except Exception as error:
-        if pretrained and _is_connection_error(error):
+        if pretrained and is_connection_error(error):
             raise UserError(
                 f"cannot download the weights of {name}: its server does not answer; give --weights FILE, "
                 "or --no-pretrained for random weights"
             ) from error
         raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}") from error
-
-
-def _is_on_hub(name: str) -> bool:
-    """Return True if timm loads the public weights of a model from the Hugging Face hub."""
-    config = timm.get_pretrained_cfg(name, allow_unregistered=True)
-    return bool(config and config.hf_hub_id and not config.file)
-
-
-def _is_connection_error(error: BaseException | None) -> bool:
-    """Return True if an error, or one that it follows from, says that a server could not be reached."""
-    while error is not None:
-        if isinstance(
-            error, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError | TimeoutError | URLError
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 __all__ = ["create", "names"]

@@ -1,32 +1,52 @@
-"""Downloads of pretrained weights that end in seconds where there is no network."""
+"""Downloads of pretrained weights: from the cache where they are there, and ending in seconds without a network."""
 
-import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
 import huggingface_hub
+import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from timm.models import PretrainedCfg
 
 PATIENCE = 3.0
 """Seconds to wait for an answer of the server that has the weights."""
+_LONGEST_PAUSE = 30.0
+"""Seconds without data after which a download from a server that has answered ends."""
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".npz"}
+T = TypeVar("T")
 
 
-@contextmanager
-def impatient_downloads(from_hub: bool) -> Iterator[None]:
-    """Context in which a download from a server that does not answer ends at once, instead of being tried for a minute.
+def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
+    """Return `build()`, which creates a model with the public weights of this config.
 
-    `from_hub` is True if the Hugging Face hub has the file; one that has been downloaded before is found without it.
+    A server is asked only if the cache lacks the weights, and they are not downloaded if it does not answer.
+
+    Raises: what `build` raises; `is_connection_error` is then true if the server does not answer.
     """
-    before, timeout = constants.HF_HUB_OFFLINE, socket.getdefaulttimeout()
-    try:
-        if from_hub and not before and not is_reachable(constants.ENDPOINT):
-            constants.HF_HUB_OFFLINE = True
-        socket.setdefaulttimeout(PATIENCE)
-        yield
-    finally:
-        constants.HF_HUB_OFFLINE = before
-        socket.setdefaulttimeout(timeout)
+    with _impatient_torch_hub():
+        if config is None or config.file or not config.hf_hub_id:
+            return build()
+        if _is_in_hub_cache(config.hf_hub_id):
+            with suppress(LocalEntryNotFoundError, OfflineModeIsEnabled), _offline_hub():
+                return build()
+        with nullcontext() if constants.HF_HUB_OFFLINE or is_reachable(constants.ENDPOINT) else _offline_hub():
+            return build()
+
+
+def is_connection_error(error: BaseException | None) -> bool:
+    """Return True if an error, or one that it follows from, says that a server could not be reached."""
+    kinds = LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError | TimeoutError | URLError
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_reachable(url: str) -> bool:
@@ -45,3 +65,42 @@ def is_reachable(url: str) -> bool:
     asking.start()
     asking.join(PATIENCE + 0.5)
     return answered.is_set()
+
+
+def _is_in_hub_cache(repository: str) -> bool:
+    """Return True if the hub's cache has weights of a repository, given as `owner/name` or `owner/name@revision`."""
+    name, _, revision = repository.partition("@")
+    with suppress(LocalEntryNotFoundError):
+        folder = huggingface_hub.snapshot_download(name, revision=revision or None, local_files_only=True)
+        return any(file.suffix in _WEIGHT_SUFFIXES for file in Path(folder).iterdir())
+    return False
+
+
+@contextmanager
+def _offline_hub() -> Iterator[None]:
+    """Context in which the hub's client reads its cache only."""
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+@contextmanager
+def _impatient_torch_hub() -> Iterator[None]:
+    """Context in which torch.hub's downloads end if the server does not answer; they have no argument for it."""
+    hub: Any = torch.hub
+    before = hub.urlopen
+    hub.urlopen = _open_url
+    try:
+        yield
+    finally:
+        hub.urlopen = before
+
+
+def _open_url(request: Request) -> Any:
+    """Open a URL. Raises: ConnectionError if its server does not answer within PATIENCE seconds."""
+    if not is_reachable(request.full_url):
+        raise ConnectionError(f"{request.full_url} does not answer")
+    return urlopen(request, timeout=_LONGEST_PAUSE)
