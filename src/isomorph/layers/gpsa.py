@@ -10,20 +10,18 @@ be rectangular.
 Letters: B batch, N tokens, C channels, H W grid, nh heads, hd head width, p prefix tokens.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.gated_mix import gated_mix, gated_mix_by_axis
-from isomorph.layers.grid import axis_offsets, square_window, window_centres
-from isomorph.layers.positional_attention import geometry_dtype, kronecker, quadratic_axis_attention
+from isomorph.layers.position_gates import PositionGates
+from isomorph.layers.positional_attention import kronecker
 
 
 @register_notrace_module
-class GPSA(nn.Module):
+class GPSA(PositionGates):
     """Self-attention that a transformer can start training with as if it were a convolution (ConViT).
 
     Each head mixes content attention (which tokens are similar) with position attention (which tokens are near a fixed
@@ -76,65 +74,12 @@ class GPSA(nn.Module):
         self.gate = nn.Parameter(torch.empty(num_heads))
         self.reset_attention()
 
-    def tap_offsets(self) -> Tensor:
-        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
-        return window_centres(square_window(self.num_heads))
-
     @torch.no_grad()
     def reset_attention(self, locality: float = 1.0, gate: float = 1.0) -> None:
         """Centre every head on its tap, set locality and gate, and set the values to the identity (ConViT eq. 5)."""
         nn.init.eye_(self.v.weight)
         self._set_position(self.tap_offsets(), locality)
         self.set_gating(gate=gate)
-
-    @torch.no_grad()
-    def _set_position(self, centre: Tensor, locality: float) -> None:
-        """Centre every head on an offset (row, column). Shape: centre (nh, 2)"""
-        row, column = centre.unbind(1)
-        self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
-
-    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set the locality and the gate of every head; None leaves a parameter unchanged.
-
-        Centres are unchanged; a head that has lost its centre (locality not positive) is centred on its initial tap
-        again.
-
-        Raises: ValueError if the locality is not above 0 and finite.
-        """
-        if locality is not None:
-            if not 0 < locality < math.inf:
-                raise ValueError(f"locality {locality} must be above 0 and finite")
-            centre = self.centre.detach()
-            self._set_position(torch.where(centre.isfinite(), centre, self.tap_offsets().to(centre)), locality)
-        if gate is not None:
-            nn.init.constant_(self.gate, gate)
-
-    @property
-    def locality(self) -> Tensor:
-        """Sharpness of each head's position attention; not positive where a head has no centre. Shape: -> (nh,)"""
-        return -self.position[:, 2]
-
-    @property
-    def centre(self) -> Tensor:
-        """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
-        locality = self.locality[:, None]
-        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
-        return {"position", "gate"}
-
-    def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the position attention maps along rows and along columns.
-
-        Shape: -> (nh, H, H), (nh, W, W)
-        """
-        H, W = grid_size
-        dtype, device = geometry_dtype(self.position), self.position.device
-        along_x, along_y, square = self.position.to(dtype).unbind(1)
-        rows = quadratic_axis_attention(axis_offsets(H, H, device=device, dtype=dtype), along_y, square)
-        columns = quadratic_axis_attention(axis_offsets(W, W, device=device, dtype=dtype), along_x, square)
-        return rows, columns
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
