@@ -246,12 +246,12 @@ def test_stored_pictures_are_the_pictures_or_none(tmp_path):
     cache = CorruptionCache(tmp_path / "kept", {"source": "a"}, 6, (32, 32))
     assert cache.load("fog", 1) is None
     half = CellWriter(cache, "fog", (1, 4))
-    half.add(pictures[0][0][None])
+    half.add(pictures[0][0][None], first=0)
     half.discard()
     assert [path.name for path in cache.folder.iterdir()] == ["kind.json"]
     writer = CellWriter(cache, "fog", (1, 4))
     for i in range(6):
-        writer.add(pictures[i][0][None])
+        writer.add(pictures[i][0][None], first=i)
     assert cache.load("fog", 1) is None  # written, not finished
     writer.finish()
     cells = [cache.load("fog", severity) for severity in (1, 4)]

@@ -35,6 +35,11 @@ class Runtime:
         """True for the process that prints and writes files for all."""
         return self.rank == 0
 
+    @property
+    def share(self) -> slice:
+        """This process's share of a sequence: its items rank, rank + world, rank + 2 world, ..."""
+        return slice(self.rank, None, self.world)
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return a bfloat16 autocast context, or one that does nothing."""
         return torch.autocast(self.device.type, torch.bfloat16) if self.amp else nullcontext()
@@ -63,6 +68,13 @@ class Runtime:
         dist.all_gather_object(gathered, values)
         return gathered
 
+    def require_equal(self, value: object, what: str) -> None:
+        """Raise UserError unless a value is the same in all processes, for example the images on several nodes."""
+        differing = [rank for rank, other in enumerate(self.gather(value)) if other != value]
+        if differing:
+            others = ", ".join(map(str, differing[:4])) + ", ..." * (len(differing) > 4)
+            raise UserError(f"process {self.rank} has other {what} than process {others}; give all nodes the same ones")
+
     def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Return the batches of a loader, padded to the same number in every process.
 
@@ -89,6 +101,10 @@ class Runtime:
         if self.world > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
+
+
+ALONE = Runtime(torch.device("cpu"), amp=False)
+"""The runtime of a process by itself, for work that stays on the device of its model."""
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:

@@ -30,6 +30,11 @@ def raise_on_interrupt() -> None:
     _handle_interrupt(_raise)
 
 
+def ignore_interrupts() -> None:
+    """Let further Ctrl-C do nothing, while a process ends."""
+    _handle_interrupt(signal.SIG_IGN)
+
+
 @contextmanager
 def handler_kept() -> Iterator[None]:
     """Context that restores the handler of SIGINT at its end."""

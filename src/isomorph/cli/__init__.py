@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from traceback import walk_tb
@@ -16,7 +17,7 @@ from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes
 from isomorph.errors import Stopped, UserError
 from isomorph.import_path import SafeChildProcesses
-from isomorph.interrupt import INTERRUPTED, handler_kept, was_interrupted
+from isomorph.interrupt import INTERRUPTED, handler_kept, ignore_interrupts, was_interrupted
 
 
 def _strip_traceback(error: Exception) -> str:
@@ -26,13 +27,18 @@ def _strip_traceback(error: Exception) -> str:
     return lines[-1].partition("UserError: ")[2] if from_worker else "\n".join(lines)
 
 
+_ANOTHER_ENDED = "another process of this run has ended; its error message says why"
+_PATIENCE = 2.0
+"""Seconds in which torchrun ends a process after another one has failed."""
+
+
 def _error_message(error: Exception) -> str:
     """Return the line to print for an error."""
     text = " ".join(str(error).split())
     if isinstance(error, UserError | CycloptsError):
         return _strip_traceback(error)
     if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text:
-        return "another process of this run has ended; its error message says why"
+        return _ANOTHER_ENDED
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"cannot open {error.filename}: {error.strerror}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
@@ -54,9 +60,32 @@ def _print_error(text: str) -> None:
         print(f"isomorph: {text}", file=sys.stderr)
 
 
+def _is_main_process() -> bool:
+    """True for the first of the processes that torchrun started, and for a process by itself."""
+    return not int(os.environ.get("RANK", "0") or 0)
+
+
+def _end_with_error(text: str) -> NoReturn:
+    """Print an error and exit with 2.
+
+    Of several processes, the one that found the error prints it and exits at once, so that torchrun ends the others:
+    they wait for that before they print anything.
+    """
+    if not _is_main_process() or text == _ANOTHER_ENDED:
+        time.sleep(_PATIENCE)
+    _print_error(text)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(2)
+    sys.exit(2)
+
+
 def _end_interrupted(command: str) -> NoReturn:
     """End the process after Ctrl-C, with a line on what is left of the command's work."""
-    _print_error(f"interrupted{_AFTERWARDS.get(command, '')}")
+    ignore_interrupts()  # torchrun sends another one
+    if _is_main_process():
+        _print_error(f"interrupted{_AFTERWARDS.get(command, '')}")
     sys.exit(INTERRUPTED)
 
 
@@ -88,5 +117,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _end_interrupted(tokens[0])
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
-        _print_error(name_options(_error_message(error), tokens[0]))
-        sys.exit(2)
+        _end_with_error(name_options(_error_message(error), tokens[0]))

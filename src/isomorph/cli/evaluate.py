@@ -95,21 +95,21 @@ def evaluate_(
     _check_options(bool(suite), classes is not None, partial)
     sizes = tuple(size or ())
     with loading():
-        from isomorph.cli.evaluate_run import data_test_set, measure, suite_test_sets
+        from isomorph.cli.evaluate_run import measure, open_test_sets
         from isomorph.cli.open_models import open_classifier
+        from isomorph.distributed import open_runtime
         from isomorph.suites.imagenet.suites import find_suites
         from isomorph.suites.sweep import Sweep, check_csv_path
         from isomorph.suites.test_data import default_data
     check_csv_path(per_class)
     locations = find_suites(suite or [], root, data)
-    net = open_classifier(model, checkpoint, weights, pretrained, device)
-    if locations:
-        test_sets = suite_test_sets(net, locations, partial, max_images)
-    else:
-        test_sets = [data_test_set(net, data, root, split, classes, sizes, max_images)]
-    rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost)
-    head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
-    _print_results(head | ({} if pretrained else {"weights": "random"}), suite, sizes, rows, costs, json_)
+    runtime = open_runtime(device)
+    net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
+    test_sets = open_test_sets(net, locations, partial, data, root, split, classes, sizes, max_images)
+    rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost, runtime)
+    if runtime.is_main:
+        head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
+        _print_results(head | ({} if pretrained else {"weights": "random"}), suite, sizes, rows, costs, json_)
 
 
 def _check_options(suite: bool, classes: bool, partial: bool) -> None:

@@ -7,33 +7,34 @@ from typing import Any
 from torch import nn
 
 from isomorph.cli.progress import track_steps
+from isomorph.distributed import Runtime
 from isomorph.suites.imagenet.locate import SuiteLocation
 from isomorph.suites.imagenet.suites import NUM_CLASSES, Suite, open_located
 from isomorph.suites.sweep import Sweep, measure_costs, run_sweep, write_csv
 from isomorph.suites.test_data import evaluation_data
-from isomorph.suites.test_set import TestSet, check_num_classes
+from isomorph.suites.test_set import TestSet, check_num_classes, no_progress
 
 
-def suite_test_sets(
-    model: nn.Module, locations: Mapping[SuiteLocation, Sequence[Suite]], partial: bool, max_images: int | None
-) -> list[TestSet]:
-    """Open test suites, or this many images of each. Raises: UserError for a model of other classes than ImageNet's."""
-    check_num_classes(getattr(model, "num_classes", None), NUM_CLASSES)
-    return [_spaced(test_set, max_images) for test_set in open_located(locations, partial)]
-
-
-def data_test_set(
+def open_test_sets(
     model: nn.Module,
+    locations: Mapping[SuiteLocation, Sequence[Suite]],
+    partial: bool,
     data: str | None,
     root: Path | None,
     split: float | None,
     classes: int | None,
     sizes: Sequence[tuple[int, int]],
     max_images: int | None,
-) -> TestSet:
-    """Open the test images of a data source, or this many of them. Raises: UserError for data of other classes."""
+) -> list[TestSet]:
+    """Open test suites, or without any the test images of a data source; or this many images of each.
+
+    Raises: UserError for data of other classes than the model's.
+    """
+    if locations:
+        check_num_classes(getattr(model, "num_classes", None), NUM_CLASSES)
+        return [_spaced(test_set, max_images) for test_set in open_located(locations, partial)]
     source, _ = evaluation_data(model, data, root, sizes[0] if sizes else None, classes, split)
-    return _spaced(TestSet.from_source(source), max_images)
+    return [_spaced(TestSet.from_source(source), max_images)]
 
 
 def _spaced(test_set: TestSet, max_images: int | None) -> TestSet:
@@ -48,9 +49,14 @@ def measure(
     workers: int,
     per_class: Path | None,
     cost: bool,
+    runtime: Runtime,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a row of metrics for each point of the sweep, and the costs for each size; write those of the classes."""
-    rows, class_rows = run_sweep(model, test_sets, sweep, batch_size, workers, track_steps)
-    if per_class:
+    """Return a row of metrics for each point of the sweep, and the costs for each size; write those of the classes.
+
+    The processes share the images; the main one writes, and measures the costs.
+    """
+    progress = track_steps if runtime.is_main else no_progress
+    rows, class_rows = run_sweep(model, test_sets, sweep, batch_size, workers, progress, runtime)
+    if per_class and runtime.is_main:
         write_csv(per_class, class_rows)
-    return rows, measure_costs(model, sweep.sizes) if cost else []
+    return rows, measure_costs(model, sweep.sizes) if cost and runtime.is_main else []

@@ -41,7 +41,7 @@ def open_classifier(
     checkpoint: CheckpointOptions,
     weights: Path | None = None,
     pretrained: bool = True,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device | str = "cpu",
 ) -> nn.Module:
     """Open a model as `open_given` does, to measure its accuracy on a device.
 

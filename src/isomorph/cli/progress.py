@@ -40,12 +40,12 @@ def spinner(title: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Callable[[float, int, str], None]]:
-    """Show a progress bar if stderr is a terminal.
+def progress_bar(title: str, show: bool = True) -> Iterator[Callable[[float, int, str], None]]:
+    """Show a progress bar if stderr is a terminal, and `show`.
 
     Yields a function that takes the number of finished steps, the number of all steps and the name of the current one.
     """
-    console, quiet = Console(stderr=True), not sys.stderr.isatty()
+    console, quiet = Console(stderr=True), not (show and sys.stderr.isatty())
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task(title)

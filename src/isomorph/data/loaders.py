@@ -48,6 +48,7 @@ def eval_loader(
     workers: int = 0,
     rfc: float | None = None,
     rfc_fill: Literal["zero", "black"] = "zero",
+    batches: slice = slice(None),
 ) -> DataLoader[Any]:
     """Return a loader of a source's images in order, transformed as in the model's data config.
 
@@ -55,10 +56,11 @@ def eval_loader(
     calibration and replaces the crop: the image's shorter side is resized to 1 / rfc of the input's, the centre is cut
     out, and where the image ends it is padded. `rfc_fill="zero"` pads the normalised image with zeros (the mean
     colour); `"black"` pads the image itself, as timm does for a crop_pct above 1. An rfc below 1 only crops.
+    `batches` selects batches by number: `slice(rank, None, world)` is the share of one of several processes.
 
     Shape: yields images (B, C, H, W), labels (B,)
     Source: Refiner section 4.4
-    Raises: UserError for a ratio that is not positive and finite, or an unknown `rfc_fill`.
+    Raises: UserError for a ratio that is not positive and finite, an unknown `rfc_fill`, or a batch size below 1.
 
     >>> model = timm.create_model("cifar_resnet20")
     >>> source = iso.data.open_source("digits", "test")
@@ -80,11 +82,21 @@ def eval_loader(
     source.transform = transform
     return IsolatedDataLoader(
         source,
-        batch_size,
+        batch_sampler=batch_ranges(len(source), batch_size)[batches],
         num_workers=workers,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
     )
+
+
+def batch_ranges(images: int, batch_size: int) -> list[range]:
+    """Return the images of every batch in order, by their indices; the last batch may be smaller.
+
+    Raises: UserError for a batch size below 1.
+    """
+    if batch_size < 1:
+        raise UserError(f"the batch size, {batch_size}, must be at least 1")
+    return [range(start, min(start + batch_size, images)) for start in range(0, images, batch_size)]
 
 
 def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:

@@ -16,16 +16,11 @@ def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Te
     """Call `handle(logits, labels)` for every batch; labels are as the loader yields them.
 
     The model runs in eval mode on its own device, and logits are float32; every module gets its mode back.
-
-    Raises: UserError when the loader yields no batch.
     """
-    device, batches = next(model.parameters()).device, 0
+    device = next(model.parameters()).device
     with eval_mode(model):
         for images, labels in loader:
             handle(model(images.to(device, non_blocking=True)).float(), labels)
-            batches += 1
-    if not batches:
-        raise UserError("there is nothing to evaluate: the loader yields no batch")
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:
@@ -41,6 +36,8 @@ def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCoun
         counts[0].add(logits, labels)
 
     for_each_batch(model, loader, handle)
+    if not counts:
+        raise UserError("there is nothing to evaluate: the loader yields no batch")
     return counts[0]
 
 

@@ -1,6 +1,8 @@
 """Counts of predictions, added up batch by batch, from which accuracy and calibration follow."""
 
 from functools import reduce
+from operator import add
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -8,6 +10,10 @@ from torch import Tensor
 from isomorph.errors import UserError
 
 _ECE_BINS = 15
+_STEP = 2.0**-28
+"""Losses and confidences are rounded to multiples of this, which is below the error of a log-softmax in float32. Their
+sums are then exact in float64 (up to 2**25), so that they do not depend on the order of the images, or on which process
+adds them."""
 
 
 class PredictionCounts:
@@ -46,8 +52,8 @@ class PredictionCounts:
         ranked = logits.topk(min(5, logits.shape[1])).indices.eq(labels[:, None])  # (B, 5)
         log_p = logits.log_softmax(-1)
         nll, confidence = -log_p.gather(1, labels[:, None])[:, 0], log_p.amax(-1).exp()
-        per_image = torch.stack([ranked[:, 0].float(), ranked.any(1).float(), nll, confidence]).cpu().double()
-        self._count(labels.cpu(), *per_image)
+        top1, top5, *sums = torch.stack([ranked[:, 0].float(), ranked.any(1).float(), nll, confidence]).cpu().double()
+        self._count(labels.cpu(), top1, top5, *((values / _STEP).round() * _STEP for values in sums))
 
     def _count(self, labels: Tensor, top1: Tensor, top5: Tensor, nll: Tensor, confidence: Tensor) -> None:
         """Add images by their label, 1 if the top-1 or the top-5 is correct, loss and confidence. Shape: all (B,)"""
@@ -100,6 +106,11 @@ class MultiLabelCounts:
         counted = torch.stack([labelled.sum(), correct.sum()]).tolist()
         self.images, self.correct = self.images + counted[0], self.correct + counted[1]
 
+    def __add__(self, other: "MultiLabelCounts") -> "MultiLabelCounts":
+        both = MultiLabelCounts()
+        both.images, both.correct = self.images + other.images, self.correct + other.correct
+        return both
+
     def metrics(self) -> dict[str, float]:
         """Return top1 (%), images. Raises: UserError when no image was counted."""
         if not self.images:
@@ -116,6 +127,9 @@ def _check_labels(labels: Tensor, num_classes: int) -> None:
         )
 
 
-def sum_counts(counts: list[PredictionCounts]) -> PredictionCounts:
+Counts = TypeVar("Counts", PredictionCounts, MultiLabelCounts)
+
+
+def sum_counts(counts: list[Counts]) -> Counts:
     """Add up the counts of several processes."""
-    return reduce(PredictionCounts.__add__, counts)
+    return reduce(add, counts)

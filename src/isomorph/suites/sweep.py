@@ -9,12 +9,15 @@ from typing import Any, Literal
 
 from torch import nn
 
+from isomorph.data.corruptions.dataset import fingerprint
 from isomorph.data.loaders import eval_loader
+from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.cost import measure_cost
 from isomorph.evaluation.input_sizes import evaluation_config, fit_to_size
 from isomorph.evaluation.prediction_counts import PredictionCounts
 from isomorph.suites.imagenet.suites import NUM_CLASSES, open_suites
+from isomorph.suites.robustness.results import weights_hash
 from isomorph.suites.test_set import (
     BatchProgress,
     TestSet,
@@ -91,14 +94,25 @@ def run_sweep(
     batch_size: int = 100,
     workers: int = 0,
     progress: BatchProgress = no_progress,
+    runtime: Runtime = ALONE,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluate every test set at every point of a sweep; return rows of metrics and rows of single classes."""
+    """Evaluate every test set at every point of a sweep; return rows of metrics and rows of single classes.
+
+    The processes of `runtime` share the batches, and all of them return the same rows.
+
+    Raises: UserError when the processes have not the same model and images.
+    """
+    if runtime.world > 1:
+        runtime.require_equal(weights_hash(model), "weights")
+        runtime.require_equal([(test_set.title, fingerprint(test_set.source)) for test_set in test_sets], "images")
     loaders = [
         (
             size,
             ratio,
             test_set,
-            eval_loader(test_set.with_index_labels(), config, batch_size, workers, ratio, sweep.fill),
+            eval_loader(
+                test_set.with_index_labels(), config, batch_size, workers, ratio, sweep.fill, batches=runtime.share
+            ),
         )
         for (size, ratio), test_set in product(sweep.points(), test_sets)
         for config in [evaluation_config(model, size)]
@@ -108,7 +122,7 @@ def run_sweep(
     class_rows: list[dict[str, Any]] = []
     for size, ratio, test_set, loader in loaders:
         title = " ".join(filter(None, ["evaluating", test_set.title, *_point_title(size, ratio)]))
-        counts = score_predictions(fitted[size], progress(loader, title, len(loader)), test_set.scorings)
+        counts = score_predictions(fitted[size], progress(loader, title, len(loader)), test_set.scorings, runtime)
         for scoring, own_counts in zip(test_set.scorings, counts, strict=True):
             head = ({"suite": scoring.name} if scoring.name else {}) | sweep.point_columns(size, ratio)
             rows.append(head | own_counts.metrics())

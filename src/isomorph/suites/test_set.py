@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.data.sources import Source, spaced_indices
+from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import for_each_batch
-from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts
+from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts, sum_counts
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,13 @@ class TestSet:
 
 
 def score_predictions(
-    model: nn.Module, loader: Iterable[Any], scorings: Sequence[Scoring]
+    model: nn.Module, loader: Iterable[Any], scorings: Sequence[Scoring], runtime: Runtime = ALONE
 ) -> list[PredictionCounts | MultiLabelCounts]:
     """Count the predictions of a model for every scoring, in one pass over batches of images and their indices.
 
-    Raises: UserError when the loader has no batch, or the model not the number of classes of a scoring.
+    The loader has this process's share of the batches; the counts are those of all processes.
+
+    Raises: UserError when the model has not the number of classes of a scoring.
     """
     counts = [scoring.empty_counts() for scoring in scorings]
     labels = [torch.as_tensor(scoring.labels) for scoring in scorings]
@@ -89,7 +92,7 @@ def score_predictions(
             own_counts.add(scoring.select_logits(logits), own_labels[indices])
 
     for_each_batch(model, loader, add_batch)
-    return counts
+    return [sum_counts(list(parts)) for parts in zip(*runtime.gather(counts), strict=True)]
 
 
 def check_num_classes(num_classes: int | None, expected: int | None) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import transforms
 
 from isomorph.data.corruptions.corrupt import MIN_IMAGE_SIDE, corrupt, corruption_seed
-from isomorph.data.loaders import IsolatedDataLoader, eval_transform, ignore_stop_signals
+from isomorph.data.loaders import IsolatedDataLoader, batch_ranges, eval_transform, ignore_stop_signals
 from isomorph.data.sources import Source
 from isomorph.errors import UserError
 
@@ -62,12 +62,19 @@ class CorruptedImages(Dataset[tuple[Tensor, int]]):
         return torch.from_numpy(np.stack(versions)).permute(0, 3, 1, 2), int(self.source.labels[index])
 
 
-def image_loader(images: Dataset[tuple[Tensor, int]], batch: int, workers: int) -> DataLoader[Any]:
-    """Return a loader of batches in order. Shape: -> (B, severities, 3, H, W) uint8, (B,)"""
+def image_loader(
+    images: Dataset[tuple[Tensor, int]], batch: int, workers: int, batches: slice = slice(None)
+) -> DataLoader[Any]:
+    """Return a loader of batches in order, or of some of them. Shape: -> (B, severities, 3, H, W) uint8, (B,)"""
     if workers:
         _limit_opencv_threads()
-    pinned = torch.cuda.is_available()
-    return IsolatedDataLoader(images, batch, num_workers=workers, worker_init_fn=ignore_stop_signals, pin_memory=pinned)
+    return IsolatedDataLoader(
+        images,
+        batch_sampler=batch_ranges(len(images), batch)[batches],  # type: ignore[arg-type]
+        num_workers=workers,
+        worker_init_fn=ignore_stop_signals,
+        pin_memory=torch.cuda.is_available(),
+    )
 
 
 def _limit_opencv_threads() -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from isomorph.data.corruptions.dataset import CLEAN
+from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.suites.robustness.scores import Cell, Cells, inputs_line
 
@@ -76,6 +77,13 @@ class CellFile:
                 os.fsync(file.fileno())
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}; give another --out") from None
+
+
+def open_cell_file(path: Path | None, identity: Mapping[str, Any], runtime: Runtime) -> CellFile:
+    """Open a file of cells in the main process; the others get its cells, and write to no file. Raises: as CellFile."""
+    opened = CellFile(path if runtime.is_main else None, identity)
+    opened.cells = runtime.gather(opened.cells)[0]
+    return opened
 
 
 def _read_cell_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:

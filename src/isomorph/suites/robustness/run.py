@@ -1,12 +1,12 @@
 """Evaluation of a classifier on corrupted images: the 15 (+4) corruptions of ImageNet-C at 5 severities."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from isomorph.data.corruptions.cache import CachedImages, CellWriter, CorruptionCache
 from isomorph.data.corruptions.corrupt import (
@@ -18,15 +18,17 @@ from isomorph.data.corruptions.corrupt import (
 )
 from isomorph.data.corruptions.dataset import CLEAN, CorruptedImages, image_loader
 from isomorph.data.sources import Source
+from isomorph.distributed import ALONE, Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size
-from isomorph.evaluation.prediction_counts import PredictionCounts
+from isomorph.evaluation.prediction_counts import PredictionCounts, sum_counts
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.results import (
     CellFile,
     check_same_inputs,
+    open_cell_file,
     read_result,
     weights_hash,
 )
@@ -58,6 +60,7 @@ def robustness(
     baseline: str | Path | None = None,
     name: str | None = None,
     progress: ProgressCallback | None = None,
+    runtime: Runtime = ALONE,
 ) -> dict[str, Any]:
     """Measure accuracy under the corruptions of ImageNet-C: by corruption, category and severity, and mCE if defined.
 
@@ -82,6 +85,8 @@ def robustness(
         baseline: Another model's `out` file, or its result as JSON; adds the gain over it to the result.
         name: Name of the model in the result; by default its class.
         progress: Called with the number of finished cells, of all cells, and the current corruption.
+        runtime: The processes that share the images of every cell, all of which call this and get the result;
+            `isomorph robustness` gives those that torchrun started. By default this process does it all.
 
     Source: Hendrycks and Dietterich 2019
     Raises: UserError when an argument does not fit the model or the data, or something is missing.
@@ -107,12 +112,13 @@ def robustness(
     base = read_result(Path(baseline).expanduser()) if baseline else None
     if base:
         check_same_inputs(str(baseline), base[0], identity)
-    cell_file = CellFile(Path(out).expanduser() if out else None, identity)
-    opened_cache = _open_cache(Path(cache), inputs) if cache else None
+    runtime.require_equal((identity["weights"], inputs.identity()), "weights or images")
+    cell_file = open_cell_file(Path(out).expanduser() if out else None, identity, runtime)
+    opened_cache = _open_cache(Path(cache), inputs, runtime) if cache else None
     state = CellProgress(cell_file, wanted, progress or (lambda done, total, step: None))
     resumed = len(state.cells)
     for job in _jobs(inputs, state.missing, opened_cache):
-        _measure_cells(fitted, inputs, job, state, batch_size, workers)
+        _measure_cells(fitted, inputs, job, state, batch_size, workers, runtime)
     result = _build_result(cell_file, wanted, inputs) | {"resumed": resumed}
     return result | ({"against": compare_to_baseline(state.cells, base[1], base[0]["model"])} if base else {})
 
@@ -130,11 +136,11 @@ def wanted_cells(
     return dict.fromkeys(names, tuple(sorted(set(severities))))
 
 
-def _open_cache(top: Path, inputs: RobustnessInputs) -> CorruptionCache:
+def _open_cache(top: Path, inputs: RobustnessInputs, runtime: Runtime) -> CorruptionCache:
     """Open the cache of corrupted images. Raises: UserError for a published data set, which needs none."""
     if inputs.published:
         raise UserError("--cache stores images that isomorph corrupts; those of --folder are on disk already")
-    return CorruptionCache(top, inputs.identity(), len(inputs.clean_source()), inputs.size)
+    return CorruptionCache(top, inputs.identity(), len(inputs.clean_source()), inputs.size, runtime)
 
 
 class CellProgress:
@@ -171,7 +177,7 @@ def _jobs(
             if inputs.source is not None:
                 yield CLEAN, (0,), CorruptedImages(inputs.clean_source(), inputs.crop), None
             continue
-        cached = {s: pixels for s in severities if cache and (pixels := cache.load(name, s)) is not None}
+        cached = cache.load_complete(name, severities) if cache else {}
         if cached:
             yield name, tuple(cached), CachedImages(list(cached.values()), inputs.clean_source().labels), None
         left = tuple(s for s in severities if s not in cached)
@@ -182,34 +188,39 @@ def _jobs(
 
 
 def _measure_cells(
-    model: nn.Module, inputs: RobustnessInputs, job: _Job, state: CellProgress, batch_size: int, workers: int
+    model: nn.Module,
+    inputs: RobustnessInputs,
+    job: _Job,
+    state: CellProgress,
+    batch_size: int,
+    workers: int,
+    runtime: Runtime,
 ) -> None:
-    """Measure the cells of a job in one pass, and save them once all their images are evaluated."""
+    """Measure the cells of a job in one pass, and save them once all processes have evaluated their images."""
     name, severities, images, writer = job
-    loader = image_loader(images, max(1, batch_size // len(severities)), workers)
+    loader = image_loader(images, max(1, batch_size // len(severities)), workers, runtime.share)
     state.update(0, job)
     counts: list[PredictionCounts] = []
-    seen = 0
     try:
-        for logits, labels in _predict(model, loader, inputs.config, writer):
+        for done, (logits, labels) in enumerate(_predict(model, loader, inputs.config, writer), 1):
             counts = counts or [PredictionCounts(logits.shape[-1]) for _ in severities]
             for severity_counts, severity_logits in zip(counts, logits.unbind(1), strict=True):
                 severity_counts.add(severity_logits, labels)
-            seen += len(labels)
-            state.update(seen / len(images), job)  # type: ignore[arg-type]
+            state.update(done / len(loader), job)
+        shares = [share for share in runtime.gather(counts) if share]  # of fewer batches than processes, some are empty
         if writer:
             writer.finish()
     except BaseException:
         if writer:
             writer.discard()
         raise
-    for severity, severity_counts in zip(severities, counts, strict=True):
-        state.cell_file.add(name, severity, severity_counts.metrics())
+    for severity, parts in zip(severities, zip(*shares, strict=True), strict=True):
+        state.cell_file.add(name, severity, sum_counts(list(parts)).metrics())
 
 
 @torch.no_grad()
 def _predict(
-    model: nn.Module, loader: Iterable[Any], config: Mapping[str, Any], writer: CellWriter | None
+    model: nn.Module, loader: DataLoader[Any], config: Mapping[str, Any], writer: CellWriter | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Iterate over logits and labels of a job's images, normalised as the data config says.
 
@@ -218,9 +229,9 @@ def _predict(
     parameter = next(model.parameters())
     mean, std = (torch.tensor(config[key], device=parameter.device)[:, None, None] for key in ("mean", "std"))
     with eval_mode(model):
-        for images, labels in loader:
+        for indices, (images, labels) in zip(loader.batch_sampler, loader, strict=True):  # type: ignore[arg-type]
             if writer:
-                writer.add(images)
+                writer.add(images, first=indices[0])
             pixels = images.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
             logits = model(((pixels / 255 - mean) / std).to(parameter.dtype)).float()
             yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)

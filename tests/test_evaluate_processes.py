@@ -1,0 +1,97 @@
+"""Several processes measure what one does, to the last digit, and go on with each other's results."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+import isomorph as iso
+from command_line import isomorph, refusal
+from isomorph.evaluation.prediction_counts import MultiLabelCounts, PredictionCounts, sum_counts
+
+KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A small network that is unsure, so that its loss has many digits."""
+    path = tmp_path_factory.mktemp("model") / "small.safetensors"
+    torch.manual_seed(0)
+    net = iso.models.create("convit_ti", **KWARGS)
+    torch.nn.init.normal_(net.head.weight)
+    iso.save(net, path)
+    return path
+
+
+def answer(*arguments, processes=1, folder=None):
+    run = isomorph(*arguments, "--device", "cpu", "--json", processes=processes, folder=folder)
+    assert run.returncode == 0, run.stderr
+    assert len(run.stdout.splitlines()) == 1
+    return json.loads(run.stdout)
+
+
+def test_evaluation_equals_that_of_one_process(model, tmp_path):
+    """Uneven shares of batches (15 batches for 2 processes, 2 for 3), metrics and classes."""
+    for processes, options in ((2, ["--batch-size", "32"]), (3, ["--batch-size", "40", "--max-images", "50"])):
+        wanted = ["evaluate", model, "--data", "digits", "--no-cost", *options, "--per-class"]
+        one = answer(*wanted, tmp_path / "one.csv")
+        assert one["nll"] > 0.1
+        assert answer(*wanted, tmp_path / "many.csv", processes=processes) == one
+        assert (tmp_path / "many.csv").read_bytes() == (tmp_path / "one.csv").read_bytes()
+
+
+def test_robustness_equals_that_of_one_process_and_resumes_it(model, tmp_path):
+    """Begun by one process, finished by two, whose cache is complete."""
+    wanted = ["robustness", model, "--data", "digits", "--max-images", "45", "--batch-size", "20", "--severity", "1"]
+    both = [*wanted, "--severity", "4", "--corruption", "fog", "--corruption", "contrast"]
+    one = answer(*both)
+    answer(*wanted, "--corruption", "fog", "--out", tmp_path / "two.jsonl")
+    two = answer(*both, "--out", tmp_path / "two.jsonl", "--cache", tmp_path / "cache", processes=2)
+    assert two["resumed"] == 1
+    assert len((tmp_path / "two.jsonl").read_text().splitlines()) == 2 + 4
+    assert two["clean"] == one["clean"]
+    cells, others = ([cell for cell in found["cells"] if cell["corruption"] == "contrast"] for found in (one, two))
+    assert cells == others  # those of fog were measured in other batches
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/*.raw")}
+    assert sorted(before) == ["contrast-1.raw", "contrast-4.raw", "fog-4.raw"]
+    again = answer(*both, "--cache", tmp_path / "cache", processes=2)
+    assert [cell["top1"] for cell in again["cells"]] == [cell["top1"] for cell in one["cells"]]
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("*/*.raw")}
+    assert after == before | {"fog-1.raw": after["fog-1.raw"]}
+
+
+def test_what_one_process_cannot_read_stops_all(model, tmp_path):
+    for number in range(40):
+        path = tmp_path / "photos" / "val" / str(number % 10) / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (32, 32), (5 * number,) * 3).save(path)
+    path.write_bytes(b"broken")  # in the second batch, of the second process
+    run = isomorph("evaluate", model, "--data", tmp_path / "photos", "--batch-size", "20", processes=2)
+    assert run.returncode
+    assert run.stderr.count(f"cannot read {path}") == 1
+    assert "Traceback" not in run.stderr
+    assert run.stdout == ""
+    assert "there is no file" in refusal(isomorph("evaluate", "no/such.safetensors"))
+
+
+def test_sums_do_not_depend_on_order_or_grouping():
+    """In float64 the order of additions shows in the last digits; here it must not."""
+    logits, labels = 3 * torch.randn(2000, 7), torch.randint(7, (2000,))
+
+    def counted(order, parts):
+        shares = []
+        for part in order.chunk(parts):
+            shares.append(PredictionCounts(7))
+            for batch in part.split(33):
+                shares[-1].add(logits[batch], labels[batch])
+        return sum_counts(shares).metrics()
+
+    whole = counted(torch.arange(2000), 1)
+    assert all(counted(torch.randperm(2000), parts) == whole for parts in (1, 2, 3, 8))
+    exact = torch.nn.functional.cross_entropy(logits.double(), labels).item()
+    assert whole["nll"] == pytest.approx(exact, abs=1e-7)
+    shares = [MultiLabelCounts(), MultiLabelCounts()]
+    for share, part in zip(shares, (slice(0, 700), slice(700, 2000)), strict=True):
+        share.add(logits[part], labels[part, None])
+    assert sum_counts(shares).metrics() == {"top1": whole["top1"], "images": 2000}
