@@ -117,6 +117,35 @@ def pyramid(layer, x):
     return total if tokens is x else total.view(*x.shape[:-1], -1)
 
 
+def sampled_pyramid(layer, x, drawn):
+    """`pyramid` with BatchNorm statistics of the drawn tokens, counted over the batch in order, applied to all."""
+    tokens = x if layer.branches[0][0].weight.ndim == 4 else x.flatten(0, -2)
+
+    def normalise(norm, y):
+        if not norm.training:
+            return norm(y)
+        rows = (y.movedim(1, -1).flatten(0, -2) if y.ndim == 4 else y)[drawn]
+        norm(rows[..., None, None] if y.ndim == 4 else rows)  # updates the running statistics
+        mean, scale = rows.mean(0), torch.rsqrt(rows.var(0, unbiased=False) + norm.eps)
+        mean, scale, gamma, beta = (
+            None if t is None else t[:, None, None] if y.ndim == 4 else t for t in (mean, scale, norm.weight, norm.bias)
+        )
+        y = (y - mean) * scale
+        return y if gamma is None else y * gamma + beta
+
+    total = 0
+    for chain in layer.chains:
+        y = tokens
+        for part in chain:
+            y = normalise(part, y) if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) else part(y)
+        total = total + y
+    if layer.rectify == "rescale":
+        total = total / layer.rescale_by**0.5
+    if layer.norm is not None:
+        total = normalise(layer.norm, total)
+    return total if tokens is x else total.view(*x.shape[:-1], -1)
+
+
 def refined_maps(layer, x, real=None):
     """Refiner Fig. 3: softmax maps, then three convolutions, as the paper draws them. -> (B, maps, N, N)"""
     q, k, _ = layer.qkv(x).chunk(3, dim=-1)

@@ -36,6 +36,7 @@ HOSTILE = {
     (iso.LinearToPyramid, "init"): ["exact", []],
     (iso.LinearToPyramid, "rectify"): ["layernorm", [], None],
     (iso.LinearToPyramid, "rescale_by"): NUMBERS[:-1],
+    (iso.LinearToPyramid, "statistics"): ["half", 0, 1.5, [], None],
     (iso.Anneal, "steps"): [0, 1.5, "3"],
     (iso.Anneal, "start"): [(0.0, 1.0), (1.0, math.nan), (math.inf, 1.0), (1e30, 1.0)],
     (iso.Anneal, "stop"): [(-1.0, 1.0), (1.0, 1e30)],

@@ -13,8 +13,9 @@ from isomorph.analysis.cka import hsic, matching_batches
 from isomorph.errors import UserError
 from isomorph.layers import JointPyramid
 from isomorph.layers.affine_chain import collapse_chain
-from isomorph.layers.moments import measure_moments, read_tokens
+from isomorph.layers.moments import measure_moments
 from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.tokens import read_tokens
 from isomorph.surgery.recast import outermost_modules
 
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers.chunked import is_eager, is_functorch_tensor
-from isomorph.layers.moments import Moments, row_variance, scaled_product
+from isomorph.layers.moments import Moments
+from isomorph.layers.weight_products import row_variance, scaled_product
 
 
 def weight_matrix(layer: nn.Linear | nn.Conv2d) -> Tensor:

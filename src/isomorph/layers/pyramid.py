@@ -13,7 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers.affine_chain import apply_batchnorm, collapse_chain, matvec, uses_batch_statistics
-from isomorph.layers.moments import Moments, row_variance
+from isomorph.layers.moments import Moments
+from isomorph.layers.tokens import Statistics, parse_statistics
+from isomorph.layers.weight_products import row_variance
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 
@@ -75,6 +77,7 @@ class Pyramid(nn.Module):
         rectify: Rectify,
         affine: bool,
         rescale_by: float | None,
+        statistics: Statistics = "all",
     ) -> None:
         super().__init__()
         if rectify not in ("batchnorm", "rescale", "none"):
@@ -84,6 +87,7 @@ class Pyramid(nn.Module):
         form = Layout.parse(layout)
         self.in_features, self.out_features, self.layout, self.rectify = in_features, out_features, layout, rectify
         self.rescale_by = rescale_by or float(len(form.depths))
+        self.statistics = parse_statistics(statistics)
         self.branches = nn.ModuleList(self.make_branch(form, depth, first, affine) for depth in form.depths)
         self.skip = self.make_linear(in_features, out_features, reads_input=True) if form.skip else None
         self.norm = self.make_norm(out_features, affine) if rectify == "batchnorm" else None
@@ -177,4 +181,5 @@ class Pyramid(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}"
+        statistics = "" if self.statistics == 1 else f", statistics={self.statistics:g}"
+        return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}{statistics}"

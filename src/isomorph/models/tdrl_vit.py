@@ -40,8 +40,9 @@ torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rathe
 class TDRLViT(ForeignCheckpoints, VisionTransformer):
     """Vision transformer with pyramids in place of linear layers, for images of any size, with timm's interface.
 
-    `layout` and `rectify` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where` are globs of
-    the layers to replace, for example `blocks.[0-3].attn.v`. Other arguments are those of VisionTransformer.
+    `layout`, `rectify` and `statistics` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
+    are globs of the layers to replace, for example `blocks.[0-3].attn.v`. Other arguments are those of
+    VisionTransformer.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
@@ -56,11 +57,12 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         layout: str = "P-W2S",
         rectify: str | Mapping[str, str] = "paper",
         where: str | Sequence[str] = PYRAMID_LAYERS,
+        statistics: float | str = "all",
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
         if layout != "plain":
-            rule = LinearToPyramid(layout, init="paper", rectify=rectify)
+            rule = LinearToPyramid(layout, init="paper", rectify=rectify, statistics=statistics)
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
 
     def _pos_embed(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLi
 from isomorph.layers.affine_chain import weight_matrix
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_init import init_from_affine, init_random
+from isomorph.layers.tokens import parse_statistics
 from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
 from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
 from isomorph.surgery.layer_checks import overridden_methods
@@ -30,6 +31,7 @@ from isomorph.surgery.linear_chains import (
     merge_chain,
 )
 from isomorph.surgery.recast import match_original
+from isomorph.surgery.rectification import normalise_rectify
 from isomorph.surgery.rules.registry import register_rule
 
 _LOGIT_PROJECTIONS = {
@@ -50,39 +52,6 @@ def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> s
     if module.out_features % len(JOINT_PARTS[name]):
         return f"its {module.out_features} outputs cannot be split into {len(JOINT_PARTS[name])} equal parts"
     return None
-
-
-_RECTIFICATIONS = ("paper", "batchnorm", "rescale", "none")
-
-
-def _normalise_rectify(given: str | Mapping[str, str]) -> str:
-    """Return `rectify` as one string: a rectification, or NAME=RECTIFICATION pairs sorted by name.
-
-    Raises: UserError for an unknown rectification, or a name given twice.
-    """
-    pairs = list(given.items()) if isinstance(given, Mapping) else []
-    if isinstance(given, str) and "=" not in given:
-        _check_rectification(given)
-        return given
-    if isinstance(given, str):
-        pairs = [(name.strip(), value.strip()) for name, _, value in (pair.partition("=") for pair in given.split(","))]
-    if not pairs or len(dict(pairs)) < len(pairs):
-        raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
-    for name, value in pairs:
-        _check_rectification(value, f" of {name}")
-    return ",".join(f"{name}={value}" for name, value in sorted(pairs))
-
-
-def _check_rectification(value: Any, layer: str = "") -> None:
-    """Check that a rectification exists.
-
-    Raises: UserError otherwise.
-    """
-    if value not in _RECTIFICATIONS:
-        raise UserError(
-            f"rectify{layer} {value!r} is unknown; choose 'paper', 'batchnorm', 'rescale' or 'none', or one for each "
-            "layer, as in 'q=none,v=rescale'"
-        )
 
 
 def _block_mismatch(block: MobileOneBlock) -> str | None:
@@ -128,7 +97,10 @@ class LinearToPyramid:
     by sqrt(N). `{"q": "none", "v": "rescale"}` or "q=none,v=rescale" sets it by the last name of a layer; layers that
     are not named get "paper".
 
-    Source: TDRL sections 3.2 and 3.3.
+    `statistics=1/4` makes a training step cheaper: BatchNorm takes mean and variance from a quarter of the tokens,
+    drawn anew in each step (see `PyramidLinear`).
+
+    Source: TDRL sections 3.2 and 3.3; `statistics` is isomorph's.
     Raises: UserError for a field out of range; from `recast`, for a layer that it does not accept, or a `rectify` that
         names a layer the model does not have.
 
@@ -153,6 +125,9 @@ class LinearToPyramid:
     rescale_by: float | None = None
     """N of the division by sqrt(N); by default the number of branches."""
 
+    statistics: float | str = "all"
+    """Part of the tokens for the BatchNorm statistics of a training step: all, or a number at most 1, such as 0.25."""
+
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
     takes_parts: ClassVar[bool] = True
@@ -165,9 +140,11 @@ class LinearToPyramid:
     def __post_init__(self) -> None:
         Layout.parse(self.layout)
         check_choice("init", self.init, ("same-function", "paper"))
-        object.__setattr__(self, "rectify", _normalise_rectify(self.rectify))
+        object.__setattr__(self, "rectify", normalise_rectify(self.rectify))
         if self.rescale_by is not None:
             check_number("rescale_by", self.rescale_by, RESCALE)
+        part = parse_statistics(self.statistics)
+        object.__setattr__(self, "statistics", "all" if part == 1 else part)
 
     def within(self, model: nn.Module) -> "_BoundRule":
         """Return the rule with the last names of the model's layers, by which it recognises queries and keys.
@@ -308,7 +285,8 @@ class _BoundRule:
         rectify = self.rule.rectification(name, joint)
         if rectify == "paper":
             rectify = "batchnorm" if name in _LOGIT_PROJECTIONS else "rescale"
-        return dict(layout=self.rule.layout, rectify=rectify, rescale_by=self.rule.rescale_by)
+        shared = dict(layout=self.rule.layout, rescale_by=self.rule.rescale_by, statistics=self.rule.statistics)
+        return dict(rectify=rectify, **shared)
 
     def _build_linear(self, linear: nn.Linear, name: str, joint: str = "") -> PyramidLinear:
         """Return the pyramid that replaces a linear layer."""

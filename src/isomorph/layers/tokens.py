@@ -1,0 +1,104 @@
+"""The tokens that a linear layer or a convolution reads: all of them, or a random part of them.
+
+Letters: M tokens, n drawn tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
+"""
+
+from fractions import Fraction
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isomorph.errors import UserError
+
+Statistics = float | Literal["all"]
+"""Part of the tokens from which BatchNorm statistics are computed: a number above 0 and at most 1, or "all"."""
+
+
+class Window(NamedTuple):
+    """The window of a convolution: the patches that it reads as its tokens."""
+
+    kernel_size: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    @property
+    def is_pointwise(self) -> bool:
+        """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
+        return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
+
+
+def read_tokens(x: Tensor, window: Window | None) -> Tensor:
+    """Return the inputs of each output position as tokens.
+
+    Shape: x (*, C) -> (M, C); with a window x (B, C, H, W) -> (M, C k k), or (G, M, C k k / G) with groups
+    """
+    if window is None:
+        return x.flatten(0, -2)  # (M, C)
+    groups = window.groups
+    patches = (
+        x.flatten(2)
+        if window.is_pointwise
+        else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
+    )
+    if groups == 1:
+        return patches.transpose(1, 2).flatten(0, 1)  # (B L, C k k)
+    return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)
+
+
+def scatter_tokens(tokens: Tensor, shape: torch.Size, window: Window | None) -> Tensor:
+    """Add every token's values where they were read: the adjoint of `read_tokens`. Shape: -> `shape`"""
+    if window is None:
+        return tokens.view(shape)
+    batch, rest = shape[0], tokens.shape[:-2]
+    patches = tokens.unflatten(-2, (batch, tokens.shape[-2] // max(batch, 1)))  # (G, B, L, C k k / G)
+    patches = patches.permute(1, 0, 3, 2).flatten(1, 2) if rest else patches.transpose(1, 2)  # (B, C k k, L)
+    if window.is_pointwise or not batch:
+        return patches.reshape(shape)  # torch's fold does not accept an empty batch
+    return F.fold(patches, shape[-2:], window.kernel_size, window.dilation, window.padding, window.stride)
+
+
+def count_tokens(x: Tensor, window: Window | None) -> int:
+    """Return the number of tokens that `read_tokens` gives."""
+    if window is None:
+        return x.shape[:-1].numel()
+    positions = 1
+    for size, k, s, p, d in zip(x.shape[-2:], *window[:4], strict=True):
+        positions *= (size + 2 * p - d * (k - 1) - 1) // s + 1
+    return x.shape[0] * positions
+
+
+def parse_statistics(given: Any) -> float:
+    """Return the part of the tokens that statistics are computed from: 1 for "all"; "1/4" may be text.
+
+    Raises: UserError unless it is "all" or a number above 0 and at most 1.
+    """
+    part = None
+    if isinstance(given, int | float | str) and not isinstance(given, bool):
+        try:
+            part = 1.0 if given == "all" else float(Fraction(given))
+        except (ValueError, ZeroDivisionError, OverflowError):
+            part = None
+    if part is not None and 0 < part <= 1:
+        return part
+    shown = repr(given) if len(repr(given)) <= 40 else f"{repr(given)[:37]}..."
+    raise UserError(
+        f"statistics {shown} is not a part of the tokens; give 'all', or a number above 0 and at most 1, such as 1/4"
+    )
+
+
+def draw_tokens(count: int, part: float, device: torch.device) -> Tensor:
+    """Draw a part of `count` tokens, at least two, from torch's generator: one of each run of neighbours, in order.
+
+    The tokens are divided into n = round(part * count) runs whose lengths differ by at most one, so the drawn tokens
+    are spread evenly over the images.
+
+    Shape: -> (n,)
+    """
+    drawn = min(count, max(2, round(part * count)))
+    edges = torch.arange(drawn + 1, device=device) * count // max(drawn, 1)
+    lengths = edges[1:] - edges[:-1]
+    return edges[:-1] + (torch.rand(drawn, device=device) * lengths).long()
