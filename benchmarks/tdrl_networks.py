@@ -18,7 +18,7 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     """Return an untrained network.
 
     `form` is "plain", "repvgg", or a layout of `LinearToPyramid` followed by options: a rectification, same-function
-    (pyramids are initialised as in the paper otherwise), one of `PARTS`; "plain xavier" is initialised as they are.
+    (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for `statistics`; "plain xavier" is initialised as they are.
     """
     torch.manual_seed(seed)
     model = vit() if network == "vit" else timm.create_model(network, num_classes=10)
@@ -30,8 +30,10 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     part = next((PARTS[option] for option in options if option in PARTS), PYRAMID_LAYERS)
     rectify = next((o for o in options if o in ("none", "rescale", "batchnorm")), "paper")
     init = "same-function" if "same-function" in options else "paper"
+    statistics = next((option for option in options if "/" in option), "all")
     where = part if network == "vit" else CONVOLUTIONS
-    return iso.recast(model, iso.LinearToPyramid(layout, init=init, rectify=rectify), where=where)
+    rule = iso.LinearToPyramid(layout, init=init, rectify=rectify, statistics=statistics)
+    return iso.recast(model, rule, where=where)
 
 
 class PatchProjection(nn.Conv2d):

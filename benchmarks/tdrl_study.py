@@ -194,6 +194,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [runs("P-W2S", 30, near("P-W2S", 30), range(2), fuse_at=0.5)]
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 30, 0, 2), range(2), batch=1024)]]
     stages += [runs("P-W2S", 10, [best("P-W2S", 10)], tf32=False)]
+    stages += [[arm for form in ("P-W2S", "P-W2S 1/4", "P-W2S 1/16") for arm in runs(form, 6, [5e-4], range(2))]]
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 
