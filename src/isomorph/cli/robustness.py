@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import isomorph as iso
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import (
     CheckpointOptions,
@@ -94,19 +93,17 @@ def robustness(
     """
     with loading():
         from isomorph.cli.open_models import open_classifier
-        from isomorph.cli.progress import progress_bar
-        from isomorph.cli.robustness_run import check_published_files, print_result
+        from isomorph.cli.robustness_run import check_published_files, measure, print_result
         from isomorph.distributed import open_runtime
         from isomorph.suites.test_data import open_test_images
     check_published_files(suite, folder, corruption, severity, extra)
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
     source = None if folder and data is None else open_test_images(net, data, root, classes, split)
-    options: dict[str, Any] = dict(folder=folder, extra=extra, out=out, baseline=baseline, cache=cache)
+    name = display_name(model, pretrained)
+    options: dict[str, Any] = dict(name=name, folder=folder, extra=extra, out=out, baseline=baseline, cache=cache)
     options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial, limit=max_images)
     options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}
-    with progress_bar("cells", show=runtime.is_main) as update:
-        name = display_name(model, pretrained)
-        result = iso.robustness(net, source, suite, name=name, progress=update, runtime=runtime, **options)
+    result = measure(net, source, suite, runtime, options)
     if runtime.is_main:
         print(json.dumps(result)) if json_ else print_result(result)

@@ -97,8 +97,7 @@ def robustness(
     >>> result["images"], list(result["by_corruption"])
     (10, ['snow', 'fog'])
     """
-    if batch_size < 1 or workers < 0 or (limit is not None and limit < 1):
-        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
+    _check_counts(batch_size, workers, limit)
     wanted = wanted_cells(corruptions, severities, extra)
     published = open_published(suite, Path(folder).expanduser() if folder else None)
     inputs = prepare_inputs(model, source, published, size, seed, limit, partial)
@@ -121,6 +120,12 @@ def robustness(
         _measure_cells(fitted, inputs, job, state, batch_size, workers, runtime)
     result = _build_result(cell_file, wanted, inputs) | {"resumed": resumed}
     return result | ({"against": compare_to_baseline(state.cells, base[1], base[0]["model"])} if base else {})
+
+
+def _check_counts(batch_size: int, workers: int, limit: int | None) -> None:
+    """Raise UserError for numbers of images or workers that are too small."""
+    if batch_size < 1 or workers < 0 or (limit is not None and limit < 1):
+        raise UserError("batch_size and limit must be at least 1 and workers at least 0")
 
 
 def wanted_cells(
