@@ -17,7 +17,7 @@ FLOORS = [
     {"checkpoints"},
     {"report", "training"},
     {"recipes"},
-    {"demo", "tasks", "export"},
+    {"demo", "tasks", "deployment"},
     {"__init__"},
     {"cli"},
     {"__main__"},

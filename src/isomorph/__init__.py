@@ -24,14 +24,16 @@ from isomorph.lazy_imports import lazy_attributes
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from isomorph import analysis, data, layers, models, report, suites, surgery, training
+    from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
     from isomorph.checkpoints import load, load_weights, save
+    from isomorph.deployment import export
     from isomorph.errors import UserError
     from isomorph.evaluation import cost_table
     from isomorph.memory import keep_freed_memory
     from isomorph.recipes import load_recipe
     from isomorph.suites.robustness import robustness
+    from isomorph.suites.survey import survey
     from isomorph.suites.test_data import evaluate
     from isomorph.surgery import (
         Anneal,
@@ -56,11 +58,13 @@ else:
         {
             "isomorph.analysis": ("attention_maps", "cka", "gates", "nonlocality"),
             "isomorph.checkpoints": ("load", "load_weights", "save"),
+            "isomorph.deployment": ("export",),
             "isomorph.errors": ("UserError",),
             "isomorph.evaluation": ("cost_table",),
             "isomorph.memory": ("keep_freed_memory",),
             "isomorph.recipes": ("load_recipe",),
             "isomorph.suites.robustness": ("robustness",),
+            "isomorph.suites.survey": ("survey",),
             "isomorph.suites.test_data": ("evaluate",),
             "isomorph.surgery": (
                 *("Anneal", "AttentionToGPSA", "AttentionToRefined", "ConvToGPSA", "LinearToPyramid", "Rule"),
@@ -69,7 +73,7 @@ else:
             "isomorph.training": ("Recipe", "train"),
         },
         subpackages=(
-            *("analysis", "checkpoints", "data", "evaluation", "layers", "models", "recipes"),
+            *("analysis", "checkpoints", "data", "deployment", "evaluation", "layers", "models", "recipes"),
             *("report", "suites", "surgery", "training"),
         ),
     )
@@ -88,8 +92,10 @@ __all__ = [
     "cka",
     "cost_table",
     "data",
+    "deployment",
     "edits",
     "evaluate",
+    "export",
     "fuse",
     "gates",
     "keep_freed_memory",
@@ -107,6 +113,7 @@ __all__ = [
     "save",
     "suites",
     "surgery",
+    "survey",
     "targets",
     "train",
     "training",

@@ -12,16 +12,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 
 from isomorph.errors import UserError
-from isomorph.models.model_kwargs import MAX_NUMBER
+from isomorph.models.model_kwargs import largest_allowed
 from isomorph.surgery import EDIT_RULES, Edit
 
 FORMAT = "isomorph-1"
-_MAX_BLOCKS = 1000
-"""Maximum number of blocks of a model."""
 _MAX_PART_LENGTH = 2**24
 """Maximum number of characters in one part of a header."""
-_BLOCK_COUNT_WORDS = ("depth", "layers", "blocks")
-"""Words in names of arguments that count blocks."""
 _WEIGHTS_ARGUMENT = "checkpoint_path"
 """Argument of timm.create_model that reads another file."""
 _MESSAGE_WIDTH = 60
@@ -51,7 +47,7 @@ class _BaseSchema(_StrictModel):
         for name, value in self.__pydantic_extra__.items():
             if name == _WEIGHTS_ARGUMENT:
                 raise ValueError(f"{name} is not allowed: the weights are in the checkpoint itself")
-            limit = _MAX_BLOCKS if any(word in name for word in _BLOCK_COUNT_WORDS) else MAX_NUMBER
+            limit = largest_allowed(name)
             if not (number := _max_magnitude(value)) <= limit:
                 raise ValueError(f"{name} holds {number:.6g} and should not be above {limit:,}")
         return self
@@ -132,6 +128,18 @@ def parse_header(header: Mapping[str, str], whose: object, todo: str = "save the
         return _parse_parts(header)
     except UserError as error:
         raise UserError(f"cannot rebuild {whose}: in its header {error}; {todo}") from None
+
+
+def parse_data(values: Mapping[str, JsonValue], whose: object) -> dict[str, Any]:
+    """Return checked values of the images that a model expects, from the file `whose`.
+
+    Raises: UserError for a value of another type or size.
+    """
+    try:
+        part = _parse_part("data", json.dumps(values))
+    except UserError as error:
+        raise UserError(f"cannot read the metadata of {whose}: {error}") from None
+    return {name: value for name, value in part.model_dump(exclude_unset=True).items() if value is not None}
 
 
 def _parse_parts(header: Mapping[str, str]) -> Header:

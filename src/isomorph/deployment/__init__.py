@@ -1,0 +1,11 @@
+"""Models that run elsewhere: export to ONNX and torch.export, and opening what was exported."""
+
+from isomorph.deployment.artefact import Artefact, open_artefact
+from isomorph.deployment.export import ExportReport, compare_artefact, export
+
+__all__ = ["Artefact", "ExportReport", "compare_artefact", "export", "open_artefact"]
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -1,0 +1,142 @@
+"""Run an exported model, a .onnx or .pt2 file, as a model in evaluation."""
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.deployment.extra import require_packages
+from isomorph.deployment.metadata import parse_metadata
+from isomorph.deployment.program import quiet
+from isomorph.errors import UserError
+
+FORMATS = ("onnx", "pt2")
+"""File formats, by their suffix."""
+METADATA_FILE = "isomorph.json"
+"""Name of the metadata inside a .pt2 archive."""
+
+
+def is_artefact(name: str | Path) -> bool:
+    """True for the name of an exported model, by its suffix."""
+    return Path(name).suffix.removeprefix(".") in FORMATS
+
+
+class Artefact(nn.Module):
+    """An exported model as a module: `iso.evaluate` and `isomorph evaluate` take it as any classifier.
+
+    It runs on the CPU, and has no parameters to train; `pretrained_cfg` has the images that it expects, from its
+    metadata, `metadata` all of it. Make one with `open_artefact`.
+
+    Shape: images (B, C, H, W) -> (B, num_classes)
+    Raises: UserError for images of a size that was not left dynamic when the model was exported.
+
+    Example:
+        >>> report = iso.export(timm.create_model("cifar_resnet20"), "resnet.pt2")
+        >>> artefact = iso.deployment.open_artefact("resnet.pt2")
+        >>> artefact(torch.randn(5, 3, 32, 32)).shape
+        torch.Size([5, 10])
+        >>> artefact.metadata["dynamic"]
+        ['batch']
+    """
+
+    def __init__(self, run: Callable[[Tensor], Tensor], metadata: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._run = run
+        self.metadata = dict(metadata)
+        self.num_classes = self.metadata.get("num_classes", 0)
+        self.in_chans = self.metadata["input_size"][0]
+        self.pretrained_cfg = self.default_cfg = self.metadata
+        # modules of torch say by a parameter where they run
+        self.empty = nn.Parameter(torch.empty(0), requires_grad=False)
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        self._check_shape(images)
+        return self._run(images.detach().to("cpu", torch.float32)).to(images.device)
+
+    def _check_shape(self, images: Tensor) -> None:
+        """Raise UserError for images that the artefact was not exported for."""
+        channels, *sides = self.metadata["input_size"]
+        dynamic, multiple = self.metadata.get("dynamic", ()), self.metadata.get("size_multiple") or 1
+        given = "x".join(map(str, images.shape))
+        if images.ndim != 4 or images.shape[1] != channels:
+            raise UserError(f"images have shape {given}; the artefact takes B x {channels} x height x width")
+        if "size" not in dynamic and list(images.shape[2:]) != sides:
+            raise UserError(
+                f"images have shape {given}; the artefact takes images of {sides[0]} x {sides[1]} only: export it with "
+                "dynamic size (--dynamic batch,size)"
+            )
+        if any((side - own) % multiple for side, own in zip(images.shape[2:], sides, strict=True)):
+            raise UserError(f"images have shape {given}; height and width must be multiples of {multiple}")
+        if "batch" not in dynamic and images.shape[0] != 1:
+            raise UserError(f"images have shape {given}; the artefact takes one image at a time (--batch-size 1)")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Artefact":
+        """Return an artefact that shares the program, which does not change."""
+        return Artefact(self._run, self.metadata)
+
+
+def open_artefact(path: str | Path) -> Artefact:
+    """Open an exported model; the suffix of its file, .onnx or .pt2, says which format it has.
+
+    Open only .pt2 files that you trust: as any PyTorch program, they may run code when they are opened.
+
+    Raises: UserError when the file is missing, damaged or not isomorph's, or onnxruntime is not installed.
+
+    Example:
+        >>> report = iso.export(timm.create_model("cifar_resnet20"), "resnet.pt2")
+        >>> iso.deployment.open_artefact("resnet.pt2").pretrained_cfg["input_size"]
+        (3, 32, 32)
+    """
+    path = Path(path)
+    if not is_artefact(path):
+        raise UserError(f"{path} is not an exported model; give a file that ends in .onnx or .pt2")
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    if path.suffix == ".onnx":
+        require_packages("onnxruntime")
+    try:
+        contents = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return load_artefact(contents, path.suffix.removeprefix("."), path)
+
+
+def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact:
+    """Return the artefact in the bytes of a file. Raises: as `open_artefact`."""
+    try:
+        with quiet():
+            run, texts = (_load_onnx if file_format == "onnx" else _load_pt2)(contents)
+    except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
+    return Artefact(run, parse_metadata(texts, path))
+
+
+def _load_onnx(contents: bytes) -> tuple[Callable[[Tensor], Tensor], Mapping[str, str]]:
+    """Return a function that runs an ONNX model, on as many threads as torch has, and its metadata."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4  # errors are raised
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+
+    def run(images: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+    return run, session.get_modelmeta().custom_metadata_map
+
+
+def _load_pt2(contents: bytes) -> tuple[Callable[[Tensor], Tensor], Mapping[str, str]]:
+    """Return a function that runs an exported program, and its metadata."""
+    files = {METADATA_FILE: ""}
+    program = torch.export.load(io.BytesIO(contents), extra_files=files)
+    module = program.module()
+    return lambda images: module(images), json.loads(files[METADATA_FILE] or "{}")

@@ -1,0 +1,182 @@
+"""Export a model as a file that runs without isomorph, after running it and comparing it with the model."""
+
+import copy
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from isomorph.checkpoints.files import write_atomically
+from isomorph.deployment.artefact import FORMATS, METADATA_FILE, Artefact, load_artefact
+from isomorph.deployment.extra import require_packages
+from isomorph.deployment.metadata import describe
+from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
+from isomorph.deployment.program import prepare, quiet, trace
+from isomorph.deployment.shapes import ExportShapes, Shape, parse_dynamic, plan_shapes
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
+from isomorph.surgery import NotEqual, VerifyReport, fusible_modules
+from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.verify import InputDeviation
+
+ATOL = 1e-4
+"""Largest deviation of an artefact from its model, relative to the largest output where that is above 1."""
+Progress = Callable[[str], None]
+"""Called with the name of each step."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was exported, and how far its outputs are from the model's: `deviation` has both, shape by shape.
+
+    `fused` is the number of layers that were fused.
+
+    Example:
+        >>> report = iso.export(timm.create_model("cifar_resnet20"), "resnet.pt2")
+        >>> report.dynamic, report.deviation.passed, len(report.deviation.inputs)
+        (('batch',), True, 3)
+    """
+
+    path: str
+    format: str
+    opset: int | None
+    dynamic: tuple[str, ...]
+    size_multiple: int | None
+    megabytes: float
+    fused: int
+    deviation: VerifyReport
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON."""
+        return {**asdict(self), "deviation": self.deviation.as_dict()}
+
+    def __str__(self) -> str:
+        kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
+        multiples = f" in multiples of {self.size_multiple}" if (self.size_multiple or 1) > 1 else ""
+        names = {"batch": "batch", "size": f"height and width{multiples}"}
+        taken = " and ".join(names[name] for name in self.dynamic) or "nothing"
+        lines = [f"fused {self.fused} layers"] if self.fused else []
+        return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    dynamic: str | Iterable[str] = "batch",
+    size: ImageSize | None = None,
+    opset: int | None = None,
+    atol: float = ATOL,
+    overwrite: bool = False,
+    progress: Progress = lambda step: None,
+) -> ExportReport:
+    """Export a model as an ONNX file or a PyTorch program that runs without isomorph, and check what it computes.
+
+    The model is fused (`iso.fuse`) and exported in float32 and eval mode. The result is run on three shapes of random
+    images, and compared with the model in float32 and in float64; a file is written only if it agrees. It holds, as
+    metadata, the images that the model expects and its classes.
+
+    Args:
+        path: File ending in .onnx (run by onnxruntime and others) or .pt2 (run by torch.export.load).
+        dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
+        size: Height and width, by default the model's own.
+        opset: ONNX operator set, 18 to 23.
+        atol: Largest difference allowed, relative to the largest output where that is above 1.
+        overwrite: Replace an existing file.
+        progress: Called with the name of each step.
+
+    Raises: UserError when a package is missing, the model cannot be exported (the message names the operator), or the
+        file exists or cannot be written; NotEqual, with the report, when the result differs.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+        >>> wide = iso.recast(vit, iso.LinearToPyramid(), where="blocks.*.mlp.fc?")
+        >>> report = iso.export(wide, "thin.pt2")
+        >>> report.fused, report.deviation.passed
+        (2, True)
+    """
+    path, dynamic = Path(path), parse_dynamic(dynamic)
+    kind = check_format(path, opset)
+    check_destination(path, overwrite)
+    model = unwrap_compiled(model)
+    if kind == "onnx":
+        require_packages()
+        check_onnx_size(model)
+    progress("choosing shapes")
+    model = fit_to_size(model, size) if size else model
+    shapes = plan_shapes(model, dynamic, size)
+    progress("fusing")
+    prepared = prepare(model)
+    contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
+    progress("comparing")
+    deviation = compare_artefact(model, load_artefact(contents, kind), shapes.checks, atol)
+    if not deviation.passed:
+        raise NotEqual(deviation)
+    progress("writing")
+    write_atomically(path, lambda file: file.write_bytes(contents))
+    opset = check_opset(opset) if kind == "onnx" else None
+    fused = len(fusible_modules(model))
+    return ExportReport(str(path), kind, opset, dynamic, shapes.size_multiple, len(contents) / 1e6, fused, deviation)
+
+
+def check_format(path: Path, opset: int | None = None) -> str:
+    """Return the format that a path asks for. Raises: UserError for another ending, or an opset for a .pt2 file."""
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        raise UserError(f"{path} must end in .onnx or .pt2, which says the format")
+    if kind == "pt2" and opset is not None:
+        raise UserError(f"opset {opset} is for ONNX files, and {path} is a PyTorch program; leave it out")
+    check_opset(opset)
+    return kind
+
+
+def check_destination(path: Path, overwrite: bool) -> None:
+    """Check that a file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
+    if path.exists() and not overwrite:
+        raise UserError(f"{path} exists; give overwrite to replace it, or another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def _encode(
+    prepared: nn.Module, model: nn.Module, kind: str, shapes: ExportShapes, opset: int, progress: Progress
+) -> bytes:
+    """Return the bytes of the file of a prepared model, with the metadata of the model that it was made from."""
+    progress("tracing")
+    program, metadata = trace(prepared, shapes), describe(model, shapes)
+    progress(f"converting to {kind}")
+    if kind == "onnx":
+        proto = convert(program, shapes, opset)
+        add_metadata(proto, metadata)
+        return proto.SerializeToString()
+    program.example_inputs = None
+    buffer = io.BytesIO()
+    with quiet():
+        torch.export.save(program, buffer, extra_files={METADATA_FILE: json.dumps(metadata)})
+    return buffer.getvalue()
+
+
+@torch.no_grad()
+def compare_artefact(model: nn.Module, artefact: Artefact, shapes: Sequence[Shape], atol: float = ATOL) -> VerifyReport:
+    """Return the deviation of an artefact from its model in float32 and in float64, on random images of each shape."""
+    plain = copy.deepcopy(model).cpu().float().eval()
+    exact = copy.deepcopy(plain).double()
+    rows = []
+    for seed, shape in enumerate(shapes):
+        images = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        out, single, double = artefact(images).double(), plain(images).double(), exact(images.double())
+        apart = ((out - single).abs().max().item(), (out - double).abs().max().item())
+        rows.append(InputDeviation("x".join(map(str, shape)), *apart, double.abs().max().item()))
+    return VerifyReport(atol, tuple(rows), ())

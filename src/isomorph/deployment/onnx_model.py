@@ -1,0 +1,112 @@
+"""A model as an ONNX graph, by torch's exporter."""
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from isomorph.deployment.extra import require_packages
+from isomorph.deployment.metadata import describe
+from isomorph.deployment.program import name_failure, prepare, quiet, trace
+from isomorph.deployment.shapes import ExportShapes, plan_shapes
+from isomorph.errors import UserError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+DEFAULT_OPSET = 20
+"""Operator set of ONNX unless another one is asked for; onnxruntime runs it since 2023."""
+OPSETS = range(18, 24)
+"""Operator sets that torch's exporter writes."""
+INPUT, OUTPUT = "images", "logits"
+"""Names of the graph's input and output."""
+MAX_BYTES = 2**31 - 2**20
+"""Largest ONNX file: the format counts bytes in 31 bits."""
+
+
+def build_onnx(
+    model: nn.Module,
+    dynamic: str | Iterable[str] = "batch",
+    opset: int | None = None,
+    shapes: ExportShapes | None = None,
+) -> "ModelProto":
+    """Return a model as an ONNX graph, fused and with its metadata; nothing is checked or written.
+
+    The graph's input is "images" (B, C, H, W), its output "logits" (B, num_classes). Weights keep the names of the
+    model's parameters, except where the exporter folds constants.
+
+    Args:
+        dynamic: "batch", "batch,size" or "none".
+        opset: ONNX operator set, by default 20.
+        shapes: The result of `plan_shapes`, instead of `dynamic`.
+
+    Raises: UserError when a package is missing, or the model cannot be exported; the message names the operator.
+    """
+    require_packages("onnx", "onnxscript")
+    shapes = shapes or plan_shapes(model, dynamic)
+    prepared = prepare(model)
+    proto = convert(trace(prepared, shapes), shapes, check_opset(opset))
+    add_metadata(proto, describe(model, shapes))
+    return proto
+
+
+def check_opset(opset: int | None) -> int:
+    """Return the operator set, or the default for None. Raises: UserError for one that cannot be written."""
+    if opset is not None and opset not in OPSETS:
+        raise UserError(
+            f"opset {opset} cannot be written; give {OPSETS[0]} to {OPSETS[-1]} (by default {DEFAULT_OPSET})"
+        )
+    return opset or DEFAULT_OPSET
+
+
+def check_onnx_size(model: nn.Module) -> None:
+    """Raise UserError for a model with more weights than one ONNX file holds."""
+    held = 4 * sum(tensor.numel() for tensor in model.state_dict().values())
+    if held > MAX_BYTES:
+        raise UserError(
+            f"the model has {held / 1e9:.1f} GB of weights, an ONNX file holds at most 2 GB; export a .pt2 file"
+        )
+
+
+@torch.no_grad()
+def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "ModelProto":
+    """Convert a traced model to ONNX. Raises: UserError that names the operator when there is no ONNX form of it."""
+    try:
+        with quiet():
+            made = torch.onnx.export(
+                program, input_names=[INPUT], output_names=[OUTPUT], opset_version=opset, dynamo=True, verbose=False
+            )
+            assert made is not None
+            proto = made.model_proto
+    except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
+        raise UserError(f"ONNX cannot express the model: {name_failure(error)}; export a .pt2 file") from error
+    written = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
+    if written != opset:
+        raise UserError(f"the model cannot be written in opset {opset}, only in {written}; give --opset {written}")
+    _name_axes(proto, shapes)
+    return proto
+
+
+def _name_axes(proto: "ModelProto", shapes: ExportShapes) -> None:
+    """Name the dynamic axes batch, height and width, instead of the tracer's symbols, and remove notes on the code."""
+    (images,) = proto.graph.input
+    symbols = {images.type.tensor_type.shape.dim[axis].dim_param: name for axis, name in shapes.dynamic_axes.items()}
+    pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols) or r"(?!)")
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param:
+                dim.dim_param = pattern.sub(lambda match: symbols[match[0]], dim.dim_param)
+    for node in proto.graph.node:
+        del node.metadata_props[:]
+
+
+def add_metadata(proto: "ModelProto", metadata: dict[str, str]) -> None:
+    """Write metadata into an ONNX graph, by key; earlier values of the same keys are replaced."""
+    kept = [(entry.key, entry.value) for entry in proto.metadata_props if entry.key not in metadata]
+    del proto.metadata_props[:]
+    for key, value in [*kept, *metadata.items()]:
+        entry = proto.metadata_props.add()
+        entry.key, entry.value = key, value

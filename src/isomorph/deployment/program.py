@@ -1,0 +1,91 @@
+"""A model as one graph of torch operators (torch.export), which both file formats are made from."""
+
+import copy
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from isomorph.deployment.shapes import ExportShapes
+from isomorph.errors import UserError
+from isomorph.surgery import fuse
+from isomorph.surgery.compiled import unwrap_compiled
+
+_OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
+"""An operator of torch in a message."""
+_CALL = re.compile(r"\btorch(?:\.\w+)+")
+"""A function of torch in a message."""
+_LOUD = ("torch.onnx", "torch.export", "torch.fx", "torch._export", "torch._dynamo", "onnxscript", "onnx_ir")
+"""Loggers of the exporters, which report what they try."""
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Return a copy of the model to export: fused, in eval mode, on the CPU, in float32, without gradients."""
+    plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
+    return fuse(plain)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the warnings and log lines of the exporters within the block; errors still raise."""
+    loggers = [logging.getLogger(name) for name in _LOUD]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@torch.no_grad()
+def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
+    """Trace a prepared model with torch.export, with the dynamic axes of the shapes.
+
+    Raises: UserError that names the operator when the model cannot be traced.
+    """
+    images = torch.randn(shapes.trace, generator=torch.Generator().manual_seed(0))
+    axes = dict.fromkeys(shapes.dynamic_axes, Dim.DYNAMIC)
+    try:
+        with quiet():
+            program = torch.export.export(model, (images,), dynamic_shapes=(axes or None,))
+    except UserError:
+        raise
+    except Exception as error:  # tracing runs the model's code, and raises whatever that raises with symbolic sizes
+        raise UserError(f"torch.export cannot trace the model: {name_failure(error)}{_advice(shapes)}") from error
+    if (outputs := len(program.graph_signature.user_outputs)) != 1:
+        raise UserError(f"the model returns {outputs} tensors; export a model with one output")
+    for node in program.graph.nodes:  # the stack traces name folders of this machine
+        node.meta.pop("stack_trace", None)
+    return program
+
+
+def _advice(shapes: ExportShapes) -> str:
+    """Return what to try when a model cannot be traced with these dynamic axes."""
+    return "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
+
+
+def name_failure(error: BaseException) -> str:
+    """Return the operator that an exporter failed at, where an error of the chain names one, and its first line."""
+    chain: list[BaseException] = []
+    while error is not None and error not in chain:
+        chain.append(error)
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    for deepest in reversed(chain):
+        if match := _OPERATOR.search(str(deepest)) or _CALL.search(str(deepest)):
+            return f"operator {match[0].replace('::', '.')} ({_first_line(deepest)})"
+    return _first_line(chain[-1])
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    return (lines[0][:200] if lines else type(error).__name__).rstrip(".;:")

@@ -1,0 +1,92 @@
+"""The sizes that an exported model takes: which of them are dynamic, and the shapes to trace and check it on."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from timm.layers import PatchEmbed
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, input_size_problem
+
+DYNAMIC = ("batch", "size")
+"""What may be dynamic: the number of images, and their height and width."""
+_STEPS = (1, 2, 4, 7, 8, 14, 16, 28, 32, 64)
+"""Differences to the model's own height and width to try, ascending."""
+_TRACE_STEP = 32
+"""Least difference of height and width in the traced images, so that the tracer does not take them for one size."""
+
+Shape = tuple[int, int, int, int]
+"""Images, channels, height and width."""
+
+
+@dataclass(frozen=True)
+class ExportShapes:
+    """The shapes of an export. `size_multiple`: height and width differ from the model's own by multiples of it."""
+
+    dynamic: tuple[str, ...]
+    trace: Shape
+    checks: tuple[Shape, ...]
+    size_multiple: int | None = None
+
+    @property
+    def dynamic_axes(self) -> dict[int, str]:
+        """The dynamic axes of the images, and their names."""
+        sizes = {2: "height", 3: "width"} if "size" in self.dynamic else {}
+        return ({0: "batch"} if "batch" in self.dynamic else {}) | sizes
+
+
+def parse_dynamic(dynamic: str | Iterable[str]) -> tuple[str, ...]:
+    """Return what is dynamic, from "batch", "batch,size", "none" or a sequence. Raises: UserError for another word."""
+    words = dynamic.split(",") if isinstance(dynamic, str) else list(dynamic)
+    given = [word.strip() for word in words if word.strip() not in ("", "none")]
+    if unknown := [word for word in given if word not in DYNAMIC]:
+        raise UserError(f"dynamic {','.join(unknown)} is unknown; give batch, size (height and width), both, or none")
+    return tuple(name for name in DYNAMIC if name in given)
+
+
+def plan_shapes(
+    model: nn.Module, dynamic: str | Iterable[str] = "batch", size: ImageSize | None = None
+) -> ExportShapes:
+    """Choose the shapes to trace and check a model on, at the given size (height, width) or its own.
+
+    Raises: UserError when the model does not take that size, or is to take any size and takes only one.
+    """
+    names = parse_dynamic(dynamic)
+    channels, height, width = evaluation_config(model, size)["input_size"]
+    if problem := input_size_problem(model, (channels, height, width)):
+        raise UserError(f"the model takes no images of {height} x {width}: {problem}")
+    batches = (1, 2, 5) if "batch" in names else (1, 1, 1)
+    if "size" not in names:
+        checks = tuple((batch, channels, height, width) for batch in batches)
+        return ExportShapes(names, checks[1], checks)
+    multiple, step = _size_steps(model, channels, height, width)
+    sides = ((height, width), (height, width + step), (height + step, width))
+    shapes = tuple((batch, channels, *hw) for batch, hw in zip(batches, sides, strict=True))
+    return ExportShapes(names, shapes[1], shapes, multiple)
+
+
+def _size_steps(model: nn.Module, channels: int, height: int, width: int) -> tuple[int, int]:
+    """Return the smallest step between sizes that the model takes, and the step for traced images, a multiple of it.
+
+    Raises: UserError when the model takes only its own size.
+    """
+    problem = ""
+    for step in _steps(model):
+        far = step * -(-_TRACE_STEP // step)
+        sizes = [(channels, height, width + step), (channels, height + far, width), (channels, height, width + far)]
+        problem = next(filter(None, (input_size_problem(model, other) for other in sizes)), "")
+        if not problem:
+            return step, far
+    raise UserError(
+        f"the model takes images of {height} x {width} only ({problem}); give dynamic batch, without size, or create "
+        "the model so that it takes any size (dynamic_img_size=True for ViTs of timm)"
+    )
+
+
+def _steps(model: nn.Module) -> tuple[int, ...]:
+    """Return the steps between sizes to try: that of the patches alone, where the model has a plain patch embedding."""
+    embed = getattr(model, "patch_embed", None)
+    if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
+        return (max(embed.patch_size),)
+    return _STEPS
