@@ -5,12 +5,11 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from traceback import walk_tb
 from typing import NoReturn
 
 from cyclopts import CycloptsError
 
-from isomorph.cli import analyze, bench, compare, evaluate, listing, robustness, surgery, train  # noqa: F401 (each adds commands)
+from isomorph.cli import analyze, bench, compare, evaluate, export, listing, robustness, surgery, survey, train  # noqa: F401 (each adds commands)
 from isomorph.cli.app import app
 from isomorph.cli.option_names import name_options
 from isomorph.cli.shape_errors import explain_shape_error
@@ -43,15 +42,7 @@ def _error_message(error: Exception) -> str:
         return f"cannot open {error.filename}: {error.strerror}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
         return "out of memory; use smaller images or a smaller batch size"
-    if isinstance(error, ValueError) and _is_own(error):
-        return text
     return explain_shape_error(text) or f"{type(error).__name__}: {text[:300]}"
-
-
-def _is_own(error: Exception) -> bool:
-    """Return True for an error that isomorph's code has raised itself."""
-    frames = list(walk_tb(error.__traceback__))
-    return bool(frames) and frames[-1][0].f_globals.get("__name__", "").startswith("isomorph.")
 
 
 def _print_error(text: str) -> None:
@@ -90,6 +81,7 @@ def _end_interrupted(command: str) -> NoReturn:
 
 
 _AFTERWARDS = {
+    "export": "; no file was written",
     "fuse": "; no file was written",
     "recast": "; no file was written",
     "robustness": "; with --out, the same command resumes",

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from isomorph.cli.progress import track_steps
+from isomorph.deployment import Artefact
 from isomorph.distributed import Runtime
 from isomorph.suites.imagenet.locate import SuiteLocation
 from isomorph.suites.imagenet.suites import NUM_CLASSES, Suite, open_located
@@ -59,4 +60,8 @@ def measure(
     rows, class_rows = run_sweep(model, test_sets, sweep, batch_size, workers, progress, runtime)
     if per_class and runtime.is_main:
         write_csv(per_class, class_rows)
-    return rows, measure_costs(model, sweep.sizes) if cost and runtime.is_main else []
+    images = sum(len(test_set) for test_set in test_sets)
+    costs = measure_costs(model, sweep.sizes, images) if cost and runtime.is_main else []
+    # nothing counts the multiply-accumulates of an exported model
+    unknown = ("parameters", "macs") if isinstance(model, Artefact) else ()
+    return rows, [{key: value for key, value in row.items() if key not in unknown} for row in costs]

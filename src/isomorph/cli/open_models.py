@@ -1,19 +1,23 @@
 """Opening the models that a command names."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from isomorph.checkpoints import ModelOptions, open_model, open_trained
+from isomorph.checkpoints.hub import is_hub_name, local_file
 from isomorph.checkpoints.open import check_pretrained_option, needs_options
 from isomorph.cli.options import CheckpointOptions
+from isomorph.deployment.artefact import is_artefact, open_artefact
 from isomorph.errors import UserError
-from isomorph.models.model_kwargs import parse_model_kwargs
 from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
+from isomorph.training.recipe.parse import parse_value
 
 
 def open_given(
@@ -29,11 +33,20 @@ def open_given(
 
     Raises: UserError when there is no such model, file or folder.
     """
+    if is_artefact(name):
+        raise UserError(f"{name} is an exported model, which only evaluate and robustness take; give its checkpoint")
     if "/" in name and ":" not in name and not Path(name).exists():
         raise UserError(f"there is no file or folder {name}")
+    name, among = _on_disk(name), [_on_disk(other) for other in among]
     if not needs_options(name) and any(map(needs_options, among)):
         checkpoint = CheckpointOptions(ema=checkpoint.ema)
     return _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
+
+
+@functools.cache
+def _on_disk(name: str) -> str:
+    """Return the name of a model; of one on the hub, the path of its file, which is downloaded once."""
+    return str(local_file(name)) if is_hub_name(name) else name
 
 
 def open_classifier(
@@ -43,11 +56,13 @@ def open_classifier(
     pretrained: bool = True,
     device: torch.device | str = "cpu",
 ) -> nn.Module:
-    """Open a model as `open_given` does, to measure its accuracy on a device.
+    """Open a model as `open_given` does, or an exported one, to measure its accuracy on a device.
 
     Raises: UserError for --no-pretrained with weights, or a run of masked pre-training, whose classifier is not
         trained.
     """
+    if is_artefact(name):
+        return _open_exported(name, weights, pretrained)
     check_pretrained_option(name, weights, pretrained)
     path = Path(name)
     recipe = find_recipe(path) if path.exists() else None
@@ -59,6 +74,13 @@ def open_classifier(
     return open_given(name, checkpoint, weights, pretrained).to(device)
 
 
+def _open_exported(name: str, weights: Path | None, pretrained: bool) -> nn.Module:
+    """Open a .onnx or .pt2 file. Raises: UserError for options that are about weights, which it has."""
+    if weights or not pretrained:
+        raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
+    return open_artefact(name)
+
+
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Module:
     """Open a checkpoint or the current model of a run, and print which of several weights were taken."""
     return _print_notes(open_trained(path, library_options(checkpoint)))
@@ -66,7 +88,18 @@ def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Modul
 
 def library_options(given: CheckpointOptions) -> ModelOptions:
     """Return the options as the library takes them. Raises: UserError for --model-kwargs that are not NAME=VALUE."""
-    return ModelOptions(given.arch, given.num_classes, parse_model_kwargs(given.model_kwargs or []), given.ema)
+    return ModelOptions(given.arch, given.num_classes, _parse_model_kwargs(given.model_kwargs or []), given.ema)
+
+
+def _parse_model_kwargs(assignments: Sequence[str]) -> dict[str, Any]:
+    """Return arguments from assignments such as `img_size=96` or `img_size=[96,128]`. Raises: UserError without `=`."""
+    arguments = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or not name.isidentifier():
+            raise UserError(f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96")
+        arguments[name] = parse_value(text)
+    return arguments
 
 
 def _print_notes(model: nn.Module) -> nn.Module:

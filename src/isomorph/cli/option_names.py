@@ -18,6 +18,8 @@ _OPTIONS = {
     "prefix_tokens": "--prefix-tokens",
     "rescale_by": "--rescale-by",
     "in where": "in --where",
+    "dynamic": "--dynamic",
+    "opset": "--opset",
 }
 """Options of all commands but `train`, by the names that the library uses."""
 

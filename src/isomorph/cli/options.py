@@ -19,11 +19,11 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def _parse_whole_number(kind: type, tokens: Sequence[Token]) -> int:
-    """Parse a whole number. Raises: ValueError for a fraction, which cyclopts would round."""
+    """Return a whole number as it was typed. Raises: UserError for a fraction, which cyclopts would round."""
     try:
         return int(tokens[0].value)
     except ValueError:
-        raise ValueError(f"{tokens[0].value} is not a whole number") from None
+        raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
 
 
 WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
@@ -130,19 +130,43 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
 
 
-def check_out(out: Path, overwrite: bool, source: Path | None = None) -> None:
+def check_out(
+    out: Path, overwrite: bool, source: Path | None = None, suffixes: Sequence[str] = (".safetensors",)
+) -> None:
     """Check that a model can be written to --out; `source` is the file that it is made from.
 
-    Raises: UserError for another suffix than .safetensors, the file it is made from, or one that exists.
+    Raises: UserError for another suffix than these, the file it is made from, or one that exists.
     """
-    if out.suffix != ".safetensors":
-        raise UserError(f"--out {out} must end in .safetensors")
+    if out.suffix not in suffixes:
+        raise UserError(f"--out {out} must end in {' or '.join(suffixes)}")
     if not out.exists():
         return
     if source and source.exists() and out.samefile(source):
         raise UserError(f"--out {out} is the model that is changed; give another file")
     if out.is_file() and not overwrite:
         raise UserError(f"--out {out} exists; give --overwrite to replace it, or another file")
+
+
+def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "") -> Path:
+    """Return the file for a page: --out, or `usual`, with a number if there is one of that name already.
+
+    `folder` ends the name of a folder that is written next to the page, and that must not exist either.
+
+    Raises: UserError for a page given as --out that exists, without --overwrite.
+    """
+    path, number = out or Path(usual), 2
+    while not overwrite and (path.exists() or (folder and path.with_name(path.stem + folder).exists())):
+        if out:
+            what = out if out.exists() else out.with_name(out.stem + folder)
+            raise UserError(f"--out: {what} exists; give --overwrite to replace it, or another file")
+        path, number = Path(usual).with_stem(f"{Path(usual).stem}-{number}"), number + 1
+    return path
+
+
+def check_figures(folder: Path | None, overwrite: bool) -> None:
+    """Raise UserError if --figures names a folder that has files already, without --overwrite."""
+    if folder and not overwrite and folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--figures {folder} is not empty; give --overwrite to replace its files, or another folder")
 
 
 def display_name(model: str, pretrained: bool) -> str:

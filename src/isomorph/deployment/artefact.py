@@ -28,8 +28,9 @@ def is_artefact(name: str | Path) -> bool:
 class Artefact(nn.Module):
     """An exported model as a module: `iso.evaluate` and `isomorph evaluate` take it as any classifier.
 
-    It runs on the CPU, and has no parameters to train; `pretrained_cfg` has the images that it expects, from its
-    metadata, `metadata` all of it. Make one with `open_artefact`.
+    It runs on the CPU, one image at a time if its batch is not dynamic, and has no parameters to train. `metadata` says
+    which images it expects and what it was exported with; `pretrained_cfg` is the same, where timm looks for it. Make
+    one with `open_artefact`.
 
     Shape: images (B, C, H, W) -> (B, num_classes)
     Raises: UserError for images of a size that was not left dynamic when the model was exported.
@@ -57,7 +58,9 @@ class Artefact(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         self._check_shape(images)
-        return self._run(images.detach().to("cpu", torch.float32)).to(images.device)
+        size = len(images) if "batch" in self.metadata.get("dynamic", ()) else 1
+        parts = images.detach().to("cpu", torch.float32).split(max(size, 1))
+        return torch.cat([self._run(part) for part in parts]).to(images.device)
 
     def _check_shape(self, images: Tensor) -> None:
         """Raise UserError for images that the artefact was not exported for."""
@@ -68,13 +71,11 @@ class Artefact(nn.Module):
             raise UserError(f"images have shape {given}; the artefact takes B x {channels} x height x width")
         if "size" not in dynamic and list(images.shape[2:]) != sides:
             raise UserError(
-                f"images have shape {given}; the artefact takes images of {sides[0]} x {sides[1]} only: export it with "
-                "dynamic size (--dynamic batch,size)"
+                f"images have shape {given}; the artefact takes images of {sides[0]} x {sides[1]} only; export it "
+                "with dynamic batch,size"
             )
         if any((side - own) % multiple for side, own in zip(images.shape[2:], sides, strict=True)):
             raise UserError(f"images have shape {given}; height and width must be multiples of {multiple}")
-        if "batch" not in dynamic and images.shape[0] != 1:
-            raise UserError(f"images have shape {given}; the artefact takes one image at a time (--batch-size 1)")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Artefact":
         """Return an artefact that shares the program, which does not change."""

@@ -58,9 +58,9 @@ class ExportReport:
 
     def __str__(self) -> str:
         kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
-        multiples = f" in multiples of {self.size_multiple}" if (self.size_multiple or 1) > 1 else ""
-        names = {"batch": "batch", "size": f"height and width{multiples}"}
-        taken = " and ".join(names[name] for name in self.dynamic) or "nothing"
+        multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
+        names = {"batch": "batch", "size": f"height, width{multiples}"}
+        taken = ", ".join(names[name] for name in self.dynamic) or "nothing"
         lines = [f"fused {self.fused} layers"] if self.fused else []
         return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
 

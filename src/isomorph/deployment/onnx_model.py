@@ -85,7 +85,7 @@ def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "Mode
         raise UserError(f"ONNX cannot express the model: {name_failure(error)}; export a .pt2 file") from error
     written = next(entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx"))
     if written != opset:
-        raise UserError(f"the model cannot be written in opset {opset}, only in {written}; give --opset {written}")
+        raise UserError(f"the model cannot be written in opset {opset}, only in {written}; give that")
     _name_axes(proto, shapes)
     return proto
 

@@ -1,0 +1,109 @@
+"""The export command."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import (
+    CheckpointOptions,
+    Json,
+    Model,
+    Overwrite,
+    Pretrained,
+    Weights,
+    check_limits,
+    check_out,
+)
+from isomorph.cli.sizes import Size
+from isomorph.errors import UserError
+
+SUFFIXES = (".onnx", ".pt2")
+
+
+@app.command
+@check_limits
+def export(
+    model: Model,
+    /,
+    *,
+    format_: Literal["onnx", "pt2"] | None = None,
+    dynamic: Literal["batch", "batch,size", "size", "none"] = "batch",
+    opset: Literal[18, 19, 20, 21, 22, 23] | None = None,
+    out: Path | None = None,
+    size: Size | None = None,
+    atol: float = 1e-4,
+    weights: Weights = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    pretrained: Pretrained = True,
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Export a model as an ONNX file or a PyTorch program that runs without isomorph; fuse it first, and check it.
+
+    The exported file is run on three shapes of random images and compared with the model in float32 and float64. A file
+    that deviates is not written. `isomorph evaluate` measures the accuracy of an exported file.
+
+    Example: isomorph export runs/tdrl --format onnx --dynamic batch,size
+
+    Parameters
+    ----------
+    format_
+        onnx (onnxruntime and other programs run it) or pt2 (PyTorch runs it, with torch.export.load); by default that
+        of --out, else onnx.
+    dynamic
+        What stays open: the number of images (batch), their height and width (size), both, or nothing (none).
+    opset
+        Operator set of the ONNX file; by default 20.
+    out
+        File to write; by default the name of MODEL, with .onnx or .pt2, in its folder.
+    size
+        Height and width of the images; by default the model's own.
+    atol
+        Largest difference from the model's outputs, relative to the largest output where that is above 1.
+    """
+    path = _choose_path(model, format_, out)
+    if opset and path.suffix == ".pt2":
+        raise UserError("--opset is for ONNX files; leave it out, or give --format onnx")
+    if not atol > 0:
+        raise UserError(f"--atol {atol:g} must be above 0")
+    check_out(path, overwrite, Path(model), SUFFIXES)
+    with loading():
+        from isomorph.cli.open_models import open_classifier
+        from isomorph.cli.progress import spinner
+        from isomorph.deployment import export as export_model
+        from isomorph.deployment.export import check_destination
+        from isomorph.deployment.extra import require_packages
+        from isomorph.surgery import NotEqual
+    if path.suffix == ".onnx":
+        require_packages()
+    check_destination(path, overwrite)
+    with spinner("export") as show_step:
+        show_step(f"loading {model}")
+        net = open_classifier(model, checkpoint, weights, pretrained)
+        try:
+            report = export_model(
+                net,
+                path,
+                dynamic=dynamic,
+                size=size,
+                opset=opset,
+                atol=atol,
+                overwrite=overwrite,
+                progress=show_step,
+            )
+        except NotEqual as error:
+            raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
+    print(json.dumps(report.as_dict()) if json_ else f"{report}\nwrote {path}")
+
+
+def _choose_path(model: str, format_: str | None, out: Path | None) -> Path:
+    """Return the file to write. Raises: UserError when --out has another ending than --format."""
+    if out is None:
+        source = Path(model)
+        folder = source.resolve().parent if source.exists() else Path()
+        name = source.resolve().name.removesuffix(".safetensors") if source.exists() else model.rpartition("/")[2]
+        return folder / f"{name}.{format_ or 'onnx'}"
+    if format_ and out.suffix != f".{format_}":
+        raise UserError(f"--out {out} must end in .{format_}, or leave --format out")
+    return out
