@@ -11,6 +11,7 @@ from torch import nn
 from isomorph.checkpoints.arguments import read_arguments
 from isomorph.checkpoints.contents import read_contents, strip_wrappers
 from isomorph.checkpoints.guess import architecture_hint, guess_architecture
+from isomorph.checkpoints.hub import read_config
 from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.rebuild import build_checked, record_base, record_data
 from isomorph.errors import UserError
@@ -50,12 +51,14 @@ NO_OPTIONS = ModelOptions()
 def open_foreign(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
     """Open a checkpoint that isomorph did not write: a state dict, or one of timm's training script; in eval mode.
 
-    The architecture is the one given, else the one that the file names. Number of classes, channels and image size are
-    read from the tensors (`read_arguments`).
+    The architecture is the one given, else the one that the file or timm's config.json next to it names. Number of
+    classes, channels and image size are read from the tensors (`read_arguments`).
 
     Raises: UserError when the architecture is unknown or does not fit, or the file cannot be read.
     """
     contents = read_contents(path, options.ema)
+    if path.suffix == ".safetensors":
+        contents = contents._replace(settings=read_config(path))
     tensors = strip_wrappers(contents.tensors)
     name = options.arch or _named_architecture(contents.settings)
     if not name:

@@ -12,6 +12,7 @@ from isomorph.checkpoints.contents import read_contents
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import ModelOptions, open_foreign
 from isomorph.checkpoints.header import FORMAT, parse_header
+from isomorph.checkpoints.hub import local_file
 from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.rebuild import (
     describe_base,
@@ -27,16 +28,24 @@ from isomorph.surgery import Edit, edits, replay
 from isomorph.surgery.notes import add_notes, notes
 
 
-def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = True, **arguments: Any) -> nn.Module:
+def load(
+    path: str | Path,
+    base: nn.Module | str | None = None,
+    *,
+    ema: bool = True,
+    revision: str | None = None,
+    **arguments: Any,
+) -> nn.Module:
     """Load a model saved by `save`: create its base, replay its edits, load every tensor; in eval mode.
 
-    The model gets the floating-point type of the saved tensors.
+    The model gets the floating-point type of the saved tensors. A name such as hf-hub:me/name is a model on the hub.
 
     Args:
         base: For a model that timm cannot build: a module like the one that was recast and saved, for example
             MyModel(). It stays unchanged. Or the name of a timm model with the same tensors (resnet18 for torchvision).
             Checkpoints that isomorph did not write need one of both; those of timm's training script name theirs.
         ema: Take the averaged weights of a training checkpoint, where it has any, else the last ones.
+        revision: Branch, tag or commit of a model on the hub.
         arguments: More arguments of timm.create_model, where `base` is or could be a name. Number of classes and image
             size are read from the tensors.
 
@@ -50,7 +59,7 @@ def load(path: str | Path, base: nn.Module | str | None = None, *, ema: bool = T
     >>> iso.load("other.pth", base="cifar_resnet20").num_classes
     3
     """
-    path = Path(path)
+    path = local_file(path, revision)
     if isinstance(base, type):
         raise UserError(f"base {base.__name__} is a class; give a module, base={base.__name__}()")
     if isinstance(base, nn.Module) and arguments:

@@ -11,6 +11,7 @@ from torch import nn
 
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
+from isomorph.checkpoints.hub import is_hub_name, local_file
 from isomorph.checkpoints.load import is_own_file, load, open_as
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.rebuild import describe_base, rebuild_from_header
@@ -84,8 +85,8 @@ def check_pretrained_option(name: str, weights: Path | None, pretrained: bool) -
 
 
 def is_checkpoint_or_run(name: str) -> bool:
-    """True if this is the path of a checkpoint or of a run's folder, and not the name of a timm model."""
-    return name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
+    """True if this is a checkpoint, also on the hub, or a run's folder, and not the name of a timm model."""
+    return is_hub_name(name) or name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
 
 
 def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
@@ -96,6 +97,7 @@ def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:
 
     Raises: UserError when there is no model yet, or the file is damaged or does not fit.
     """
+    path = local_file(path)
     if not path.is_dir() and not is_own_file(path):
         return open_foreign(path, options)
     if path.is_file() and options.arch and "module" in read_header(path):

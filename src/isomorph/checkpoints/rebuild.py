@@ -100,7 +100,7 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     return record_base(model, base)
 
 
-def _is_same_network(model: nn.Module, twin: nn.Module) -> bool:
+def is_same_network(model: nn.Module, twin: nn.Module) -> bool:
     """True if two models have the same modules, and tensors of the same names and shapes."""
     layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
     return layout[0] == layout[1] and repr(model) == repr(twin)
@@ -110,7 +110,7 @@ def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ..
     """Raise UserError unless base and edits rebuild this model, which is tried on the meta device."""
     with torch.device("meta"):
         twin = rebuild(base, made)
-    if not _is_same_network(model, twin):
+    if not is_same_network(model, twin):
         raise UserError(
             f"timm.create_model({base}) and the recorded edits do not rebuild this model; "
             "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"
@@ -174,7 +174,7 @@ def _describe_module(model: nn.Module, base: nn.Module | None) -> dict[str, str]
             twin = copy.deepcopy(base).to("meta")
             for edit in edits(model)[len(edits(base)) :]:
                 twin = replay(twin, edit)
-        if not _is_same_network(model, twin):
+        if not is_same_network(model, twin):
             raise UserError(
                 f"the edits of this model do not make it from base {type(base).__name__}; give another base"
             )

@@ -1,0 +1,132 @@
+"""Models on the Hugging Face hub, by names such as hf-hub:me/name: download, and what timm's config.json says."""
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.header import DATA_KEYS, parse_data
+from isomorph.errors import UserError
+from isomorph.models.download import impatient_hub, is_connection_error
+
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+"""The files of a model on the hub. Weights are read from safetensors alone, which hold no code."""
+_HUB_NAME = re.compile(r"hf[-_]hub:([^@]*)(?:@(.+))?")
+_MAX_CONFIG_BYTES = 2**24
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+"""What to do without a token of the hub."""
+
+
+def is_hub_name(name: str | Path) -> bool:
+    """True for hf-hub:OWNER/NAME, also with @REVISION."""
+    return _HUB_NAME.fullmatch(Path(name).as_posix()) is not None
+
+
+def local_file(name: str | Path, revision: str | None = None) -> Path:
+    """Return the file of a checkpoint: the path itself, or of a model on the hub the path of its downloaded weights.
+
+    `revision` is a branch, tag or commit of a model on the hub.
+
+    Raises: UserError when there is no such model or revision, it is private, or the hub does not answer.
+    """
+    match = _HUB_NAME.fullmatch(Path(name).as_posix())
+    if match:
+        return _download_model(match[1], revision or match[2])
+    if revision is not None:
+        raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
+    return Path(name)
+
+
+def _download_model(repository: str, revision: str | None) -> Path:
+    """Download the weights of a model on the hub, unless the cache has them, and timm's config.json if it has one.
+
+    Raises: UserError saying what to do.
+    """
+    with impatient_hub():
+        weights = _download(repository, WEIGHTS, revision)
+        if not read_header(weights).get("format", "").startswith("isomorph"):
+            with suppress(_MissingFile):
+                _download(repository, CONFIG, weights.parent.name)  # of the same commit, should the branch move
+    return weights
+
+
+class _MissingFile(UserError):
+    """A repository that lacks a file."""
+
+
+def _download(repository: str, file: str, revision: str | None) -> Path:
+    """Download one file. Raises: UserError saying what to do."""
+    whose = f"hf-hub:{repository}"
+    try:
+        return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision, library_name="isomorph"))
+    except HFValidationError:
+        raise UserError(
+            f"{whose} is not a name on the hub; give hf-hub:OWNER/NAME, or hf-hub:OWNER/NAME@REVISION"
+        ) from None
+    except GatedRepoError:
+        raise UserError(
+            f"{whose} asks for consent to its conditions; give it on {constants.ENDPOINT}/{repository}, and {LOG_IN}"
+        ) from None
+    except RepositoryNotFoundError:
+        raise UserError(f"there is no {whose}, or it is private; check the name, or {LOG_IN}") from None
+    except RevisionNotFoundError:
+        raise UserError(f"{whose} has no revision {revision!r}; give one of its branches, tags or commits") from None
+    except Exception as error:
+        if is_connection_error(error):
+            raise UserError(
+                f"cannot reach {constants.ENDPOINT}, and {whose} has not been downloaded before; elsewhere, run "
+                f"`hf download {repository} --local-dir FOLDER`, and give FOLDER/{WEIGHTS} here"
+            ) from None
+        if isinstance(error, EntryNotFoundError):
+            raise _MissingFile(f"{whose} has no {file}; isomorph reads no other weights from the hub") from None
+        if isinstance(error, HfHubHTTPError | OSError):
+            raise UserError(f"cannot download {whose}: {describe_hub_error(error)}") from None
+        raise
+
+
+def describe_hub_error(error: Exception) -> str:
+    """Return what the hub's client says about a failure, in one line of limited length."""
+    said = getattr(error, "server_message", None) or getattr(error, "strerror", None) or str(error)
+    return " ".join(said.split())[:200] or type(error).__name__
+
+
+def read_config(weights: Path) -> dict[str, Any]:
+    """Return what timm's config.json next to a file of weights says about their model.
+
+    These are settings as `ModelOptions` and timm's training script have them: model, model_kwargs, and the images that
+    it expects. They are empty without such a file, or if it is not timm's.
+
+    Raises: UserError for values that no model has.
+    """
+    path = weights.with_name(CONFIG)
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            return {}
+        config = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(config, Mapping) or not isinstance(config.get("architecture"), str):
+        return {}
+    images = config.get("pretrained_cfg", config)  # older files have one level only
+    images = images if isinstance(images, Mapping) else {}
+    kept = {key: images[key] for key in DATA_KEYS if key in images and key not in ("source", "split", "label_names")}
+    arguments = config.get("model_args")
+    return {
+        "model": config["architecture"],
+        **({"model_kwargs": arguments} if arguments else {}),
+        **parse_data(kept, path),
+    }
