@@ -197,12 +197,11 @@ def test_a_grid_can_be_given():
 
 
 def test_other_attentions_are_named():
-    swin = timm.create_model("swin_tiny_patch4_window7_224")
-    with pytest.raises(iso.UserError, match=r"recasts Attention, .*matches only other classes \(WindowAttention"):
-        iso.recast(swin, iso.AttentionToGPSA(), "layers.0.blocks.*.attn")
-    beit = timm.create_model("beit_base_patch16_224", depth=1)
-    with pytest.raises(iso.UserError, match=r"\(another timm.models.beit.Attention\)"):
-        iso.recast(beit, iso.AttentionToGPSA(), "blocks.0.attn")
+    xcit = timm.create_model("xcit_nano_12_p16_224", depth=1)
+    with pytest.raises(iso.UserError, match=r"^blocks.0.attn: .*XCA attends between channels"):
+        iso.recast(xcit, iso.AttentionToGPSA(), "blocks.0.attn")
+    with pytest.raises(iso.UserError, match=r"recasts attention, .*matches only other classes \(Mlp"):
+        iso.recast(xcit, iso.AttentionToGPSA(), "blocks.0.mlp")
     with pytest.raises(iso.UserError, match="is not a model"):
         iso.recast("deit_tiny_patch16_224", iso.AttentionToGPSA(), "blocks.0.attn")
 

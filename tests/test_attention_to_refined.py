@@ -133,7 +133,7 @@ def test_targets_that_cannot_be_refined_are_refused():
     iso.verify(alone, iso.revert(iso.fuse(both.eval())), torch.randn(2, 7, 12))
     with pytest.raises(iso.UserError, match="gated or normalised"):
         iso.recast(gated, iso.AttentionToRefined(reduce=False), "0")
-    with pytest.raises(iso.UserError, match="AttentionToRefined recasts Attention"):
+    with pytest.raises(iso.UserError, match="AttentionToRefined recasts attention"):
         iso.recast(timm.create_model("resnet18"), iso.AttentionToRefined(), "layer1.*")
     with pytest.raises(iso.UserError, match="AttentionToRefined has no layout; it has ratio, kernel"):
         build_rule("AttentionToRefined", layout="P-W2S")

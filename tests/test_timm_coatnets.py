@@ -75,9 +75,11 @@ def test_surgery(name):
     torch.testing.assert_close(iso.fuse(wide.eval())(x), model(x), rtol=1e-3, atol=1e-3)
 
 
-def test_attention_of_a_coatnet_is_not_taken_for_plain():
-    with pytest.raises(iso.UserError, match=r"recasts Attention, .* matches only other classes .*Attention2d"):
-        iso.recast(build(RW), iso.AttentionToRefined(), "stages.*.attn")
+def test_attention_of_a_coatnet_is_recast():
+    model = build(RW)
+    for rule in (iso.AttentionToRefined(), iso.AttentionToGPSA()):
+        new = iso.recast(model, rule, "stages.*.attn")
+        assert len(iso.verify(model, new, torch.randn(1, 3, 64, 64)).targets) > 1
 
 
 def test_evaluation_and_cost():

@@ -1,10 +1,15 @@
 """Layers: attention with gates, refined maps or relative positions, pyramids of linear layers, convolution blocks."""
 
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
+from isomorph.layers.content_heads import ContentConv2d
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.local_attention import LocalAttention
+from isomorph.layers.map_edit import GatedMap, MapCall, MapEdit, RefinedMap
 from isomorph.layers.mbconv import LayerNormMBConv, MBConv
+from isomorph.layers.positional_conv import PositionalConv2d
+from isomorph.layers.pruned_gpsa import PrunedGPSA, PrunedViTGPSA
+from isomorph.layers.pruned_gpsa2d import PrunedGPSA2d
 from isomorph.layers.psa import PSA
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
@@ -18,19 +23,28 @@ __all__ = [
     "PSA",
     "AnnealedPair",
     "AnnealedReLU",
+    "ContentConv2d",
     "CrossKernel",
     "ExpandedAttention",
     "Expansion",
     "GPSA2d",
+    "GatedMap",
     "JointPyramid",
     "LayerNormMBConv",
     "LocalAttention",
     "MBConv",
+    "MapCall",
     "MapConvolution",
+    "MapEdit",
+    "PositionalConv2d",
     "PostRelativeAttention",
+    "PrunedGPSA",
+    "PrunedGPSA2d",
+    "PrunedViTGPSA",
     "PyramidConv2d",
     "PyramidLinear",
     "RefinedAttention",
+    "RefinedMap",
     "Refiner",
     "RelativeAttention",
     "SeriesActivation",

@@ -62,20 +62,25 @@ class PositionGates(nn.Module):
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
         return {"position", "gate"}
 
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
+        return torch.sigmoid(self.gate)
+
     def axis_maps(self, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return the position attention maps along rows and along columns.
+        """Return the position attention maps along rows and along columns. Shape: -> (nh, H, H), (nh, W, W)"""
+        return position_axis_maps(self.position, grid_size)
 
-        Shape: -> (nh, H, H), (nh, W, W)
-        """
-        H, W = grid_size
-        dtype, device = geometry_dtype(self.position), self.position.device
-        rows, columns = (axis_offsets(n, n, device=device, dtype=dtype) for n in (H, W))
-        return self.maps_of_offsets(rows, columns)
 
-    def maps_of_offsets(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the position attention along each axis, for the offsets of its keys from its queries.
+def position_axis_maps(position: Tensor, grid_size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Return position attention along rows and along columns, softmax(v_pos . r).
 
-        Shape: rows (Hq, H), columns (Wq, W) -> (nh, Hq, H), (nh, Wq, W)
-        """
-        along_x, along_y, square = self.position.to(rows.dtype).unbind(1)
-        return quadratic_axis_attention(rows, along_y, square), quadratic_axis_attention(columns, along_x, square)
+    Shape: position (nh, 3) -> (nh, H, H), (nh, W, W)
+    Source: ConViT eq. 4
+    """
+    H, W = grid_size
+    dtype, device = geometry_dtype(position), position.device
+    along_x, along_y, square = position.to(dtype).unbind(1)
+    rows = quadratic_axis_attention(axis_offsets(H, H, device=device, dtype=dtype), along_y, square)
+    columns = quadratic_axis_attention(axis_offsets(W, W, device=device, dtype=dtype), along_x, square)
+    return rows, columns

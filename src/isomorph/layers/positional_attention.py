@@ -27,13 +27,18 @@ def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) ->
     return torch.softmax(-locality[:, None, None] * squared, dim=-1)
 
 
+def quadratic_axis_scores(offsets: Tensor, linear: Tensor, square: Tensor) -> Tensor:
+    """Return the scores of quadratic_axis_attention. Shape: offsets (Nq, Nk), linear, square (nh,) -> (nh, Nq, Nk)"""
+    return linear[:, None, None] * offsets + square[:, None, None] * offsets.square()
+
+
 def quadratic_axis_attention(offsets: Tensor, linear: Tensor, square: Tensor) -> Tensor:
     """Return attention along one axis with any quadratic score: softmax(linear offset + square offset^2).
 
     Shape: offsets (Nq, Nk), linear (nh,), square (nh,) -> (nh, Nq, Nk)
     Source: ConViT eq. 4 with r = (dx, dy, dx^2 + dy^2)
     """
-    return torch.softmax(linear[:, None, None] * offsets + square[:, None, None] * offsets.square(), dim=-1)
+    return torch.softmax(quadratic_axis_scores(offsets, linear, square), dim=-1)
 
 
 def kronecker(rows: Tensor, columns: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers import SpatialAttention, ViTGPSA
+from isomorph.surgery.edited_attention import EditedAttention
 from isomorph.surgery.field_checks import check_grid
 
-GRID_LAYERS = (SpatialAttention, ViTGPSA)
+GRID_LAYERS = (SpatialAttention, ViTGPSA, EditedAttention)
 """Layers that need the grid positions of their tokens."""
 
 GridSize = tuple[int, int]
@@ -64,10 +65,10 @@ def _storage_of(tokens: Any) -> Any:
         return None
 
 
-def _mark_storage(tokens: Any, grid: GridSize) -> None:
+def _mark_storage(tokens: Any, grid: GridSize | None) -> None:
     """Mark the storage of tokens with their grid."""
     storage = _storage_of(tokens)
-    if storage is not None:
+    if storage is not None and grid is not None:
         storage.isomorph_grid = grid
 
 
@@ -151,7 +152,7 @@ class _CallGrids:
         """Pass the grid of its tokens to a layer, unless the call does; outside its model it uses `grid_size`."""
         if torch.compiler.is_compiling() or kwargs.get("grid_size"):
             return None
-        tokens = args[0] if args else kwargs["x"]
+        tokens = args[0] if args else next(iter(kwargs.values()))
         grid = self.of_tokens(tokens, use_last_image)
         if grid is None and _backward_pass_id() != -1:
             grid = self.of_token_count(layer, tokens)
@@ -164,18 +165,24 @@ class _CallGrids:
         return self.before_layer(layer, args, kwargs, use_last_image=True)
 
 
-class _PatchEmbedHook:
-    """Hook on a model's `patch_embed` that sets the grid of each image for its grid layers."""
+class _ImageHook:
+    """Hook on a model's `patch_embed`, or its first layer, that sets the grid of each image for its grid layers.
+
+    Without a patch embedding, the size of the image stands for the grid.
+    """
 
     reattached: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, grids: _CallGrids) -> None:
         self.model, self.grids = model, grids
 
-    def __call__(self, patch_embed: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         image = args[0] if args else kwargs["x"]
+        if image.ndim != 4:  # tokens: the model is a part of another
+            return
         height, width = image.shape[-2:]
-        grid_size = patch_embed.dynamic_feat_size((height, width))
+        embeds = hasattr(embedding, "dynamic_feat_size")
+        grid_size = embedding.dynamic_feat_size((height, width)) if embeds else (height, width)
         for module in self.model.modules():
             if isinstance(module, GRID_LAYERS):
                 module.grid_size = grid_size  # for calls outside the model, and under a compiler
@@ -196,7 +203,7 @@ def _remove_grid_hooks(module: nn.Module) -> None:
 
 def _is_grid_hook(hook: Any) -> bool:
     """True if a hook is one of this file."""
-    return isinstance(getattr(hook, "__self__", hook), _PatchEmbedHook | _CallGrids)
+    return isinstance(getattr(hook, "__self__", hook), _ImageHook | _CallGrids)
 
 
 def _register_grid_hooks(model: Any) -> None:
@@ -208,7 +215,7 @@ def _register_grid_hooks(model: Any) -> None:
     if not layers:
         return
     grids = _CallGrids()
-    model.patch_embed.register_forward_pre_hook(_PatchEmbedHook(model, grids), with_kwargs=True)
+    _embedding_of(model).register_forward_pre_hook(_ImageHook(model, grids), with_kwargs=True)
     outer = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
     for module in {model.get_submodule(name) for name in outer}:
         module.register_forward_pre_hook(grids.before_module, with_kwargs=True)
@@ -216,6 +223,15 @@ def _register_grid_hooks(model: Any) -> None:
     for layer in set(layers.values()):
         on_top = all("." not in name for name, other in layers.items() if other is layer)
         layer.register_forward_pre_hook(grids.before_top_layer if on_top else grids.before_layer, with_kwargs=True)
+
+
+def _embedding_of(model: Any) -> nn.Module:
+    """Return the module that receives the images: the patch embedding, or else the first layer with a weight matrix."""
+    embedding = getattr(model, "patch_embed", None)
+    if hasattr(embedding, "dynamic_feat_size"):
+        return embedding
+    inner = (module for module in model.modules() if module is not model)
+    return next(m for m in inner if any(p.ndim > 1 for p in m.parameters(recurse=False)))
 
 
 def embedding_models(model: nn.Module) -> list[Any]:
@@ -259,7 +275,8 @@ def with_model_grid(rule: Any, model: nn.Module) -> Any:
     """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:
-        return rule
+        missing = rule.prefix_tokens is None and hasattr(model, "num_prefix_tokens")
+        return replace(rule, prefix_tokens=model.num_prefix_tokens) if missing else rule
     fields = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
     return replace(rule, **{name: value for name, value in fields.items() if getattr(rule, name) is None})
 
@@ -269,6 +286,10 @@ def attach_grid(rule: Any, model: nn.Module) -> None:
 
     Without grid layers, after a revert, earlier hooks are removed.
     """
-    owner = _only_embedding_model(model) if rule.grid_size is None else None
+    if rule.grid_size is not None:
+        return
+    owner = _only_embedding_model(model)
+    if owner is None and any(isinstance(module, EditedAttention) for module in model.modules()):
+        owner = model
     if owner is not None:
         _register_grid_hooks(owner)

@@ -33,12 +33,20 @@ class TargetDeviation:
 
 @dataclass(frozen=True)
 class InputDeviation:
-    """Largest difference of the models' outputs for one input, in float32 and float64, and the largest output."""
+    """Largest difference of the models' outputs for one input, in float32 and float64, and the largest output.
+
+    `what` says what the input is, where there are several kinds.
+    """
 
     shape: str
     fp32: float
     fp64: float
     scale: float
+    what: str = ""
+
+    def __str__(self) -> str:
+        what = f", {self.what}" if self.what else ""
+        return f"input {self.shape}{what}: {self.fp32:.3g}, {self.fp64:.3g} of max |out| {self.scale:.3g}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +100,7 @@ class VerifyReport:
         lines = [
             f"{verdict} within {self.atol:g}: max |diff| {self.fp32:.3g} (float32), {self.fp64:.3g} (float64){share}"
         ]
-        lines += [f"  input {r.shape}: {r.fp32:.3g}, {r.fp64:.3g} of max |out| {r.scale:.3g}" for r in self.inputs]
+        lines += [f"  {row}" for row in self.inputs]
         if self.targets:
             width = max(len(target.name) for target in self.targets)
             lines.append("  by module, on the original's own input (float64):")
@@ -129,6 +137,7 @@ def compare_outputs(
     inputs: Tensor | Sequence[Tensor],
     atol: float | None = None,
     seeds: Sequence[int] = (),
+    what: str = "",
 ) -> VerifyReport:
     """Compare two models on the same inputs, in eval mode, in float32 and float64; `verify` without the error.
 
@@ -140,6 +149,7 @@ def compare_outputs(
         inputs: a batch (B, C, H, W) or several, of any sizes that the models accept.
         atol: largest difference; by default the largest `atol` of the rules that made `recast`, or 1e-5 without rules.
         seeds: each seed adds a standard normal batch of the shape of every given batch.
+        what: what the given batches are, for the report.
 
     Raises: UserError if there is no batch, or the outputs have different shapes.
 
@@ -152,8 +162,10 @@ def compare_outputs(
     batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    batches += [torch.randn(b.shape, generator=g).to(b.device) for g in generators for b in batches[:]]
+    named = [(what, batch) for batch in batches]
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        named += [(f"random, seed {seed}", torch.randn(b.shape, generator=generator).to(b.device)) for b in batches]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     new_notes = notes(recast)[len(notes(original)) :]
@@ -163,7 +175,7 @@ def compare_outputs(
     }
     return VerifyReport(
         atol=atol,
-        inputs=tuple(_input_deviation(models, batch) for batch in batches),
+        inputs=tuple(_input_deviation(models, batch, name) for name, batch in named),
         targets=_target_deviations(*models[torch.float64], batches[0].double()),
         notes=new_notes,
     )
@@ -201,7 +213,9 @@ def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.no_grad()
-def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Tensor) -> InputDeviation:
+def _input_deviation(
+    models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Tensor, what: str
+) -> InputDeviation:
     """Return the largest |a(x) - b(x)| in each precision."""
     differences, scale = {}, 0.0
     for dtype, (a, b) in models.items():
@@ -210,7 +224,7 @@ def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], bat
             raise UserError(f"the outputs of the models have different shapes: {tuple(y.shape)} and {tuple(z.shape)}")
         differences[dtype], scale = (y - z).abs().max().item(), y.abs().max().item()
     shape = "x".join(map(str, batch.shape))
-    return InputDeviation(shape, differences[torch.float32], differences[torch.float64], scale)
+    return InputDeviation(shape, differences[torch.float32], differences[torch.float64], scale, what)
 
 
 @torch.no_grad()
@@ -226,9 +240,9 @@ def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tup
     deviations: dict[str, TargetDeviation] = {}
 
     def compare_with(name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             module = recast.get_submodule(name)
-            other = module(*args, **kwargs)
+            output, other = _first_tensor(output), _first_tensor(module(*args, **kwargs))
             deviation = (other - output).abs().max().item() if other.shape == output.shape else math.inf
             deviations[name] = TargetDeviation(name, type(module).__name__, deviation, output.abs().max().item())
 
@@ -244,3 +258,8 @@ def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tup
         for handle in handles:
             handle.remove()
     return tuple(deviations[name] for name in names if name in deviations)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    """Return the output of a module, or the first of several, as of torch's and MViT's attention."""
+    return output if isinstance(output, Tensor) else output[0]

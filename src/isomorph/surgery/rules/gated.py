@@ -4,15 +4,18 @@ import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from timm.layers import Attention, to_2tuple
 from torch import nn
 
-from isomorph.layers import GPSA2d, ViTGPSA
+from isomorph.layers import GatedMap, GPSA2d, ViTGPSA
 from isomorph.layers.refined_attention import ATTENTION_PARTS
 from isomorph.surgery.attachments import describe_attachments
+from isomorph.surgery.attention_classes import attention_form
+from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
@@ -179,14 +182,17 @@ class AttentionToGPSA(ExplainedRule):
     """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
 
     Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split and has
-    to be a plain nn.Linear; its other parts are carried over, whatever they are. `init="exact"` keeps the values and
-    opens the gates to content: the same function within `atol`, with positional attention to be learnt. `init="paper"`
-    is ConViT's initialisation (identity values, locality 1, gate 1), for networks that will be trained. Class and
-    register tokens have no grid position: attention from and to them is by content only. `ViTGPSA.to_attention()`, or
-    `iso.revert`, converts back while the gates are open to content.
+    to be a plain nn.Linear; its other parts are carried over, whatever they are. Attention of other classes that forms
+    a map over positions, in windows or on pooled keys too, keeps its class and gets a `GatedMap` after its softmax: the
+    map is formed, which fused attention avoids, and the values stay as they are with both inits.
 
-    Where `grid_size` or `prefix_tokens` is None it is read from the model's `patch_embed`; the grid then follows the
-    size of every image.
+    `init="exact"` keeps the values and opens the gates to content: the same function within `atol`, with positional
+    attention to be learnt. `init="paper"` is ConViT's initialisation (identity values, locality 1, gate 1), for
+    networks that will be trained. Class and register tokens have no grid position: attention from and to them is by
+    content only. `to_attention()`, or `iso.revert`, converts back while the gates are open to content.
+
+    Where `grid_size` or `prefix_tokens` is None it is read from the model; the grid then follows the size of every
+    image.
 
     Source: ConViT section 3.
     Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
@@ -216,7 +222,7 @@ class AttentionToGPSA(ExplainedRule):
     """Number of class and register tokens before the grid; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[type[nn.Module]] = Attention
+    kind: ClassVar[type[nn.Module]] = AnyAttention
 
     @property
     def keeps_function(self) -> bool:
@@ -237,9 +243,10 @@ class AttentionToGPSA(ExplainedRule):
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
+        if not isinstance(module, Attention):
+            return edit_reason(module) or attention_form(type(module)).gpsa_reason  # type: ignore[union-attr]
         if reason := attention_mismatch(module):
             return reason
-        assert isinstance(module, Attention)
         if module.gate is not None or type(module.norm) is not nn.Identity:
             return "its output is gated or normalised before the projection"
         if module.attn_drop.p:
@@ -254,13 +261,16 @@ class AttentionToGPSA(ExplainedRule):
         return None
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> ViTGPSA:
-        """Return the ViTGPSA that replaces an attention layer.
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the ViTGPSA that replaces timm's Attention, or another attention layer with a `GatedMap`.
 
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check_accepted(module)
-        assert isinstance(module, Attention)
+        if not isinstance(module, Attention):
+            locality, gate = initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
+            make = partial(GatedMap, locality=locality, gate=gate)
+            return edit_map(module, make, self.grid_size, self.prefix_tokens)
         assert self.grid_size is not None
         qkv, dim = module.qkv, module.qkv.in_features
         bias = qkv.bias is not None

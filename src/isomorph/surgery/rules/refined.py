@@ -6,13 +6,15 @@ from typing import Any, ClassVar, Literal
 import torch
 from timm.layers import Attention
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, SpatialAttention
+from isomorph.layers import ExpandedAttention, LocalAttention, RefinedAttention, RefinedMap, SpatialAttention
 from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.attachments import describe_attachments
+from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
@@ -53,7 +55,11 @@ class AttentionToRefined(ExplainedRule):
     it; `reduce=False` keeps all maps. `to_attention()`, or `iso.revert`, converts back while the layer still computes
     plain attention.
 
-    `grid_size` and `prefix_tokens` are for `span="spatial"`; where None they are read from the model's `patch_embed`.
+    Attention of other classes that forms a map over positions, in windows or on pooled keys too, keeps its class and
+    gets a `RefinedMap` after its softmax: the map is formed, which fused attention avoids. It needs `reduce=True`.
+    Regions that a mask separates, as in shifted windows, are convolved separately.
+
+    `grid_size` and `prefix_tokens` are for `span="spatial"`; where None they are read from the model.
 
     Source: Refiner section 3.
     Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
@@ -92,7 +98,7 @@ class AttentionToRefined(ExplainedRule):
     """Number of class and register tokens before the grid, for span="spatial"; by default the model's."""
 
     atol: ClassVar[float] = 1e-4
-    kind: ClassVar[type[nn.Module]] = Attention
+    kind: ClassVar[type[nn.Module]] = AnyAttention
 
     @property
     def keeps_function(self) -> bool:
@@ -115,9 +121,10 @@ class AttentionToRefined(ExplainedRule):
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
+        if not isinstance(module, Attention):
+            return edit_reason(module) or self._edit_mismatch(module)
         if reason := attention_mismatch(module):
             return reason
-        assert isinstance(module, Attention)
         if self.ratio == 0 and (attachments := describe_attachments(module.attn_drop)):
             return f"its attn_drop has {attachments}, which ratio=0 never calls; remove them first"
         if not self.reduce and (reason := projection_mismatch(module, "proj")):
@@ -128,14 +135,24 @@ class AttentionToRefined(ExplainedRule):
             return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"
         return None
 
+    def _edit_mismatch(self, module: nn.Module) -> str | None:
+        """Return which option attention of another class than timm's Attention does not support, or None."""
+        name = type(module).__name__
+        if not self.reduce:
+            return f"reduce=False needs a projection of all maps, which only timm's Attention gets, not {name}"
+        if self.recompute and any(isinstance(part, _BatchNorm) for part in module.modules()):
+            return f"recompute=True would count each batch twice in the BatchNorm of {name}"
+        return None
+
     @torch.no_grad()
-    def build(self, module: nn.Module) -> RefinedAttention:
-        """Return the refined attention that replaces an attention layer.
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the refined attention that replaces timm's Attention, or another attention layer with a `RefinedMap`.
 
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check_accepted(module)
-        assert isinstance(module, Attention)
+        if not isinstance(module, Attention):
+            return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
         refined = self.new_layer(**attention_kwargs(module))
         proj = refined.proj
         copy_parts(module, refined)
@@ -143,6 +160,16 @@ class AttentionToRefined(ExplainedRule):
             refined.proj = proj
             refined.expand_projection(module.proj)
         return refined
+
+    def _new_edit(self, heads: int, **kind: Any) -> RefinedMap:
+        """Return the edit of the map of another class of attention."""
+        form: dict[str, Any] = dict(kernel_size=self.kernel, init=self.init, **kind)
+        if self.ratio == 0:
+            return RefinedMap(MapConvolution(heads, **form))
+        if self.span == "spatial":
+            return RefinedMap(SpatialRefiner(heads, self.ratio, **form))
+        local = CrossKernel if self.span == "row+column" else SquareKernel
+        return RefinedMap(Refiner(heads, self.ratio, local=local, **form))
 
     def new_layer(self, **arguments: Any) -> RefinedAttention:
         """Return a new layer; the arguments are those of timm's Attention."""

@@ -1,0 +1,197 @@
+"""Edits of an attention map between the softmax and the values, for any layer that forms its map.
+
+A layer gets an edit by replacing the dropout of its map by a `MapEdit`. The layer around it sets mask and grid of the
+running call in `RUNNING`: a dropout receives the map only.
+
+Letters: B images or windows, H or nh heads, Nq queries, Nk keys, k kernel size.
+"""
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isomorph.layers.gated_mix import gated_mix
+from isomorph.layers.grid import squarest_window, window_centres
+from isomorph.layers.map_grid import GridSize, fit_grid, key_offsets
+from isomorph.layers.map_layouts import MapLayout, from_standard_map, to_standard_map
+from isomorph.layers.position_gates import PositionGates
+from isomorph.layers.positional_attention import geometry_dtype, kronecker, quadratic_axis_scores
+from isomorph.layers.refiner import Expansion, MapConvolution, SpatialRefiner
+
+BLOCKED_SCORE = -100.0
+"""Scores of a float mask up to this value forbid attention; larger ones are a bias. Swin's shift mask has -100."""
+
+
+class MapCall(NamedTuple):
+    """What an edit knows about the running call of its layer.
+
+    `mask` is the layer's attention mask, or None. `shapes` are sizes of windows, feature maps or the image. The tokens
+    cover one of them evenly, from which their grid follows. `prefix` tokens come before the grid.
+
+    Example:
+        >>> iso.layers.MapCall(shapes=((14, 14),), prefix=1)
+        MapCall(mask=None, shapes=((14, 14),), prefix=1)
+    """
+
+    mask: Tensor | None = None
+    shapes: tuple[GridSize, ...] = ()
+    prefix: int = 0
+
+
+RUNNING = threading.local()
+"""The call of the layer that this thread is running, `call`, and whether its map was edited, `edited`."""
+
+
+def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
+    """Return where a layer's mask allows attention, from any form in which timm's layers take it.
+
+    Shape: mask (B, Nk), (Nq, Nk), (windows, Nq, Nk) or (B, 1, Nq, Nk), boolean or added to the scores; maps
+    (B, nh, Nq, Nk) -> (B or 1, 1 or nh, Nq, Nk)
+    """
+    allowed = mask if mask.dtype == torch.bool else mask > BLOCKED_SCORE
+    B, _, Nq, Nk = maps.shape
+    if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
+        allowed = allowed.repeat(B // allowed.shape[0], 1, 1)[:, None]
+    elif allowed.ndim == 2:  # the real tokens of padded sequences, or one mask for all
+        allowed = allowed[:, None, None] if mask.dtype == torch.bool and len(mask) == B else allowed[None, None]
+    return allowed.expand(-1, -1, Nq, Nk)
+
+
+def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
+    """Return whether token i may attend to token i + offset. Shape: allowed (B, h, N, N) -> (B, h, N)"""
+    diagonal = torch.diagonal(allowed, offset, -2, -1)  # (B, h, N - |offset|)
+    return F.pad(diagonal, (max(-offset, 0), max(offset, 0)))
+
+
+def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
+    """Convolve maps along queries and keys without a leak across a mask.
+
+    A'[o, i, j] = sum over heads and taps (s, t) of W[o, h, s, t] A[h, i + s, j + t], where token i may attend to i + s,
+    j to j + t, and i to j; other terms are left out. So tokens of one region of a shifted window never read the
+    attention of another.
+
+    Shape: maps (B, H, N, N), kernel (H, H, k, k), or (H, 1, k, k) for a kernel of each head, allowed (B, h, N, N)
+    """
+    side, N = kernel.shape[-1] // 2, maps.shape[-1]
+    padded = F.pad(maps.masked_fill(~allowed, 0), (side,) * 4)
+    near = {offset: _neighbours_allowed(allowed, offset) for offset in range(-side, side + 1)}
+    total = torch.zeros_like(maps)
+    for s in range(-side, side + 1):
+        for t in range(-side, side + 1):
+            pairs = near[s][..., :, None] & near[t][..., None, :]
+            part = padded[..., s + side : s + side + N, t + side : t + side + N].masked_fill(~pairs, 0)
+            tap = kernel[:, :, s + side, t + side].to(part.dtype)
+            mixed = part * tap[:, 0, None, None] if kernel.shape[1] == 1 else torch.einsum("oh,bhij->boij", tap, part)
+            total = total + mixed
+    return total.masked_fill(~allowed, 0)
+
+
+class RefinedMap(nn.Module):
+    """Refine the attention map of any layer: A' = refine(A), never across the layer's mask (Refiner).
+
+    `refine` is a `Refiner`, `MapConvolution` or `SpatialRefiner`. Unless it is spatial, the map is convolved in the
+    order of the tokens, prefix tokens included, as `RefinedAttention` does.
+
+    Shape: maps (B, H, Nq, Nk) -> the same
+    Source: Refiner Fig. 3; differs: regions that a mask separates are convolved separately
+
+    Example:
+        >>> edit = iso.layers.RefinedMap(iso.layers.Refiner(num_heads=4))
+        >>> maps = torch.randn(2, 4, 10, 10).softmax(-1)
+        >>> torch.allclose(edit(maps, iso.layers.MapCall()), maps, atol=1e-6)  # at initialisation
+        True
+    """
+
+    def __init__(self, refine: Expansion | MapConvolution) -> None:
+        super().__init__()
+        self.refine = refine
+
+    def forward(self, maps: Tensor, call: MapCall) -> Tensor:
+        allowed = None if call.mask is None else allowed_pairs(call.mask, maps)
+        if isinstance(self.refine, SpatialRefiner):
+            grid_size, prefix = fit_grid(maps.shape[-1], call.shapes, call.prefix)
+            maps = self.refine(maps if allowed is None else maps.masked_fill(~allowed, 0), grid_size, prefix)
+            return maps if allowed is None else maps.masked_fill(~allowed, 0)
+        return self.refine(maps) if allowed is None else convolve_within(maps, self.refine.kernel(), allowed)
+
+
+class GatedMap(PositionGates):
+    """Mix the attention map of any layer with position attention: A' = (1 - s) A + s P, s = sigmoid(gate) (ConViT).
+
+    P is the position attention of `GPSA` on the grid of queries and keys: of the image, of the window in which the
+    layer attends, or of pooled keys. Under a mask P is the softmax over the keys that the mask allows. Prefix tokens
+    attend, and are attended to, by content only.
+
+    Shape: maps (B, nh, Nq, Nk) -> the same
+    Source: ConViT eq. 7; differs: heads start at the taps of the rectangle closest to a square, prefix tokens
+
+    Example:
+        >>> edit = iso.layers.GatedMap(num_heads=4)
+        >>> maps = torch.randn(2, 4, 13, 13).softmax(-1)
+        >>> edit(maps, iso.layers.MapCall(shapes=((3, 4),), prefix=1)).sum(-1).allclose(torch.ones(2, 4, 13))
+        True
+    """
+
+    def __init__(self, num_heads: int, locality: float = 1.0, gate: float = 1.0, **kind: Any) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.position = nn.Parameter(torch.empty(num_heads, 3, **kind))
+        self.gate = nn.Parameter(torch.empty(num_heads, **kind))
+        self._set_position(self.tap_offsets(), locality)
+        self.set_gating(gate=gate)
+
+    def tap_offsets(self) -> Tensor:
+        """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
+        return window_centres(squarest_window(self.num_heads))
+
+    def position_map(self, queries: GridSize, keys: GridSize, allowed: Tensor | None = None) -> Tensor:
+        """Return position attention between two grids on the same image, to the allowed keys only.
+
+        Shape: allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
+        """
+        kind: Any = dict(device=self.position.device, dtype=geometry_dtype(self.position))
+        rows, columns = (key_offsets(*axis, **kind) for axis in zip(queries, keys, strict=True))
+        along_x, along_y, square = self.position.to(rows.dtype).unbind(1)
+        row_scores, column_scores = (
+            quadratic_axis_scores(rows, along_y, square),
+            quadratic_axis_scores(columns, along_x, square),
+        )
+        if allowed is None:
+            return kronecker(row_scores.softmax(-1), column_scores.softmax(-1))
+        scores = row_scores[:, :, None, :, None] + column_scores[:, None, :, None]  # (nh, Hq, Wq, H, W)
+        scores = scores.flatten(3).flatten(1, 2).masked_fill(~allowed, torch.finfo(rows.dtype).min)
+        return scores.softmax(-1)  # (B, nh, Nq, Nk)
+
+    def forward(self, maps: Tensor, call: MapCall) -> Tensor:
+        queries, prefix = fit_grid(maps.shape[-2], call.shapes, call.prefix)
+        keys, p = fit_grid(maps.shape[-1], (queries,), prefix)
+        allowed = None if call.mask is None else allowed_pairs(call.mask, maps)[..., prefix:, p:]
+        position = self.position_map(queries, keys, allowed)
+        position = F.pad(position, (p, 0)).to(maps.dtype)
+        mixed = gated_mix(maps[..., prefix:, :], position, self.gate)
+        return torch.cat([maps[..., :prefix, :], mixed], dim=-2) if prefix else mixed
+
+
+class MapEdit(nn.Module):
+    """Module in the place of the dropout of an attention map: applies the dropout, then an edit, in any layout.
+
+    Shape: maps in the layout of the layer -> the same
+    """
+
+    def __init__(self, edit: nn.Module, drop: nn.Module, heads: int, layout: MapLayout = "heads") -> None:
+        super().__init__()
+        self.edit, self.drop = edit, drop
+        self.heads, self.layout = heads, layout
+
+    def forward(self, maps: Tensor) -> Tensor:
+        maps = self.drop(maps)
+        RUNNING.edited = True
+        call = getattr(RUNNING, "call", None) or MapCall()
+        standard = to_standard_map(maps, self.layout, self.heads)
+        return from_standard_map(self.edit(standard, call).to(maps.dtype), self.layout, maps)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}"
