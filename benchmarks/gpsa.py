@@ -14,7 +14,7 @@ from timm.models.convit import GPSA as TimmGPSA
 
 import isomorph as iso
 from interleave import forward, interleaved, saved_mib, show, step, write
-from isomorph.layers import GPSA, GPSA2d, gated_mix, gpsa2d
+from isomorph.layers import GPSA, GPSA2d, content_heads, gated_mix
 from naive import NaiveGPSA2d
 
 TOKENS = [
@@ -124,7 +124,7 @@ def form_table(device, rounds=9, scale=1):
         )
     for side in (8, 14, 20, 24, 32):
         layer, x = GPSA2d(512, 512, 3, 1, 1).to(device), torch.randn(2 * scale, 512, side, side, device=device)
-        run = interleaved(both_forms(gpsa2d, "MAX_DENSE_PAIRS", forward(layer, x)), device, 5)
+        run = interleaved(both_forms(content_heads, "MAX_DENSE_PAIRS", forward(layer, x)), device, 5)
         rows.append(
             {"layer": "GPSA2d 512", "grid": f"{side}x{side}", "dense ms": run["dense"], "by axis ms": run["by axis"]}
         )

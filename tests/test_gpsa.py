@@ -10,7 +10,7 @@ import torch
 
 import references
 from command_line import SERVER
-from isomorph.layers import GPSA, PSA, GPSA2d, gated_mix, gpsa2d
+from isomorph.layers import GPSA, PSA, GPSA2d, content_heads, gated_mix
 from isomorph.layers.positional_attention import attend_by_axis, attend_dense, attend_shared_values, kronecker
 
 GRIDS_2D = [  # height, width, kernel, stride, padding
@@ -46,7 +46,7 @@ def assert_equal(actual, expected):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("grid", GRIDS_2D, ids=str)
 def test_gpsa2d_is_the_papers_formula(grid, form, monkeypatch):
-    monkeypatch.setattr(gpsa2d, "MAX_DENSE_PAIRS", FORMS[form])
+    monkeypatch.setattr(content_heads, "MAX_DENSE_PAIRS", FORMS[form])
     H, W, *sizes = grid
     layer = perturbed(GPSA2d(10, 6, *sizes).double())
     x = torch.randn(2, 10, H, W, dtype=torch.float64, requires_grad=True)
@@ -192,7 +192,7 @@ def layers_and_inputs():
 class TestTorchCitizens:
     @pytest.fixture(autouse=True)
     def prepare(self, which, form, monkeypatch):
-        monkeypatch.setattr(gpsa2d, "MAX_DENSE_PAIRS", FORMS[form])
+        monkeypatch.setattr(content_heads, "MAX_DENSE_PAIRS", FORMS[form])
         monkeypatch.setattr(gated_mix, "MAX_DENSE_TOKENS", FORMS[form])
         self.layer, self.x = layers_and_inputs()[which]
 

@@ -37,8 +37,7 @@ class _GatedMixByAxis(torch.autograd.Function):
 
     @staticmethod
     def forward(content: Tensor, values: Tensor, rows: Tensor, columns: Tensor, content_weight: Tensor) -> Tensor:
-        attend = attend_dense if statically_known_true(values.shape[1] <= MAX_DENSE_TOKENS) else attend_by_axis
-        return (content * content_weight[:, None]).add_(attend(rows, columns, values))
+        return (content * content_weight[:, None]).add_(_attend(rows, columns, values))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -47,16 +46,55 @@ class _GatedMixByAxis(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         content, values, rows, columns, content_weight = ctx.saved_tensors
-        grid_size = (rows.shape[1], columns.shape[1])
-        dy = to_head_grid(grad, grid_size)  # (nh, H, W, B, hd)
-        halfway = attend_columns(columns.transpose(1, 2), dy)
-        d_values = from_head_grid(attend_rows(rows.transpose(1, 2), halfway))
-        if not any(ctx.needs_input_grad[2:]):  # position parameters and gates are frozen
-            return grad * content_weight[:, None], d_values, None, None, None
-        v = to_head_grid(values, grid_size)  # (nh, H, W, B, hd)
-        d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).transpose(1, 2))  # (nh, H, H)
-        d_columns = _axis_gradient(dy, attend_rows(rows, v))
-        return grad * content_weight[:, None], d_values, d_rows, d_columns, (grad * content).sum((0, 1, 3))
+        trained = any(ctx.needs_input_grad[2:])  # otherwise position parameters and gates are frozen
+        d_position = _position_gradients(grad, values, rows, columns, trained)
+        d_weight = (grad * content).sum((0, 1, 3)) if trained else None
+        return grad * content_weight[:, None], *d_position, d_weight
+
+
+class _AttendPositions(torch.autograd.Function):
+    """Compute (rows (x) columns) values, in the layout of the values, keeping only the arguments.
+
+    Shape: values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W) -> as values
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        return _attend(rows, columns, values)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _position_gradients(grad, *ctx.saved_tensors, any(ctx.needs_input_grad[1:]))
+
+
+def _attend(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:
+    """Apply position attention in the form that is faster for this number of tokens."""
+    attend = attend_dense if statically_known_true(values.shape[1] <= MAX_DENSE_TOKENS) else attend_by_axis
+    return attend(rows, columns, values)
+
+
+def _position_gradients(
+    grad: Tensor, values: Tensor, rows: Tensor, columns: Tensor, trained: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of the values, and of the axis maps if they are trained.
+
+    Shape: grad, values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W) -> as values, rows, columns
+    """
+    grid_size = (rows.shape[1], columns.shape[1])
+    dy = to_head_grid(grad, grid_size)  # (nh, H, W, B, hd)
+    halfway = attend_columns(columns.transpose(1, 2), dy)
+    d_values = from_head_grid(attend_rows(rows.transpose(1, 2), halfway))
+    if not trained:
+        return d_values, None, None
+    v = to_head_grid(values, grid_size)  # (nh, H, W, B, hd)
+    d_rows = torch.bmm(halfway.flatten(2), v.flatten(2).transpose(1, 2))  # (nh, H, H)
+    return d_values, d_rows, _axis_gradient(dy, attend_rows(rows, v))
 
 
 def _axis_gradient(grad: Tensor, grid: Tensor) -> Tensor:
@@ -85,3 +123,8 @@ def gated_mix_by_axis(content: Tensor, values: Tensor, rows: Tensor, columns: Te
     gate = gate.to(rows.dtype)
     gated = rows * torch.sigmoid(gate)[:, None, None]
     return _GatedMixByAxis.apply(content, values, *(t.to(values.dtype) for t in (gated, columns, torch.sigmoid(-gate))))
+
+
+def attend_positions(values: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return (rows (x) columns) values. Shape: values (B, H W, nh, hd), rows (nh, H, H), columns (nh, W, W)"""
+    return _AttendPositions.apply(values, rows.to(values.dtype), columns.to(values.dtype))

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from isomorph.layers.gated_mix import gated_mix, gated_mix_by_axis
 from isomorph.layers.position_gates import PositionGates
 from isomorph.layers.positional_attention import kronecker
+from isomorph.layers.token_heads import TokenHeads
 
 
 @register_notrace_module
-class GPSA(PositionGates):
+class GPSA(TokenHeads, PositionGates):
     """Self-attention that a transformer can start training with as if it were a convolution (ConViT).
 
     Each head mixes content attention (which tokens are similar) with position attention (which tokens are near a fixed
@@ -81,10 +82,6 @@ class GPSA(PositionGates):
         self._set_position(self.tap_offsets(), locality)
         self.set_gating(gate=gate)
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
-        return x.unflatten(-1, (self.num_heads, -1))
-
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
@@ -111,17 +108,3 @@ class GPSA(PositionGates):
         p = self.prefix_tokens
         position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
         return torch.cat([content[:, :, :p], gated_mix(content[:, :, p:], position, self.gate)], dim=2)
-
-    def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
-        """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
-        H, W = grid_size or self.grid_size
-        if x.shape[1] != self.prefix_tokens + H * W:
-            prefix = f" after {self.prefix_tokens} prefix tokens" if self.prefix_tokens else ""
-            raise ValueError(
-                f"{x.shape[1]} tokens do not fill the {H} x {W} grid{prefix}; pass grid_size=(height, width)"
-            )
-        return H, W
-
-    def extra_repr(self) -> str:
-        prefix = f", prefix_tokens={self.prefix_tokens}" if self.prefix_tokens else ""
-        return f"num_heads={self.num_heads}, grid_size={self.grid_size}{prefix}"

@@ -1,0 +1,164 @@
+"""Content attention of heads on feature maps: queries, keys and their softmax over the zero-padded map.
+
+Keys are padded with zeros as the input of a convolution is. All padded keys are equal, so one key stands for them, with
+the logarithm of their number as its score.
+
+Letters: B batch, C channels, H W key grid, nh heads (one per tap), hd head width, Nq queries.
+"""
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from isomorph.layers.positional_attention import geometry_dtype
+from isomorph.layers.tap_heads import TapHeads
+
+MAX_DENSE_PAIRS = 512 * 512
+"""Most query-key pairs for which the map is formed. Above, and for sizes that an export leaves open, no map is formed
+(measured by benchmarks/gpsa.py)."""
+
+
+def forms_map(queries: int, keys: int) -> bool:
+    """True if a map of so many queries and keys is known to be small enough to be formed."""
+    return statically_known_true(queries * keys <= MAX_DENSE_PAIRS)
+
+
+def group_rows_by_head(weight: Tensor, num_heads: int) -> Tensor:
+    """Assign the rows of a projection to heads in turn, padding heads that get one row fewer with zeros.
+
+    9 heads do not divide 512 channels: row r goes to head r mod 9, so every row is used and each head gets 56 or 57
+    rows. A zero row does not change any inner product.
+
+    Shape: weight (C, C_in) -> (nh ceil(C / nh), C_in), grouped by head
+    """
+    head_width = -(-weight.shape[0] // num_heads)
+    rows = F.pad(weight, (0, 0, 0, num_heads * head_width - weight.shape[0]))
+    return rows.view(head_width, num_heads, -1).transpose(0, 1).flatten(0, 1)  # (nh hd, C_in)
+
+
+class ContentHeads(TapHeads):
+    """Base of layers whose heads attend by content, with the projections `query` and `key`.
+
+    Rows of the projections are assigned to heads in turn, as k*k rarely divides C.
+    """
+
+    query: nn.Linear
+    key: nn.Linear
+
+    def add_queries_keys(self) -> None:
+        """Create `query` and `key`: C rows for all taps, and whole heads for some of them."""
+        rows = self.in_channels if self.has_all_taps else self.num_heads * self.head_width
+        self.query = nn.Linear(self.in_channels, rows, bias=False)
+        self.key = nn.Linear(self.in_channels, rows, bias=False)
+
+    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a query per window and a key per position of x, followed by one zero key for all of the padding.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, H W + 1, hd)
+        """
+        tokens = x.flatten(2).transpose(1, 2)  # (B, H W, C)
+        centres = self.query_positions(x).flatten(2).transpose(1, 2)  # (B, Nq, C)
+        q = F.linear(centres, group_rows_by_head(self.query.weight, self.num_heads))
+        k = F.linear(tokens, group_rows_by_head(self.key.weight, self.num_heads))
+        q, k = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (q, k))
+        return q, F.pad(k, (0, 0, 0, 1))
+
+    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
+        """Return the score added to each key: 0, and log(number of padded keys) for the one key that represents them.
+
+        Shape: -> (H W + 1,)
+        """
+        padded = (H + 2 * self.padding[0]) * (W + 2 * self.padding[1]) - H * W
+        last = torch.full((1,), padded, dtype=geometry_dtype(like), device=like.device).log()  # log 0 is -inf
+        return F.pad(last.to(like.dtype), (H * W, 0))
+
+    def content_map(self, x: Tensor) -> Tensor:
+        """Return the map of content attention over the positions of x. Shape: x (B, C, H, W) -> (B, nh, Nq, H W)"""
+        q, k = self.queries_keys(x)
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)  # (B, nh, Nq, H W + 1)
+        scores = scores.add_(self.padding_score(scores, *x.shape[-2:]))
+        return torch.softmax(scores, dim=-1)[..., :-1]
+
+    def attend_by_content(self, x: Tensor, values: Tensor) -> Tensor:
+        """Return content attention times values, which all heads share, without forming a map.
+
+        Shape: x (B, C, H, W), values (B, H W, C) -> (B, nh, Nq, C)
+        """
+        q, k = self.queries_keys(x)
+        B, nh, Nq, hd = q.shape
+        shared = F.pad(values, (0, 0, 0, 1))[:, None].expand(B, nh, -1, -1)  # (B, nh, H W + 1, C)
+        if x.device.type == "cpu" and hd < self.in_channels:  # its fused kernel needs q, k and v of one width
+            q, k = (F.pad(t, (0, self.in_channels - hd)) for t in (q, k))
+        bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
+        return F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)
+
+    def queries_padded_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a query per window and a key per position of the padded grid.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd)
+        """
+        ph, pw = self.padding
+        q, k = self.queries_keys(x)
+        keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
+        return q, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
+
+    def content_attention(self, x: Tensor) -> Tensor:
+        """Return the map of content attention over the zero-padded keys, every row of which sums to 1.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        q, keys = self.queries_padded_keys(x)
+        return torch.softmax(q @ keys.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+
+
+@register_notrace_module
+class ContentConv2d(ContentHeads):
+    """Attention on feature maps by content alone, with a filter for each head: what pruning leaves of opened heads.
+
+        y = sum_h softmax(q_h k_h^T / sqrt(hd)) x weight_h + bias
+
+    Arguments as in `GPSA2d`, of which these are the heads with gates at 0.
+
+    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
+    Source: T-CNN eq. 7 with gate 0
+    Raises: ValueError for an even or non-positive kernel size, or a feature map smaller than the window.
+
+    Example:
+        >>> layer = iso.layers.ContentConv2d(8, 16, kernel_size=3, padding=1, num_heads=2)
+        >>> layer(torch.randn(2, 8, 6, 6)).shape
+        torch.Size([2, 16, 6, 6])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        bias: bool = True,
+        num_heads: int | None = None,
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads)
+        self.add_queries_keys()
+        nn.init.kaiming_uniform_(self.weight, mode="fan_out")
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: 0. Shape: -> (nh,)"""
+        return self.weight.new_zeros(self.num_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        H, W = x.shape[-2:]
+        Hq, Wq = self.query_grid(H, W)
+        if forms_map(Hq * Wq, H * W):
+            columns = torch.einsum("bhqk,bck->bchq", self.content_map(x), x.flatten(2))  # (B, C, nh, Nq)
+        else:
+            columns = self.attend_by_content(x, x.flatten(2).transpose(1, 2)).permute(0, 3, 1, 2)  # (B, C, nh, Nq)
+        return self.apply_filters(columns.flatten(1, 2), H, W)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Return the attention map over the zero-padded keys. Shape: -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))"""
+        return self.content_attention(x)

@@ -1,0 +1,93 @@
+"""A convolution with soft taps: each filter reads a weighted mean that is separable in rows and columns.
+
+    y = sum_h (rows_h (x) columns_h) x filter_h
+
+The heads are computed one after the other, so that a working set of the size of x stays in a CPU's cache; the backward
+pass computes what each head has read again, and keeps only x. Work and memory are linear in the number of positions.
+
+Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_CHANNELS = 16
+"""Fewest channels for which heads are computed one by one; below, all at once (measured by benchmarks/prune.py)."""
+
+
+def _read(rows: Tensor, columns: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what one head reads along the rows, and along both axes.
+
+    Shape: rows (Hq, H), columns (Wq, W), grid (H, W, M) -> (Hq, W, M), (Hq, Wq, M)
+    """
+    halfway = torch.mm(rows, grid.flatten(1)).unflatten(1, grid.shape[1:])  # (Hq, W, M)
+    return halfway, torch.bmm(columns.expand(rows.shape[0], -1, -1), halfway)
+
+
+def _by_head(filters: Tensor) -> Tensor:
+    """Return a copy with one matrix after the other. Shape: filters (C_out, C, nh) -> (nh, C, C_out)"""
+    return filters.permute(2, 1, 0).contiguous()
+
+
+class _SoftTaps(torch.autograd.Function):
+    """Compute the sum over heads of what each reads times its filter, keeping only the arguments.
+
+    Shape: grid (H, W, B, C), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C, nh) -> (Hq, Wq, B, C_out)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grid: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
+        flat, (B, C) = grid.flatten(2), grid.shape[2:]
+        total = None
+        for row, column, taps in zip(rows, columns, _by_head(filters), strict=True):
+            read = _read(row, column, flat)[1].view(-1, C)  # (Hq Wq B, C)
+            total = torch.mm(read, taps) if total is None else total.addmm_(read, taps)
+        assert total is not None
+        return total.view(rows.shape[1], columns.shape[1], B, filters.shape[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grid, rows, columns, filters = ctx.saved_tensors
+        flat, dy = grid.flatten(2), grad.flatten(0, 2)  # (H, W, B C), (Hq Wq B, C_out)
+        size = (rows.shape[1], columns.shape[1], flat.shape[2])
+        d_grid, others = None, []
+        for row, column, taps in zip(rows, columns, _by_head(filters), strict=True):
+            halfway, read = _read(row, column, flat)
+            d_taps = torch.mm(dy.t(), read.reshape(dy.shape[0], -1))
+            d_read = torch.mm(dy, taps.t()).view(size)  # (Hq, Wq, B C)
+            d_halfway = torch.bmm(column.t().expand(size[0], -1, -1), d_read)  # (Hq, W, B C)
+            d_column = torch.bmm(d_read, halfway.transpose(1, 2)).sum(0)
+            d_row = torch.mm(d_halfway.flatten(1), flat.flatten(1).t())
+            d_flat = torch.mm(row.t(), d_halfway.flatten(1))
+            d_grid = d_flat if d_grid is None else d_grid + d_flat
+            others.append((d_row, d_column, d_taps))
+        assert d_grid is not None
+        d_rows, d_columns, d_filters = zip(*others, strict=True)
+        return d_grid.view(grid.shape), torch.stack(d_rows), torch.stack(d_columns), torch.stack(d_filters, dim=2)
+
+
+def _soft_columns(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return what all heads read, columns first. Shape: x (B, C, H, W) -> (B, C nh, Hq Wq)"""
+    along_columns = torch.einsum("bchw,nqw->bcnhq", x, columns)  # (B, C, nh, H, Wq)
+    return torch.matmul(rows, along_columns).flatten(3).flatten(1, 2)  # (B, C nh, Hq Wq)
+
+
+def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
+    """Return the convolution of x with soft taps.
+
+    Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C, nh) -> (B, C_out, Hq, Wq)
+    """
+    if x.shape[1] < MIN_CHANNELS:
+        read = _soft_columns(x, rows, columns)
+        return torch.matmul(filters.flatten(1), read).unflatten(-1, (rows.shape[1], columns.shape[1]))
+    grid = x.permute(2, 3, 0, 1).contiguous()  # (H, W, B, C)
+    y = _SoftTaps.apply(grid, rows, columns, filters)  # (Hq, Wq, B, C_out)
+    return y.permute(2, 3, 0, 1).contiguous()

@@ -1,0 +1,210 @@
+"""Heads of attention on feature maps, one for each tap of a convolution: geometry, filters and positions.
+
+The base of `GPSA2d` and of the layers with some of its parts. Each head h forms a map of attention A_h over the
+zero-padded keys and applies the filter of its tap to what it gathers: y = sum_h A_h x weight_h + bias.
+
+Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads (one per tap), hd head width, Nq queries.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+
+from isomorph.layers.grid import axis_offsets, conv_output_size, window_centres
+from isomorph.layers.positional_attention import centred_axis_attention, geometry_dtype
+
+SOFTPLUS_BETA = 5.0
+"""Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""
+
+
+def inverse_softplus(value: float) -> float:
+    """Return the raw parameter whose softplus (beta 5) is `value`."""
+    return value + math.log(-math.expm1(-SOFTPLUS_BETA * value)) / SOFTPLUS_BETA
+
+
+def nearest_taps(centre: Tensor, kernel_size: int) -> Tensor:
+    """Return the row and column of the tap of a window that is nearest to each centre. Shape: centre (nh, 2)"""
+    middle = kernel_size // 2
+    return (centre.round() + middle).clamp(0, 2 * middle).long()
+
+
+class TapHeads(nn.Module):
+    """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
+
+    With `num_heads`, the layer has only some of the taps, as pruning leaves them; `weight` is then (C_out, C, nh).
+
+    Raises: ValueError for an even or non-positive kernel size.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int | tuple[int, int] = 1,
+        padding: int | tuple[int, int] = 0,
+        bias: bool = True,
+        num_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if kernel_size < 1 or kernel_size % 2 == 0:
+            raise ValueError(f"kernel_size {kernel_size} has no centre; use an odd number above 0")
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
+        self.stride: tuple[int, int] = to_2tuple(stride)
+        self.padding: tuple[int, int] = to_2tuple(padding)
+        self.has_all_taps = num_heads is None
+        self.num_heads = kernel_size**2 if num_heads is None else num_heads
+        taps = (kernel_size, kernel_size) if num_heads is None else (num_heads,)
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *taps))
+        self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
+
+    @property
+    def head_width(self) -> int:
+        """Number of query and key channels of a head, with those that only some heads use."""
+        return -(-self.in_channels // self.kernel_size**2)
+
+    def query_grid(self, H: int, W: int) -> tuple[int, int]:
+        """Return the height and width of the output for an H x W input.
+
+        Raises: ValueError for a feature map smaller than the window.
+        """
+        sizes = zip((H, W), self.stride, self.padding, strict=True)
+        Hq, Wq = (conv_output_size(n, self.kernel_size, stride, padding) for n, stride, padding in sizes)
+        return Hq, Wq
+
+    def query_positions(self, x: Tensor) -> Tensor:
+        """Return the features of x at the middle of every window. Shape: x (B, C, H, W) -> (B, C, Hq, Wq)"""
+        middle = self.kernel_size // 2
+        (sh, sw), (ph, pw) = self.stride, (padding - middle for padding in self.padding)
+        if (ph, pw) != (0, 0):  # negative padding crops
+            x = F.pad(x, (pw, pw, ph, ph))
+        return x[:, :, ::sh, ::sw].contiguous()
+
+    def apply_filters(self, columns: Tensor, H: int, W: int) -> Tensor:
+        """Apply each head's filter to what it has gathered. Shape: columns (B, C nh, Nq) -> (B, C_out, Hq, Wq)"""
+        filters = self.weight.flatten(1)[:, :, None]  # (C_out, C nh, 1)
+        return F.conv1d(columns, filters, self.bias).unflatten(-1, self.query_grid(H, W))
+
+    def extra_repr(self) -> str:
+        size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
+        heads = "" if self.has_all_taps else f", num_heads={self.num_heads}"
+        return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{heads}"
+
+
+class PositionHeads(TapHeads):
+    """Base of layers whose heads attend by position: each around a centre of its own, with a sharpness of its own.
+
+    Gating parameters, per head: `locality` (positive through softplus of `raw_locality`) and `centre` (row, column).
+    Arguments as in `TapHeads`.
+    """
+
+    def __init__(self, *args: int | tuple[int, int] | bool | None, **kwargs: int | tuple[int, int] | bool) -> None:
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.centre = nn.Parameter(torch.empty(self.num_heads, 2))
+        self.raw_locality = nn.Parameter(torch.empty(self.num_heads))
+
+    @torch.no_grad()
+    def set_locality(self, locality: float) -> None:
+        """Set the locality of every head. Raises: ValueError if it is not above 0 and finite."""
+        if not 0 < locality < math.inf:
+            raise ValueError(f"locality {locality} must be above 0 and finite")
+        self.raw_locality.fill_(inverse_softplus(locality))
+
+    @property
+    def locality(self) -> Tensor:
+        """Sharpness of each head's position attention; 1 / locality is the head's span (T-CNN Fig. 4B).
+
+        Shape: -> (nh,)
+        """
+        return F.softplus(self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA)
+
+    def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
+        """Return the position attention maps along rows and along columns, over the zero-padded keys.
+
+        Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)
+        """
+        dtype, device = geometry_dtype(self.centre), self.centre.device
+        centres = self.centre.to(dtype).unbind(1)
+        maps = []
+        for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
+            padded = keys + 2 * self.padding[axis]
+            offsets = axis_offsets(queries, padded, self.kernel_size // 2, self.stride[axis], device, dtype)
+            maps.append(centred_axis_attention(offsets, centres[axis], self.locality))
+        return maps[0], maps[1]
+
+    def unpadded_axis_maps(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the axis maps without the padded keys, whose values are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
+        H, W = x.shape[-2:]
+        rows, columns = self.axis_maps(H, W)
+        ph, pw = self.padding
+        return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
+
+    @torch.no_grad()
+    def centre_on_taps(self) -> None:
+        """Centre every head on its tap, the first ones of the window if the layer has fewer heads."""
+        self.centre.copy_(window_centres((self.kernel_size, self.kernel_size))[: self.num_heads])
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would pull to 0: centres to the middle tap, gates to one half."""
+        return {"centre", "raw_locality", "gate"} & set(self._parameters)
+
+    @torch.no_grad()
+    def folded_filters(self) -> Tensor:
+        """Return the filter of every head on the input itself, in float64. Shape: -> (C_out, C, nh)"""
+        return self.weight.flatten(2).double()
+
+    @torch.no_grad()
+    def to_conv(self, atol: float = 1e-3) -> nn.Conv2d:
+        """Return the convolution that this layer equals, with each head's filter at the tap nearest to its centre.
+
+        Raises: ValueError with the measured deviation (largest |difference| on standard normal input, relative to the
+        largest |output|) if it is above `atol`: the layer attends by content, or heads have left their taps.
+        """
+        conv = self.tap_convolution()
+        deviation = self.deviation_from(conv)
+        if not deviation <= atol:
+            raise ValueError(
+                f"this {type(self).__name__} is no longer a convolution: the relative deviation is {deviation:.2g}, "
+                f"above {atol:g}; keep it as attention, or call set_gating with a higher gate and locality"
+            )
+        return conv
+
+    @torch.no_grad()
+    def tap_convolution(self) -> nn.Conv2d:
+        """Return the convolution whose taps are the heads' filters, each at the tap nearest to the head's centre."""
+        conv = nn.Conv2d(
+            self.in_channels,
+            self.out_channels,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            bias=self.bias is not None,
+            device=self.weight.device,
+            dtype=self.weight.dtype,
+        )
+        rows, columns = nearest_taps(self.centre, self.kernel_size).unbind(1)
+        filters = self.folded_filters()
+        taps = filters.new_zeros(*filters.shape[:2], self.kernel_size**2)
+        taps = taps.index_add(2, rows * self.kernel_size + columns, filters)  # heads on the same tap add up
+        conv.weight.copy_(taps.view_as(conv.weight))
+        if self.bias is not None and conv.bias is not None:
+            conv.bias.copy_(self.bias)
+        conv.requires_grad_(self.weight.requires_grad)
+        return conv.train(self.training)
+
+    def deviation_from(self, conv: nn.Conv2d) -> float:
+        """Return the largest |difference| to `conv`, relative to the largest |output| of `conv`.
+
+        Both run in float64 on standard normal input.
+        """
+        side = 4 * self.kernel_size + 3
+        probe = torch.randn(1, self.in_channels, side, side + 2, generator=torch.Generator().manual_seed(0))
+        probe = probe.to(self.weight.device, torch.float64)
+        expected, actual = (
+            torch.func.functional_call(module, {name: p.double() for name, p in module.named_parameters()}, (probe,))
+            for module in (conv, self)
+        )
+        return ((actual - expected).abs().max() / expected.abs().max()).item()
