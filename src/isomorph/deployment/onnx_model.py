@@ -1,5 +1,6 @@
 """A model as an ONNX graph, by torch's exporter."""
 
+import ast
 import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
+    from onnx import ModelProto, NodeProto
 
 DEFAULT_OPSET = 20
 """Operator set of ONNX unless another one is asked for; onnxruntime runs it since 2023."""
@@ -23,6 +24,8 @@ OPSETS = range(18, 24)
 """Operator sets that torch's exporter writes."""
 INPUT, OUTPUT = "images", "logits"
 """Names of the graph's input and output."""
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+"""Where torch's exporter notes the modules that a node is from, and its own name."""
 MAX_BYTES = 2**31 - 2**20
 """Largest ONNX file: the format counts bytes in 31 bits."""
 
@@ -100,7 +103,15 @@ def _name_axes(proto: "ModelProto", shapes: ExportShapes) -> None:
             if dim.dim_param:
                 dim.dim_param = pattern.sub(lambda match: symbols[match[0]], dim.dim_param)
     for node in proto.graph.node:
-        del node.metadata_props[:]
+        _name_by_layer(node)
+
+
+def _name_by_layer(node: "NodeProto") -> None:
+    """Put the name of its layer before a node's name, as in "blocks.0.attn.qkv/node_linear", and remove its notes."""
+    notes = {entry.key: entry.value for entry in node.metadata_props}
+    *_, layer, _ = "", *ast.literal_eval(notes.get(_SCOPES_KEY, "['', '']"))
+    node.name = f"{layer}/{node.name}"
+    del node.metadata_props[:]
 
 
 def add_metadata(proto: "ModelProto", metadata: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from timm.utils.model import reparameterize_model
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
@@ -25,9 +26,12 @@ _LOUD = ("torch.onnx", "torch.export", "torch.fx", "torch._export", "torch._dyna
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Return a copy of the model to export: fused, in eval mode, on the CPU, in float32, without gradients."""
+    """Return a copy of the model to export: fused, in eval mode, on the CPU, in float32, without gradients.
+
+    Branches of timm's own blocks (MobileOne, RepVGG) are merged too.
+    """
     plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
-    return fuse(plain)
+    return reparameterize_model(fuse(plain), inplace=True).requires_grad_(False)
 
 
 @contextmanager
