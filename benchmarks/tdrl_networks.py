@@ -18,7 +18,8 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     """Return an untrained network.
 
     `form` is "plain", "repvgg", or a layout of `LinearToPyramid` followed by options: a rectification, same-function
-    (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for `statistics`; "plain xavier" is initialised as they are.
+    (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for `statistics`; "plain xavier" is
+    initialised as they are.
     """
     torch.manual_seed(seed)
     model = vit() if network == "vit" else timm.create_model(network, num_classes=10)

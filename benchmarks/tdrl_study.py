@@ -212,12 +212,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tdrl_study.jsonl"))
     parser.add_argument("--only", default="", help="train only runs whose 'NETWORK EPOCHS FORM' contains this")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job that would last longer")
+    parser.add_argument("--images", type=int, help="of each split; by default 20,000 to train on and all others")
     options = parser.parse_args()
     deadline, skipped = time.time() + options.seconds, set[Arm]()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.set_num_threads(1)  # OpenMP's threads do not survive the forks below
-    images = Images(torch.device("cuda" if on_gpu else "cpu"))
+    images = Images(torch.device("cuda" if on_gpu else "cpu"), options.images)
     if not options.out.is_file():
         options.out.parent.mkdir(parents=True, exist_ok=True)
         write_rows(options.out, json.loads((RESULTS / "tdrl_study.json").read_text())["runs"])

@@ -79,7 +79,7 @@ class MeasureMoments(torch.autograd.Function):
         mean = tokens.sum(-2) / count
         _all_reduce(group, mean)
         centred = tokens - mean.unsqueeze(-2)
-        covariance = symmetric_product(centred, centred).div_(count)
+        covariance = symmetric_product([centred], [centred]).div_(count)
         _all_reduce(group, covariance)
         source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
         return source.to(dtype), mean, covariance

@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,10 +12,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
-from isomorph.layers.affine_chain import apply_batchnorm, collapse_chain, matvec, uses_batch_statistics
+from isomorph.layers.affine_chain import (
+    Affine,
+    apply_batchnorms,
+    collapse_chain,
+    collapse_chains,
+    matvec,
+    uses_batch_statistics,
+)
 from isomorph.layers.moments import Moments
 from isomorph.layers.tokens import Statistics, parse_statistics
-from isomorph.layers.weight_products import row_variance
+from isomorph.layers.weight_products import row_variances
 
 Rectify = Literal["batchnorm", "rescale", "none"]
 
@@ -135,24 +142,16 @@ class Pyramid(nn.Module):
         norms = (m for m in self.modules() if isinstance(m, nn.SyncBatchNorm))
         return next((norm.process_group or torch.distributed.group.WORLD for norm in norms), None)
 
-    def sum_branches(self, moments: Moments | None) -> tuple[Tensor, Tensor]:
-        """Return the sum of the branches, before BatchNorm rectifies it, as A and c. Shape: -> (G, out, C), (G, out)"""
-        start = self.zero_mean() if moments is None else moments.mean
-        weights, biases = zip(*(collapse_chain(layers, moments, start) for layers in self.chains), strict=True)
-        weight = sum(weights[1:], weights[0]) * self.output_scale
-        # a product for each bias: otherwise their gradients would share memory
-        return weight, sum(c * self.output_scale for c in biases)
-
     def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
         """Yield each BatchNorm, in eval mode, with the mean and variance of its input. Shape: (G, out), (G, out)"""
         for layers in self.chains:
             for i, layer in enumerate(layers):
                 if isinstance(layer, _BatchNorm):
                     weight, bias = collapse_chain(layers[:i], moments, moments.mean)
-                    yield layer, bias, row_variance(weight, moments.covariance)
+                    yield layer, bias, row_variances([weight], moments.covariance)
         if self.norm is not None:
-            weight, bias = self.sum_branches(moments)
-            yield self.norm, bias, row_variance(weight, moments.covariance)
+            weight, _, bias = sum_branches([self], moments)[0]
+            yield self.norm, bias, row_variances([weight], moments.covariance)
 
     def collapse(self, moments: Moments | None) -> tuple[Tensor, Tensor]:
         """Collapse the pyramid into one affine map of `moments.source`, or of x if `moments` is None (eval mode).
@@ -160,12 +159,7 @@ class Pyramid(nn.Module):
         Shape: -> (out, C), (out,), with a leading group axis where there are groups
         Source: TDRL eq. 6 and 7, Fig. 1 (c); differs: also in train mode
         """
-        weight, bias = self.sum_branches(moments)
-        if self.norm is not None:
-            scale, bias = apply_batchnorm(self.norm, weight, bias, moments)
-            weight = weight * scale.unsqueeze(-1)
-        offset = None if moments is None else moments.offset
-        return weight, bias if offset is None else bias - matvec(weight, offset)
+        return collapse_pyramids([self], moments)[0]
 
     @torch.no_grad()
     def collapse_in_float64(self) -> tuple[Tensor, Tensor]:
@@ -183,3 +177,29 @@ class Pyramid(nn.Module):
     def extra_repr(self) -> str:
         statistics = "" if self.statistics == 1 else f", statistics={self.statistics:g}"
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}{statistics}"
+
+
+def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:
+    """Return the sum of the branches of pyramids that read one input, before BatchNorm rectifies it."""
+    start = pyramids[0].zero_mean() if moments is None else moments.mean
+    chains = [pyramid.chains for pyramid in pyramids]
+    maps = iter(collapse_chains([layers for each in chains for layers in each], moments, start))
+    sums = []
+    for pyramid, own in zip(pyramids, chains, strict=True):
+        weights, biases = zip(*(next(maps).scaled() for _ in own), strict=True)
+        scale = pyramid.output_scale
+        # a product for each bias: otherwise their gradients would share memory
+        sums.append(Affine(sum(weights[1:], weights[0]) * scale, None, sum(c * scale for c in biases)))  # type: ignore[arg-type]
+    return sums
+
+
+def collapse_pyramids(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[tuple[Tensor, Tensor]]:
+    """Collapse pyramids that read one input; see `Pyramid.collapse`."""
+    maps = dict(enumerate(sum_branches(pyramids, moments)))
+    norms = {index: pyramid.norm for index, pyramid in enumerate(pyramids) if pyramid.norm is not None}
+    if norms:
+        normed = apply_batchnorms(list(norms.values()), [maps[index] for index in norms], moments)
+        maps |= dict(zip(norms, normed, strict=True))
+    pairs = [maps[index].scaled() for index in range(len(pyramids))]
+    offset = None if moments is None else moments.offset
+    return pairs if offset is None else [(weight, bias - matvec(weight, offset)) for weight, bias in pairs]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers.affine_chain import matvec, weight_matrix
 from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
-from isomorph.layers.pyramid import Pyramid, Rectify
+from isomorph.layers.pyramid import Pyramid, Rectify, collapse_pyramids
 from isomorph.layers.tokens import Statistics
 
 
@@ -156,19 +156,19 @@ def _apply_jointly(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
         moments = measure_moments(x, None, pyramids[0].sync_group, pyramids[0].statistics)
         x = moments.source
     with disable_autocast(x.device):
-        weights, biases = zip(*(_affine_map(part, moments) for part in parts), strict=True)
-        weight, bias = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (weights, biases))
+        maps = iter(collapse_pyramids(pyramids, moments) if pyramids else ())
+        pairs = [next(maps) if isinstance(part, PyramidLinear) else _linear_map(part, moments) for part in parts]
+        weight, bias = pairs[0] if len(parts) == 1 else (torch.cat(each) for each in zip(*pairs, strict=True))
     dtype = autocast_dtype(x)
     return F.linear(x, cast_clamped(weight, dtype), bias.to(dtype))
 
 
-def _affine_map(part: PyramidLinear | nn.Linear, moments: Moments | None) -> tuple[Tensor, Tensor]:
-    """Return a part as A and c of A x + c, where the mean is subtracted from x if moments are given.
+def _linear_map(part: nn.Linear, moments: Moments | None) -> tuple[Tensor, Tensor]:
+    """Return a linear layer as A and c of A x + c, where the mean is subtracted from x if the moments are so.
 
     Shape: -> (out, C), (out,)
     """
-    if isinstance(part, PyramidLinear):
-        return part.collapse(moments)
     weight = weight_matrix(part)
-    bias = weight.new_zeros(part.out_features) if moments is None else matvec(weight, moments.mean)
+    centred = moments is not None and moments.offset is None
+    bias = matvec(weight, moments.mean) if centred else weight.new_zeros(part.out_features)  # type: ignore[union-attr]
     return weight, bias if part.bias is None else bias + part.bias

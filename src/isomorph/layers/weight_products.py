@@ -1,8 +1,12 @@
-"""Products of weights for chains of linear layers and BatchNorms: symmetric products, variances of rows.
+"""Products of weights for chains of linear layers and BatchNorms, for all chains of a layer together.
 
-Letters: M rows of a product, C channels, G groups (left out where there is one).
+Few large products instead of many small ones: on a GPU each small one costs a launch. Matrices of equal shape are
+stacked where copying them is cheaper than that (`_stacks`).
+
+Letters: M rows of a product, R rows of all weights, C channels, G groups (left out where there is one).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,66 +18,103 @@ NARROWEST_BLOCK = 96
 VARIANCE_FLOOR_ULPS = 4
 """Smallest variance that can be told from 0, in rounding units of the sum of its terms."""
 
+LARGEST_STACKED = 2**16
+"""Entries of the largest matrices that are stacked on a CPU; larger ones are multiplied one by one."""
 
-def symmetric_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return left^T right, known to be symmetric: on a CPU compute the blocks above the diagonal and mirror them.
+
+def _stacks(like: Tensor) -> bool:
+    """True if matrices of this size are better copied into one than multiplied one by one."""
+    return like.device.type != "cpu" or like.numel() <= LARGEST_STACKED
+
+
+def symmetric_product(lefts: Sequence[Tensor], rights: Sequence[Tensor]) -> Tensor:
+    """Return the sum of left^T right, known to be symmetric: on a CPU compute the upper blocks and mirror them.
 
     Halving the width again and again saves up to 0.44 of the work, in larger blocks than strips of equal width.
 
-    Shape: left, right (M, C) -> (C, C); groups may lead
+    Shape: left, right (M, C) each -> (C, C); groups may lead
     """
-    width = right.shape[-1]
-    if width < 2 * NARROWEST_BLOCK or right.ndim > 2 or right.device.type != "cpu":
-        return left.mT @ right
-    product = left.new_empty(width, width)  # from left: under vmap it is the one that always has a sample axis
+    width, pairs = rights[0].shape[-1], list(zip(lefts, rights, strict=True))
+    if width < 2 * NARROWEST_BLOCK or rights[0].ndim > 2 or rights[0].device.type != "cpu":
+        return _sum_products([(left.mT, right) for left, right in pairs])
+    product = lefts[0].new_empty(width, width)  # from left: under vmap it is the one that always has a sample axis
     spans = [(0, width)]
     while spans:
         start, stop = spans.pop()
-        middle = (start + stop) // 2
-        if stop - start < 2 * NARROWEST_BLOCK:
-            product[start:stop, start:stop] = left[:, start:stop].mT @ right[:, start:stop]
-            continue
-        block = left[:, start:middle].mT @ right[:, middle:stop]
-        product[start:middle, middle:stop], product[middle:stop, start:middle] = block, block.mT
-        spans += [(start, middle), (middle, stop)]
+        halved = stop - start >= 2 * NARROWEST_BLOCK
+        middle = (start + stop) // 2 if halved else stop
+        after = middle if halved else start
+        block = _sum_products([(left[:, start:middle].mT, right[:, after:stop]) for left, right in pairs])
+        product[start:middle, after:stop] = block
+        if halved:
+            product[middle:stop, start:middle] = block.mT
+            spans += [(start, middle), (middle, stop)]
     return product
 
 
-def _scale_by(gradient: Tensor, factor: Any) -> Tensor:
-    """Return the product, computed in place unless a second derivative may be needed."""
-    return gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
+def _sum_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the sum of the products of pairs of matrices."""
+    total = pairs[0][0] @ pairs[0][1]
+    for left, right in pairs[1:]:
+        total = torch.addmm(total, left, right) if total.ndim == 2 else torch.baddbmm(total, left, right)
+    return total
 
 
-class _RowVariance(torch.autograd.Function):
-    """Compute diag(A S A^T), saving only A and S: A S is recomputed with one small product.
+class _RowVariances(torch.autograd.Function):
+    """Compute diag(A S A^T) of the rows of all weights A, saving A S for the backward pass.
 
     The result is at least a few rounding units of diag(A diag(S) A^T). Without that floor, channels that cancel almost
     exactly would get variance 0, and BatchNorm would amplify them. A row at the floor gets no gradient.
 
-    Shape: weight A (G, out, C), covariance S (G, C, C) -> variance (G, out), and a mask of the rows above the floor
+    Shape: covariance S (G, C, C), weights A (G, rows, C) -> variance (G, R), a mask of the rows above the floor, A S
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(weight: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-        variance = (weight @ covariance).mul_(weight).sum(-1)  # (G, out)
+    def forward(covariance: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        matrices = _merge_rows(weights)
+        products = [weight @ covariance for weight in matrices]
         spread = covariance.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)  # (G, C, 1)
-        floor = (weight.square() @ spread).squeeze(-1).mul_(VARIANCE_FLOOR_ULPS * torch.finfo(weight.dtype).eps)
-        return torch.maximum(variance, floor), variance >= floor
+        pairs = list(zip(matrices, products, strict=True))
+        variance = _join([(product * weight).sum(-1) for weight, product in pairs])  # (G, R)
+        floor = _join([(weight.square() @ spread).squeeze(-1) for weight in matrices])
+        floor = floor * (VARIANCE_FLOOR_ULPS * torch.finfo(covariance.dtype).eps)
+        return torch.maximum(variance, floor), variance >= floor, *products
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*inputs, output[1])
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*output[1:], *inputs)
+        ctx.products = len(output) - 2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, Tensor | None]:
-        weight, covariance, above_floor = ctx.saved_tensors
-        scaled = weight * (grad * above_floor).unsqueeze(-1)  # (G, out, C)
-        d_weight = _scale_by(scaled @ covariance, 2) if ctx.needs_input_grad[0] else None
-        d_covariance = symmetric_product(scaled, weight) if ctx.needs_input_grad[1] else None
-        return d_weight, d_covariance
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        above_floor, *saved = ctx.saved_tensors
+        products, covariance, weights = saved[: ctx.products], saved[ctx.products], saved[ctx.products + 1 :]
+        matrices = _merge_rows(weights)
+        if torch.is_grad_enabled():  # a second derivative needs how the products follow from the weights
+            products = [weight @ covariance for weight in matrices]
+        rows = [weight.shape[-2] for weight in matrices]
+        slopes = (grad * above_floor).unsqueeze(-1).split(rows, -2)  # (G, rows, 1) each
+        d_weights = [product * (2 * slope) for product, slope in zip(products, slopes, strict=True)]
+        if len(matrices) < len(weights):
+            d_weights = list(d_weights[0].split([weight.shape[-2] for weight in weights], -2))
+        d_covariance = None
+        if ctx.needs_input_grad[0]:
+            scaled = [weight * slope for weight, slope in zip(matrices, slopes, strict=True)]
+            d_covariance = symmetric_product(scaled, matrices)
+        return d_covariance, *d_weights
+
+
+def _merge_rows(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weights as one matrix if they are better stacked. Shape: (G, rows, C) each -> (G, R, C)"""
+    return [torch.cat(list(weights), -2)] if len(weights) > 1 and _stacks(weights[0]) else list(weights)
+
+
+def _join(vectors: Sequence[Tensor]) -> Tensor:
+    """Return vectors as one. Shape: (G, rows) each -> (G, R)"""
+    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), -1)
 
 
 class _ScaledProduct(torch.autograd.Function):
@@ -98,17 +139,32 @@ class _ScaledProduct(torch.autograd.Function):
         d_inner = (weight * scale.unsqueeze(-2)).mT @ grad
         d_weight = grad @ inner.mT  # of W diag(scale)
         d_scale = (d_weight * weight).sum(-2)
-        return _scale_by(d_weight, scale.unsqueeze(-2)), d_scale, d_inner
+        d_weight = d_weight * scale.unsqueeze(-2) if torch.is_grad_enabled() else d_weight.mul_(scale.unsqueeze(-2))
+        return d_weight, d_scale, d_inner
 
 
-def row_variance(weight: Tensor, covariance: Tensor) -> Tensor:
-    """Return the variance of every output of a linear layer over the batch.
+def row_variances(weights: Sequence[Tensor], covariance: Tensor) -> Tensor:
+    """Return the variance of every output of several linear layers over the batch, one layer after the other.
 
-    Shape: weight (G, out, C), covariance (G, C, C) -> (G, out)
+    Shape: weight (G, rows, C) each, covariance (G, C, C) -> (G, R)
     """
-    return _RowVariance.apply(weight, covariance)[0]
+    return _RowVariances.apply(covariance, *weights)[0]
 
 
-def scaled_product(weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
-    """Return (W diag(scale)) A. Shape: (G, out, hidden), (G, hidden), (G, hidden, C) -> (G, out, C)"""
-    return _ScaledProduct.apply(weight, scale, inner)
+def scaled_products(factors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+    """Return (W diag(scale)) A for each (W, scale, A), those of equal shape together.
+
+    Shape: (G, out, hidden), (G, hidden), (G, hidden, C) -> (G, out, C) each
+    """
+    alike: dict[tuple[torch.Size, ...], list[int]] = {}
+    for index, (weight, _, inner) in enumerate(factors):
+        alike.setdefault((weight.shape, inner.shape), []).append(index)
+    found: dict[int, Tensor] = {}
+    for members in alike.values():
+        if len(members) > 1 and _stacks(factors[members[0]][0]):
+            stacked = [torch.stack(each) for each in zip(*(factors[i] for i in members), strict=True)]
+            products: Sequence[Tensor] = _ScaledProduct.apply(*stacked).unbind()
+        else:
+            products = [_ScaledProduct.apply(*factors[i]) for i in members]
+        found |= dict(zip(members, products, strict=True))
+    return [found[index] for index in range(len(factors))]
