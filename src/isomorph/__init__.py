@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
     from isomorph.checkpoints import load, load_weights, save
-    from isomorph.deployment import export
+    from isomorph.deployment import export, push, save_for_hub
     from isomorph.errors import UserError
     from isomorph.evaluation import cost_table
     from isomorph.memory import keep_freed_memory
@@ -39,11 +39,13 @@ if TYPE_CHECKING:
         Anneal,
         AttentionToGPSA,
         AttentionToRefined,
+        AttentionToRelative,
         ConvToGPSA,
         LinearToPyramid,
         Rule,
         edits,
         fuse,
+        prune,
         recalibrate,
         recast,
         revert,
@@ -58,7 +60,7 @@ else:
         {
             "isomorph.analysis": ("attention_maps", "cka", "gates", "nonlocality"),
             "isomorph.checkpoints": ("load", "load_weights", "save"),
-            "isomorph.deployment": ("export",),
+            "isomorph.deployment": ("export", "push", "save_for_hub"),
             "isomorph.errors": ("UserError",),
             "isomorph.evaluation": ("cost_table",),
             "isomorph.memory": ("keep_freed_memory",),
@@ -67,8 +69,9 @@ else:
             "isomorph.suites.survey": ("survey",),
             "isomorph.suites.test_data": ("evaluate",),
             "isomorph.surgery": (
-                *("Anneal", "AttentionToGPSA", "AttentionToRefined", "ConvToGPSA", "LinearToPyramid", "Rule"),
-                *("edits", "fuse", "recalibrate", "recast", "revert", "targets", "unstride", "verify"),
+                *("Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "ConvToGPSA"),
+                *("LinearToPyramid", "Rule"),
+                *("edits", "fuse", "prune", "recalibrate", "recast", "revert", "targets", "unstride", "verify"),
             ),
             "isomorph.training": ("Recipe", "train"),
         },
@@ -82,6 +85,7 @@ __all__ = [
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",
+    "AttentionToRelative",
     "ConvToGPSA",
     "LinearToPyramid",
     "Recipe",
@@ -105,12 +109,15 @@ __all__ = [
     "load_weights",
     "models",
     "nonlocality",
+    "prune",
+    "push",
     "recalibrate",
     "recast",
     "report",
     "revert",
     "robustness",
     "save",
+    "save_for_hub",
     "suites",
     "surgery",
     "survey",

@@ -1,7 +1,6 @@
 """Models on the Hugging Face hub, by names such as hf-hub:me/name: download, and what timm's config.json says."""
 
 import json
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,19 +20,14 @@ from huggingface_hub.errors import (
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.errors import UserError
+from isomorph.hub_names import parse_hub_name
 from isomorph.models.download import impatient_hub, is_connection_error
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 """The files of a model on the hub. Weights are read from safetensors alone, which hold no code."""
-_HUB_NAME = re.compile(r"hf[-_]hub:([^@]*)(?:@(.+))?")
 _MAX_CONFIG_BYTES = 2**24
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 """What to do without a token of the hub."""
-
-
-def is_hub_name(name: str | Path) -> bool:
-    """True for hf-hub:OWNER/NAME, also with @REVISION."""
-    return _HUB_NAME.fullmatch(Path(name).as_posix()) is not None
 
 
 def local_file(name: str | Path, revision: str | None = None) -> Path:
@@ -43,9 +37,9 @@ def local_file(name: str | Path, revision: str | None = None) -> Path:
 
     Raises: UserError when there is no such model or revision, it is private, or the hub does not answer.
     """
-    match = _HUB_NAME.fullmatch(Path(name).as_posix())
-    if match:
-        return _download_model(match[1], revision or match[2])
+    model = parse_hub_name(name)
+    if model:
+        return _download_model(model.repository, revision or model.revision)
     if revision is not None:
         raise UserError(f"revision {revision!r} is for models on the hub, hf-hub:OWNER/NAME; {name} is a file")
     return Path(name)

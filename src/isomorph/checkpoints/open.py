@@ -11,7 +11,7 @@ from torch import nn
 
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import NO_OPTIONS, ModelOptions, open_foreign
-from isomorph.checkpoints.hub import is_hub_name, local_file
+from isomorph.checkpoints.hub import local_file
 from isomorph.checkpoints.load import is_own_file, load, open_as
 from isomorph.checkpoints.optimizer_state import AVERAGED_PREFIX, MODEL_PREFIX
 from isomorph.checkpoints.rebuild import describe_base, rebuild_from_header
@@ -22,6 +22,7 @@ from isomorph.checkpoints.snapshot import (
     read_snapshot,
 )
 from isomorph.errors import UserError
+from isomorph.hub_names import parse_hub_name
 from isomorph.models import create, require_registered
 
 _SUFFIXES = (".safetensors", ".pth", ".pt", ".pth.tar", ".ckpt", ".bin")
@@ -86,7 +87,11 @@ def check_pretrained_option(name: str, weights: Path | None, pretrained: bool) -
 
 def is_checkpoint_or_run(name: str) -> bool:
     """True if this is a checkpoint, also on the hub, or a run's folder, and not the name of a timm model."""
-    return is_hub_name(name) or name.endswith(_SUFFIXES) or (Path(name).exists() and not timm.is_model(name))
+    return (
+        parse_hub_name(name) is not None
+        or name.endswith(_SUFFIXES)
+        or (Path(name).exists() and not timm.is_model(name))
+    )
 
 
 def open_trained(path: Path, options: ModelOptions = NO_OPTIONS) -> nn.Module:

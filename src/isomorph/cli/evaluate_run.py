@@ -60,7 +60,7 @@ def measure(
     rows, class_rows = run_sweep(model, test_sets, sweep, batch_size, workers, progress, runtime)
     if per_class and runtime.is_main:
         write_csv(per_class, class_rows)
-    images = sum(len(test_set) for test_set in test_sets)
+    images = sum(len(test_set.source) for test_set in test_sets)
     costs = measure_costs(model, sweep.sizes, images) if cost and runtime.is_main else []
     # nothing counts the multiply-accumulates of an exported model
     unknown = ("parameters", "macs") if isinstance(model, Artefact) else ()

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints import ModelOptions, open_model, open_trained
-from isomorph.checkpoints.hub import is_hub_name, local_file
+from isomorph.checkpoints.hub import local_file
 from isomorph.checkpoints.open import check_pretrained_option, needs_options
 from isomorph.cli.options import CheckpointOptions
 from isomorph.deployment.artefact import is_artefact, open_artefact
 from isomorph.errors import UserError
+from isomorph.hub_names import parse_hub_name
 from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
 from isomorph.training.recipe.parse import parse_value
@@ -46,7 +47,7 @@ def open_given(
 @functools.cache
 def _on_disk(name: str) -> str:
     """Return the name of a model; of one on the hub, the path of its file, which is downloaded once."""
-    return str(local_file(name)) if is_hub_name(name) else name
+    return str(local_file(name)) if parse_hub_name(name) else name
 
 
 def open_classifier(

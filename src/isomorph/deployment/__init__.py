@@ -2,8 +2,9 @@
 
 from isomorph.deployment.artefact import Artefact, open_artefact
 from isomorph.deployment.export import ExportReport, compare_artefact, export
+from isomorph.deployment.hub import push, save_for_hub
 
-__all__ = ["Artefact", "ExportReport", "compare_artefact", "export", "open_artefact"]
+__all__ = ["Artefact", "ExportReport", "compare_artefact", "export", "open_artefact", "push", "save_for_hub"]
 
 
 def __dir__() -> list[str]:

@@ -31,7 +31,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     config = evaluation_config(model, (shapes.checks[0][2], shapes.checks[0][3]))
     data = describe_data(model) | {key: config[key] for key in DATA_KEYS if key in config}
     values = {
-        FORMAT_KEY: _own_version(),
+        FORMAT_KEY: own_version(),
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
         "num_classes": getattr(model, "num_classes", None),
         "class_names": data.pop("label_names", None),
@@ -46,7 +46,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
     }
 
 
-def _own_version() -> str:
+def own_version() -> str:
     """Return isomorph's version, "unknown" where it runs without being installed."""
     try:
         return version("isomorph")

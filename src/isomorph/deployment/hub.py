@@ -1,0 +1,236 @@
+"""Sharing models on the Hugging Face hub, in the files that timm reads: weights, config.json and a model card."""
+
+import copy
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import timm
+import torch
+from huggingface_hub import CommitOperationAdd, HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+from timm.models import PretrainedCfg
+from timm.models._hub import save_config_for_hf
+from torch import nn
+
+import isomorph.deployment.model_card as cards
+from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
+from isomorph.checkpoints.model import save
+from isomorph.checkpoints.rebuild import is_same_network, rebuild
+from isomorph.errors import UserError
+from isomorph.evaluation.random_inputs import random_images
+from isomorph.hub_names import check_repository
+from isomorph.layers.eval_mode import eval_mode
+from isomorph.models.download import is_connection_error, is_reachable
+from isomorph.surgery.compiled import unwrap_compiled
+
+CARD, RECIPE = "README.md", "recipe.yaml"
+_ATOL = 1e-4
+"""Largest deviation of the model that timm builds, relative to the largest output where that is above 1."""
+
+
+def push(
+    model: nn.Module,
+    name: str,
+    *,
+    run: str | Path | None = None,
+    results: Mapping[str, float] | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+    replace_card: bool = False,
+    base: dict[str, Any] | nn.Module | None = None,
+    token: str | None = None,
+) -> str:
+    """Upload a model to the Hugging Face hub as OWNER/NAME, from where `iso.load` loads it, and return its address.
+
+    The files are those of `save_for_hub`, in one commit. The repository is created if there is none.
+
+    Args:
+        run: Folder or checkpoint of the run that trained the model: its recipe, command and last metrics go into the
+            model card.
+        results: Other metrics for the model card, by name.
+        private: Create the repository for its owner only.
+        revision: Branch to upload to; created if there is none. By default main.
+        message: Message of the commit.
+        replace_card: Replace a model card that is there already; it may have been edited.
+        base: As in `iso.save`.
+        token: Token of the hub; by default the one of `hf auth login`, or $HF_TOKEN.
+
+    Raises: UserError when the name is not valid, there is no token or no network, or the hub rejects the upload.
+
+    >>> model = timm.create_model("cifar_resnet20", num_classes=3)
+    >>> try:
+    ...     iso.push(model, "small")
+    ... except iso.UserError as error:
+    ...     print(error)
+    'small' is not a name for the hub; give OWNER/NAME, for example me/small
+    """
+    check_repository(name)
+    token = require_token(token)
+    with tempfile.TemporaryDirectory() as folder, _explain_rejection(name):
+        save_for_hub(model, folder, name, run=run, results=results, base=base)
+        api = HfApi(token=token, library_name="isomorph")
+        _open_repository(api, name, private, revision)
+        kept = not replace_card and api.file_exists(name, CARD, revision=revision)
+        files = [path for path in sorted(Path(folder).iterdir()) if not (kept and path.name == CARD)]
+        operations = [CommitOperationAdd(path.name, path) for path in files]
+        api.create_commit(name, operations, commit_message=message or "Add a model of isomorph", revision=revision)
+    return f"{constants.ENDPOINT}/{name}" + (f"/tree/{revision}" if revision else "")
+
+
+def require_token(token: str | None = None) -> str:
+    """Return the token of the hub: this one, or that of the user. Raises: UserError without a token or a network."""
+    token = token or huggingface_hub.get_token()
+    if not token:
+        raise UserError(f"uploading needs a token of the hub with write access; {LOG_IN}")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError("HF_HUB_OFFLINE is set, so that nothing is uploaded; unset it")
+    if not is_reachable(constants.ENDPOINT):
+        raise UserError(
+            f"cannot reach {constants.ENDPOINT}; check the network, or write the files with --out FOLDER "
+            "(iso.save_for_hub) and upload them later with `hf upload OWNER/NAME FOLDER`"
+        )
+    return token
+
+
+def _open_repository(api: HfApi, name: str, private: bool, revision: str | None) -> None:
+    """Create the repository and the branch if there are none. Raises: UserError for a public one, given `private`."""
+    with suppress(RepositoryNotFoundError):
+        if api.model_info(name).private is False and private:
+            raise UserError(f"{name} exists and is public; make it private in its settings, or leave out --private")
+    api.create_repo(name, private=private, exist_ok=True)
+    if revision:
+        api.create_branch(name, branch=revision, exist_ok=True)
+
+
+@contextmanager
+def _explain_rejection(name: str) -> Iterator[None]:
+    """Turn errors of the hub's client into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except HfHubHTTPError as error:
+        code = error.response.status_code
+        advice = f"; {LOG_IN} of an account that may write to {name}" if code in (401, 403) else ""
+        raise UserError(f"the hub did not accept {name}: {describe_hub_error(error)}{advice}") from None
+    except Exception as error:
+        if is_connection_error(error) or type(error).__module__.startswith(("httpx", "httpcore")):
+            raise UserError(f"the connection to {constants.ENDPOINT} broke off; run the same command again") from None
+        raise
+
+
+def save_for_hub(
+    model: nn.Module,
+    folder: str | Path,
+    name: str = "OWNER/NAME",
+    *,
+    run: str | Path | None = None,
+    results: Mapping[str, float] | None = None,
+    base: dict[str, Any] | nn.Module | None = None,
+) -> None:
+    """Write the files with which a model is shared on the Hugging Face hub to a folder.
+
+    They are model.safetensors, which `iso.load` loads, config.json for timm, README.md (the model card), and
+    recipe.yaml if a `run` is given. `timm.create_model("local-dir:FOLDER", pretrained=True)` loads the model too, if
+    timm can build it. Otherwise config.json names no architecture of timm, so that timm ends with an error.
+
+    Args:
+        name: The model's name on the hub, for the model card.
+        run: Folder or checkpoint of the run that trained the model.
+        results: Other metrics for the model card, by name.
+        base: As in `iso.save`.
+
+    Raises: UserError when the model cannot be saved, or a file cannot be written.
+
+    >>> iso.save_for_hub(timm.create_model("cifar_resnet20", num_classes=3), "shared")
+    >>> timm.create_model("local-dir:shared", pretrained=True).num_classes
+    3
+    >>> iso.load("shared/model.safetensors").num_classes
+    3
+    """
+    model, folder = unwrap_compiled(model), Path(folder)
+    training = cards.read_training(Path(run)) if run else None
+    with tempfile.TemporaryDirectory() as draft:
+        written = Path(draft)
+        save(model, written / WEIGHTS, base)
+        in_timm = _write_config(model, written, name)
+        (written / CARD).write_text(cards.model_card(model, name, training, results or {}, in_timm), encoding="utf-8")
+        if training:
+            (written / RECIPE).write_text(training.recipe_text(), encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in sorted(written.iterdir()):
+                partial = folder / f".{path.name}.{os.getpid()}.partial"
+                partial.write_bytes(path.read_bytes())
+                os.replace(partial, folder / path.name)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+
+
+def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
+    """Write timm's config.json next to the weights; return True if timm builds and loads this model from them."""
+    header = read_header(folder / WEIGHTS)
+    own = {
+        key: json.loads(header[key])
+        for key in ("format", "base", "module", "edits")
+        if key in header and key != "format"
+    }
+    config = _timm_config(model, own.get("base"), folder / CONFIG)
+    shared = {"isomorph": {"format": header["format"], **own}}
+    if config:
+        _write_json(folder / CONFIG, config | shared)
+        if _timm_loads(model, folder):
+            return True
+    of = own["base"]["name"] if "base" in own else own["module"]["class"].rpartition(".")[2]
+    recast = {"architecture": f"{of} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}
+    _write_json(folder / CONFIG, config | recast | shared)
+    return False
+
+
+def _timm_config(model: nn.Module, base: dict[str, Any] | None, path: Path) -> dict[str, Any]:
+    """Return timm's config of the model before its edits, with the images that the model expects; empty without one."""
+    if base is None:
+        return {}
+    with torch.device("meta"):
+        plain: Any = rebuild(base, ())
+    known = PretrainedCfg.__dataclass_fields__
+    own = getattr(model, "pretrained_cfg", None) or {}
+    plain.pretrained_cfg = {**plain.pretrained_cfg, **{key: own[key] for key in own if key in known}}
+    try:
+        save_config_for_hf(plain, str(path))
+    except (ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
+        return {}
+    config: dict[str, Any] = json.loads(path.read_text())
+    config["pretrained_cfg"] = {key: value for key, value in config["pretrained_cfg"].items() if key in known}
+    return config
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _timm_loads(model: nn.Module, folder: Path) -> bool:
+    """True if timm builds the same network from a folder, with the same tensors and the same outputs."""
+    try:
+        loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    except Exception:  # timm raises many types for a network that it cannot build
+        return False
+    states = model.state_dict(), loaded.state_dict()
+    if not is_same_network(model, loaded) or any(
+        not torch.equal(own.cpu().to(state.dtype), state)
+        for own, state in zip(*(s.values() for s in states), strict=True)
+    ):
+        return False
+    own = copy.deepcopy(model).cpu().float()
+    images = random_images(1, own)
+    with torch.no_grad(), eval_mode(own), eval_mode(loaded):
+        expected, found = own(images), loaded(images)
+    return torch.allclose(expected, found, rtol=0, atol=_ATOL * max(1.0, expected.abs().max().item()))

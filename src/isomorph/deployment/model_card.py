@@ -1,0 +1,209 @@
+"""The model card of a shared model: what it is, how to load it, what it was measured to do, and how it was trained."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import cleandoc
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+from torch import nn
+
+import isomorph.models as own_models
+from isomorph.checkpoints.rebuild import describe_data, describe_edits
+from isomorph.deployment.metadata import own_version
+from isomorph.errors import UserError
+from isomorph.evaluation.cost import count_parameters
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.surgery import Edit, edits
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.log import read_log
+
+_TASK = "image-classification"
+_METRICS = {
+    "top1": "top-1 (%)",
+    "top5": "top-5 (%)",
+    "nll": "negative log-likelihood (nats)",
+    "ece": "calibration error (%)",
+    "images": "images",
+}
+"""Metrics of an evaluation, and their names in a model card."""
+_LOCAL_FIELDS = {"out": True, "data": {"root"}, "model": {"weights"}, "expected": True}
+"""Fields of a recipe that are about the machine of a run, or about the paper's result."""
+_VERSIONS = ("python", "torch", "timm")
+_MAX_NAMES = 8
+"""Names of modules that a card lists for an edit."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a model was trained: fields of the recipe that differ from their defaults, command, versions and metrics."""
+
+    recipe: Mapping[str, Any]
+    epochs: int
+    command: str
+    environment: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+    def recipe_text(self) -> str:
+        """Return the recipe as YAML, which `isomorph train` takes."""
+        return yaml.safe_dump(dict(self.recipe), sort_keys=False, allow_unicode=True)
+
+
+def read_training(run: Path) -> Training:
+    """Return what a run's folder says about the training of a model, given the folder or one of its checkpoints.
+
+    Raises: UserError when there is no readable run.
+    """
+    folder = run if run.is_dir() else run.parent
+    try:
+        recipe = validate(json.loads((folder / "recipe.json").read_text()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{run} does not belong to a run with a readable recipe.json ({' '.join(str(error).split())[:200]})"
+        ) from None
+    rows = [row for row in read_log(folder / "log.jsonl") if "top1" in row]
+    environment = (read_log(folder / "environment.jsonl") or [{}])[-1]
+    changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
+    return Training(changed, recipe.epochs, _command(environment), environment, _chosen_row(rows, run))
+
+
+def _chosen_row(rows: list[dict[str, Any]], run: Path) -> dict[str, Any]:
+    """Return the evaluation of a checkpoint of a run: the best, that of epoch N, or the last one."""
+    if run.name == "best.safetensors":
+        return max(rows, key=lambda row: row["top1"], default={})
+    if run.stem.startswith("epoch-"):
+        return next((row for row in rows if f"epoch-{row.get('epoch')}" == run.stem), {})
+    return rows[-1] if rows else {}
+
+
+def _command(environment: Mapping[str, Any]) -> str:
+    """Return the command that started a run, without the folders of its machine; empty for a run from Python."""
+    words = [str(word) for word in environment.get("command") or ()]
+    if len(words) < 2 or words[1] != "train":
+        return ""
+    return shlex.join(["isomorph", *(Path(word).name if word.startswith(("/", "~")) else word for word in words[1:])])
+
+
+def model_card(
+    model: nn.Module, name: str, training: Training | None, results: Mapping[str, float], in_timm: bool
+) -> str:
+    """Return the text of a model card, with the metadata that the hub reads at its head."""
+    metrics = {**(training.metrics if training else {}), **results}
+    measured = {key: value for key, value in metrics.items() if key in _METRICS or key in results}
+    parts = [
+        f"---\n{_metadata(model, name, measured, in_timm)}---\n\n# {name.rpartition('/')[2]}\n\n{_summary(model)}",
+        _method(edits(model)),
+        _usage(model, name, in_timm),
+        _results(model, measured, training, results),
+        _training(training),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _metadata(model: nn.Module, name: str, measured: Mapping[str, float], in_timm: bool) -> str:
+    """Return the metadata as YAML."""
+    data = describe_data(model).get("source") or "test images"
+    top1 = measured.get("top1")
+    accuracy = (
+        [] if top1 is None else [EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)")]
+    )
+    card = ModelCardData(
+        library_name="timm" if in_timm else "isomorph",
+        pipeline_tag=_TASK,
+        tags=[_TASK, "isomorph", *(["timm"] if in_timm else [])],
+        model_name=name.rpartition("/")[2] if accuracy else None,
+        eval_results=accuracy or None,
+    )
+    return card.to_yaml() + "\n"
+
+
+def _summary(model: nn.Module) -> str:
+    """Return a sentence on the architecture, its size and its images."""
+    config = getattr(model, "pretrained_cfg", None) or {}
+    kind = config.get("architecture") or type(model).__name__
+    images = evaluation_config(model)
+    channels, height, width = images["input_size"]
+    classes = getattr(model, "num_classes", 0)
+    return (
+        f"A `{kind}` with {count_parameters(model):,} parameters"
+        + (f" and {classes:,} classes" if classes else "")
+        + f", for images of {height} x {width} with {channels} channels (mean {_numbers(images['mean'])}, standard "
+        f"deviation {_numbers(images['std'])}, {images['interpolation']}, crop {images['crop_pct']:g}). Written by "
+        f"isomorph {own_version()}."
+    )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3g}" for value in values)
+
+
+def _method(made: Sequence[Edit]) -> str:
+    """Return what was changed in the model, edit by edit."""
+    lines = ["## Method", "The model was made from the architecture above by these changes, in this order:"]
+    for edit, plain in zip(made, describe_edits(tuple(made)), strict=True):
+        fields = ", ".join(f"{field}={value!r}" for field, value in plain["fields"].items() if value is not None)
+        about = cleandoc(type(edit.rule).__doc__ or "").split("\n\n")[0].replace("\n", " ")
+        more = f" and {len(edit.names) - _MAX_NAMES} more" if len(edit.names) > _MAX_NAMES else ""
+        names = ", ".join(f"`{name}`" for name in edit.names[:_MAX_NAMES])
+        lines.append(f"- **{plain['rule']}**({fields}): {about} On {names}{more}.")
+    return "\n\n".join(lines) if made else ""
+
+
+def _usage(model: nn.Module, name: str, in_timm: bool) -> str:
+    """Return how to load the model, and how to measure it again."""
+    kind = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
+    own = kind in {full.partition(".")[0] for full in own_models.names()}
+    load = f'model = iso.load("hf-hub:{name}")'
+    if _is_module(model):
+        load = f'model = iso.load("hf-hub:{name}", base=...)  # a {type(model).__name__} before its changes'
+    code = ["import isomorph as iso", "", load]
+    if in_timm:
+        comment = "import isomorph  # registers the architecture" if own else "# or without isomorph:"
+        code += ["", comment, "import timm", "", f'model = timm.create_model("hf-hub:{name}", pretrained=True)']
+    text = "## Use\n\n```python\n" + "\n".join(code) + "\n```"
+    if not in_timm:
+        text += "\n\n`timm.create_model` cannot build this model and ends with an error: it does not make the changes."
+    return text if _is_module(model) else f"{text}\n\n```bash\nisomorph evaluate hf-hub:{name}\n```"
+
+
+def _is_module(model: nn.Module) -> bool:
+    """True for a model that timm did not make."""
+    return not (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+
+
+def _results(
+    model: nn.Module, measured: Mapping[str, float], training: Training | None, given: Mapping[str, float]
+) -> str:
+    """Return the measured metrics as a table."""
+    if not measured:
+        return ""
+    data = describe_data(model).get("source")
+    rows = [f"| {_METRICS.get(key, key)} | {value:,.6g} |" for key, value in measured.items()]
+    where = f"On the test images of `{data}`" if data else "On test images"
+    epoch = training.metrics.get("epoch") if training else None
+    when = f", after epoch {epoch} of {training.epochs}" if training and epoch else ""
+    by = " Given by the author: " + ", ".join(_METRICS.get(key, key) for key in given) + "." if given else ""
+    return "\n".join([f"## Results\n\n{where}{when}.{by}\n\n| metric | value |", "|---|---|", *rows])
+
+
+def _training(training: Training | None) -> str:
+    """Return recipe, command and versions."""
+    if training is None:
+        return ""
+    versions = ", ".join(f"{key} {training.environment[key]}" for key in _VERSIONS if key in training.environment)
+    processes = training.environment.get("processes", 1)
+    facts = [training.environment.get("device"), f"{processes} processes" if processes > 1 else "", versions]
+    source = f" ({training.recipe['source']})" if training.recipe.get("source") else ""
+    lines = [
+        "## Training",
+        f"Recipe `{training.recipe.get('name', 'run')}`{source}. `recipe.yaml` in this repository "
+        "has its fields; `isomorph train recipe.yaml` repeats it.",
+        f"Run on {', '.join(filter(None, facts))}:",
+    ]
+    if training.command:
+        lines.append(f"```bash\n{training.command}\n```")
+    return "\n\n".join([*lines, f"```yaml\n{training.recipe_text()}```"])

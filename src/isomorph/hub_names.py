@@ -1,0 +1,34 @@
+"""Names of models on the Hugging Face hub: OWNER/NAME, and as a model of a command hf-hub:OWNER/NAME@REVISION."""
+
+import re
+from pathlib import PurePath
+from typing import NamedTuple
+
+from isomorph.errors import UserError
+
+_PART = r"(?![.-])(?!\w*(?:--|\.\.))[A-Za-z0-9_.-]{1,96}(?<![.-])"
+_REPOSITORY = re.compile(f"{_PART}/{_PART}")
+_MODEL = re.compile(r"hf[-_]hub:([^@]*)(?:@(.+))?")
+
+
+class HubModel(NamedTuple):
+    """A model on the hub: its repository as OWNER/NAME, and a branch, tag or commit, None for the latest of main."""
+
+    repository: str
+    revision: str | None = None
+
+
+def parse_hub_name(name: str | PurePath) -> HubModel | None:
+    """Return the model that hf-hub:OWNER/NAME or hf-hub:OWNER/NAME@REVISION names; None for another name.
+
+    timm's registry names have no owner: hf-hub:resnet18 is one too, and the hub says that it has no such model.
+    """
+    match = _MODEL.fullmatch(name.as_posix() if isinstance(name, PurePath) else name)
+    return HubModel(match[1], match[2]) if match else None
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError unless this is OWNER/NAME with the letters that the hub allows."""
+    if not _REPOSITORY.fullmatch(name):
+        example = re.sub(r"[^A-Za-z0-9]+", "-", name.rpartition("/")[2]).strip("-") or "model"
+        raise UserError(f"{name!r} is not a name for the hub; give OWNER/NAME, for example me/{example}")
