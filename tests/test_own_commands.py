@@ -32,6 +32,11 @@ def answer(folder, *arguments):
     return json.loads(run.stdout.splitlines()[-1]), run.stderr
 
 
+def left_out(folder):
+    """The number of photos that a split of a quarter leaves out."""
+    return len(iso.data.open_source(folder / "photos", "test", test_fraction=0.25))
+
+
 ARCH = ("--arch", "cifar_resnet20")
 
 
@@ -46,7 +51,7 @@ def test_recast_verify_evaluate(folder):
     assert own["images"] == recast["images"] == 12
     assert own["top1"] == recast["top1"]
     held_out, _ = answer(folder, "evaluate", "t.safetensors", "--data", "photos", "--split", "0.25", "--no-cost")
-    assert held_out["images"] == 3
+    assert held_out["images"] == left_out(folder)
 
 
 def test_the_script_of_timm_and_the_choice_of_weights(folder):
@@ -83,7 +88,9 @@ def test_train_on_the_folder(folder):
     assert run.returncode == 0, run.stderr
     said = refusal(isomorph("evaluate", "runs/c", "--data", "photos", folder=folder))
     assert "--split 0.25 to test on the images left out" in said
-    assert answer(folder, "evaluate", "runs/c", "--data", "photos", "--split", "0.25", "--no-cost")[0]["images"] == 3
+    assert answer(folder, "evaluate", "runs/c", "--data", "photos", "--split", "0.25", "--no-cost")[0][
+        "images"
+    ] == left_out(folder)
 
 
 def test_options_of_a_checkpoint_leave_models_by_name_alone(folder):

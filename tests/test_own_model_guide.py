@@ -64,5 +64,5 @@ def test_every_block_of_the_guide(data_root, tmp_path, monkeypatch, capsys):
         "net.safetensors",
     }
     metrics = json.loads((tmp_path / "runs" / "tcnn" / "log.jsonl").read_text().splitlines()[-1])
-    assert metrics["images"] == 3
+    assert metrics["images"] == len(iso.data.open_source("photos", "test", test_fraction=0.25))
     assert "'images': 12" in capsys.readouterr().out

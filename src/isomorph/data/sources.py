@@ -1,6 +1,7 @@
 """`Source`, a list of labelled images that are read when asked for, and subsets of it."""
 
 import copy
+import hashlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -181,6 +182,11 @@ def spaced_images(source: Source, count: int | None) -> Source:
     return source.subset(spaced_indices(len(source), count))
 
 
+def random_indices(length: int, count: int) -> np.ndarray:
+    """Return `count` indices below `length` in random order, the same at every call. Shape: (count,)"""
+    return np.random.default_rng(0).permutation(length)[:count]
+
+
 def spaced_indices(length: int, count: int) -> np.ndarray:
     """Return `count` evenly spaced indices below `length`. Raises: UserError for a count below 1. Shape: (count,)"""
     if count < 1:
@@ -212,28 +218,38 @@ def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Sou
 
 
 def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]:
-    """Split a source in two, for training and for testing, with the same fraction of every class for testing.
+    """Split a source in two, for training and for testing, with about the same fraction of every class for testing.
 
-    The choice is random and the same at every call. A class with a single image is for training only.
+    An image is for testing if the hash of its file's name in the folder, as a number from 0 to 1, is below the fraction
+    (of images without file names, of their index), so images keep their side when others are added or removed. A class
+    that has no image on one side gives it the one with the lowest or highest hash; a single image is for training.
 
     Raises: UserError when the fraction is not between 0 and 1, or leaves no image for testing.
 
     >>> train, test = iso.data.split_classes(iso.data.open_source("digits", "train"), 0.2)
     >>> len(train), len(test)
-    (1077, 270)
+    (1070, 277)
     """
     if not 0 < test_fraction < 1:
         raise UserError(f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2")
     labels = np.asarray(source.labels)
-    held_out = np.zeros(len(labels), bool)
+    places = np.array([_hash_to_unit(image_name(source.images, i) or str(source.ids[i])) for i in range(len(labels))])
+    held_out = places < test_fraction
     for label in np.unique(labels):
-        members = np.random.default_rng(0).permutation(np.flatnonzero(labels == label))
-        held_out[members[: min(max(1, round(test_fraction * len(members))), len(members) - 1)]] = True
+        members = np.flatnonzero(labels == label)
+        held_out[members[places[members].argmin()]] = True
+        held_out[members[places[members].argmax()]] = False
     if not held_out.any():
         raise UserError(f"{len(labels)} images of {len(source.classes)} classes are too few to split; add images")
     train, test = (source.subset(np.flatnonzero(chosen)) for chosen in (~held_out, held_out))
     train.split = test.split = (test_fraction, len(labels))
     return train, test
+
+
+def _hash_to_unit(name: str) -> float:
+    """Return a number from 0 to 1 that depends on the name alone."""
+    digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).digest()
+    return int.from_bytes(digest) / 2**48
 
 
 def first_classes(source: Source, number: int) -> Source:

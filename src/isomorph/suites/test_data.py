@@ -13,7 +13,7 @@ from torch import nn
 from isomorph.data.formats.naming import ImageFiles
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
-from isomorph.data.sources import Source, first_classes
+from isomorph.data.sources import Source, first_classes, random_indices
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -87,13 +87,15 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
     A source of other names, or of a model without names, is returned unchanged if the number of classes is right.
 
-    Raises: UserError when a model has classes of other names than a folder of images.
+    Raises: UserError when a model has classes of other names than a folder of images, or a name stands for several.
     """
     own = tuple((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
     if len(own) != getattr(model, "num_classes", 0) or own == source.classes:
         return source
     unknown = [name for name in source.classes if name not in own]
     if not unknown:
+        _check_unambiguous("the model", own, source.classes)
+        _check_unambiguous("the data", source.classes, source.classes)
         relabelled = copy.copy(source)
         relabelled.labels = np.asarray([own.index(name) for name in source.classes])[source.labels]
         relabelled.classes = own
@@ -108,15 +110,25 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
     return source
 
 
+def _check_unambiguous(whose: str, names: Sequence[str], used: Sequence[str]) -> None:
+    """Raise UserError if a name that is used stands for several classes."""
+    for name in used:
+        numbers = [str(number) for number, each in enumerate(names) if each == name]
+        if len(numbers) > 1:
+            raise UserError(
+                f"{whose} has {len(numbers)} classes named {name!r} (numbers {', '.join(numbers)}), so that images of "
+                f"{name!r} have no one label; give each class a name of its own"
+            )
+
+
 def _list(names: Sequence[str]) -> str:
     """Return names for a message, the first few of many."""
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def sample_images(source: Source, samples: int) -> Source:
-    """Return random images of a source, the same ones at every call."""
-    order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0))
-    return source.subset(order[:samples].tolist())
+    """Return random images of a source in random order, the same ones at every call."""
+    return source.subset(random_indices(len(source), samples))
 
 
 def images_on_device(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:

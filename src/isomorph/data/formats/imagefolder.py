@@ -23,7 +23,7 @@ def imagefolder(split: str, root: Path, test_fraction: float | None = None) -> S
     """Open images in one folder per class, in `root/train` and `root/test` (or val, validation).
 
     Without train/, the class folders of `root` itself hold the test images. `test_fraction` splits a folder that has no
-    test images of its own: this fraction of every class is for testing (`split_classes`), the rest for training.
+    test images of its own: about this fraction of every class is for testing (`split_classes`), the rest for training.
     Classes are numbered as in train, if it exists, in the order of their names.
 
     Raises: UserError when a folder is missing, holds no images, has a class that train lacks, or cannot be split.
