@@ -185,7 +185,7 @@ BAD = {
         "data source 'cifar' is unknown",
     ),
     "batch size": (["evaluate", "{weights}", "--batch-size", "0"], "at least 1"),
-    "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "not a whole number"),
+    "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "--batch-size many must be a whole number"),
     "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' is not available"),
     "recipe": (["train", "cifar_exat"], "did you mean cifar_exact"),
     "field": (["train", "digits_cnn", "--optim.lrr", "3"], "did you mean --optim.lr?"),
@@ -301,7 +301,7 @@ BAD = {
     "many workers": (["robustness", "{weights}", "--data", "digits", "--workers", "9999"], "--workers 9,999 is out of"),
     "half an image": (
         ["robustness", "{weights}", "--data", "digits", "--max-images", "1.5"],
-        "1.5 is not a whole number",
+        "1.5 must be a whole number",
     ),
     "half a pixel": (["bench", "{weights}", "--size", "32", "32.5"], "is not a size; write --size 96, or"),
     "no corruptions": (

@@ -1,6 +1,7 @@
 """What the command line understands and says: sizes, names of options, files that exist, machines without a network."""
 
 import socket
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,13 +10,17 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import isomorph as iso
+from isomorph.cli import _error_message
+from isomorph.cli.open_models import library_options
 from isomorph.cli.option_names import name_options, recipe_fields
-from isomorph.cli.options import check_out
+from isomorph.cli.options import CheckpointOptions, check_figures, check_out, choose_page
 from isomorph.cli.recipe_fields import check_fields
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, parse_size
 from isomorph.data.sources import spaced_images
-from isomorph.models import download
+from isomorph.models import download, require_registered
+from isomorph.training.recipe.recipe import apply_overrides
+from isomorph.training.run.loop import _count
 
 NOWHERE = "http://127.0.0.1:9"
 """An address that no server listens on."""
@@ -136,11 +141,64 @@ def test_a_model_is_not_overwritten_by_accident(tmp_path):
         check_out(file, overwrite=True, source=file)
 
 
+def test_a_page_is_not_overwritten_by_accident(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert choose_page(None, "page.html", False) == Path("page.html")
+    for name in ("page.html", "page-2.html", "page-3.html"):
+        assert choose_page(None, "page.html", False) == Path(name)
+        Path(name).touch()
+    assert choose_page(None, "page.html", True) == choose_page(Path("page.html"), "", True) == Path("page.html")
+    with pytest.raises(iso.UserError, match=r"--out: page\.html exists; give --overwrite"):
+        choose_page(Path("page.html"), "", False)
+    Path("demo-models").mkdir()
+    assert choose_page(Path("demo.html"), "", False) == Path("demo.html")
+    assert choose_page(None, "demo.html", False, "-models") == Path("demo-2.html")
+    with pytest.raises(iso.UserError, match="--out: demo-models exists; give --overwrite"):
+        choose_page(Path("demo.html"), "", False, "-models")
+    check_figures(Path("demo-models"), False)
+    Path("demo-models/a.svg").touch()
+    check_figures(Path("demo-models"), True)
+    with pytest.raises(iso.UserError, match="--figures demo-models is not empty; give --overwrite"):
+        check_figures(Path("demo-models"), False)
+
+
+def test_the_type_of_an_unexpected_error_is_printed():
+    assert _error_message(iso.UserError("give --out")) == "give --out"
+    assert _error_message(ValueError("no value")) == "ValueError: no value"
+
+
+@pytest.mark.parametrize(
+    ("typed", "value"),
+    [("96", 96), ("1e-3", 1e-3), ("[96,128]", [96, 128]), ("true", True), ("None", None), ("avg", "avg")],
+)
+def test_model_kwargs_are_read_as_in_recipes(typed, value):
+    given = library_options(CheckpointOptions(model_kwargs=[f"x={typed}"])).model_kwargs
+    assert given == {"x": value}
+    assert apply_overrides({}, [f"model.kwargs.x={typed}"])["model"]["kwargs"] == given
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [("resnet1", "resnet18, resnet101, resnet10t"), ("rsnet18", "resnet18"), ("patch16_siglip_5", "vit_.*siglip_5")],
+)
+def test_near_names_of_models_are_suggested(given, near):
+    with pytest.raises(iso.UserError, match=f"there is no model '{given}'; did you mean {near}"):
+        require_registered(given)
+
+
+def test_numbers_of_things_are_worded():
+    assert (_count(1, "epoch"), _count(2_000, "step")) == ("1 epoch", "2,000 steps")
+
+
 def test_a_report_is_a_table_at_a_prompt():
     model = timm.create_model("cifar_resnet20")
     report = iso.verify(model, model, torch.zeros(1, 3, 32, 32))
     assert repr(report).startswith("equal within 1e-05: max |diff| 0 (float32)")
     assert repr(report) == str(report)
+    several = iso.surgery.compare_outputs(model, model, torch.zeros(1, 3, 8, 8), seeds=[1, 4], what="images of photos")
+    inputs = [line.partition(":")[0] for line in str(several).splitlines()[1:4]]
+    images, *random = [f"  input 1x3x8x8, {what}" for what in ("images of photos", "random, seed 1", "random, seed 4")]
+    assert inputs == [images, *random]
 
 
 def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_path):

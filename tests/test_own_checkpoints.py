@@ -73,6 +73,13 @@ def test_safetensors_of_the_hub_are_checkpoints_of_other_programs(tmp_path):
     assert same(iso.load(path, base="cifar_resnet20"), model)
 
 
+def test_numbers_of_blocks_are_limited(tmp_path):
+    for given in (dict(depth=2000), dict(layers=[1] * 2000), dict(layers=[2000])):
+        path = save(tmp_path / "best.pth.tar", timm_script(cnn("cifar_resnet20"), model_kwargs=given))
+        with pytest.raises(iso.UserError, match=r"its args.model_kwargs cannot be used: (depth|layers) .*1,000"):
+            open_own(path)
+
+
 DISAGREEING = [
     (dict(arch="resnet18"), "--arch resnet18"),
     (dict(num_classes=4), "--num-classes 4"),

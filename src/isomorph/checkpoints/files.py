@@ -23,7 +23,8 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except (OSError, SafetensorError, RuntimeError) as error:  # torch.save raises RuntimeError for a full disk
-        raise UserError(f"cannot write {path}: {' '.join(str(error).split())}") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"cannot write {path}: {reason}") from error
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

@@ -6,7 +6,19 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
-from isomorph.cli.options import CheckpointOptions, Device, Json, Model, Pretrained, Weights, WholeNumber, check_limits
+from isomorph.cli.options import (
+    CheckpointOptions,
+    Device,
+    Json,
+    Model,
+    Overwrite,
+    Pretrained,
+    Weights,
+    WholeNumber,
+    check_figures,
+    check_limits,
+    choose_page,
+)
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
 
@@ -19,7 +31,8 @@ def analyze(
     *,
     image: list[Path],
     against: str | None = None,
-    out: Path = Path("isomorph-analysis.html"),
+    out: Path | None = None,
+    overwrite: Overwrite = False,
     layers: list[str] | None = None,
     data: str | None = None,
     root: Path | None = None,
@@ -47,7 +60,8 @@ def analyze(
     against
         Second model to compare with, for example the same model after recasting or fine-tuning.
     out
-        File for the page, which needs no other file and no network.
+        File for the page, which needs no other file and no network; by default isomorph-analysis.html, with a number if
+        it exists.
     layers
         Globs over attention layers to show, for example `blocks.1?.attn`; by default all.
     data
@@ -75,6 +89,8 @@ def analyze(
         raise UserError("--max-images must be at least 4 and --megabytes at least 0.5")
     if evolution and not (data or root):
         raise UserError("--evolution compares features of test images; give --data or --root too")
+    out = choose_page(out, "isomorph-analysis.html", overwrite)
+    check_figures(figures, overwrite)
     with loading():
         from isomorph.cli.analyze_models import ModelImages, measure_models, open_page_models, write_analysis
     given = [model, *([against] if against else [])]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
-from isomorph.cli.options import Device, Json, WholeNumber, check_limits
+from isomorph.cli.options import Device, Json, Overwrite, WholeNumber, check_figures, check_limits, choose_page
 from isomorph.errors import UserError
 
 Along = Literal["nonlocality", "entropy"]
@@ -23,7 +23,8 @@ def compare_(
     root: Path | None = None,
     max_images: WholeNumber = 256,
     evaluated: Annotated[list[Path] | None, Parameter(consume_multiple=True)] = None,
-    out: Path = Path("isomorph-comparison.html"),
+    out: Path | None = None,
+    overwrite: Overwrite = False,
     figures: Path | None = None,
     device: Device = "auto",
     json_: Json = False,
@@ -48,7 +49,8 @@ def compare_(
     evaluated
         Files with the output of `isomorph evaluate --json`; their models are added to the accuracy-cost chart.
     out
-        File for the page, which needs no other file and no network.
+        File for the page, which needs no other file and no network; by default isomorph-comparison.html, with a number
+        if it exists.
     figures
         Folder to save every chart in as PDF and SVG.
     """
@@ -57,6 +59,8 @@ def compare_(
         raise UserError("there is nothing to compare; give folders of runs, or --evaluated")
     if (data or root) and not along:
         raise UserError("--data and --root choose the images of --along; give --along nonlocality or entropy too")
+    out = choose_page(out, "isomorph-comparison.html", overwrite)
+    check_figures(figures, overwrite)
     with loading():
         from isomorph.cli.compare_runs import TestImages, all_points, gating_histories, measure_along
         from isomorph.cli.page_output import page_footer, save_figures_and_print

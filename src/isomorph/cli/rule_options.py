@@ -6,16 +6,16 @@ registry, which imports torch.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar
 
-from cyclopts import Parameter, Token
+from cyclopts import Parameter
 
 from isomorph.cli.app import loading
+from isomorph.cli.options import WholeNumber
 from isomorph.cli.sizes import Size
 from isomorph.cli.tables import tables
-from isomorph.errors import UserError
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -61,18 +61,10 @@ def _types(row: dict[str, Any]) -> list[Any]:
     return kinds + [_TYPES[name] for name in row["types"]]
 
 
-def _whole_number(_: type, tokens: Sequence[Token]) -> int:
-    """Return a whole number as it was typed. Raises: UserError for a fraction, which cyclopts would round."""
-    try:
-        return int(tokens[0].value)
-    except ValueError:
-        raise UserError(f"{tokens[0].keyword} {tokens[0].value} must be a whole number") from None
-
-
 _TYPES = {"bool": bool, "float": float, "int": int, "str": str, "tuple[int, int]": tuple[int, int]}
 """Types of the fields of isomorph's rules, by name."""
 
-_EXACT = {int: Annotated[int, Parameter(converter=_whole_number)], tuple[int, int]: Size}
+_EXACT = {int: WholeNumber, tuple[int, int]: Size}
 """Types that are parsed without rounding, and sizes as in every command."""
 
 

@@ -1,6 +1,5 @@
 """The verify and fuse commands."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -87,7 +86,8 @@ def verify(
         inputs = [images for images, _ in eval_loader(source, config, max(batch, 1))]
     else:
         inputs = [random_images(batch, first, hw) for hw in size] if size else [random_images(batch, first)]
-    report = compare_outputs(first, second, inputs, atol=atol, seeds=seeds or [1])
+    what = f"images of {data}" if data else "random"
+    report = compare_outputs(first, second, inputs, atol, seeds or [1], what)
     verdict, *details = str(report).splitlines()
     if json_:
         print(json.dumps(report.as_dict()))
@@ -109,7 +109,6 @@ def fuse(
     data: str | None = None,
     root: Path | None = None,
     batch_size: WholeNumber = 128,
-    average: bool = True,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
@@ -131,8 +130,6 @@ def fuse(
         Folder of the data.
     batch_size
         Images per batch.
-    average
-        Of an unfinished run, fuse the averaged weights if it has any.
     """
     if recalibrate < 0 or batch_size < 2:
         raise UserError("--recalibrate must be at least 0 and --batch-size at least 2")
@@ -147,7 +144,7 @@ def fuse(
         from isomorph.evaluation.cost import count_parameters
         from isomorph.evaluation.random_inputs import random_images
         from isomorph.surgery import compare_outputs, fusible_modules
-    net = open_given_checkpoint(model, dataclasses.replace(checkpoint, ema=checkpoint.ema and average))
+    net = open_given_checkpoint(model, checkpoint)
     if not fusible_modules(net):
         raise UserError(
             f"{model} has nothing to fuse; models that can be fused have pyramids (LinearToPyramid, "

@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.options import Overwrite, choose_page
 from isomorph.cli.recipe_fields import check_fields, rewrite_size
 from isomorph.cli.tables import tables
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
@@ -13,7 +14,7 @@ from isomorph.terminal_tables import metric_table, print_table
 
 
 @app.command
-def demo(*, out: Path = Path("isomorph-demo.html")) -> None:
+def demo(*, out: Path | None = None, overwrite: Overwrite = False) -> None:
     """Train a small CNN on digits, recast it as attention, verify that both are equal, and train a ViT in two forms.
 
     Takes about two minutes on a CPU, downloads nothing, and writes a page with the results. Example: isomorph demo
@@ -21,12 +22,14 @@ def demo(*, out: Path = Path("isomorph-demo.html")) -> None:
     Parameters
     ----------
     out
-        File for the page; the models go to a folder next to it.
+        File for the page; by default isomorph-demo.html, with a number if it exists. The models go to a folder next to
+        it.
     """
+    out = choose_page(out, "isomorph-demo.html", overwrite, "-models")
     with loading():
         from isomorph.demo import next_commands, run_demo, write_demo_page
 
-    folder = out.with_name(f"{out.stem}-models")
+    folder = out.with_name(out.stem + "-models")
     result = run_demo(folder)
     write_demo_page(result, out)
     print()

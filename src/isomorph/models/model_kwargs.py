@@ -1,10 +1,7 @@
 """Arguments of timm.create_model that a recipe gives as model.kwargs, or a command as --model-kwargs."""
 
-import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from isomorph.errors import UserError
 
 RESERVED_ARGUMENTS = {
     "name": "give model.name",
@@ -22,35 +19,13 @@ RESERVED_ARGUMENTS = {
 """Arguments that model.kwargs may not have, and what to do instead."""
 
 MAX_NUMBER = 2**24
-"""Largest number that an argument may have: no size, depth or width of a network is above it."""
+"""Largest number that an argument may have: no size or width of a network is above it."""
+MAX_BLOCKS = 1000
+"""Largest number of blocks of a network."""
+_BLOCK_COUNT_WORDS = ("depth", "layers", "blocks")
+"""Words in names of arguments that count blocks."""
 MAX_NESTING = 8
 """Levels of lists and groups within an argument."""
-
-
-def parse_model_kwargs(assignments: Sequence[str]) -> dict[str, Any]:
-    """Return arguments from assignments like `img_size=96`, `img_size=96,128` or `global_pool=avg`.
-
-    Raises: UserError for text without `=`.
-    """
-    arguments: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or not name.isidentifier():
-            raise UserError(f"--model-kwargs {assignment!r} must be NAME=VALUE, for example img_size=96")
-        arguments[name] = _parse_value(text)
-    return arguments
-
-
-def _parse_value(text: str) -> Any:
-    """Return a number, a list, true, false, or else the text itself."""
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return text
-    return list(value) if isinstance(value, tuple) else value
 
 
 def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
@@ -66,17 +41,25 @@ def check_model_kwargs(arguments: Mapping[str, Any]) -> None:
         _check_value(name, value)
 
 
+def largest_allowed(name: str) -> int:
+    """Return the largest number, and length of a list, that an argument may have."""
+    return MAX_BLOCKS if any(word in name for word in _BLOCK_COUNT_WORDS) else MAX_NUMBER
+
+
 def _check_value(name: str, value: Any, depth: int = 1) -> None:
-    """Check one value: a number of at most MAX_NUMBER, text, true, false, null, or lists and groups of these.
+    """Check one value: a number of limited size, text, true, false, null, or lists and groups of these.
 
     Raises: ValueError for any other value.
     """
     if depth > MAX_NESTING:
         raise ValueError(f"{name} has more than {MAX_NESTING} levels of lists and groups")
+    limit = largest_allowed(name)
     if isinstance(value, list | tuple | dict):
+        if len(value) > limit:
+            raise ValueError(f"{name} has {len(value):,} values and may have {limit:,}")
         for each in value.values() if isinstance(value, dict) else value:
             _check_value(name, each, depth + 1)
-    elif isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
-        raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {MAX_NUMBER:,}")
+    elif isinstance(value, int | float) and not abs(value) <= limit:
+        raise ValueError(f"{name} {str(value)[:20]} must be a number of at most {limit:,}")
     elif not isinstance(value, int | float | str | None):
         raise ValueError(f"{name} must be a number, text, true, false, null, or a list or group of these")

@@ -13,7 +13,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from isomorph.errors import UserError
+from isomorph.checkpoints.files import write_atomically
 from isomorph.report.attention_viewer import Viewer
 from isomorph.report.charts import Chart, chart_json, chart_table, constant_text
 
@@ -146,7 +146,7 @@ def render_page(title: str, lead: str, sections: Sequence[Section], footer: str 
 
 
 def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], footer: str = "") -> int:
-    """Write sections as one HTML page and return its size in bytes.
+    """Write sections as one HTML page, completely or not at all, and return its size in bytes.
 
     The lead, under the title, is the finding of the page in a sentence.
 
@@ -159,9 +159,5 @@ def write_page(path: Path, title: str, lead: str, sections: Sequence[Section], f
     Raises: UserError when the page cannot be written.
     """
     page = render_page(title, lead, sections, footer).encode("utf-8", "replace")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(page)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; give --out another path") from None
+    write_atomically(path, lambda file: file.write_bytes(page))
     return len(page)

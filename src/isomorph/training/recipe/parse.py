@@ -39,6 +39,25 @@ def load_yaml(text: str) -> Any:
         raise UserError(f"a recipe has at most {MAX_DEPTH} levels of groups and lists; this has more") from None
 
 
+def parse_value(text: str) -> Any:
+    """Return a value on a command line: a number such as 1e-3, true, null or None, a list such as [96, 128], or text.
+
+    Raises: UserError for too many values or levels.
+    """
+    try:
+        value = load_yaml(text)
+    except UserError:
+        raise
+    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
+        return text
+    if not isinstance(value, str):
+        return value
+    try:
+        return None if value == "None" else float(value)  # 1e-3 is text in YAML
+    except ValueError:
+        return value
+
+
 def load_toml(text: str) -> dict[str, Any]:
     """Return the values of TOML text. Raises: UserError for too many levels; ValueError for invalid TOML."""
     try:

@@ -19,7 +19,7 @@ from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, O
 from isomorph.training.recipe.mask_fields import MaskPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
-from isomorph.training.recipe.parse import load_toml, load_yaml, read_text
+from isomorph.training.recipe.parse import load_toml, load_yaml, parse_value, read_text
 from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
 
 P = typing.TypeVar("P", bound=Part)
@@ -305,27 +305,11 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
             )
             if not isinstance(group, dict):
                 raise UserError(f"override {assignment!r}: {name} is not a group of fields")
-        value = _parse_value(text)
+        value = parse_value(text)
         if [*groups, last] == ["data"] and isinstance(value, str) and isinstance(group.get("data", {}), dict):
             value = {**group.get("data", {}), **DataPart.named(text)}
         group[last] = value
     return result
-
-
-def _parse_value(text: str) -> Any:
-    """Return a value parsed as YAML, and numbers like 1e-4 too, which YAML 1.1 takes for text."""
-    try:
-        value = load_yaml(text)
-    except UserError:
-        raise
-    except (yaml.YAMLError, ValueError):  # a glob like *.conv2 is not YAML: it is text
-        return text
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:
