@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import isomorph
-from isomorph.import_path import child_import_path, is_starting_isomorph
+from isomorph.import_path import child_import_path, is_command_line, is_starting_isomorph
 
 FOUND = str(Path(isomorph.__file__).parents[1])
 STARTED = ["json", "torch", "pickle", "multiprocessing", "timm", "numpy", "sitecustomize"]
@@ -93,3 +93,10 @@ def test_an_interactive_session_may_have_modules_of_its_own(monkeypatch, tmp_pat
 )
 def test_only_python_m_isomorph_is_meant(argv, given, starts):
     assert is_starting_isomorph(argv, given) == starts
+
+
+def test_a_script_of_the_same_name_is_not_the_command_line():
+    for script in ("/home/me/isomorph.py", "isomorph.demo.py", "isomorph.sh"):
+        assert not is_command_line([script], ["python", script])
+    for script in ("/bin/isomorph", r"isomorph.exe"):
+        assert is_command_line([script], ["python", script])

@@ -8,7 +8,7 @@ import pytest
 
 import isomorph as iso
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.run.tracking import open_tracker
+from isomorph.training.run.tracking import check_tracker, open_tracker
 
 WANDB = """
 import json, os
@@ -33,6 +33,7 @@ def init(**given):
     record("init", **given)
     return Run(given["id"] or "abc123")
 """
+
 
 TINY = dict(
     model=dict(name="cifar_resnet20"),
@@ -90,6 +91,14 @@ def test_a_missing_package_is_said_before_anything_is_written(tmp_path, monkeypa
     with pytest.raises(iso.UserError, match=r"track: wandb is not installed; run pip install wandb, or leave track"):
         iso.train(validate({**TINY, "out": str(tmp_path / "run")}), show=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_curves_is_not_the_package(tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    with pytest.raises(iso.UserError, match="track: wandb is not installed"):
+        check_tracker(validate({**TINY, "out": str(tmp_path)}))
 
 
 def test_the_old_name_of_the_field_still_works():

@@ -9,6 +9,7 @@ import sys
 
 SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 ISOMORPH_MODULES = ("isomorph", "isomorph.__main__")
+INSTALLED_SCRIPTS = ("isomorph", "isomorph.exe")
 
 
 def remove_working_folder() -> None:
@@ -35,7 +36,7 @@ def is_command_line(argv: list[str], given: list[str]) -> bool:
     Arguments as in `is_starting_isomorph`.
     """
     script = os.path.basename(argv[0]) if argv else ""
-    return is_starting_isomorph(argv, given) or script.split(".")[0] == "isomorph"
+    return is_starting_isomorph(argv, given) or script in INSTALLED_SCRIPTS
 
 
 def child_import_path() -> list[str]:

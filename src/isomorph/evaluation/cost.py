@@ -111,12 +111,15 @@ def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
     return torch.cat([_forward_branches(pyramid, x) for pyramid in joint.pyramids], -1)  # type: ignore[arg-type]
 
 
-def measure_cost(model: nn.Module, input_size: tuple[int, ...]) -> dict[str, float]:
-    """Return parameters, macs (per image), images_per_second (batch 32), and step_macs (per pass) if there are any."""
+def measure_cost(model: nn.Module, input_size: tuple[int, ...], images: int = 32) -> dict[str, float]:
+    """Return parameters, macs (per image), images_per_second, and step_macs (per pass) if there are any.
+
+    Speed is measured with batches of 32, or of `images` if they are fewer: two batches of a slow model.
+    """
     macs = count_pass(model, input_size)
     return {
         "parameters": count_parameters(model),
         "macs": macs.per_image,
         **({"step_macs": macs.per_pass} if macs.per_pass else {}),
-        "images_per_second": throughput(model, input_size),
+        "images_per_second": throughput(model, input_size, max(1, min(images, 32))),
     }

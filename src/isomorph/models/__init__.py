@@ -28,10 +28,17 @@ def require_registered(name: str) -> None:
 
     Raises: UserError with the closest names when it does not.
     """
-    if not timm.is_model(name.split(".")[0]):
-        close = timm.list_models(f"*{name}*")[:3] or get_close_matches(name, timm.list_models(), n=3)
+    if not timm.is_model(name.partition(".")[0]):
+        close = _close_names(name.partition(".")[0])
         hint = f"did you mean {', '.join(close)}?" if close else "see `isomorph models` and timm.list_models()"
         raise UserError(f"there is no model {name!r}; {hint}")
+
+
+def _close_names(name: str) -> list[str]:
+    """Return up to three names of models: the shortest that begin with this one, else similar ones."""
+    known = timm.list_models()
+    longer = sorted((other for other in known if other.startswith(name)), key=lambda other: (len(other), other))
+    return longer[:3] or get_close_matches(name, known, n=3) or [other for other in known if name in other][:3]
 
 
 def create(name: str, **arguments: Any) -> nn.Module:

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.error import URLError
@@ -35,8 +35,15 @@ def build_pretrained(build: Callable[[], T], config: PretrainedCfg | None) -> T:
         if _is_in_hub_cache(config.hf_hub_id):
             with suppress(LocalEntryNotFoundError, OfflineModeIsEnabled), _offline_hub():
                 return build()
-        with nullcontext() if constants.HF_HUB_OFFLINE or is_reachable(constants.ENDPOINT) else _offline_hub():
+        with impatient_hub():
             return build()
+
+
+def impatient_hub() -> AbstractContextManager[None]:
+    """Return a context in which the hub's client reads its cache only, if the hub's server does not answer."""
+    if constants.HF_HUB_OFFLINE or is_reachable(constants.ENDPOINT):
+        return nullcontext()
+    return _offline_hub()
 
 
 def is_connection_error(error: BaseException | None) -> bool:

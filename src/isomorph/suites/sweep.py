@@ -146,13 +146,16 @@ def _class_rows(counts: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
     ]
 
 
-def measure_costs(model: nn.Module, sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """Measure parameters, MACs and images per second at every size, or at the model's own if none is given."""
+def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int = 32) -> list[dict[str, Any]]:
+    """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
+
+    With fewer than 32 `images` to evaluate, speed is measured with batches of so many.
+    """
     rows = []
     for size in sizes or (None,):
         fitted = fit_to_size(model, size) if size else model
         head = {"size": list(size)} if size else {}
-        rows.append(head | measure_cost(fitted, evaluation_config(model, size)["input_size"]))
+        rows.append(head | measure_cost(fitted, evaluation_config(model, size)["input_size"], images))
     return rows
 
 

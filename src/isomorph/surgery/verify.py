@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
@@ -242,6 +243,8 @@ def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tup
     def compare_with(name: str) -> Any:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             module = recast.get_submodule(name)
+            if type(module) is Attention:  # it has no use for the grid that a hook passes to gated attention
+                kwargs = {name: value for name, value in kwargs.items() if name != "grid_size"}
             output, other = _first_tensor(output), _first_tensor(module(*args, **kwargs))
             deviation = (other - output).abs().max().item() if other.shape == output.shape else math.inf
             deviations[name] = TargetDeviation(name, type(module).__name__, deviation, output.abs().max().item())

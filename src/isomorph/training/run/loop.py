@@ -109,6 +109,11 @@ def _complete(run: Run, journal: Journal) -> Result:
     return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
 
 
+def _count(number: int, what: str) -> str:
+    """Return a number of things in words, such as "1 epoch" and "2 epochs"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def _print_start(run: Run, journal: Journal) -> None:
     """Print size, device and parameter groups of the run, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
@@ -118,8 +123,8 @@ def _print_start(run: Run, journal: Journal) -> None:
     begin = f"resuming after step {progress.step:,} of {recipe.epochs * steps:,}; " if progress.step else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
     journal.say(
-        f"{recipe.name}: {begin}{recipe.epochs} epochs of {steps:,} steps, {run.order.images:,} images, "
-        f"on {runtime.device}{shared}"
+        f"{recipe.name}: {begin}{_count(recipe.epochs, 'epoch')} of {_count(steps, 'step')}, "
+        f"{_count(run.order.images, 'image')}, on {runtime.device}{shared}"
     )
     if run.start and not progress.step:
         journal.say(f"{recipe.name}: {run.start}")

@@ -24,8 +24,11 @@ class Tracker(Protocol):
 
 
 def check_tracker(recipe: Recipe) -> None:
-    """Raise UserError when the package that draws the curves is not installed."""
-    if recipe.track and find_spec(recipe.track) is None:
+    """Raise UserError when the package that draws the curves is not installed.
+
+    A folder of curves with its name, such as wandb/ in the working folder, is not the package: it has no origin.
+    """
+    if recipe.track and ((spec := find_spec(recipe.track)) is None or spec.origin is None):
         raise UserError(f"track: {recipe.track} is not installed; run pip install {recipe.track}, or leave track out")
 
 
