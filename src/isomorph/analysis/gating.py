@@ -1,24 +1,27 @@
 """Gates, centres and attention spans of gated attention layers, in one model and over the epochs of its training."""
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, GPSA2d
+from isomorph.layers import GatedMap
+from isomorph.layers.prune_heads import MAP_LAYERS, TOKEN_LAYERS
+from isomorph.surgery.edited_attention import attention_name
+from isomorph.surgery.recast import outermost_modules
 
 
-def _gated_attention_layers(model: nn.Module) -> dict[str, GPSA | GPSA2d]:
-    """Return the gated attention layers by name.
+def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the gated attention layers by name, pruned ones too.
 
     Raises: UserError if the model has none.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, GPSA | GPSA2d)}
+    layers = outermost_modules(model, lambda module: isinstance(module, (*MAP_LAYERS, *TOKEN_LAYERS, GatedMap)))
     if not layers:
         raise UserError("the model has no gated attention layer; recast it first")
-    return layers
+    return {attention_name(name, layer): layer for name, layer in layers.items()}
 
 
 def gates(model: nn.Module) -> dict[str, Tensor]:
@@ -34,11 +37,11 @@ def gates(model: nn.Module) -> dict[str, Tensor]:
         >>> round(iso.gates(tcnn)["layer3.0.conv1"][0].item(), 3)
         0.731
     """
-    return {name: torch.sigmoid(layer.gate.detach()) for name, layer in _gated_attention_layers(model).items()}
+    return {name: layer.position_share.detach() for name, layer in _gated_attention_layers(model).items()}
 
 
 def attention_spans(model: nn.Module) -> dict[str, Tensor]:
-    """Return the attention span of every head, 1 / locality; NaN if the locality is 0 or negative.
+    """Return the attention span of every head, 1 / locality; NaN if the locality is 0 or negative, or pruned.
 
     A locality of 0 or below means that the head no longer attends to its centre.
 

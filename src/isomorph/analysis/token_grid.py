@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, PSA, GPSA2d, SpatialAttention, ViTGPSA
+from isomorph.layers import GPSA, PSA, PrunedGPSA, PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention
 from isomorph.layers.grid import axis_offsets
+from isomorph.layers.prune_heads import MAP_LAYERS
 from isomorph.surgery.grid_hooks import embedding_models
 
 
@@ -49,9 +50,9 @@ def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
 
 def _called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:
     """Return the grid that is an argument of the layer's call, or None."""
-    if isinstance(layer, SpatialAttention | ViTGPSA):
+    if isinstance(layer, SpatialAttention | ViTGPSA | ViTRelativeAttention | PrunedViTGPSA):
         return grid_size  # the second argument is a mask
-    return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PSA) else None
+    return grid_size or next(iter(args), None) if isinstance(layer, GPSA | PrunedGPSA | PSA) else None
 
 
 def _map_grid(layer: Any, x: Tensor, queries: int | None = None) -> tuple[int, int] | None:
@@ -84,12 +85,13 @@ def find_token_grid(
 ) -> TokenGrid:
     """Return the grid of a layer's queries and keys, for its inputs.
 
-    It is known for GPSA2d, and if queries and keys are the same tokens, of patches, a feature map or windows.
+    It is known for GPSA2d, pruned or not, and if queries and keys are the same tokens, of patches, a feature map or
+    windows.
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 
     Raises: UserError if the grid is not known, or the tokens do not fill it.
     """
-    if isinstance(layer, GPSA2d):
+    if isinstance(layer, MAP_LAYERS):
         padded = [n + 2 * p for n, p in zip(x.shape[-2:], layer.padding, strict=True)]
         middle = layer.kernel_size // 2
         return TokenGrid(

@@ -150,6 +150,16 @@ class ContentConv2d(ContentHeads):
         """Share of position attention in every head: 0. Shape: -> (nh,)"""
         return self.weight.new_zeros(self.num_heads)
 
+    @property
+    def locality(self) -> Tensor:
+        """Sharpness of position attention, which these heads do not have: NaN. Shape: -> (nh,)"""
+        return self.weight.new_full((self.num_heads,), torch.nan)
+
+    @property
+    def centre(self) -> Tensor:
+        """Centre of position attention, which these heads do not have: NaN. Shape: -> (nh, 2)"""
+        return self.weight.new_full((self.num_heads, 2), torch.nan)
+
     def forward(self, x: Tensor) -> Tensor:
         H, W = x.shape[-2:]
         Hq, Wq = self.query_grid(H, W)

@@ -9,7 +9,7 @@ import torch
 from timm.layers import Attention
 from torch import Tensor, nn
 
-from isomorph.layers.content_heads import ContentHeads, group_rows_by_head
+from isomorph.layers.content_heads import ContentConv2d, ContentHeads, group_rows_by_head
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
@@ -18,8 +18,10 @@ from isomorph.layers.pruned_gpsa2d import PART_CLASSES, PrunedGPSA2d
 from isomorph.layers.tap_heads import PositionHeads, TapHeads, nearest_taps
 from isomorph.layers.vit_gpsa import ViTGPSA
 
-MAP_LAYERS = (GPSA2d, PrunedGPSA2d, PositionalConv2d)
+MAP_LAYERS = (GPSA2d, PrunedGPSA2d, PositionalConv2d, ContentConv2d)
 """Layers on feature maps whose heads can be pruned."""
+
+MapLayer = GPSA2d | PrunedGPSA2d | PositionalConv2d | ContentConv2d
 
 TOKEN_LAYERS = (GPSA, PrunedGPSA)
 """Layers on tokens whose heads can be pruned."""
@@ -40,7 +42,8 @@ def current_heads(layer: nn.Module) -> str:
     """Return the letter of every head of a layer as it is."""
     if isinstance(layer, PrunedGPSA2d | PrunedGPSA):
         return layer.heads
-    return ("p" if isinstance(layer, PositionalConv2d) else "b") * layer.num_heads  # type: ignore[operator]
+    letter = "p" if isinstance(layer, PositionalConv2d) else "c" if isinstance(layer, ContentConv2d) else "b"
+    return letter * layer.num_heads  # type: ignore[operator]
 
 
 @torch.no_grad()
@@ -56,12 +59,12 @@ def closed_heads(layer: nn.Module, tolerance: float) -> str:
 
 
 @torch.no_grad()
-def off_tap_share(layer: nn.Module) -> Tensor:
+def off_tap_share(layer: MapLayer) -> Tensor:
     """Return the share of each head's position attention that is not on the tap nearest to its centre. Shape: -> (nh,)
 
     It is 1 for a head whose centre has left the window.
     """
-    tensors, size = map_head_tensors(layer), layer.kernel_size  # type: ignore[union-attr]
+    tensors, size = map_head_tensors(layer), layer.kernel_size
     centre, locality = tensors["centre"].double(), _locality(tensors["raw_locality"])
     tap = nearest_taps(centre, size) - size // 2  # (nh, 2)
     distance = tap[..., None] + _NEIGHBOURS.to(centre.device) - centre[..., None]  # (nh, 2, 129)
@@ -96,13 +99,12 @@ def prune_heads(layer: nn.Module, heads: str) -> nn.Module:
 
 
 @torch.no_grad()
-def map_head_tensors(layer: nn.Module) -> dict[str, Tensor]:
+def map_head_tensors(layer: MapLayer) -> dict[str, Tensor]:
     """Return the parameters of a layer on feature maps by head, the values part of the filters.
 
     Shape: filters (nh, C_out, C), query and key (nh, hd, C), centre (nh, 2), raw_locality and gate (nh,)
     """
     if not isinstance(layer, PrunedGPSA2d):
-        assert isinstance(layer, TapHeads)
         return _part_tensors(layer)
     found: dict[str, Tensor] = {}
     for letter, part in layer.parts().items():
@@ -126,9 +128,9 @@ def _part_tensors(part: TapHeads) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _prune_map_layer(layer: GPSA2d | PrunedGPSA2d | PositionalConv2d, heads: str) -> nn.Module:
+def _prune_map_layer(layer: MapLayer, heads: str) -> nn.Module:
     """Return the layer with these heads: a convolution, one of the parts of PrunedGPSA2d, or several."""
-    tensors, first = map_head_tensors(layer), next(iter(_layers_of_heads(layer)))
+    tensors, first = map_head_tensors(layer), _layers_of_heads(layer)[0]
     size = (first.in_channels, first.out_channels, first.kernel_size, first.stride, first.padding)
     bias = next((part.bias for part in _layers_of_heads(layer) if part.bias is not None), None)
     kinds = "".join(dict.fromkeys("p" if letter == "t" else letter for letter in heads))
@@ -147,7 +149,7 @@ def _prune_map_layer(layer: GPSA2d | PrunedGPSA2d | PositionalConv2d, heads: str
     return whole.tap_convolution() if "t" in heads else whole  # type: ignore[operator, union-attr]
 
 
-def _layers_of_heads(layer: GPSA2d | PrunedGPSA2d | PositionalConv2d) -> list[TapHeads]:
+def _layers_of_heads(layer: MapLayer) -> list[TapHeads]:
     """Return the layers that hold the heads: the parts of a pruned layer, or the layer itself."""
     return list(layer.parts().values()) if isinstance(layer, PrunedGPSA2d) else [layer]
 

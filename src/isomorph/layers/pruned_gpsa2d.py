@@ -4,6 +4,7 @@ A head is described by a letter: p (position only), c (content only), b (both), 
 """
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.content_heads import ContentConv2d
@@ -56,7 +57,10 @@ class PrunedGPSA2d(nn.Module):
         super().__init__()
         if len(heads) != kernel_size**2 or set(heads) - set(PART_CLASSES):
             raise ValueError(f"heads {heads!r} must be {kernel_size**2} letters of p, c and b, one for each tap")
-        self.heads = heads
+        self.heads, self.num_heads = heads, len(heads)
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
+        self.stride: tuple[int, int] = to_2tuple(stride)
+        self.padding: tuple[int, int] = to_2tuple(padding)
         for letter, name in PARTS.items():
             if letter in heads:
                 size = (in_channels, out_channels, kernel_size, stride, padding)
@@ -81,6 +85,20 @@ class PrunedGPSA2d(nn.Module):
     def position_share(self) -> Tensor:
         """Share of position attention in every head. Shape: -> (nh,)"""
         return self.in_head_order([part.position_share for part in self.parts().values()])
+
+    @property
+    def locality(self) -> Tensor:
+        """Sharpness of each head's position attention; NaN for a head without position. Shape: -> (nh,)"""
+        return self.in_head_order([part.locality for part in self.parts().values()])
+
+    @property
+    def centre(self) -> Tensor:
+        """Offset (row, column) where each head's position attention peaks, or NaN. Shape: -> (nh, 2)"""
+        return self.in_head_order([part.centre for part in self.parts().values()])
+
+    def query_grid(self, H: int, W: int) -> tuple[int, int]:
+        """Return the height and width of the output for an H x W input."""
+        return next(iter(self.parts().values())).query_grid(H, W)
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.

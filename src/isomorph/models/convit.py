@@ -14,6 +14,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor
 
 from isomorph.layers import GPSA, PSA
+from isomorph.layers.token_heads import TokenHeads
 from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.models.blockwise import BlockwiseViT
 from isomorph.models.convit_arguments import check_arguments, check_local_attention
@@ -143,7 +144,7 @@ class ConViT(ForeignCheckpoints, BlockwiseViT):
     def update_grid(self) -> None:
         super().update_grid()
         for module in self.modules():
-            if isinstance(module, GPSA | PSA):
+            if isinstance(module, TokenHeads | PSA):
                 module.grid_size = self.patch_embed.grid_size
 
 

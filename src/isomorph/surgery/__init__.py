@@ -1,10 +1,13 @@
-"""Change the form of a model and keep its function: recast, verify, fuse and revert."""
+"""Change the form of a model and keep its function: recast, verify, fuse, prune and revert."""
 
 from collections import ChainMap
 
+from isomorph.surgery.acceptance import Acceptance, acceptance
 from isomorph.surgery.anneal import Anneal
+from isomorph.surgery.attention_classes import register_attention
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
+from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import revert
@@ -12,25 +15,31 @@ from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.registry import RULES, build_rule, register_rule
+from isomorph.surgery.rules.relative import AttentionToRelative
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
-EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "Unstride": Unstride})
-"""Rules by name, as checkpoints store them: the registered ones, and those of `fuse` and `unstride`."""
+EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "PruneHeads": PruneHeads, "Unstride": Unstride})
+"""Rules by name, as checkpoints store them: the registered ones, and those of `fuse`, `prune` and `unstride`."""
 
 __all__ = [
     "RULES",
+    "Acceptance",
     "Anneal",
     "AttentionToGPSA",
     "AttentionToRefined",
+    "AttentionToRelative",
     "ConvToGPSA",
     "Edit",
     "Fuse",
+    "Head",
     "LinearToPyramid",
     "NotEqual",
+    "PruneHeads",
     "Rule",
     "Unstride",
     "VerifyReport",
+    "acceptance",
     "build_rule",
     "compare_outputs",
     "edits",
@@ -38,8 +47,11 @@ __all__ = [
     "fuse",
     "fusible_modules",
     "notes",
+    "prunable_heads",
+    "prune",
     "recalibrate",
     "recast",
+    "register_attention",
     "register_rule",
     "replay",
     "revert",

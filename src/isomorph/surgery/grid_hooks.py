@@ -19,11 +19,11 @@ from timm.layers import PatchDropout
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.layers import SpatialAttention, ViTGPSA
+from isomorph.layers import PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention
 from isomorph.surgery.edited_attention import EditedAttention
 from isomorph.surgery.field_checks import check_grid
 
-GRID_LAYERS = (SpatialAttention, ViTGPSA, EditedAttention)
+GRID_LAYERS = (PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention, EditedAttention)
 """Layers that need the grid positions of their tokens."""
 
 GridSize = tuple[int, int]
@@ -215,7 +215,8 @@ def _register_grid_hooks(model: Any) -> None:
     if not layers:
         return
     grids = _CallGrids()
-    _embedding_of(model).register_forward_pre_hook(_ImageHook(model, grids), with_kwargs=True)
+    if embedding := _embedding_of(model):
+        embedding.register_forward_pre_hook(_ImageHook(model, grids), with_kwargs=True)
     outer = {name.rsplit(".", depth)[0] for name in layers for depth in range(1, name.count(".") + 1)}
     for module in {model.get_submodule(name) for name in outer}:
         module.register_forward_pre_hook(grids.before_module, with_kwargs=True)
@@ -225,13 +226,13 @@ def _register_grid_hooks(model: Any) -> None:
         layer.register_forward_pre_hook(grids.before_top_layer if on_top else grids.before_layer, with_kwargs=True)
 
 
-def _embedding_of(model: Any) -> nn.Module:
+def _embedding_of(model: Any) -> nn.Module | None:
     """Return the module that receives the images: the patch embedding, or else the first layer with a weight matrix."""
     embedding = getattr(model, "patch_embed", None)
     if hasattr(embedding, "dynamic_feat_size"):
         return embedding
     inner = (module for module in model.modules() if module is not model)
-    return next(m for m in inner if any(p.ndim > 1 for p in m.parameters(recurse=False)))
+    return next((m for m in inner if any(p.ndim > 1 for p in m.parameters(recurse=False))), None)
 
 
 def embedding_models(model: nn.Module) -> list[Any]:
@@ -272,11 +273,17 @@ def check_grid_fields(rule: Any) -> None:
 
 
 def with_model_grid(rule: Any, model: nn.Module) -> Any:
-    """Return the rule with the grid and the number of prefix tokens of the model where its fields are None."""
+    """Return the rule with the grid and the number of prefix tokens of the model where its fields are None.
+
+    A model without a patch embedding whose first layer is a convolution has images, from whose size an edit of the map
+    finds the grid at each call: the rule's `grid_from_image` is then True.
+    """
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:
-        missing = rule.prefix_tokens is None and hasattr(model, "num_prefix_tokens")
-        return replace(rule, prefix_tokens=model.num_prefix_tokens) if missing else rule
+        prefix_tokens = getattr(model, "num_prefix_tokens", None) if rule.prefix_tokens is None else rule.prefix_tokens
+        bound = replace(rule, prefix_tokens=prefix_tokens)
+        object.__setattr__(bound, "grid_from_image", isinstance(_embedding_of(model), nn.Conv2d))
+        return bound
     fields = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
     return replace(rule, **{name: value for name, value in fields.items() if getattr(rule, name) is None})
 

@@ -12,11 +12,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, PSA, GPSA2d
+from isomorph.layers import PSA, PrunedGPSA
+from isomorph.layers.position_gates import PositionGates
 from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.tap_heads import PositionHeads
 from isomorph.layers.weight_decay import parameters_without_decay
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.recipe import check_part
+
+_GATED = (PositionGates, PositionHeads, PrunedGPSA, PSA)
+"""Layers with gates, centres or localities."""
 
 GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 """Kinds of parameter groups, in the optimiser's order."""
@@ -24,7 +29,7 @@ GROUP_KINDS = ("decayed", "branches", "undecayed", "gates", "positions")
 
 def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
     """Return the names of all gates, and those of all centres and localities, of gated attention layers."""
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, GPSA | GPSA2d | PSA)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, _GATED)}
     names = {f"{name}.{own}".lstrip(".") for name, layer in layers.items() for own in layer.no_weight_decay()}
     gates = {name for name in names if name.rpartition(".")[2] == "gate"}
     return gates, names - gates

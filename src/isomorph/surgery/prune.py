@@ -1,0 +1,190 @@
+"""Prune gated attention: remove queries and keys of closed heads, and the positions of open ones."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.layers.prune_heads import (
+    HEAD_FORMS,
+    MAP_LAYERS,
+    TOKEN_LAYERS,
+    closed_heads,
+    current_heads,
+    prune_heads,
+)
+from isomorph.surgery.compiled import copy_model, unwrap_compiled
+from isomorph.surgery.field_checks import check_number
+from isomorph.surgery.recast import Edit, check_model, outermost_modules, replay
+from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.where import Where, describe_where, matches_where
+
+TOLERANCE = (0.0, 0.5)
+"""Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open."""
+
+
+@dataclass(frozen=True)
+class PruneHeads(ExplainedRule):
+    """Rule that removes what the heads of a gated attention layer do not use; `prune` chooses the heads.
+
+    Raises: UserError for a tolerance out of range; from `build`, for a layer without gated heads, or letters that do
+        not fit its heads.
+
+    Example:
+        >>> layer = iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1))
+        >>> type(iso.surgery.PruneHeads("ppppppppb").build(layer)).__name__
+        'PrunedGPSA2d'
+    """
+
+    heads: str
+    """A letter for every head: p position only, c content only, b both, t on a tap (all heads: a convolution)."""
+
+    tolerance: float = 0.01
+    """Share of a head's attention that is left out, at most."""
+
+    def __post_init__(self) -> None:
+        check_number("tolerance", self.tolerance, TOLERANCE)
+
+    @property
+    def atol(self) -> float:  # type: ignore[override]
+        """Largest difference that `verify` accepts by default: what nine heads leave out adds up."""
+        return max(1e-4, 10 * self.tolerance)
+
+    def rejection_reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be pruned, or None if it can."""
+        kind = next((kind for kind in (*MAP_LAYERS, *TOKEN_LAYERS) if isinstance(module, kind)), None)
+        if kind is None:
+            return f"{type(module).__name__} has no gated heads; GPSA and GPSA2d have"
+        return None
+
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the layer without what its heads do not use.
+
+        Raises: UserError with the reason if it cannot be pruned.
+        """
+        self.check_accepted(module)
+        try:
+            return prune_heads(module, self.heads)
+        except ValueError as error:
+            raise UserError(f"PruneHeads cannot recast this module: {error}") from None
+
+
+class Head(NamedTuple):
+    """A head of a gated attention layer: its share of position attention, and what pruning makes of it.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv1")
+        >>> head = iso.surgery.prunable_heads(tcnn)[0]
+        >>> head.layer, head.index, head.was, head.becomes
+        ('layer3.0.conv1', 0, 'position and content', 'position only')
+    """
+
+    layer: str
+    index: int
+    position_share: float
+    was: str
+    becomes: str
+
+
+def _gated_layers(model: nn.Module, where: Where) -> dict[str, nn.Module]:
+    """Return the layers whose heads can be pruned, by name.
+
+    Raises: UserError if `where` selects none.
+    """
+    check_model(model)
+    found = outermost_modules(unwrap_compiled(model), lambda module: isinstance(module, MAP_LAYERS + TOKEN_LAYERS))
+    layers = {name: layer for name, layer in found.items() if matches_where(where, name, layer)}
+    if not found:
+        raise UserError("the model has no gated attention layer (GPSA, GPSA2d) to prune; recast it first")
+    if not layers:
+        raise UserError(f"{describe_where(where)} selects no gated attention layer; there are {', '.join(found)}")
+    return layers
+
+
+def _pruned_letters(layers: dict[str, nn.Module], tolerance: float) -> dict[str, str]:
+    """Return the letters of the heads of every layer that pruning changes.
+
+    Raises: UserError for a tolerance out of range.
+    """
+    check_number("tolerance", tolerance, TOLERANCE)
+    letters = {name: closed_heads(layer, tolerance) for name, layer in layers.items()}
+    return {name: heads for name, heads in letters.items() if heads != current_heads(layers[name])}
+
+
+def prunable_heads(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> list[Head]:
+    """Return the heads that `prune` would change, with what each attends by before and after.
+
+    Raises: UserError for a tolerance out of range, or if `where` selects no gated attention layer.
+
+    Example:
+        >>> vit = timm.create_model("convit_ti", img_size=32, depth=2, local_up_to_layer=1)
+        >>> iso.surgery.prunable_heads(vit)  # the gates of a new ConViT are between position and content
+        []
+    """
+    layers = _gated_layers(model, where)
+    found = []
+    for name, heads in _pruned_letters(layers, tolerance).items():
+        layer: nn.Module = layers[name]
+        shares = layer.position_share.tolist()  # type: ignore[operator, union-attr]
+        for index, (share, old, new) in enumerate(zip(shares, current_heads(layer), heads, strict=True)):
+            if old != new:
+                found.append(Head(name, index, share, HEAD_FORMS[old], HEAD_FORMS[new]))
+    return found
+
+
+def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.Module:
+    """Return a copy of the model without the parts of gated attention that its heads no longer use.
+
+    A head loses at most the share `tolerance` of its attention:
+
+    - a head whose gate is closed (position share of at least 1 - tolerance) loses its queries and keys. It attends by
+      position only, at a cost linear in the number of tokens. Class and register tokens have no position and attend by
+      content still;
+    - a head whose gate is open (position share of at most tolerance) loses its position;
+    - a layer on feature maps of which all heads attend to single taps becomes a convolution, and a recast attention
+      layer of which all heads are open becomes timm's Attention.
+
+    The new layers train, save, load and export like any other; pruning again after training removes more. Compare with
+    `verify(model, pruned, images)`, whose default is `10 * tolerance` here. `prunable_heads` lists what is removed.
+
+    Raises: UserError for a tolerance out of range, if `where` selects no gated attention layer, or if no head is closed
+        or open.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20").eval()
+        >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv?")  # soft taps, closed gates
+        >>> pruned = iso.prune(tcnn)
+        >>> type(pruned.layer3[0].conv1).__name__
+        'PositionalConv2d'
+        >>> iso.verify(tcnn, pruned, torch.randn(1, 3, 32, 32)).passed
+        True
+    """
+    layers = _gated_layers(model, where)
+    letters = _pruned_letters(layers, tolerance)
+    if not letters:
+        raise UserError(_nothing_to_prune(layers, tolerance))
+    pruned = copy_model(model)
+    for heads in dict.fromkeys(letters.values()):
+        names = tuple(name for name, own in letters.items() if own == heads)
+        pruned = replay(pruned, Edit(PruneHeads(heads, tolerance), names))
+    return pruned
+
+
+def _nothing_to_prune(layers: dict[str, nn.Module], tolerance: float) -> str:
+    """Return the message that no head is closed or open, with the head that is nearest to it."""
+    nearest = []
+    for name, layer in layers.items():
+        shares: torch.Tensor = layer.position_share.detach()  # type: ignore[assignment, union-attr]
+        for index, (share, letter) in enumerate(zip(shares.tolist(), current_heads(layer), strict=True)):
+            if letter == "b":
+                nearest.append((min(share, 1 - share), share, name, index))
+    if not nearest:
+        return f"nothing to prune: no head has a gate left, and no layer is on its taps within tolerance {tolerance:g}"
+    need, share, name, index = min(nearest)
+    return (
+        f"nothing to prune: no head's share of position attention is within {tolerance:g} of 0 or 1; the nearest is "
+        f"{share:.3g} (head {index} of {name or 'the model'}): train on, or give a tolerance of at least {need:.2g}"
+    )
