@@ -59,7 +59,10 @@ def attend_with_bias(bias: Tensor, drop: float, q: Tensor, k: Tensor, v: Tensor)
     """
     forms_maps = is_eager() and q.device.type == "cpu" and torch.is_grad_enabled() and bias.requires_grad
     if not forms_maps and not is_functorch_tensor(bias):
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[None], dropout_p=drop)
+        # if the bias needs a gradient, torch's ONNX exporter replaces the operator by others with another memory layout
+        exports_gradient = torch.compiler.is_exporting() and torch.is_grad_enabled() and bias.requires_grad
+        return out.clone(memory_format=torch.contiguous_format) if exports_gradient else out
 
     def attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         logits = (q * q.shape[-1] ** -0.5) @ k.mT  # (B, nh, N, N)
