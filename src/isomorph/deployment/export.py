@@ -17,11 +17,11 @@ from isomorph.deployment.artefact import FORMATS, METADATA_FILE, Artefact, load_
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
 from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
-from isomorph.deployment.program import prepare, quiet, trace
+from isomorph.deployment.program import fused_modules, prepare, quiet, trace
 from isomorph.deployment.shapes import ExportShapes, Shape, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
-from isomorph.surgery import NotEqual, VerifyReport, fusible_modules
+from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.verify import InputDeviation
 
@@ -121,7 +121,7 @@ def export(
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents))
     opset = check_opset(opset) if kind == "onnx" else None
-    fused = len(fusible_modules(model))
+    fused = len(fused_modules(model))
     return ExportReport(str(path), kind, opset, dynamic, shapes.size_multiple, len(contents) / 1e6, fused, deviation)
 
 

@@ -14,7 +14,7 @@ from torch.export import Dim, ExportedProgram
 
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
-from isomorph.surgery import fuse
+from isomorph.surgery import fuse, fusible_modules
 from isomorph.surgery.compiled import unwrap_compiled
 
 _OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
@@ -32,6 +32,12 @@ def prepare(model: nn.Module) -> nn.Module:
     """
     plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
     return reparameterize_model(fuse(plain), inplace=True).requires_grad_(False)
+
+
+def fused_modules(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that `prepare` fuses."""
+    by_timm = (name for name, module in model.named_modules() if callable(getattr(module, "reparameterize", None)))
+    return (*fusible_modules(model), *by_timm)
 
 
 @contextmanager
