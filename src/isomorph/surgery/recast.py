@@ -134,7 +134,7 @@ def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> 
     return outermost
 
 
-def _bind_rule(rule: Rule, model: nn.Module) -> Rule:
+def bind_rule(rule: Rule, model: nn.Module) -> Rule:
     """Return the rule completed with facts about the model, if it has a method `within`."""
     within = getattr(rule, "within", None)
     return within(model) if within else rule
@@ -176,7 +176,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     _check_arguments(rule, where)
     check_model(model)
     model = unwrap_compiled(model)
-    given, rule = rule, _bind_rule(rule, model)
+    given, rule = rule, bind_rule(rule, model)
     named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
     if getattr(given, "takes_parts", False) and not callable(where):
         named += joint_parts(model).items()
@@ -184,7 +184,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
     selected = _without_covered(list(_unique_targets((n, m) for n, m in named if matches_where(where, n, m))))
-    kind = _rule_kinds(rule)
+    kind = rule_kinds(rule)
     if not selected:
         names = [name for name, _ in named if name]
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
@@ -216,7 +216,7 @@ def check_model(model: object) -> None:
         raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
 
 
-def _rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
+def rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
     """Return the module classes of the rule's `kind`, if any."""
     kind = getattr(rule, "kind", ())
     return kind if isinstance(kind, tuple) else (kind,)
@@ -263,7 +263,8 @@ def match_original(replacement: nn.Module, original: nn.Module) -> nn.Module:
     trained = not old or any(parameter.requires_grad for parameter in old.values())
     for name, parameter in replacement.named_parameters():
         parameter.requires_grad_(old[name].requires_grad if name in old else trained and parameter.requires_grad)
-    return replacement.train(original.training)
+    replacement.train(original.training)  # LeViT's returns None
+    return replacement
 
 
 def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
@@ -305,7 +306,7 @@ def replay(model: nn.Module, edit: Edit) -> nn.Module:
         >>> type(tcnn.layer3[0].conv1).__name__
         'GPSA2d'
     """
-    rule, tied = _bind_rule(edit.rule, model), tied_parameters(model)
+    rule, tied = bind_rule(edit.rule, model), tied_parameters(model)
     for name in edit.names:
         target: Any = find_target(model, name)
         if target is None:

@@ -5,7 +5,6 @@ A cell is one corruption at one severity. Results are compared only if they were
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from torch import nn
 from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.suites.result_file import PARSE_ERRORS, ResultFile, read_result_file
 from isomorph.suites.robustness.scores import Cell, Cells, inputs_line
 
 _KIND = "isomorph robustness"
@@ -23,8 +23,6 @@ _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictur
 """Keys that must be equal in two results that are compared."""
 _KEY_LABELS = {"version": "corruptions of version", "source": "data:"}
 """Labels of keys in messages about results that differ."""
-_PARSE_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError)
-"""Errors raised while parsing a file that is not a result file."""
 
 
 def weights_hash(model: nn.Module) -> str:
@@ -46,37 +44,19 @@ class CellFile:
     def __init__(self, path: Path | None, identity: Mapping[str, Any]) -> None:
         self.path, self.identity = path, dict(identity)
         self.cells: dict[tuple[str, int], Cell] = {}
-        if path is None:
-            return
-        if path.exists() and path.stat().st_size:
-            saved_identity, cells, complete_bytes = _read_cell_file(path)
-            _check_same_model(path, saved_identity, self.identity)
-            self.cells.update(cells)
-            os.truncate(path, complete_bytes)  # drops an incomplete last line, which a killed process leaves
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; give another --out") from None
-        self.append({"kind": _KIND, **self.identity})
+        self._file = ResultFile(path, _KIND, self.identity, self._resume)
+
+    def _resume(self, identity: Mapping[str, Any], lines: Sequence[Cell]) -> None:
+        """Take the cells of a file. Raises: UserError for those of another model, or one of PARSE_ERRORS."""
+        saved, cells = _parse_identity(identity), _cells_by_key(lines)
+        _check_same_model(self.path, saved, self.identity)
+        self.cells.update(cells)
 
     def add(self, corruption: str, severity: int, metrics: Mapping[str, Any]) -> None:
         """Add a finished cell and flush it to disk."""
         cell = {"corruption": corruption, "severity": severity, **metrics}
         self.cells[corruption, severity] = cell
-        self.append(cell)
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        """Append a line of JSON and flush it to disk. Raises: UserError when the file cannot be written."""
-        if self.path is None:
-            return
-        try:
-            with self.path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}; give another --out") from None
+        self._file.add(cell)
 
 
 def open_cell_file(path: Path | None, identity: Mapping[str, Any], runtime: Runtime) -> CellFile:
@@ -86,39 +66,20 @@ def open_cell_file(path: Path | None, identity: Mapping[str, Any], runtime: Runt
     return opened
 
 
-def _read_cell_file(path: Path) -> tuple[dict[str, Any], dict[tuple[str, int], Cell], int]:
-    """Return the identity, the cells, and the number of bytes in complete lines.
-
-    Raises: UserError when the file is not a result file, or is damaged before its last line.
-    """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    complete_bytes = content.rfind(b"\n") + 1
-    try:
-        first, *others = [json.loads(line) for line in content[:complete_bytes].splitlines()]
-        if first.pop("kind") != _KIND:
-            raise ValueError
-        return _parse_identity(first), _cells_by_key(others), complete_bytes
-    except _PARSE_ERRORS:
-        raise UserError(f"{path} is not a result file of isomorph robustness, or is damaged") from None
-
-
 def _cells_by_key(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
-    """Return cells by corruption and severity. Raises: one of _PARSE_ERRORS for a line that is not a cell."""
+    """Return cells by corruption and severity. Raises: one of PARSE_ERRORS for a line that is not a cell."""
     return {(str(line["corruption"]), int(line["severity"])): _parse_cell(line) for line in lines}
 
 
 def _parse_cell(line: Cell) -> Cell:
-    """Return a cell with its accuracy and count as numbers. Raises: one of _PARSE_ERRORS for an invalid one."""
+    """Return a cell with its accuracy and count as numbers. Raises: one of PARSE_ERRORS for an invalid one."""
     if not 0 <= float(line["top1"]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
         raise ValueError
     return {**line, "top1": float(line["top1"])} | ({"images": int(line["images"])} if "images" in line else {})
 
 
 def _parse_identity(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the model and the images that the results are for. Raises: one of _PARSE_ERRORS when they are missing."""
+    """Return the model and the images that the results are for. Raises: one of PARSE_ERRORS when they are missing."""
     optional = {key: line[key] for key in ("weights", "data", "constants") if key in line}
     return optional | {key: line[key] for key in _IDENTITY_KEYS} | {"model": str(line["model"])}
 
@@ -137,9 +98,9 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
         raise UserError(
             f"cannot read results {path}: {error.strerror}; give a result file of isomorph robustness"
         ) from None
-    except _PARSE_ERRORS:
-        identity, saved_cells, _ = _read_cell_file(path)
-        return identity, saved_cells
+    except PARSE_ERRORS:
+        parsed, _ = read_result_file(path, _KIND, lambda saved, lines: (_parse_identity(saved), _cells_by_key(lines)))
+        return parsed
 
 
 class Results(NamedTuple):
@@ -179,7 +140,7 @@ def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
     return Results({name: top1[name] for name in models if name in top1}, measured, problems)
 
 
-def _check_same_model(path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def _check_same_model(path: Path | None, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise UserError if the saved cells belong to another model, or were measured on other images."""
     if "weights" in wanted and saved.get("weights") != wanted["weights"]:
         raise UserError(f"{path} holds cells of {saved.get('model')} with other weights; give another --out")
