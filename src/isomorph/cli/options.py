@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from cyclopts import Parameter, Token
 
 from isomorph.errors import UserError
+from isomorph.hub_names import parse_hub_name
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -30,7 +31,10 @@ WholeNumber = Annotated[int, Parameter(converter=_parse_whole_number)]
 Json = Annotated[bool, Parameter(name="--json", negative="", help="Print the result as JSON.")]
 Model = Annotated[
     str,
-    Parameter(help="Name of a timm model, a checkpoint of isomorph or of another program, or the folder of a run."),
+    Parameter(
+        help="Name of a timm model, a checkpoint of isomorph or of another program, the folder of a run, or a model on "
+        "the Hugging Face hub as hf-hub:OWNER/NAME."
+    ),
 ]
 Root = Annotated[Path | None, Parameter(help="Folder of the data; by default $ISOMORPH_DATA, else ./data.")]
 Weights = Annotated[
@@ -66,6 +70,7 @@ LIMITS: dict[str, float] = {
     "severity": 5,
     "size": 2**13,
     "split": 1,
+    "tolerance": 0.5,
     "workers": 256,
 }
 """Largest allowed value of every numeric option, by name; the same in all commands."""
@@ -167,6 +172,13 @@ def check_figures(folder: Path | None, overwrite: bool) -> None:
     """Raise UserError if --figures names a folder that has files already, without --overwrite."""
     if folder and not overwrite and folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--figures {folder} is not empty; give --overwrite to replace its files, or another folder")
+
+
+def out_next_to(model: Path, ending: str) -> Path:
+    """Return NAME-ENDING.safetensors in the folder of a model; for a model on the hub, in the working folder."""
+    hub = parse_hub_name(model)
+    path = Path(Path(hub.repository).name) if hub else model.resolve()
+    return path.with_name(f"{path.name.removesuffix('.safetensors')}-{ending}.safetensors")
 
 
 def display_name(model: str, pretrained: bool) -> str:

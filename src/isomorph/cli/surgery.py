@@ -14,6 +14,7 @@ from isomorph.cli.options import (
     WholeNumber,
     check_limits,
     check_out,
+    out_next_to,
 )
 from isomorph.cli.sizes import Sizes
 from isomorph.errors import UserError
@@ -135,8 +136,7 @@ def fuse(
         raise UserError("--recalibrate must be at least 0 and --batch-size at least 2")
     if (data or root) and not recalibrate:
         raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
-    resolved = model.resolve()
-    out = out or resolved.with_name(f"{resolved.name.removesuffix('.safetensors')}-fused.safetensors")
+    out = out or out_next_to(model, "fused")
     check_out(out, overwrite, model)
     with loading():
         from isomorph.cli.open_models import open_given_checkpoint

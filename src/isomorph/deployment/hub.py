@@ -117,12 +117,13 @@ def _explain_rejection(name: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except HfHubHTTPError as error:
-        code = error.response.status_code
-        advice = f"; {LOG_IN} of an account that may write to {name}" if code in (401, 403) else ""
-        raise UserError(f"the hub did not accept {name}: {describe_hub_error(error)}{advice}") from None
     except Exception as error:
-        if is_connection_error(error) or type(error).__module__.startswith(("httpx", "httpcore")):
+        cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error  # of one of several files
+        if isinstance(cause, HfHubHTTPError):
+            denied = cause.response.status_code in (401, 403)
+            advice = f"; {LOG_IN} of an account that may write to {name}" if denied else ""
+            raise UserError(f"the hub did not accept {name}: {describe_hub_error(cause)}{advice}") from None
+        if is_connection_error(cause) or type(cause).__module__.startswith(("httpx", "httpcore")):
             raise UserError(f"the connection to {constants.ENDPOINT} broke off; run the same command again") from None
         raise
 

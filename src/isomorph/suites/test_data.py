@@ -18,11 +18,17 @@ from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
 from isomorph.evaluation.input_sizes import evaluation_config
 
+_WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")
+"""What timm writes as `source` into the config of a model that it has loaded: where its weights came from."""
+
 
 def default_data(model: nn.Module) -> str:
     """Return the data source that a model was trained on, or "imagefolder" if its config names none."""
     config = getattr(model, "pretrained_cfg", None) or {}
-    return config.get("source") or ("cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder")
+    source = config.get("source")
+    if source and source not in _WEIGHT_LOCATIONS:
+        return source
+    return "cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder"
 
 
 def open_test_images(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from isomorph.checkpoints.contents import read_contents, strip_wrappers
+from isomorph.checkpoints.hub import local_file
 from isomorph.checkpoints.load import open_with_classes
 from isomorph.checkpoints.model import load_state
 from isomorph.checkpoints.rebuild import record_base
@@ -66,8 +67,8 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
 
     Raises: UserError when they fit neither, or when they are recast already and the run recasts later.
     """
-    path = part.weights
-    assert path is not None
+    assert part.weights is not None
+    path = local_file(part.weights)
     contents, form = read_contents(path), " (of the model before its recast)" if part.recast else ""
     state = strip_wrappers(contents.tensors)
     add_notes(model, *filter(None, [contents.note(path)]))

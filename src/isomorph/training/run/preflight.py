@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from isomorph.analysis import logit_stats
+from isomorph.checkpoints.hub import local_file
 from isomorph.errors import UserError
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.training.build import apply_surgery
@@ -17,7 +18,7 @@ def check_files(recipe: Recipe) -> None:
     """Raise UserError without a model, or for a file that does not exist; names the run that makes it, if known."""
     if recipe.model.name is None and recipe.model.weights is None:
         raise UserError(f"{recipe.name} has no model; give --model.weights FILE, or a timm model as --model.name NAME")
-    given = {"model.weights": recipe.model.weights}
+    given = {"model.weights": recipe.model.weights and local_file(recipe.model.weights)}
     given |= {"mask.teacher": recipe.mask.teacher} if recipe.mask else {}
     given |= {"distill.weights": recipe.distill.weights} if recipe.distill else {}
     for field, path in given.items():

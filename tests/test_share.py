@@ -1,0 +1,292 @@
+"""Models on the Hugging Face hub: written for it, pushed, loaded by isomorph and by timm; and all that can be wrong."""
+
+import json
+import socket
+import time
+
+import pytest
+import timm
+import torch
+import torchvision
+import yaml
+from huggingface_hub import constants
+
+import isomorph as iso
+from hub_server import READER, TOKEN, Hub
+from isomorph.cli import main
+from isomorph.evaluation.random_inputs import random_images
+from isomorph.models import download
+
+KWARGS = dict(embed_dim=32, num_heads=4, depth=2, local_up_to_layer=1, patch_size=8, img_size=32, num_classes=10)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of the hub's own client
+
+
+@pytest.fixture(scope="module")
+def server():
+    hub = Hub()
+    yield hub
+    hub.close()
+
+
+def point_to(url, tmp_path, monkeypatch):
+    """The hub's client talks to this address, with a cache of its own and no token."""
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def hub(server, tmp_path, monkeypatch):
+    server.repositories.clear()
+    server.requests.clear()
+    point_to(server.url, tmp_path, monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return server
+
+
+@pytest.fixture(scope="module")
+def models():
+    """By name: the model, and if timm can build it."""
+    cnn = timm.create_model("cifar_resnet20", num_classes=4)
+    vit = timm.create_model("vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3, img_size=64, num_classes=5)
+    pyramids = iso.recast(vit, iso.LinearToPyramid(), where="blocks.*.mlp.fc?").eval()
+    return {
+        "plain": (vit, True),
+        "ours": (timm.create_model("convit_ti", **KWARGS), True),
+        "recast": (iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"), False),
+        "unstride": (iso.unstride(cnn, "layer3"), False),  # the tensors of the base, and another function
+        "pyramids": (pyramids, False),
+        "fused": (iso.fuse(pyramids), True),
+        "half": (timm.create_model("convit_ti", **KWARGS).bfloat16(), True),
+    }
+
+
+NAMES = ("plain", "ours", "recast", "unstride", "pyramids", "fused", "half")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
+    """timm loads what it can build; it ends with an error for what it cannot, also with other classes (not strict)."""
+    model, in_timm = models[name]
+    model = model.eval()
+    iso.save_for_hub(model, tmp_path / "shared", f"me/{name}")
+    images = random_images(2, model).to(next(model.parameters()).dtype)
+    loaded = iso.load(tmp_path / "shared" / "model.safetensors")
+    with torch.no_grad():
+        expected = model(images)
+        assert torch.equal(loaded(images), expected)
+        if in_timm:
+            theirs = timm.create_model(f"local-dir:{tmp_path / 'shared'}", pretrained=True).eval()
+            torch.testing.assert_close(theirs.to(images.dtype)(images), expected)
+    card = (tmp_path / "shared/README.md").read_text()
+    assert ("timm.create_model(" in card) == in_timm
+    assert f'iso.load("hf-hub:me/{name}")' in card
+    assert yaml.safe_load(card.split("---")[1])["library_name"] == ("timm" if in_timm else "isomorph")
+    for options in ({}, {"num_classes": 2}) if not in_timm else ():
+        with pytest.raises(RuntimeError, match=r"Unknown model .*load it with isomorph\.load\('hf-hub:me/"):
+            timm.create_model(f"local-dir:{tmp_path / 'shared'}", pretrained=True, **options)
+
+
+def test_a_module_that_timm_cannot_build(tmp_path):
+    cnn = torchvision.models.resnet18(num_classes=3).eval()
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(), where="layer4.1.conv2")
+    iso.save_for_hub(tcnn, tmp_path, "me/own", results={"top1": 31.25, "F1": 0.5})
+    assert torch.equal(iso.load(tmp_path / "model.safetensors", base=cnn).fc.weight, cnn.fc.weight)
+    card = (tmp_path / "README.md").read_text()
+    assert 'iso.load("hf-hub:me/own", base=...)' in card
+    assert "| F1 | 0.5 |" in card
+    assert "Given by the author: top-1 (%), F1" in card
+    assert "**ConvToGPSA**" in card
+    assert "`layer4.1.conv2`" in card
+
+
+class TestPush:
+    def test_and_load(self, hub, models, tmp_path):
+        model = models["recast"][0].eval()
+        assert iso.push(model, "me/cnn", message="first try", private=True) == f"{hub.url}/me/cnn"
+        assert hub.repositories["me/cnn"]["private"]
+        (commit,) = hub.repositories["me/cnn"]["branches"]["main"]
+        assert commit["message"] == "first try"
+        assert sorted(commit["files"]) == ["README.md", "config.json", "model.safetensors"]
+        config = json.loads(commit["files"]["config.json"])
+        assert config["isomorph"]["base"]["name"] == "cifar_resnet20"
+        assert [edit["rule"] for edit in config["isomorph"]["edits"]] == ["ConvToGPSA"]
+        images = random_images(1, model)
+        assert torch.equal(iso.load("hf-hub:me/cnn")(images), model(images))
+
+    def test_branches_and_edited_cards(self, hub, models):
+        first, second = models["ours"][0].eval(), models["plain"][0].eval()
+        iso.push(first, "me/vit")
+        hub.files("me/vit")["README.md"] = b"mine"
+        assert iso.push(second, "me/vit", revision="v2").endswith("/me/vit/tree/v2")
+        assert hub.files("me/vit", "v2")["README.md"] == b"mine"
+        iso.push(second, "me/vit", revision="v2", replace_card=True)
+        assert hub.files("me/vit", "v2")["README.md"] != b"mine"
+        assert iso.load("hf-hub:me/vit").num_classes == 10
+        assert iso.load("hf-hub:me/vit", revision="v2").num_classes == 5
+        assert iso.load("hf-hub:me/vit@v2").num_classes == 5
+        assert timm.create_model("hf-hub:me/vit@v2", pretrained=True).num_classes == 5
+        iso.push(second, "me/vit", replace_card=True)
+        assert iso.load("hf-hub:me/vit").num_classes == 5  # not what was downloaded before
+
+    def test_wrong_requests(self, hub, models, monkeypatch):
+        model = models["recast"][0]
+        hub.add("me/open")
+        with pytest.raises(iso.UserError, match="me/open exists and is public; make it private in its settings"):
+            iso.push(model, "me/open", private=True)
+        monkeypatch.setenv("HF_TOKEN", READER)
+        with pytest.raises(
+            iso.UserError, match=r"did not accept me/new: You don't have the rights .*may write to me/new"
+        ):
+            iso.push(model, "me/new")
+        monkeypatch.delenv("HF_TOKEN")
+        with pytest.raises(
+            iso.UserError, match="needs a token of the hub with write access; log in with `hf auth login`"
+        ):
+            iso.push(model, "me/new")
+        assert sorted(hub.repositories) == ["me/open"]
+
+    @pytest.mark.parametrize("name", ["cnn", "me/a/b", "me/", "me/a b", "me/a--b", "/me/x", "me/.x"])
+    def test_names(self, name):
+        with pytest.raises(iso.UserError, match=r"is not a name for the hub; give OWNER/NAME, for example me/\w+"):
+            iso.push(torch.nn.Identity(), name)
+
+
+class TestLoad:
+    def test_a_model_of_timm(self, hub, tmp_path):
+        """Architecture and images from timm's config.json; the weights are read from safetensors alone."""
+        model = timm.create_model(
+            "vit_tiny_patch16_224", depth=1, embed_dim=48, num_heads=3, img_size=64, num_classes=5
+        )
+        timm.models.save_for_hf(model, tmp_path / "theirs", safe_serialization=True)
+        files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+        hub.add("they/vit", **files)
+        loaded = iso.load("hf-hub:they/vit")
+        images = random_images(1, model)
+        assert torch.equal(loaded(images), model.eval()(images))
+        hub.add("they/pickle", **{"pytorch_model.bin": b"code", "config.json": files["config.json"]})
+        with pytest.raises(iso.UserError, match=r"they/pickle has no model\.safetensors; isomorph reads no other"):
+            iso.load("hf-hub:they/pickle")
+        hub.add("they/bare", **{"model.safetensors": files["model.safetensors"]})
+        with pytest.raises(iso.UserError, match="does not say what model it is"):
+            iso.load("hf-hub:they/bare")
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"model_args": {"depth": 10**9}}, "args.model_kwargs cannot be used: depth"),
+            ({"model_args": {"checkpoint_path": "/etc/passwd"}}, "checkpoint_path is not allowed"),
+            ({"pretrained_cfg": {"input_size": [3, 10**9, 8]}}, r"config\.json: data\.input_size"),
+            ({"pretrained_cfg": {"std": [0, 0, 0]}}, r"config\.json: data\.std"),
+            ({"architecture": 3}, "does not say what model it is"),
+        ],
+    )
+    def test_configs_that_may_come_from_anyone(self, change, message, hub, tmp_path):
+        model = timm.create_model("cifar_resnet20", num_classes=5)
+        timm.models.save_for_hf(model, tmp_path / "theirs", safe_serialization=True)
+        files = {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+        config = json.loads(files["config.json"]) | change
+        hub.add("they/odd", **files | {"config.json": json.dumps(config).encode()})
+        with pytest.raises(iso.UserError, match=message):
+            iso.load("hf-hub:they/odd")
+
+    def test_what_is_not_there(self, hub, models, monkeypatch):
+        iso.push(models["ours"][0], "me/hidden", private=True)
+        assert iso.load("hf-hub:me/hidden").num_classes == 10
+        with pytest.raises(iso.UserError, match="has no revision 'v9'; give one of its branches"):
+            iso.load("hf-hub:me/hidden", revision="v9")
+        with pytest.raises(iso.UserError, match="revision 'v9' is for models on the hub"):
+            iso.load("file.safetensors", revision="v9")
+        with pytest.raises(iso.UserError, match="there is no hf-hub:me/nothing, or it is private"):
+            iso.load("hf-hub:me/nothing")
+        with pytest.raises(iso.UserError, match="is not a name on the hub; give hf-hub:OWNER/NAME"):
+            iso.load("hf-hub:me/a/b/c")
+        monkeypatch.delenv("HF_TOKEN")
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(constants.HF_HUB_CACHE) + "2")
+        with pytest.raises(iso.UserError, match=r"there is no hf-hub:me/hidden, or it is private; .*hf auth login"):
+            iso.load("hf-hub:me/hidden")
+
+    def test_without_a_network(self, hub, models, tmp_path, monkeypatch):
+        """From the cache if it is there, else one line at once, whatever does not answer."""
+        iso.push(models["ours"][0], "me/vit")
+        iso.load("hf-hub:me/vit")
+        assert download.PATIENCE < 4
+        monkeypatch.setattr(download, "PATIENCE", 0.4)
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            point_to(f"http://127.0.0.1:{silent.getsockname()[1]}", tmp_path, monkeypatch)
+            start = time.monotonic()
+            assert iso.load("hf-hub:me/vit").num_classes == 10
+            assert time.monotonic() - start < 3
+            start = time.monotonic()
+            with pytest.raises(iso.UserError, match=r"cannot reach http://127.*run `hf download me/other --local-dir"):
+                iso.load("hf-hub:me/other")
+            assert time.monotonic() - start < 3
+            monkeypatch.setenv("HF_TOKEN", TOKEN)
+            with pytest.raises(iso.UserError, match=r"cannot reach http://127.*--out FOLDER .iso.save_for_hub"):
+                iso.push(models["ours"][0], "me/other")
+
+
+def run(capsys, *arguments):
+    """`isomorph ARGUMENTS` in this process: what it prints, and how it ends."""
+    code = 0
+    try:
+        main([str(argument) for argument in arguments])
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    model = {"name": "convit_ti", "kwargs": {key: KWARGS[key] for key in KWARGS if key != "num_classes"}}
+    data = {"source": "digits", "fraction": 0.02, "size": [32, 32], "batch_size": 13, "test_images": 50}
+    iso.train(iso.Recipe(name="tiny", model=model, data=data, epochs=1, out=str(folder)), show=False)
+    return folder
+
+
+def test_commands(hub, trained, tmp_path, capsys):
+    """A run is pushed; its name on the hub is a model for every command."""
+    code, out, err = run(capsys, "push", trained, "me/tiny", "--message", "a run")
+    assert (code, out) == (0, f"pushed to {hub.url}/me/tiny; load it with iso.load('hf-hub:me/tiny')\n"), err
+    card, recipe = (hub.files("me/tiny")[name].decode() for name in ("README.md", "recipe.yaml"))
+    top1 = json.loads((trained / "log.jsonl").read_text())["top1"]
+    assert f"| top-1 (%) | {top1:.6g} |" in card
+    assert "after epoch 1 of 1" in card
+    assert str(trained.parent) not in card + recipe
+    assert yaml.safe_load(recipe)["model"]["name"] == "convit_ti"
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["model-index"][0]["results"][0]["metrics"][0]["value"] == round(top1, 2)
+    measured = run(capsys, "evaluate", "hf-hub:me/tiny", "--no-cost", "--json", "--max-images", 40)
+    own = run(capsys, "evaluate", trained, "--no-cost", "--json", "--max-images", 40)
+    assert json.loads(measured[1]) | {"model": ""} == json.loads(own[1]) | {"model": ""}
+    assert json.loads(measured[1])["data"] == "digits"
+    fused = run(capsys, "verify", "hf-hub:me/tiny", trained / "model.safetensors")
+    assert fused[0] == 0, fused
+
+
+def test_commands_that_upload_nothing(hub, trained, tmp_path, capsys):
+    code, out, err = run(capsys, "push", trained, "me/tiny", "--out", tmp_path / "shared")
+    assert code == 0, err
+    assert "hf upload me/tiny" in out
+    assert sorted(path.name for path in (tmp_path / "shared").iterdir()) == [
+        *("README.md", "config.json", "model.safetensors", "recipe.yaml")
+    ]
+    for options, message in (
+        (["me/tiny", "--out", tmp_path / "shared"], "exists; give --overwrite"),
+        (["me/tiny", "--out", tmp_path / "other", "--private"], "--out uploads nothing; leave --private out"),
+        (["tiny"], "give OWNER/NAME, for example me/tiny"),
+    ):
+        code, out, err = run(capsys, "push", trained, *options)
+        assert (code, out) == (2, "")
+        assert message in err
+    assert hub.repositories == {}
