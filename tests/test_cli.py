@@ -98,7 +98,7 @@ def test_train_wide_fuse_and_train_on(tmp_path):
     whole = isomorph("fuse", "run/model.safetensors", folder=tmp_path)
     assert "after fusing" in whole.stdout, whole.stderr
     (tmp_path / "run/model.safetensors").unlink()  # as if the run had not come to its end
-    for flags in ([], ["--no-average", "--overwrite"], ["--overwrite", "--recalibrate", "2", "--json"]):
+    for flags in ([], ["--no-ema", "--overwrite"], ["--overwrite", "--recalibrate", "2", "--json"]):
         fused = isomorph("fuse", "run", "--out", "thin.safetensors", *flags, folder=tmp_path)
         assert fused.returncode == 0, fused.stderr
     found = json.loads(fused.stdout)
