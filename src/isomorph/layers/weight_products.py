@@ -85,6 +85,7 @@ class _RowVariances(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # no zeros for A S
         ctx.save_for_backward(*output[1:], *inputs)
         ctx.products = len(output) - 2
 
@@ -92,6 +93,8 @@ class _RowVariances(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         above_floor, *saved = ctx.saved_tensors
         products, covariance, weights = saved[: ctx.products], saved[ctx.products], saved[ctx.products + 1 :]
+        if grad is None:
+            return None, *(None for _ in weights)
         matrices = _merge_rows(weights)
         if torch.is_grad_enabled():  # a second derivative needs how the products follow from the weights
             products = [weight @ covariance for weight in matrices]
