@@ -9,7 +9,20 @@ from typing import NoReturn
 
 from cyclopts import CycloptsError
 
-from isomorph.cli import analyze, bench, compare, evaluate, export, listing, push, robustness, surgery, survey, train  # noqa: F401 (each adds commands)
+from isomorph.cli import (  # noqa: F401 (each adds commands)
+    analyze,
+    bench,
+    compare,
+    evaluate,
+    export,
+    listing,
+    prune,
+    push,
+    robustness,
+    surgery,
+    survey,
+    train,
+)
 from isomorph.cli.app import app
 from isomorph.cli.option_names import name_options
 from isomorph.cli.shape_errors import explain_shape_error
@@ -83,6 +96,7 @@ def _end_interrupted(command: str) -> NoReturn:
 _AFTERWARDS = {
     "export": "; no file was written",
     "fuse": "; no file was written",
+    "prune": "; no file was written",
     "push": "; the repository on the hub has all files of this command, or none",
     "recast": "; no file was written",
     "robustness": "; with --out, the same command resumes",

@@ -9,6 +9,13 @@ from isomorph.layers.soft_taps import soft_taps
 from isomorph.layers.tap_heads import PositionHeads
 
 
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of autocast where it is on, else that of x."""
+    device = x.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
 @register_notrace_module
 class PositionalConv2d(PositionHeads):
     """A convolution whose taps can move and widen: self-attention by position alone, with a filter for each head.
@@ -53,8 +60,7 @@ class PositionalConv2d(PositionHeads):
         return torch.ones_like(self.raw_locality)
 
     def forward(self, x: Tensor) -> Tensor:
-        mixed = torch.is_autocast_enabled(x.device.type)
-        dtype = torch.get_autocast_dtype(x.device.type) if mixed else x.dtype
+        dtype = _compute_dtype(x)
         y = soft_taps(x.to(dtype), *self.unpadded_axis_maps(x, dtype), self.weight.flatten(2).to(dtype))
         return y if self.bias is None else y + self.bias[:, None, None].to(dtype)
 
