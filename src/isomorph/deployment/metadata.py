@@ -18,9 +18,10 @@ FORMAT_KEY = "isomorph_version"
 METADATA_KEYS = (
     *(FORMAT_KEY, "architecture", "num_classes", "class_names", "input_size", "mean", "std"),
     *("interpolation", "crop_pct", "crop_mode", "source", "split", "dynamic", "size_multiple"),
+    "quantization",
 )
 """Keys of the metadata, each with a JSON value; the version, and a name or word, stand there without quotes."""
-_WORDS = (FORMAT_KEY, "architecture", "interpolation", "crop_mode", "source")
+_WORDS = (FORMAT_KEY, "architecture", "interpolation", "crop_mode", "source", "quantization")
 
 
 def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:

@@ -13,7 +13,6 @@ from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.channel_groups import ChannelGroup, channel_groups
 from isomorph.surgery.compiled import copy_model
-from isomorph.surgery.notes import add_notes
 from isomorph.surgery.quantization_noise import apply_layer, round_activation, round_weight
 
 STRENGTHS = (0.25, 0.5, 0.75, 1.0)
@@ -24,7 +23,6 @@ _SAMPLE = 8
 """Images on which the errors are compared."""
 
 
-@torch.no_grad()
 def equalize(model: nn.Module, batches: Iterable[Any], activations: bool = True, bits: int = 8) -> nn.Module:
     """Return a copy of the model whose channels are rescaled where 8-bit rounding then loses less.
 
@@ -56,27 +54,30 @@ def equalize(model: nn.Module, batches: Iterable[Any], activations: bool = True,
         >>> iso.verify(cnn, even, images).fp32
         0.0
     """
+    return equalize_channels(model, batches, activations, bits)[0]
+
+
+@torch.no_grad()
+def equalize_channels(
+    model: nn.Module, batches: Iterable[Any], activations: bool = True, bits: int = 8
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Return a copy of the model as `equalize` does, and the names of the layers whose outputs were rescaled."""
     if isinstance(batches, Tensor):
         raise UserError("equalize takes a list of batches or a loader, not one tensor; give [images]")
-    model, groups, count = copy_model(model), (), 0
+    model = copy_model(model)
+    groups: tuple[ChannelGroup, ...] | None = None
     inputs: dict[str, _Inputs] = {}
     with eval_mode(model):
         for batch in batches:
             images = batch if isinstance(batch, Tensor) else batch[0]
-            if not count:
+            if groups is None:
                 groups = channel_groups(model, images[:1].repeat(2, 1, 1, 1))
                 inputs = {name: _Inputs() for group in groups for name in group.consumers}
             with _recording(model, inputs):
                 model(images)
-            count += 1
-    if not count:
+    if groups is None:
         raise UserError("equalize needs at least one batch")
-    changed = [group for group in groups if _rescale(model, group, inputs, activations, bits)]
-    if changed:
-        names = ", ".join(group.producer for group in changed[:3])
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        add_notes(model, f"channels of {names}{more} were rescaled, of {len(groups)} layers where this is possible")
-    return model
+    return model, tuple(group.producer for group in groups if _rescale(model, group, inputs, activations, bits))
 
 
 @dataclass

@@ -1,0 +1,211 @@
+"""Quantise a model to 8-bit integers, as an ONNX file that runs without isomorph."""
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.checkpoints.files import write_atomically
+from isomorph.deployment.artefact import Artefact, load_artefact
+from isomorph.deployment.export import Progress, check_destination
+from isomorph.deployment.extra import require_packages
+from isomorph.deployment.metadata import describe
+from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
+from isomorph.deployment.program import prepare, trace
+from isomorph.deployment.quantize_graph import (
+    layer_nodes,
+    layer_of,
+    quantize_activations,
+    quantize_weights,
+    weight_of,
+)
+from isomorph.deployment.quantize_report import QuantizeReport, compare_layers, describe_layers, float_operators
+from isomorph.deployment.shapes import ExportShapes, plan_shapes
+from isomorph.errors import UserError
+from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.equalize import equalize_channels
+from isomorph.surgery.quantization_noise import sqnr
+from isomorph.surgery.verify import verify
+from isomorph.surgery.where import nearest_names
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+_Names = tuple[str, ...]
+_NOISE_IMAGES = 8
+"""Images on which the outputs of layers are compared."""
+
+
+def quantize(
+    model: nn.Module,
+    calibration_loader: Iterable[Any],
+    path: str | Path,
+    *,
+    weights_only: bool = False,
+    equalize: bool = True,
+    float_layers: Sequence[str] = (),
+    weight_bits: int | None = None,
+    dynamic: str | Iterable[str] = "batch",
+    opset: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = lambda step: None,
+) -> QuantizeReport:
+    """Quantise a model to 8-bit integers: a smaller and mostly faster ONNX file that `isomorph evaluate` opens.
+
+    The model is fused and exported in float32; then convolutions and linear layers get int8 weights, with one scale for
+    each output channel, and activations get the range that they have on the calibration images. Norms, softmax and
+    products of two activations stay in float; the report names them.
+
+    Args:
+        calibration_loader: Normalised images (B, C, H, W), or (images, labels), as from `iso.data.eval_loader`; 128 to
+            512 training images are enough.
+        path: File ending in .onnx.
+        weights_only: Keep activations in float: a small file at the speed of float.
+        equalize: Rescale channels first where rounding then loses less, which keeps the function; see
+            `iso.surgery.equalize`.
+        float_layers: Globs over names of layers that stay in float.
+        weight_bits: 7 or 8. With 7, sums of products also fit into 16 bits, as processors without VNNI add them; it is
+            the default, and 8 with `weights_only`, where nothing is added in integers.
+        dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
+        opset: ONNX operator set, 18 to 23.
+        overwrite: Replace an existing file.
+        progress: Called with the name of each step.
+
+    Raises: UserError when a package is missing, the images do not fit the model, a glob matches no layer, the model
+        cannot be exported, or the file exists or cannot be written.
+
+    Example:
+        >>> cnn = timm.create_model("cifar_resnet20")
+        >>> report = iso.quantize(cnn, [torch.randn(4, 3, 32, 32)], "int8.onnx", float_layers=["linear"])
+        >>> [layer.name for layer in report.layers if layer.precision == "float"]
+        ['linear']
+        >>> iso.deployment.open_artefact("int8.onnx")(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+    path, bits = Path(path), _check_options(Path(path), weights_only, weight_bits)
+    check_destination(path, overwrite)
+    require_packages()
+    model = unwrap_compiled(model)
+    check_onnx_size(model)
+    shapes = plan_shapes(model, dynamic)
+    progress("reading calibration images")
+    batches = calibration_batches(calibration_loader, shapes)
+    progress("fusing")
+    prepared = prepare(model)
+    equalized: _Names = ()
+    if equalize:
+        progress("equalising")
+        prepared, equalized = _equalize(prepared, batches, not weights_only, bits)
+    progress("converting to onnx")
+    before = convert(trace(prepared, shapes), shapes, check_opset(opset))
+    add_metadata(before, describe(model, shapes))
+    kept = kept_nodes(before, float_layers)
+    progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
+    mode = "weights" if weights_only else "static"
+    if weights_only:
+        after = quantize_weights(before, list(kept), bits)
+    else:
+        after = quantize_activations(before, batches, list(kept), bits)
+    add_metadata(after, {"quantization": f"int8 {mode}"})
+    progress("comparing")
+    contents = after.SerializeToString()
+    agreement, noise = _compare(prepared, load_artefact(contents, "onnx"), batches)
+    by_layer = compare_layers(before, after, batches[0][:_NOISE_IMAGES])
+    progress("writing")
+    write_atomically(path, lambda file: file.write_bytes(contents))
+    return QuantizeReport(
+        *(str(path), mode, bits, sum(map(len, batches))),
+        *(len(contents) / 1e6, before.ByteSize() / 1e6, equalized, agreement, noise),
+        layers=describe_layers(before, after, kept, by_layer),
+        float_operators=float_operators(after),
+    )
+
+
+@torch.no_grad()
+def _compare(model: nn.Module, artefact: Artefact, batches: Sequence[Tensor]) -> tuple[float, float]:
+    """Return in percent how often two models predict the same class, and the SQNR of the second one's outputs.
+
+    Raises: UserError if an output is not finite.
+    """
+    exact, rounded = (torch.cat([run(batch) for batch in batches]) for run in (model, artefact))
+    if not rounded.isfinite().all():
+        raise UserError("the quantised model has outputs that are not finite; keep layers in float with float_layers")
+    same = (exact.argmax(1) == rounded.argmax(1)).double().mean().item()
+    return 100 * same, sqnr(exact, rounded)
+
+
+def _check_options(path: Path, weights_only: bool, bits: int | None) -> int:
+    """Return the bits of a weight. Raises: UserError for another ending than .onnx, or another number of bits."""
+    if path.suffix != ".onnx":
+        raise UserError(f"{path} must end in .onnx, the format of quantised models")
+    if bits not in (None, 7, 8):
+        raise UserError(f"weight_bits={bits} is not possible; give 7 or 8")
+    return bits or (8 if weights_only else 7)
+
+
+def calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
+    """Return the images of a loader, batch by batch.
+
+    Raises: UserError if there are none, or they are not normalised images of the size that the model takes.
+    """
+    if isinstance(loader, Tensor):
+        raise UserError("calibration_loader is one tensor; give a list of batches, or a loader")
+    batches: list[Tensor] = []
+    for batch in loader:
+        images = batch[0] if isinstance(batch, tuple | list) else batch
+        _check_images(images, shapes)
+        batches.append(images.detach().cpu().float())
+    if not sum(map(len, batches)):
+        raise UserError("there are no calibration images; give a loader with at least one batch")
+    if "batch" not in shapes.dynamic:
+        return [image for batch in batches for image in batch.split(1)]
+    return batches
+
+
+def _check_images(images: object, shapes: ExportShapes) -> None:
+    """Raise UserError for a batch that the model cannot be calibrated on."""
+    _, channels, height, width = shapes.checks[0]
+    wanted = f"B x {channels} x {height} x {width}"
+    if not isinstance(images, Tensor):
+        raise UserError(f"calibration images are {type(images).__name__}; give tensors of {wanted}")
+    given, multiple = "x".join(map(str, images.shape)), shapes.size_multiple or 1
+    if not images.is_floating_point():
+        raise UserError(f"calibration images are {images.dtype}; give normalised float images, as eval_loader makes")
+    sides = zip(images.shape[2:], (height, width), strict=False)
+    any_size = "size" in shapes.dynamic
+    if (
+        images.ndim != 4
+        or images.shape[1] != channels
+        or any((side - own) % multiple if any_size else side != own for side, own in sides)
+    ):
+        other = f", or heights and widths in steps of {multiple}" if any_size else ""
+        raise UserError(f"calibration images have shape {given}, the model takes {wanted}{other}")
+    if not images.isfinite().all():
+        raise UserError("calibration images have values that are not finite")
+
+
+def _equalize(prepared: nn.Module, batches: list[Tensor], activations: bool, bits: int) -> tuple[nn.Module, _Names]:
+    """Return the model with equalised channels, and the layers concerned. Raises: NotEqual if its outputs differ."""
+    even, names = equalize_channels(prepared, batches, activations, bits)
+    verify(prepared, even, batches[0][:2])
+    return even, names
+
+
+def kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:
+    """Return the nodes that stay in float, with the reason. Raises: UserError for a glob that matches no layer."""
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    nodes = layer_nodes(proto)
+    names = list(dict.fromkeys(layer_of(name) for name in nodes))
+    for glob in float_layers:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, names)}")
+    kept = {}
+    for name, node in nodes.items():
+        if any(fnmatchcase(layer_of(name), glob) for glob in float_layers):
+            kept[name] = "chosen by float_layers"
+        elif weight_of(node, weights) is None:
+            kept[name] = "a product of two activations"
+    return kept
