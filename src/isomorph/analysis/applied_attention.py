@@ -9,7 +9,7 @@ from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 
-from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention
+from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
 
 MAX_MAP_ENTRIES = 2**22
 """Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
@@ -175,6 +175,15 @@ def _relative_scores(layer: RelativeAttention, x: Tensor) -> Scores:
     q, k, _ = layer.queries_keys_values(x.flatten(1, 2))
     after = isinstance(layer, PostRelativeAttention)
     return Scores(q * layer.scale, k, None if after else layer.position_bias((x.shape[1], x.shape[2]), q.dtype))
+
+
+@scores.register
+def _vit_relative_scores(
+    layer: ViTRelativeAttention, x: Tensor, *_: Any, grid_size: tuple[int, int] | None = None, **__: Any
+) -> Scores:
+    """Return the scores of relative attention on tokens. Shape: x (B, N, C)"""
+    q, k, _v = layer.queries_keys_values(x)
+    return Scores(q * layer.scale, k, layer.position_bias(grid_size or layer.grid_size, q.dtype))
 
 
 @scores.register

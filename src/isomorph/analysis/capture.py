@@ -22,9 +22,10 @@ from isomorph.analysis.applied_attention import (
     Scores,
     has_attention_method,
 )
-from isomorph.analysis.timm_layouts import fused_form_has_no_map, no_map_reason, to_standard_layout
+from isomorph.analysis.timm_layouts import fused_form_has_no_map, to_standard_layout
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.surgery.attention_classes import no_map_reason
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
 _SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}

@@ -17,6 +17,7 @@ from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttentio
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.relative_attention import PostRelativeAttention, RelativeAttention
 from isomorph.layers.vit_gpsa import ViTGPSA
+from isomorph.layers.vit_relative_attention import ViTRelativeAttention
 
 __all__ = [
     "GPSA",
@@ -51,6 +52,7 @@ __all__ = [
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",
+    "ViTRelativeAttention",
 ]
 
 

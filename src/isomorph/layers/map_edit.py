@@ -61,7 +61,9 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
 
 
 def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
-    """Return whether token i may attend to token i + offset. Shape: allowed (B, h, N, N) -> (B, h, N)"""
+    """Return whether token i may attend to token i + offset, True for itself. Shape: (B, h, N, N) -> (B, h, N)"""
+    if offset == 0:  # padding may attend to real tokens, but not to itself
+        return torch.ones_like(allowed[..., 0])
     diagonal = torch.diagonal(allowed, offset, -2, -1)  # (B, h, N - |offset|)
     return F.pad(diagonal, (max(-offset, 0), max(offset, 0)))
 

@@ -12,7 +12,7 @@ GridSize = tuple[int, int]
 
 
 def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[GridSize, int]:
-    """Return the grid (H, W) of `count` tokens, and the number of tokens before it: `prefix`, or none.
+    """Return the grid (H, W) of `count` tokens, and the number of tokens before it: `prefix`, or else none or one.
 
     `shapes` are sizes of windows, feature maps or an image, one of which the tokens cover evenly. A shape with as many
     positions is the grid; otherwise the grid has the sides of the first possible shape, scaled, to within one position.
@@ -27,7 +27,7 @@ def fit_grid(count: int, shapes: Sequence[GridSize], prefix: int = 0) -> tuple[G
     """
     if not isinstance(count, int) and shapes:  # a size that an export leaves open
         return shapes[0], prefix
-    leads = list(dict.fromkeys((prefix, 0)))
+    leads = list(dict.fromkeys((prefix, 0, 1)))
     for shape, lead in itertools.product(shapes, leads):
         if statically_known_true(shape[0] * shape[1] == count - lead):
             return shape, lead

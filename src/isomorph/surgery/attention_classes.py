@@ -35,7 +35,6 @@ NO_MAP_REASONS = {
     "timm.layers.global_context.GlobalContext": _POOLS,
     "timm.layers.non_local_attn.BilinearAttnTransform": _POOLS,
     "timm.models.efficientvit_mit.LiteMLA": "is linear attention, which has no map from queries to keys",
-    "timm.models.volo.OutlookAttention": "has a map of the neighbours of each position instead of one over all of them",
 }
 """Layers of timm that are called attention but have no map from queries to keys, with the reason."""
 
@@ -50,8 +49,9 @@ class AttentionForm(NamedTuple):
 
     `place` is the submodule that receives the map; None adds one after every softmax over keys in the source of the
     class. `form` is a subclass whose forward calls `attn_drop` with the map, for a class that does not. `square`: the
-    tokens are a square window. `mask` finds the mask among the arguments of a call, `reason` says why a layer of the
-    class cannot have its map edited, and `gpsa_reason` why position attention cannot be mixed into the map.
+    tokens are a square window. `mask` finds the mask
+    among the arguments of a call, `reason` says why the map of a layer cannot be edited, `grid_reason` why its keys
+    and `query_reason` why its queries have no positions on a grid.
     """
 
     place: str | None = PLACE
@@ -61,7 +61,8 @@ class AttentionForm(NamedTuple):
     square: bool = False
     mask: Callable[[dict[str, Any]], Any] = _own_mask
     reason: Callable[[Any], str | None] = lambda _: None
-    gpsa_reason: str | None = None
+    grid_reason: str | None = None
+    query_reason: str | None = None
 
     def layout_of(self, layer: nn.Module) -> MapLayout:
         """Return the layout of the maps of a layer."""
@@ -69,7 +70,7 @@ class AttentionForm(NamedTuple):
 
 
 _SOFTMAX = AttentionForm(place=None)
-_ONE_QUERY = AttentionForm(gpsa_reason="only its class token is a query, and has no position")
+_ONE_QUERY = AttentionForm(query_reason="only its class token is a query, and has no position")
 
 ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.layers.attention2d.MultiQueryAttention2d": AttentionForm(
@@ -79,7 +80,7 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.layers.bottleneck_attn.BottleneckAttn": AttentionForm(place=None, layout="joint"),
     "timm.layers.diff_attention.DiffAttention": AttentionForm(heads=lambda layer: 2 * layer.num_heads),
     "timm.layers.halo_attn.HaloAttn": AttentionForm(
-        place=None, layout="joint", gpsa_reason="its windows of keys reach beyond those of its queries"
+        place=None, layout="joint", grid_reason="its windows of keys reach beyond those of its queries"
     ),
     "timm.models.cait.ClassAttn": _ONE_QUERY,
     "timm.models.convit.GPSA": AttentionForm(),
@@ -94,7 +95,7 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.models.hiera.MaskUnitAttention": AttentionForm(
         place=None,
         heads=lambda layer: layer.heads,
-        gpsa_reason="its tokens are in the order of its mask units, which has no rows and columns",
+        grid_reason="its tokens are in the order of its mask units, which has no rows and columns",
     ),
     "timm.models.hieradet_sam2.MultiScaleAttention": _SOFTMAX,
     "timm.models.iformer.SHMA": AttentionForm(heads=lambda _: 1),
@@ -110,6 +111,9 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.models.vision_transformer.DiffParallelScalingBlock": AttentionForm(heads=lambda layer: 2 * layer.num_heads),
     "timm.models.vision_transformer_sam.Attention": AttentionForm(layout="joint"),
     "timm.models.volo.ClassAttention": _ONE_QUERY,
+    "timm.models.volo.OutlookAttention": AttentionForm(
+        reason=lambda _: "OutlookAttention mixes the neighbours of each position, with no queries and keys"
+    ),
     "torch.nn.modules.activation.MultiheadAttention": AttentionForm(
         form=UnfusedMultiheadAttention, mask=allowed_by_masks, reason=multihead_reason
     ),
@@ -221,3 +225,10 @@ def attention_form(kind: type) -> AttentionForm | None:
         if "forward" in vars(base):
             break
     return AttentionForm() if _follows_pattern(kind) else None
+
+
+def position_reason(layer: nn.Module, queries: bool = True) -> str | None:
+    """Return why the keys of a layer, and by default its queries, have no positions on a grid, or None if they do."""
+    form = attention_form(type(layer))
+    assert form is not None
+    return form.grid_reason or (form.query_reason if queries else None)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
-from isomorph.layers.map_edit import RUNNING, MapCall, MapEdit
+from isomorph.layers.map_edit import RUNNING, GatedMap, MapCall, MapEdit
 from isomorph.layers.map_grid import GridSize
 from isomorph.surgery.attention_classes import (
     PLACE,
@@ -190,7 +190,7 @@ class _AnyAttention(type):
     """Metaclass by which `isinstance` recognises attention of any class."""
 
     def __instancecheck__(cls, module: Any) -> bool:
-        known = isinstance(module, Attention) or attention_form(type(module)) is not None
+        known = isinstance(module, Attention | EditedAttention) or attention_form(type(module)) is not None
         return known or bool(no_map_reason(module))
 
 
@@ -234,7 +234,7 @@ def edit_map(
     drop, fused = layer._modules.get(place), getattr(layer, "fused_attn", None)
     edited.original = _Original(type(layer), fused, drop is not None)
     edited.grid_size, edited.recompute = grid_size, recompute
-    edited.prefix_tokens = prefix_tokens or int(getattr(layer, "has_cls_token", False))
+    edited.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
     if fused is not None:
         edited.fused_attn = False
     like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
@@ -243,3 +243,8 @@ def edit_map(
     dropout = getattr(layer, "dropout", 0.0) if form.form else 0.0
     edited.add_module(place, MapEdit(edit, drop or nn.Dropout(dropout), heads, form.layout_of(layer)))
     return edited
+
+
+def attention_name(name: str, module: nn.Module) -> str:
+    """Return the name of the attention layer that a gated layer is or belongs to, from the layer's own name."""
+    return name.rpartition(".")[0].rpartition(".")[0] if isinstance(module, GatedMap) else name

@@ -272,6 +272,13 @@ def check_grid_fields(rule: Any) -> None:
         object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
 
 
+def _class_tokens(model: Any) -> int | None:
+    """Return the number of class and register tokens of a model, or None if it is not known."""
+    tokens = getattr(model, "cls_token", None)
+    count = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim == 3 else None
+    return getattr(model, "num_prefix_tokens", count)
+
+
 def with_model_grid(rule: Any, model: nn.Module) -> Any:
     """Return the rule with the grid and the number of prefix tokens of the model where its fields are None.
 
@@ -280,8 +287,7 @@ def with_model_grid(rule: Any, model: nn.Module) -> Any:
     """
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:
-        prefix_tokens = getattr(model, "num_prefix_tokens", None) if rule.prefix_tokens is None else rule.prefix_tokens
-        bound = replace(rule, prefix_tokens=prefix_tokens)
+        bound = replace(rule, prefix_tokens=_class_tokens(model)) if rule.prefix_tokens is None else replace(rule)
         object.__setattr__(bound, "grid_from_image", isinstance(_embedding_of(model), nn.Conv2d))
         return bound
     fields = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
@@ -300,3 +306,6 @@ def attach_grid(rule: Any, model: nn.Module) -> None:
         owner = model
     if owner is not None:
         _register_grid_hooks(owner)
+    else:
+        for module in model.modules():
+            _remove_grid_hooks(module)

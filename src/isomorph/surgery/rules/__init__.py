@@ -3,5 +3,6 @@
 from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
+from isomorph.surgery.rules.relative import AttentionToRelative
 
-__all__ = ["AttentionToGPSA", "AttentionToRefined", "ConvToGPSA", "LinearToPyramid"]
+__all__ = ["AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "ConvToGPSA", "LinearToPyramid"]

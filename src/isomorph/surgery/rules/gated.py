@@ -11,10 +11,11 @@ import torch
 from timm.layers import Attention, to_2tuple
 from torch import nn
 
-from isomorph.layers import GatedMap, GPSA2d, ViTGPSA
+from isomorph.errors import UserError
+from isomorph.layers import GatedMap, GPSA2d, PositionalConv2d, ViTGPSA
 from isomorph.layers.refined_attention import ATTENTION_PARTS
 from isomorph.surgery.attachments import describe_attachments
-from isomorph.surgery.attention_classes import attention_form
+from isomorph.surgery.attention_classes import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
@@ -60,6 +61,10 @@ def check_gating(locality: float, gate: float) -> None:
     check_number("gate", gate, GATE)
 
 
+CONTENT: Mapping[str, type[GPSA2d] | type[PositionalConv2d]] = {"global": GPSA2d, "none": PositionalConv2d}
+"""Layer for every value of `content` of ConvToGPSA."""
+
+
 @register_rule
 @dataclass(frozen=True)
 class ConvToGPSA(ExplainedRule):
@@ -69,6 +74,9 @@ class ConvToGPSA(ExplainedRule):
     without bias. With `init="exact"` the layer computes the convolution within `atol`; with `init="paper"` (locality 1,
     gate 1) each head puts about 0.23 of its attention on its tap, and the model needs fine-tuning.
     `GPSA2d.to_conv()`, or `iso.revert`, converts back while the gates are closed.
+
+    With `content="none"` heads attend by position only: a convolution whose taps can move and widen
+    (`PositionalConv2d`), linear in the number of positions.
 
     Source: T-CNN section 2.
     Raises: UserError for a field out of range; from `recast`, for a convolution that it does not accept.
@@ -89,7 +97,10 @@ class ConvToGPSA(ExplainedRule):
     """Sharpness of each head's attention around its centre, above 0; by default that of init."""
 
     gate: float | None = None
-    """Logit of the weight of position against content; by default that of init."""
+    """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
+
+    content: Literal["global", "none"] = "global"
+    """What heads attend to by content: the whole feature map (global), or nothing, so that only position is left."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
@@ -101,6 +112,9 @@ class ConvToGPSA(ExplainedRule):
 
     def __post_init__(self) -> None:
         initial_gating(self.init, self.locality, self.gate)
+        check_choice("content", self.content, CONTENT)
+        if self.content == "none" and self.gate is not None:
+            raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
@@ -122,15 +136,15 @@ class ConvToGPSA(ExplainedRule):
         return None
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> GPSA2d:
-        """Return the GPSA2d that replaces a convolution.
+    def build(self, module: nn.Module) -> GPSA2d | PositionalConv2d:
+        """Return the attention that replaces a convolution.
 
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check_accepted(module)
         assert isinstance(module, nn.Conv2d)
         named_padding = {"same": module.kernel_size[0] // 2, "valid": 0}
-        gpsa = GPSA2d(
+        gpsa = CONTENT[self.content](
             module.in_channels,
             module.out_channels,
             module.kernel_size[0],
@@ -138,7 +152,8 @@ class ConvToGPSA(ExplainedRule):
             named_padding[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
             bias=module.bias is not None,
         )
-        gpsa.set_gating(*initial_gating(self.init, self.locality, self.gate))
+        locality, gate = initial_gating(self.init, self.locality, self.gate)
+        gpsa.set_gating(locality, gate)
         gpsa.to(module.weight.dtype)
         gpsa.weight = nn.Parameter(module.weight.detach().clone())
         if module.bias is not None:
@@ -165,9 +180,14 @@ def attention_mismatch(module: nn.Module) -> str | None:
         return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
     if not module.qkv.weight.is_floating_point():
         return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
-    if not module.fused_attn and not math.isclose(module.scale, module.head_dim**-0.5):
-        return f"its scale {module.scale:g} is not head_dim**-0.5 = {module.head_dim**-0.5:g}"
-    return None
+    return None if module.fused_attn else scale_mismatch(module)
+
+
+def scale_mismatch(module: Attention) -> str | None:
+    """Return how the scale of an attention layer differs from that of fused attention, or None."""
+    if math.isclose(module.scale, module.head_dim**-0.5):
+        return None
+    return f"its scale {module.scale:g} is not head_dim**-0.5 = {module.head_dim**-0.5:g}"
 
 
 def projection_mismatch(module: Attention, name: str) -> str | None:
@@ -213,7 +233,7 @@ class AttentionToGPSA(ExplainedRule):
     """Sharpness of each head's attention around its centre, above 0; by default that of init."""
 
     gate: float | None = None
-    """Logit of the weight of position against content; by default that of init."""
+    """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
 
     grid_size: tuple[int, int] | None = None
     """Height and width of the grid of tokens; by default the model's."""
@@ -223,6 +243,7 @@ class AttentionToGPSA(ExplainedRule):
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = AnyAttention
+    grid_from_image: ClassVar[bool] = False
 
     @property
     def keeps_function(self) -> bool:
@@ -244,9 +265,11 @@ class AttentionToGPSA(ExplainedRule):
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not isinstance(module, Attention):
-            return edit_reason(module) or attention_form(type(module)).gpsa_reason  # type: ignore[union-attr]
+            return edit_reason(module) or position_reason(module)
         if reason := attention_mismatch(module):
             return reason
+        if self._edits_map(module):
+            return scale_mismatch(module)
         if module.gate is not None or type(module.norm) is not nn.Identity:
             return "its output is gated or normalised before the projection"
         if module.attn_drop.p:
@@ -260,6 +283,10 @@ class AttentionToGPSA(ExplainedRule):
             return "the grid of its tokens is unknown; give AttentionToGPSA grid_size=(height, width) and prefix_tokens"
         return None
 
+    def _edits_map(self, module: nn.Module) -> bool:
+        """True if the layer keeps its class and gets an edit of its map."""
+        return not isinstance(module, Attention) or (self.grid_from_image and self.grid_size is None)
+
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:
         """Return the ViTGPSA that replaces timm's Attention, or another attention layer with a `GatedMap`.
@@ -267,10 +294,11 @@ class AttentionToGPSA(ExplainedRule):
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check_accepted(module)
-        if not isinstance(module, Attention):
+        if self._edits_map(module):
             locality, gate = initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
             make = partial(GatedMap, locality=locality, gate=gate)
             return edit_map(module, make, self.grid_size, self.prefix_tokens)
+        assert isinstance(module, Attention)
         assert self.grid_size is not None
         qkv, dim = module.qkv, module.qkv.in_features
         bias = qkv.bias is not None

@@ -14,11 +14,12 @@ from isomorph.layers.attention_base import factory_kwargs
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner, SquareKernel
 from isomorph.surgery.attachments import describe_attachments
+from isomorph.surgery.attention_classes import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
-from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch
+from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch, scale_mismatch
 from isomorph.surgery.rules.registry import register_rule
 
 Span = Literal["map", "spatial", "row+column"]
@@ -99,6 +100,7 @@ class AttentionToRefined(ExplainedRule):
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = AnyAttention
+    grid_from_image: ClassVar[bool] = False
 
     @property
     def keeps_function(self) -> bool:
@@ -125,6 +127,8 @@ class AttentionToRefined(ExplainedRule):
             return edit_reason(module) or self._edit_mismatch(module)
         if reason := attention_mismatch(module):
             return reason
+        if self._edits_map(module):
+            return scale_mismatch(module)
         if self.ratio == 0 and (attachments := describe_attachments(module.attn_drop)):
             return f"its attn_drop has {attachments}, which ratio=0 never calls; remove them first"
         if not self.reduce and (reason := projection_mismatch(module, "proj")):
@@ -135,11 +139,18 @@ class AttentionToRefined(ExplainedRule):
             return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"
         return None
 
+    def _edits_map(self, module: nn.Module) -> bool:
+        """True if the layer keeps its class and gets an edit of its map."""
+        needs_image = self.span == "spatial" and self.grid_from_image and self.grid_size is None
+        return not isinstance(module, Attention) or needs_image
+
     def _edit_mismatch(self, module: nn.Module) -> str | None:
         """Return which option attention of another class than timm's Attention does not support, or None."""
         name = type(module).__name__
         if not self.reduce:
             return f"reduce=False needs a projection of all maps, which only timm's Attention gets, not {name}"
+        if self.span == "spatial" and (reason := position_reason(module, queries=False)):
+            return reason
         if self.recompute and any(isinstance(part, _BatchNorm) for part in module.modules()):
             return f"recompute=True would count each batch twice in the BatchNorm of {name}"
         return None
@@ -151,8 +162,9 @@ class AttentionToRefined(ExplainedRule):
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check_accepted(module)
-        if not isinstance(module, Attention):
+        if self._edits_map(module):
             return edit_map(module, self._new_edit, self.grid_size, self.prefix_tokens, self.recompute)
+        assert isinstance(module, Attention)
         refined = self.new_layer(**attention_kwargs(module))
         proj = refined.proj
         copy_parts(module, refined)

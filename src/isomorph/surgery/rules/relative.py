@@ -1,0 +1,84 @@
+"""Rule that gives the attention of a ViT a table of relative positions (CoAtNet)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from timm.layers import Attention
+from torch import nn
+
+from isomorph.layers import ViTRelativeAttention
+from isomorph.layers.refined_attention import attention_kwargs, copy_parts
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.rules.gated import attention_mismatch
+from isomorph.surgery.rules.registry import register_rule
+
+
+@register_rule
+@dataclass(frozen=True)
+class AttentionToRelative(ExplainedRule):
+    """Give the attention of a ViT a table of relative positions that starts at zero (CoAtNet).
+
+    Accepts timm's Attention with any number and width of heads, norms, gate and dropout. Each head learns a scalar for
+    every offset between two grid positions, added to its scores: CoAtNet eq. 3. The table starts at zero, so that the
+    layer computes what it computed, and is resized to the grid of every image. Class and register tokens have no
+    position and get no bias. `ViTRelativeAttention.to_attention()`, or `iso.revert`, converts back while the table is
+    zero.
+
+    Where `grid_size` or `prefix_tokens` is None it is read from the model's `patch_embed`.
+
+    Source: CoAtNet eq. 3 (pre)
+    Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+        >>> relative = iso.recast(vit, iso.AttentionToRelative(), where="blocks.*.attn")
+        >>> tuple(relative.blocks[0].attn.relative_bias.shape)  # heads, rows and columns of offsets
+        (3, 3, 3)
+        >>> iso.verify(vit, relative, torch.randn(1, 3, 32, 32)).passed
+        True
+    """
+
+    grid_size: tuple[int, int] | None = None
+    """Height and width of the grid of tokens; by default the model's."""
+
+    prefix_tokens: int | None = None
+    """Number of class and register tokens before the grid; by default the model's."""
+
+    atol: ClassVar[float] = 1e-4
+    kind: ClassVar[type[nn.Module]] = Attention
+
+    def __post_init__(self) -> None:
+        check_grid_fields(self)
+
+    def within(self, model: nn.Module) -> "AttentionToRelative":
+        """Return the rule with the grid and prefix tokens of the model."""
+        return with_model_grid(self, model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hooks that pass the grid of each image to the layers."""
+        attach_grid(self, model)
+
+    def rejection_reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
+        if reason := attention_mismatch(module):
+            return reason
+        if self.grid_size is None or self.prefix_tokens is None:
+            given = "AttentionToRelative grid_size=(height, width) and prefix_tokens"
+            return f"the grid of its tokens is unknown; give {given}"
+        return None
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> ViTRelativeAttention:
+        """Return the relative attention that replaces an attention layer.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
+        self.check_accepted(module)
+        assert isinstance(module, Attention)
+        assert self.grid_size is not None
+        place = dict(grid_size=self.grid_size, prefix_tokens=self.prefix_tokens)
+        relative = ViTRelativeAttention(**attention_kwargs(module) | place)
+        copy_parts(module, relative)
+        return relative

@@ -1,0 +1,416 @@
+"""Edits of the map of any attention: the same function at first, then a refined or gated map, never across a mask."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+import torchvision
+from timm.layers import Attention, MultiQueryAttention2d
+from timm.layers.diff_attention import DiffAttention
+from timm.models import (
+    beit,
+    cait,
+    convit,
+    crossvit,
+    davit,
+    efficientformer,
+    efficientformer_v2,
+    efficientvit_msra,
+    eva,
+    gcvit,
+    hiera,
+    iformer,
+    levit,
+    maxxvit,
+    mvitv2,
+    nest,
+    nextvit,
+    pvt_v2,
+    shvit,
+    swin_transformer,
+    swin_transformer_v2,
+    swin_transformer_v2_cr,
+    tiny_vit,
+    tnt,
+    twins,
+    vision_transformer_relpos,
+    vision_transformer_sam,
+    volo,
+    xcit,
+)
+from torch import nn
+
+import isomorph as iso
+from isomorph.layers import GPSA, GatedMap, MapCall, RefinedMap, Refiner
+from isomorph.layers.map_edit import convolve_within
+from isomorph.layers.map_grid import fit_grid
+from isomorph.surgery.edited_attention import EditedAttention
+
+C, SIZE = 16, (4, 4)
+TOKENS = (torch.randn(2, 16, C),)
+WITH_CLASS = (torch.randn(2, 17, C),)
+CHANNELS_FIRST, CHANNELS_LAST = (torch.randn(2, C, 4, 6),), (torch.randn(2, 4, 6, C),)
+LAYERS = {
+    "beit": (lambda: beit.Attention(C, 4, window_size=SIZE), WITH_CLASS),
+    "eva": (lambda: eva.EvaAttention(C, 4, scale_norm=False), WITH_CLASS),
+    "relative positions": (lambda: vision_transformer_relpos.RelPosAttention(C, 4), TOKENS),
+    "differential": (lambda: DiffAttention(C, 2), TOKENS),
+    "swin": (lambda: swin_transformer.WindowAttention(C, 4, window_size=SIZE), TOKENS),
+    "swin v2": (lambda: swin_transformer_v2.WindowAttention(C, SIZE, 4), TOKENS),
+    "swin v2 cr": (lambda: swin_transformer_v2_cr.WindowMultiHeadAttention(C, 4, SIZE), TOKENS),
+    "gc vit": (lambda: gcvit.WindowAttentionGlobal(C, 4, SIZE, use_global=False), TOKENS),
+    "davit": (lambda: davit.WindowAttention(C, 4, 4), TOKENS),
+    "nest": (lambda: nest.Attention(C, 4), (torch.randn(2, 3, 16, C),)),
+    "sam": (lambda: vision_transformer_sam.Attention(C, 4, use_rel_pos=True, input_size=(4, 6)), CHANNELS_LAST),
+    "maxvit": (lambda: maxxvit.AttentionCl(C, C, 4), CHANNELS_LAST),
+    "coatnet": (lambda: maxxvit.Attention2d(C, C, 4), CHANNELS_FIRST),
+    "multi query": (lambda: MultiQueryAttention2d(C, C, 4, kv_stride=2), CHANNELS_FIRST),
+    "pvt v2": (lambda: pvt_v2.Attention(C, 4, sr_ratio=2), (torch.randn(2, 24, C), [4, 6])),
+    "twins, windows": (lambda: twins.LocallyGroupedAttn(C, 4, ws=3), (torch.randn(2, 24, C), (4, 6))),
+    "twins, pooled": (lambda: twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (torch.randn(2, 24, C), (4, 6))),
+    "next vit": (lambda: nextvit.EfficientAttention(C, head_dim=4), TOKENS),
+    "tnt": (lambda: tnt.Attention(C, C, 4), TOKENS),
+    "convit": (lambda: convit.GPSA(C, 4), TOKENS),
+    "cait": (lambda: cait.TalkingHeadAttn(C, 4), TOKENS),
+    "class attention": (lambda: cait.ClassAttn(C, 4), WITH_CLASS),
+    "crossvit": (lambda: crossvit.CrossAttention(C, 4), WITH_CLASS),
+    "volo": (lambda: volo.Attention(C, 4), CHANNELS_LAST),
+    "mvit": (
+        lambda: mvitv2.MultiScaleAttention(C, C, (4, 6), 4, mode="conv", stride_kv=(2, 2)),
+        (torch.randn(2, 25, C), [4, 6]),
+    ),
+    "hiera": (lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS),
+    "levit": (lambda: levit.Attention(C, 4, 4, resolution=SIZE, use_conv=True), (torch.randn(2, C, 4, 4),)),
+    "levit, strided": (lambda: levit.AttentionDownsample(C, C, 4, 4, resolution=SIZE), TOKENS),
+    "tiny vit": (lambda: tiny_vit.Attention(C, 4, 4, resolution=SIZE), TOKENS),
+    "efficientformer": (lambda: efficientformer.Attention(C, 4, 4, resolution=4), TOKENS),
+    "efficientformer v2": (lambda: efficientformer_v2.Attention2d(C, 4, 4, resolution=4), (torch.randn(2, C, 4, 4),)),
+    "efficientvit": (
+        lambda: efficientvit_msra.CascadedGroupAttention(C, 4, 4, attn_ratio=1, resolution=4, kernels=(3, 3, 3, 3)),
+        (torch.randn(2, C, 4, 4),),
+    ),
+    "iformer": (lambda: iformer.SHMA(C), CHANNELS_FIRST),
+    "shvit": (lambda: shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
+}
+ONE_QUERY = {"class attention", "crossvit"}
+REFINED, GATED = iso.AttentionToRefined(ratio=1), iso.AttentionToGPSA()
+
+
+def build(name):
+    torch.manual_seed(0)
+    layer = nn.Sequential(LAYERS[name][0]()).double().eval()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.3)
+    return layer, tuple(x.double() if isinstance(x, torch.Tensor) else x for x in LAYERS[name][1])
+
+
+def call(model, inputs):
+    out = model[0](*inputs)
+    return out if isinstance(out, torch.Tensor) else out[0]
+
+
+def train_edits(model):
+    """Move the parameters of all edits away from where they change nothing."""
+    for module in model.modules():
+        if isinstance(module, GatedMap):
+            module.set_gating(locality=0.7, gate=0.5)
+        elif isinstance(module, RefinedMap):
+            for parameter in module.parameters():
+                parameter.data += 0.2 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_class_keeps_its_function_learns_and_goes_back(name):
+    layer, inputs = build(name)
+    for rule in [REFINED] if name in ONE_QUERY or name == "hiera" else [REFINED, GATED]:
+        with torch.no_grad():  # a layer may keep a bias of its last call, which cannot be copied with its gradient
+            new = check_equality(layer, iso.recast(layer, rule, "0"), inputs)
+            before = call(layer, inputs)
+        edited = call(train_edits(new), inputs)
+        assert (edited - before).abs().max() > 1e-9
+        edited.square().sum().backward()
+        assert all(p.grad.abs().max() > 0 for p in new[0].map_edit.edit.parameters())
+        with pytest.raises(ValueError, match=r"deviation of its map is \d"):
+            new[0].to_attention()
+
+
+def check_equality(layer, new, inputs):
+    """The edited layer, its copies and its way back compute the same; the edited layer is returned."""
+    before = call(layer, inputs)
+    assert isinstance(new[0], EditedAttention)
+    assert set(layer.state_dict()) < set(new.state_dict())
+    torch.testing.assert_close(call(new, inputs), before, atol=1e-6, rtol=1e-6)
+    for twin in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
+        torch.testing.assert_close(call(twin, inputs), call(new, inputs), rtol=0, atol=0)
+    back = iso.revert(new)
+    assert type(back[0]) is type(layer[0])
+    assert repr(back) == repr(layer)
+    torch.testing.assert_close(call(back, inputs), before)
+    return new
+
+
+def regions(windows, N):
+    """Masks of windows whose tokens belong to a few regions, in no particular order."""
+    generator = torch.Generator().manual_seed(1)
+    label = torch.randint(3, (windows, N), generator=generator)
+    return label[:, :, None] == label[:, None]
+
+
+def test_a_convolved_map_equals_the_slow_formula_under_a_mask():
+    maps = torch.rand(4, 3, 6, 6, dtype=torch.float64, requires_grad=True)
+    kernel = torch.randn(3, 3, 3, 3, dtype=torch.float64, requires_grad=True)
+    allowed = regions(2, 6).repeat(2, 1, 1)[:, None]
+    slow = torch.zeros_like(maps)
+    for b, i, j in ((b, i, j) for b in range(4) for i in range(6) for j in range(6) if allowed[b, 0, i, j]):
+        for s, t in ((s, t) for s in (-1, 0, 1) for t in (-1, 0, 1)):
+            m, n = i + s, j + t
+            inside = 0 <= m < 6 and 0 <= n < 6
+            if inside and allowed[b, 0, i, m] and allowed[b, 0, j, n]:
+                value = torch.einsum("oh,h->o", kernel[:, :, s + 1, t + 1], maps[b, :, m, n])
+                slow = (
+                    slow
+                    + nn.functional.one_hot(torch.tensor(36 * b + 6 * i + j), 144).view(4, 1, 6, 6)
+                    * value[:, None, None]
+                )
+    fast = convolve_within(maps, kernel, allowed)
+    torch.testing.assert_close(fast, slow)
+    weights = torch.randn_like(slow)
+    for a, b in zip(*(torch.autograd.grad((y * weights).sum(), (maps, kernel)) for y in (fast, slow)), strict=True):
+        torch.testing.assert_close(a, b)
+    everywhere = torch.ones(1, 1, 6, 6, dtype=torch.bool)
+    plain = nn.functional.conv2d(maps, kernel, padding=1)
+    torch.testing.assert_close(convolve_within(maps, kernel, everywhere), plain)
+
+
+@pytest.mark.parametrize(
+    "rule", [REFINED, GATED, iso.AttentionToRefined(ratio=0), iso.AttentionToRefined(span="spatial")]
+)
+def test_nothing_leaks_across_the_mask_of_a_shifted_window(rule):
+    layer, _ = build("swin")
+    new = train_edits(iso.recast(layer, rule, "0"))
+    allowed = regions(2, 16)
+    mask = torch.zeros(2, 16, 16, dtype=torch.float64).masked_fill(~allowed, -100.0)
+    x = torch.randn(4, 16, C, dtype=torch.float64)
+    other, first = x.clone(), allowed[:, 0].repeat(2, 1)  # the tokens in the region of each window's first token
+    other[~first] = torch.randn_like(other[~first])
+    y, z = new[0](x, mask=mask), new[0](other, mask=mask)
+    torch.testing.assert_close(y[first], z[first])
+    assert not torch.allclose(y[~first], z[~first])
+    same = iso.recast(layer, rule, "0")
+    torch.testing.assert_close(same[0](x, mask=mask), layer[0](x, mask=mask), atol=1e-6, rtol=1e-6)
+
+
+def test_a_refined_map_is_that_of_refined_attention():
+    from isomorph.surgery.edited_attention import edit_map
+
+    plain, x = Attention(C, 4, qkv_bias=True).double().eval(), torch.randn(2, 9, C, dtype=torch.float64)
+    fast = iso.AttentionToRefined().build(plain).double().eval()
+    edited = edit_map(plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None)
+    for parameter in fast.refine.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    edited.attn_drop.edit.refine.load_state_dict(fast.refine.state_dict())
+    torch.testing.assert_close(edited(x), fast(x))
+    recomputed = edit_map(plain, lambda heads, **kind: RefinedMap(Refiner(heads, **kind)), None, None, recompute=True)
+    recomputed.attn_drop.edit.refine.load_state_dict(fast.refine.state_dict())
+    grads = [torch.autograd.grad(m(x).square().sum(), m.qkv.weight)[0] for m in (edited, recomputed)]
+    torch.testing.assert_close(*grads)
+    padding = torch.arange(9) < torch.tensor([[9], [5]])
+    real = edited(x, attn_mask=padding[:, None, None])[1, :5]
+    torch.testing.assert_close(real, edited(x[1:, :5])[0])
+    with pytest.raises(ValueError, match="is_causal is not supported"):
+        edited(x, is_causal=True)
+
+
+def test_a_gated_map_is_that_of_gpsa():
+    gpsa = GPSA(C, 4, grid_size=(3, 4), prefix_tokens=1).double()
+    gpsa.set_gating(0.8, -0.3)
+    x = torch.randn(2, 13, C, dtype=torch.float64)
+    edit = GatedMap(4).double()
+    edit.load_state_dict({name: gpsa.state_dict()[name] for name in ("position", "gate")})
+    q, k = gpsa.queries_keys(x)
+    content = (q @ k.mT * 0.5).softmax(-1)
+    for shape in ((3, 4), (96, 128)):
+        torch.testing.assert_close(edit(content, MapCall(shapes=(shape,), prefix=1)), gpsa.attention(x))
+    allowed = regions(2, 13)
+    content = (q @ k.mT * 0.5).masked_fill(~allowed[:, None], -torch.inf).softmax(-1)
+    mixed = edit(content, MapCall(allowed, ((3, 4),), 1))
+    torch.testing.assert_close(mixed.sum(-1), torch.ones(2, 4, 13, dtype=torch.float64))
+    assert mixed.masked_fill(allowed[:, None], 0).abs().max() == 0
+    pooled = edit.position_map((4, 6), (2, 3))  # each key is the mean of 2 x 2 positions
+    torch.testing.assert_close(pooled.sum(-1), torch.ones(4, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("count", "shapes", "prefix", "grid"),
+    [
+        (49, [(7, 7)], 0, ((7, 7), 0)),
+        (729, [(224, 224)], 0, ((27, 27), 0)),
+        (50, [(224, 224)], 1, ((7, 7), 1)),
+        (16, [(224, 224)], 1, ((4, 4), 0)),
+        (60, [(7, 7), (96, 160)], 0, ((6, 10), 0)),
+        (48, [(100, 130)], 0, ((6, 8), 0)),
+        (36, [], 0, ((6, 6), 0)),
+    ],
+)
+def test_the_grid_of_tokens_is_found(count, shapes, prefix, grid):
+    assert fit_grid(count, shapes, prefix) == grid
+
+
+def test_tokens_without_a_grid_are_named():
+    with pytest.raises(ValueError, match=r"8 tokens do not fill a grid of the proportions of 24 x 24; give grid_size"):
+        fit_grid(8, [(24, 24)])
+
+
+@pytest.fixture(scope="module")
+def swin():
+    arguments = dict(depths=(2,), num_heads=(2,), embed_dim=16, window_size=4, img_size=32, patch_size=4, num_classes=3)
+    return timm.create_model("swin_tiny_patch4_window7_224", **arguments).eval()
+
+
+@pytest.mark.parametrize("rule", [REFINED, GATED])
+def test_a_swin_is_verified_saved_loaded_exported_and_compiled(swin, rule, tmp_path):
+    new = iso.recast(swin, rule, "layers.*.attn")
+    x = torch.randn(2, 3, 32, 32)
+    assert len(iso.verify(swin, new, x).targets) == 2
+    train_edits(new)
+    iso.save(new, tmp_path / "new.safetensors")
+    loaded = iso.load(tmp_path / "new.safetensors").eval()
+    torch.testing.assert_close(loaded(x), new(x))
+    block, x = new.layers[0].blocks[1].requires_grad_(False), torch.randn(2, 8, 8, 16)
+    assert block.attn_mask is not None
+    torch.testing.assert_close(torch.export.export(block, (x,)).module()(x), block(x))
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), block(x))
+
+
+def test_features_and_image_sizes_follow():
+    arguments = dict(img_size=32, depth=2, embed_dim=32, num_heads=4, num_classes=3, dynamic_img_size=True)
+    plain = timm.create_model("vit_small_patch16_dinov3_qkvb", **arguments).eval()
+    batches = [torch.randn(2, 3, 32, 32), torch.randn(1, 3, 64, 32)]
+    for rule in (iso.AttentionToRefined(), GATED, iso.AttentionToRefined(span="spatial")):
+        new = iso.recast(plain, rule, "blocks.*.attn")
+        iso.verify(plain, new, batches)
+        train_edits(new)
+        tall = new(batches[1])
+        new(batches[0])
+        torch.testing.assert_close(new(batches[1]), tall)
+    assert not iso.revert(iso.recast(plain, GATED, "blocks.0.attn")).patch_embed._forward_pre_hooks
+    pyramid = timm.create_model("pvt_v2_b0", features_only=True, depths=(1, 1, 1, 1)).eval()
+    both = [
+        m(torch.randn(1, 3, 64, 96, generator=torch.Generator().manual_seed(0)))
+        for m in (pyramid, iso.recast(pyramid, GATED, "*.attn"))
+    ]
+    for old, new in zip(*both, strict=True):
+        torch.testing.assert_close(new, old, atol=1e-5, rtol=1e-5)
+
+
+def test_timm_attention_on_an_unknown_grid_follows_the_image():
+    pit = timm.create_model("pit_ti_224", num_classes=3, img_size=64, depth=(1, 1, 1)).eval()
+    for rule in (GATED, iso.AttentionToRefined(span="spatial")):
+        new = iso.recast(pit, rule, "transformers.*.attn")
+        iso.verify(pit, new, torch.randn(1, 3, 64, 64))
+        assert all(
+            isinstance(block, EditedAttention) for block in (new.get_submodule(n) for n in iso.edits(new)[0].names)
+        )
+
+
+class Handwritten(nn.Module):
+    """Attention of someone else that follows the usual pattern."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.qkv, self.attn_drop = 2, nn.Linear(8, 24), nn.Dropout(0.1)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        weights = self.attn_drop((q @ k.mT).softmax(dim=-1))
+        return (weights @ v).transpose(1, 2).flatten(2)
+
+
+class Unusual(nn.Module):
+    """Attention of someone else with nothing between the softmax and the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.to_qkv = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.to_qkv(x).chunk(3, -1)
+        return torch.softmax(q @ k.mT, dim=-1) @ v
+
+
+def test_a_class_of_someone_else():
+    model, x = nn.Sequential(Handwritten(), nn.LayerNorm(8), Unusual()).eval(), torch.randn(2, 9, 8)
+    for rule in (REFINED, GATED):
+        iso.verify(model, iso.recast(model, rule, "0"), x)
+        with pytest.raises(iso.UserError, match="recasts attention, but where='2' matches only other classes"):
+            iso.recast(model, rule, "2")
+    assert iso.recast(model, GATED, "0")[0].attn_drop.drop.p == 0.1
+    iso.surgery.register_attention(Unusual)
+    for rule in (REFINED, GATED):
+        iso.verify(model, iso.recast(model, rule, ["0", "2"]), x)
+    for wrong, words in ((dict(form=nn.Linear), "is not a subclass of Unusual"), (dict(place=None), "")):
+        if words:
+            with pytest.raises(iso.UserError, match=words):
+                iso.surgery.register_attention(Unusual, **wrong)
+    with pytest.raises(iso.UserError, match=r"no softmax over keys is in the source of Linear\.forward"):
+        iso.surgery.register_attention(nn.Linear)
+
+
+def test_attention_of_torchvision():
+    vit = torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=3).eval()
+    nn.init.normal_(vit.heads.head.weight)
+    for rule in (iso.AttentionToRefined(), iso.AttentionToGPSA(grid_size=(4, 4), prefix_tokens=1)):
+        new = iso.recast(vit, rule, "encoder.layers.*.self_attention")
+        assert len(iso.verify(vit, new, torch.randn(2, 3, 32, 32)).targets) == 2
+        assert type(iso.revert(new).encoder.layers[0].self_attention) is nn.MultiheadAttention
+    layer, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(2, 5, 8)
+    new = iso.recast(nn.Sequential(layer), REFINED, "0")[0]
+    padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for masks in (dict(key_padding_mask=padding), dict(attn_mask=torch.ones(5, 5).triu(1).bool())):
+        for mine, theirs in zip(new(x, x, x, **masks), layer(x, x, x, **masks), strict=True):
+            torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    with pytest.raises(iso.UserError, match="bias_k or add_zero_attn"):
+        iso.recast(nn.Sequential(nn.MultiheadAttention(8, 2, add_zero_attn=True)), REFINED, "0")
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule", "reason"),
+    [
+        (lambda: xcit.XCA(C, 4), REFINED, "XCA attends between channels, so it has no map over tokens"),
+        (lambda: volo.OutlookAttention(C, 4), REFINED, "mixes the neighbours of each position"),
+        (lambda: cait.ClassAttn(C, 4), GATED, "only its class token is a query, and has no position"),
+        (LAYERS["hiera"][0], GATED, "its tokens are in the order of its mask units"),
+        (LAYERS["swin"][0], iso.AttentionToRefined(reduce=False), "reduce=False needs a projection of all maps"),
+        (LAYERS["shvit"][0], iso.AttentionToRefined(recompute=True), "would count each batch twice in the BatchNorm"),
+    ],
+)
+def test_reasons_are_one_line(layer, rule, reason):
+    with pytest.raises(iso.UserError, match=f"^0: .*{reason}") as caught:
+        iso.recast(nn.Sequential(layer()), rule, "0")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_edited_map_is_edited_once_and_an_edit_that_is_not_called_is_an_error():
+    layer, inputs = build("swin")
+    new = iso.recast(layer, REFINED, "0")
+    with pytest.raises(iso.UserError, match=r"^0: .*its map is edited already; revert it first"):
+        iso.recast(new, GATED, "0")
+    new[0].fused_attn = True
+    with pytest.raises(ValueError, match="WindowAttention did not form its map in this call"):
+        new[0](*inputs)
+
+
+def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
+    new = iso.recast(swin, GATED, "layers.*.attn")
+    assert set(iso.gates(new)) == set(iso.edits(new)[0].names)
+    groups = {group["name"]: group for group in iso.training.parameter_groups(new)}
+    assert len(groups["gates"]["params"]) == 2
+    maps = iso.attention_maps(train_edits(new), torch.randn(1, 3, 32, 32))
+    before = iso.attention_maps(swin, torch.randn(1, 3, 32, 32))
+    assert {name: m.shape for name, m in maps.items()} == {name: m.shape for name, m in before.items()}
+    plain = iso.attention_maps(swin, torch.ones(1, 3, 32, 32))["layers.0.blocks.0.attn"]
+    assert not torch.allclose(iso.attention_maps(new, torch.ones(1, 3, 32, 32))["layers.0.blocks.0.attn"], plain)
