@@ -1,6 +1,8 @@
 """TDRL-ViT: the published sizes, plain checkpoints in, plain networks out, attention watched in training."""
 
 import json
+import math
+import statistics
 
 import pytest
 import timm
@@ -8,14 +10,18 @@ import torch
 from torch import nn
 
 import isomorph as iso
+from isomorph.layers import PyramidLinear
 from isomorph.models.tdrl_vit import checkpoint_filter_fn
+from isomorph.report import compare_sections, read_run_logs
 from isomorph.training.build import build_model
 from isomorph.training.optim import learning_rate_scales, scaled_groups
 from isomorph.training.recipe.fields import OptimPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.rotation import Rotation
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=24, depth=2, num_heads=3, num_classes=5)
+PYRAMIDS = ("attn.qkv", "mlp.fc1", "mlp.fc2")
 FFN = ["blocks.*.mlp.fc?"]
 COUNTS = {
     "plain ViT-Ti": (dict(layout="plain"), 5_717_416, 5.72),
@@ -185,6 +191,42 @@ def test_the_monitor_watches_every_block(tmp_path):
     for row in rows:  # TDRL Fig. 3 (c): the maximum before and after the softmax
         assert set(row["max_attention"]) == set(row["max_logit"])
         assert all(1 / 17 < value <= 1 for value in row["max_attention"].values())
+    for row in rows:
+        assert set(row["branch_similarity"]) == {f"blocks.{i}.{part}" for i in (0, 1) for part in PYRAMIDS}
+        assert all(0 <= value <= 1 for value in row["branch_similarity"].values())
+        assert {"blocks.0.attn.qkv.pyramids.0", "blocks.1.mlp.fc2"} <= set(row["angle"])
+    angles = [statistics.fmean(row["angle"].values()) for row in rows]
+    assert 1e-3 < max(angles) < 0.5  # at a rate of 1e-3
+    assert angles[-1] < max(angles)  # the rate falls
+    panels = {chart.title: chart for part in compare_sections(read_run_logs([tmp_path])) for chart in part.charts}
+    for title in ("Turn of the pyramids' scale-free weights in a step", "Similarity of the branches of pyramids"):
+        (panel,) = (panel for name, panel in panels.items() if name.startswith(title))
+        assert len(panel.lines[tmp_path.name].x) == len(rows)
+
+
+def test_the_angle_of_a_step():
+    layer = PyramidLinear(8, 6, "P-W1S")
+    rotation = Rotation(nn.Sequential(layer))
+    assert rotation.angles() == {}  # nothing stored
+    rotation.remember()
+    first = layer.branches[0][0]
+    with torch.no_grad():  # rows turn by 0.1, and grow, which does not count
+        across = torch.randn_like(first.weight)
+        across -= first.weight * (across * first.weight).sum(1, True) / first.weight.square().sum(1, True)
+        across *= first.weight.norm(dim=1, keepdim=True) / across.norm(dim=1, keepdim=True)
+        first.weight.copy_(3 * (first.weight * math.cos(0.1) + across * math.sin(0.1)))
+        layer.skip.weight.zero_()
+    assert rotation.angles() == {"0": pytest.approx(0.1, rel=1e-5)}
+    assert rotation.angles() == {}
+
+
+def test_pyramids_without_attention_are_monitored(tmp_path):
+    model = dict(name="cifar_resnet20", num_classes=10, recast=dict(rule="LinearToPyramid", where="linear"))
+    data = dict(source="digits", fraction=0.05, size=[8, 8], batch_size=32, test_images=10)
+    iso.train(validate(dict(model=model, data=data, monitor_every=1, epochs=1, out=str(tmp_path))), show=False)
+    rows = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]
+    assert all(set(row) == {"epoch", "step", "angle", "branch_similarity"} for row in rows)
+    assert all(row["angle"]["linear"] > 0 for row in rows)
 
 
 def test_a_model_without_attention_cannot_be_monitored(tmp_path):

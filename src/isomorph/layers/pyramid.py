@@ -4,6 +4,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -123,6 +124,12 @@ class Pyramid(nn.Module):
         """The layers of each term of the sum: of every branch, and of the skip if there is one."""
         branches: list[list[nn.Module]] = [list(branch) for branch in self.branches]  # type: ignore[call-overload]
         return branches if self.skip is None else [*branches, [self.skip]]
+
+    @property
+    def scale_free_layers(self) -> list[nn.Module]:
+        """The layers that a BatchNorm follows: the scale of each row of their weight has no effect."""
+        pairs = (pair for layers in self.chains for pair in pairwise(layers))
+        return [layer for layer, after in pairs if isinstance(after, _BatchNorm)]
 
     @property
     def output_scale(self) -> float:

@@ -109,7 +109,7 @@ def curve(rows: LogRows, x: str, y: str) -> Line | None:
 
 
 def _monitor_rows(log: RunLog, key: str, reduce: Any) -> LogRows:
-    """Return a measure of the attention monitor by step, reduced over layers (max or mean)."""
+    """Return a measure of the monitor by step, reduced over layers (max or mean)."""
     rows = []
     for row in log.monitor:
         values = [v for v in row[key].values() if is_number(v)] if isinstance(row.get(key), dict) else []
@@ -133,8 +133,10 @@ MONITOR_CURVES = (
     ("Largest attention logit, maximum over layers", "max_logit", max),
     ("Largest attention weight, maximum over layers", "max_attention", max),
     ("Attention entropy, mean over layers", "entropy", fmean),
+    ("Turn of the pyramids' scale-free weights in a step (radians), mean over layers", "angle", fmean),
+    ("Similarity of the branches of pyramids (CKA), mean over layers", "branch_similarity", fmean),
 )
-"""Title, key of the attention monitor's log, reduction over layers."""
+"""Title, key of the monitor's log, reduction over layers."""
 
 
 def _learning_curves(logs: Sequence[RunLog]) -> list[Chart]:

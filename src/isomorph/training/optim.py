@@ -1,6 +1,5 @@
 """Parameter groups, optimiser and schedule."""
 
-from itertools import pairwise
 from typing import Any
 
 import timm.optim
@@ -8,7 +7,6 @@ from timm.models import group_parameters
 from timm.scheduler.scheduler import Scheduler
 from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from isomorph.errors import UserError
@@ -38,9 +36,8 @@ def _gating_names(model: nn.Module) -> tuple[set[str], set[str]]:
 def _normalised_names(model: nn.Module) -> set[str]:
     """Return the names of the pyramid weights that a BatchNorm follows: their scale has no effect."""
     named = {module: name for name, module in model.named_modules()}
-    chains = [chain for module in model.modules() if isinstance(module, Pyramid) for chain in module.chains]
-    pairs = (pair for chain in chains for pair in pairwise(chain))
-    return {f"{named[layer]}.weight" for layer, after in pairs if isinstance(after, _BatchNorm)}
+    pyramids = [module for module in model.modules() if isinstance(module, Pyramid)]
+    return {f"{named[layer]}.weight" for pyramid in pyramids for layer in pyramid.scale_free_layers}
 
 
 def learning_rate_scales(model: nn.Module, decay: float) -> dict[str, float]:

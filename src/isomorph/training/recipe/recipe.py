@@ -58,7 +58,7 @@ class Recipe(Part):
     keep_every: Count | None = None
     """Epochs between checkpoints epoch-N.safetensors; by default none are saved."""
     monitor_every: Count | None = None
-    """Steps between lines of monitor.jsonl: largest attention logit, largest attention and entropy, by block."""
+    """Steps between lines of monitor.jsonl: attention logits and entropy, turn and similarity of pyramids, by layer."""
     log_every: Count = 50
     """Steps between lines of steps.jsonl: loss, learning rate, images per second, fraction of time spent loading."""
     checkpoint_minutes: NotNegative = 10.0

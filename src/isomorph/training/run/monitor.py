@@ -5,9 +5,9 @@ import signal
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from isomorph.analysis import logit_stats
+from isomorph.analysis import branch_similarity, logit_stats
 from isomorph.checkpoints.snapshot import list_snapshots
 from isomorph.errors import UserError
 from isomorph.training.run.guards import (
@@ -18,6 +18,7 @@ from isomorph.training.run.guards import (
     StopRequest,
 )
 from isomorph.training.run.log import Journal
+from isomorph.training.run.rotation import Rotation
 from isomorph.training.run.state import Run
 
 MONITORED_IMAGES = 32
@@ -35,6 +36,8 @@ class StepMonitor:
         self.checked = self.written = (run.progress.step, run.total.item())  # step, sum of losses
         self.began = self.saved = time.perf_counter()
         self.waited = self.waited_before = 0.0
+        self.rotation = Rotation(run.trained)
+        self.prepare_rotation()
 
     def after_step(self, waited: float, images: Tensor) -> None:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
@@ -43,6 +46,7 @@ class StepMonitor:
         last = step % run.order.steps == 0
         if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0:
             self.monitor(images)
+        self.prepare_rotation()
         if step % LOSS_WINDOW == 0:
             self.check_loss()
         elif self.reads_loss(step) or last:
@@ -52,6 +56,12 @@ class StepMonitor:
         if run.runtime.world == 1 or self.reads_loss(step) or last:
             _check_unreadable(run)
             self.save_or_stop(last)
+
+    def prepare_rotation(self) -> None:
+        """Store the scale-free weights if the next step is monitored."""
+        every = self.run.recipe.monitor_every
+        if every and self.run.progress.step % every == 0:
+            self.rotation.remember()
 
     def reads_loss(self, step: int) -> bool:
         """Return True if the loss is read after this step, and processes agree on whether to save or stop."""
@@ -105,25 +115,47 @@ class StepMonitor:
         raise_if_stopped(run, int(number))
 
     def monitor(self, images: Tensor) -> None:
-        """Write a line of monitor.jsonl: largest logit, largest attention and mean entropy of each layer.
+        """Write a line of monitor.jsonl: attention of each layer, and turn and similar branches of each pyramid.
 
-        In eval mode; logit and attention are means over images, of the head with the largest.
+        Attention and branches are measured in eval mode. Largest logit and attention are means over images, of the head
+        with the largest; the similarity is the mean over pairs of branches.
         """
         run = self.run
-        try:
-            found = logit_stats(run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device))
-        except UserError:
-            if run.progress.recast:
-                raise
-            return  # a CNN that is recast later has no attention yet
-        row = {
-            "epoch": run.progress.closed + 1,
-            "step": run.progress.step,
-            "max_logit": {name: stats.max_logit.max().item() for name, stats in found.items()},
-            "max_attention": {name: stats.max_attention.max().item() for name, stats in found.items()},
-            "entropy": {name: stats.entropy.mean().item() for name, stats in found.items()},
-        }
-        self.journal.write("monitor.jsonl", row)
+        model, images = run.objective.result(run.trained), images[:MONITORED_IMAGES].to(run.runtime.device)
+        found = {**_attention(model, images), **_pyramids(model, images)}
+        if not found and run.progress.recast:
+            logit_stats(model, images)  # raises the error that says so
+        if angles := self.rotation.angles():
+            found["angle"] = angles
+        if found:  # a CNN that is recast later has no attention yet
+            self.journal.write("monitor.jsonl", {"epoch": run.progress.closed + 1, "step": run.progress.step, **found})
+
+
+def _attention(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
+    """Return largest logit, largest attention and mean entropy of each attention layer; nothing without any."""
+    try:
+        stats = logit_stats(model, images)
+    except UserError:
+        return {}
+    return {
+        "max_logit": {name: each.max_logit.max().item() for name, each in stats.items()},
+        "max_attention": {name: each.max_attention.max().item() for name, each in stats.items()},
+        "entropy": {name: each.entropy.mean().item() for name, each in stats.items()},
+    }
+
+
+def _pyramids(model: nn.Module, images: Tensor) -> dict[str, dict[str, float]]:
+    """Return the mean similarity between the branches of each pyramid; nothing without any."""
+    try:
+        matrices = branch_similarity(model, images)
+    except UserError:
+        return {}
+    means = {}
+    for name, matrix in matrices.items():
+        pairs = torch.ones(matrix.shape[-2:], device=matrix.device).triu(1).bool()
+        if pairs.any():
+            means[name] = matrix[..., pairs].mean().item()
+    return {"branch_similarity": means}
 
 
 def save_snapshot(run: Run) -> None:

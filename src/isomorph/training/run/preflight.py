@@ -9,6 +9,7 @@ from torch import nn
 from isomorph.analysis import logit_stats
 from isomorph.checkpoints.hub import local_file
 from isomorph.errors import UserError
+from isomorph.evaluation.cost import has_pyramids
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.training.build import apply_surgery
 from isomorph.training.recipe.recipe import Recipe
@@ -60,4 +61,5 @@ def check_attention(recipe: Recipe, model: nn.Module, config: dict[str, Any], re
     if recipe.monitor_every:
         device = next(model.parameters()).device
         monitored = model if recast else apply_surgery(copy.deepcopy(model), recipe.model)
-        logit_stats(monitored, torch.zeros(1, *config["input_size"], device=device))
+        if not has_pyramids(monitored):  # their branches are monitored without attention too
+            logit_stats(monitored, torch.zeros(1, *config["input_size"], device=device))
