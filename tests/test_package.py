@@ -113,10 +113,11 @@ def test_citation_names_the_version_and_the_five_papers():
     assert citation["version"] == iso.__version__ == PROJECT["version"]
     assert citation["license"] == PROJECT["license"]
     assert len(citation["references"]) == 5
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "citing.md").read_text()
+    assert "(docs/citing.md)" in (ROOT / "README.md").read_text()
     for paper in citation["references"]:
         words = paper["title"].split(":")[-1].split()[-3:]
-        assert all(word in readme for word in words), paper["title"]
+        assert all(word in page for word in words), paper["title"]
 
 
 def test_extras_that_messages_and_docs_name_exist():
