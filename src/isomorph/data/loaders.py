@@ -82,14 +82,14 @@ def eval_loader(
     source.transform = transform
     return IsolatedDataLoader(
         source,
-        batch_sampler=batch_ranges(len(source), batch_size)[batches],
+        batch_sampler=batch_ranges(len(source), batch_size)[batches],  # type: ignore[arg-type]
         num_workers=workers,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
     )
 
 
-def batch_ranges(images: int, batch_size: int) -> list[range]:
+def batch_ranges(images: int, batch_size: int) -> list[Sequence[int]]:
     """Return the images of every batch in order, by their indices; the last batch may be smaller.
 
     Raises: UserError for a batch size below 1.

@@ -31,6 +31,8 @@ from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.surgery.compiled import unwrap_compiled
 
 CARD, RECIPE = "README.md", "recipe.yaml"
+_ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
+"""Entries of a pretrained_cfg that are about the public weights of the architecture, not about this model."""
 _ATOL = 1e-4
 """Largest deviation of the model that timm builds, relative to the largest output where that is above 1."""
 
@@ -179,11 +181,7 @@ def save_for_hub(
 def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     """Write timm's config.json next to the weights; return True if timm builds and loads this model from them."""
     header = read_header(folder / WEIGHTS)
-    own = {
-        key: json.loads(header[key])
-        for key in ("format", "base", "module", "edits")
-        if key in header and key != "format"
-    }
+    own: dict[str, Any] = {key: json.loads(header[key]) for key in ("base", "module", "edits") if key in header}
     config = _timm_config(model, own.get("base"), folder / CONFIG)
     shared = {"isomorph": {"format": header["format"], **own}}
     if config:
@@ -210,7 +208,8 @@ def _timm_config(model: nn.Module, base: dict[str, Any] | None, path: Path) -> d
     except (ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
         return {}
     config: dict[str, Any] = json.loads(path.read_text())
-    config["pretrained_cfg"] = {key: value for key, value in config["pretrained_cfg"].items() if key in known}
+    kept = known.keys() - _ABOUT_PUBLIC_WEIGHTS
+    config["pretrained_cfg"] = {key: value for key, value in config["pretrained_cfg"].items() if key in kept}
     return config
 
 

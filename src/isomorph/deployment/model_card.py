@@ -1,6 +1,7 @@
 """The model card of a shared model: what it is, how to load it, what it was measured to do, and how it was trained."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,10 @@ _METRICS = {
     "images": "images",
 }
 """Metrics of an evaluation, and their names in a model card."""
-_LOCAL_FIELDS = {"out": True, "data": {"root"}, "model": {"weights"}, "expected": True}
+_LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
 """Fields of a recipe that are about the machine of a run, or about the paper's result."""
+_FOLDERS = re.compile(r"(?<![\w.])[/~][^\s=]*/")
+"""The folders of an absolute path, which are left out."""
 _VERSIONS = ("python", "torch", "timm")
 _MAX_NAMES = 8
 """Names of modules that a card lists for an edit."""
@@ -68,7 +71,18 @@ def read_training(run: Path) -> Training:
     rows = [row for row in read_log(folder / "log.jsonl") if "top1" in row]
     environment = (read_log(folder / "environment.jsonl") or [{}])[-1]
     changed = recipe.model_dump(mode="json", exclude_defaults=True, exclude=_LOCAL_FIELDS)
-    return Training(changed, recipe.epochs, _command(environment), environment, _chosen_row(rows, run))
+    return Training(
+        _without_folders(changed), recipe.epochs, _command(environment), environment, _chosen_row(rows, run)
+    )
+
+
+def _without_folders(value: Any) -> Any:
+    """Return plain values with absolute paths cut to the name of their file."""
+    if isinstance(value, dict):
+        return {key: _without_folders(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(each) for each in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
 
 
 def _chosen_row(rows: list[dict[str, Any]], run: Path) -> dict[str, Any]:
@@ -82,10 +96,8 @@ def _chosen_row(rows: list[dict[str, Any]], run: Path) -> dict[str, Any]:
 
 def _command(environment: Mapping[str, Any]) -> str:
     """Return the command that started a run, without the folders of its machine; empty for a run from Python."""
-    words = [str(word) for word in environment.get("command") or ()]
-    if len(words) < 2 or words[1] != "train":
-        return ""
-    return shlex.join(["isomorph", *(Path(word).name if word.startswith(("/", "~")) else word for word in words[1:])])
+    _, *words = _without_folders(environment.get("command")) or [""]
+    return shlex.join(["isomorph", *map(str, words)]) if words[:1] == ["train"] else ""
 
 
 def model_card(
@@ -160,19 +172,28 @@ def _usage(model: nn.Module, name: str, in_timm: bool) -> str:
     load = f'model = iso.load("hf-hub:{name}")'
     if _is_module(model):
         load = f'model = iso.load("hf-hub:{name}", base=...)  # a {type(model).__name__} before its changes'
-    code = ["import isomorph as iso", "", load]
+    text = f"## Use\n\n```python\nimport isomorph as iso\n\n{load}\n```"
+    if _is_module(model):
+        return text
     if in_timm:
-        comment = "import isomorph  # registers the architecture" if own else "# or without isomorph:"
-        code += ["", comment, "import timm", "", f'model = timm.create_model("hf-hub:{name}", pretrained=True)']
-    text = "## Use\n\n```python\n" + "\n".join(code) + "\n```"
-    if not in_timm:
+        imports = "import isomorph  # registers the architecture\nimport timm" if own else "import timm"
+        load = f'model = timm.create_model("hf-hub:{name}", pretrained=True)'
+        text += f"\n\nOr with timm:\n\n```python\n{imports}\n\n{load}\n```"
+    else:
         text += "\n\n`timm.create_model` cannot build this model and ends with an error: it does not make the changes."
-    return text if _is_module(model) else f"{text}\n\n```bash\nisomorph evaluate hf-hub:{name}\n```"
+    return f"{text}\n\nTo measure its accuracy:\n\n```bash\nisomorph evaluate hf-hub:{name}\n```"
 
 
 def _is_module(model: nn.Module) -> bool:
     """True for a model that timm did not make."""
     return not (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+
+
+def _number(key: str, value: float) -> str:
+    """Return a metric with the digits that mean something: per cents with two, whole numbers as they are."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.2f}" if _METRICS.get(key, "").endswith("(%)") else f"{value:.4g}"
 
 
 def _results(
@@ -182,7 +203,7 @@ def _results(
     if not measured:
         return ""
     data = describe_data(model).get("source")
-    rows = [f"| {_METRICS.get(key, key)} | {value:,.6g} |" for key, value in measured.items()]
+    rows = [f"| {_METRICS.get(key, key)} | {_number(key, value)} |" for key, value in measured.items()]
     where = f"On the test images of `{data}`" if data else "On test images"
     epoch = training.metrics.get("epoch") if training else None
     when = f", after epoch {epoch} of {training.epochs}" if training and epoch else ""
