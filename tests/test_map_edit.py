@@ -78,8 +78,8 @@ LAYERS = {
     "crossvit": (lambda: crossvit.CrossAttention(C, 4), WITH_CLASS),
     "volo": (lambda: volo.Attention(C, 4), CHANNELS_LAST),
     "mvit": (
-        lambda: mvitv2.MultiScaleAttention(C, C, (4, 6), 4, mode="conv", stride_kv=(2, 2)),
-        (torch.randn(2, 25, C), [4, 6]),
+        lambda: mvitv2.MultiScaleAttention(C, C, (4, 4), 4, mode="conv", stride_kv=(2, 2)),
+        (torch.randn(2, 17, C), [4, 4]),
     ),
     "hiera": (lambda: hiera.MaskUnitAttention(C, C, 4, window_size=4, use_mask_unit_attn=True), TOKENS),
     "levit": (lambda: levit.Attention(C, 4, 4, resolution=SIZE, use_conv=True), (torch.randn(2, C, 4, 4),)),
@@ -142,7 +142,7 @@ def check_equality(layer, new, inputs):
     before = call(layer, inputs)
     assert isinstance(new[0], EditedAttention)
     assert set(layer.state_dict()) < set(new.state_dict())
-    torch.testing.assert_close(call(new, inputs), before, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(call(new, inputs), before, atol=1e-5, rtol=1e-5)
     for twin in (copy.deepcopy(new), pickle.loads(pickle.dumps(new))):
         torch.testing.assert_close(call(twin, inputs), call(new, inputs), rtol=0, atol=0)
     back = iso.revert(new)

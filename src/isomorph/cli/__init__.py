@@ -13,6 +13,7 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
     analyze,
     bench,
     compare,
+    coverage,
     evaluate,
     export,
     listing,

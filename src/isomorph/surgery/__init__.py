@@ -5,6 +5,12 @@ from collections import ChainMap
 from isomorph.surgery.acceptance import Acceptance, acceptance
 from isomorph.surgery.anneal import Anneal
 from isomorph.surgery.attention_classes import register_attention
+from isomorph.surgery.coverage import (
+    RuleCoverage,
+    family_of,
+    model_coverage,
+    timm_models,
+)
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
 from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
@@ -37,6 +43,7 @@ __all__ = [
     "NotEqual",
     "PruneHeads",
     "Rule",
+    "RuleCoverage",
     "Unstride",
     "VerifyReport",
     "acceptance",
@@ -44,8 +51,10 @@ __all__ = [
     "compare_outputs",
     "edits",
     "edits_since",
+    "family_of",
     "fuse",
     "fusible_modules",
+    "model_coverage",
     "notes",
     "prunable_heads",
     "prune",
@@ -56,6 +65,7 @@ __all__ = [
     "replay",
     "revert",
     "targets",
+    "timm_models",
     "unstride",
     "verify",
 ]

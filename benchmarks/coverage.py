@@ -1,0 +1,168 @@
+"""Which modules of every timm model each rule accepts, and one model of every family verified in float64.
+
+    nice -n 10 python benchmarks/coverage.py [--family NAME ...] [--runs runs/coverage]
+
+Counts on the meta device, then verifies the smallest model of each family with random weights and statistics: every
+rule that accepts a module, on an image of odd size where the model takes one. Both parts resume. Writes
+benchmarks/results/coverage.json. One thread; an hour and a half on a busy machine.
+"""
+
+import argparse
+import json
+import time
+import warnings
+from pathlib import Path
+
+import timm
+import torch
+
+import isomorph as iso
+from interleave import RESULTS
+from isomorph.surgery.coverage import cover_models, family_of, summarise_coverage, timm_models
+from isomorph.surgery.rules.registry import RULES
+
+ODD, MOST = (97, 129), 6
+"""Height and width that models are tried on first, and most modules that ConvToGPSA and LinearToPyramid recast."""
+LARGEST = 40e6
+"""Models with more parameters are not verified: their smallest member would take a CPU minutes."""
+
+
+def read_rows(path):
+    """Rows of a file with one a line; a last line that was cut off is dropped."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def resume(path, names, make):
+    """Append `make(name)` for every name that the file does not have yet, and return all rows by name."""
+    rows = {row["model"]: row for row in read_rows(path)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        for name in names:
+            if name not in rows:
+                rows[name] = make(name)
+                file.write(json.dumps(rows[name]) + "\n")
+                file.flush()
+    return {name: rows[name] for name in names}
+
+
+def count(name):
+    """Coverage of one model, and its number of parameters."""
+    return next(cover_models([name], {rule: kind() for rule, kind in RULES.items()}))
+
+
+def randomised(name):
+    """A model with random weights and statistics, in float64."""
+    torch.manual_seed(0)
+    model = timm.create_model(name).eval().double().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter += 0.05 * torch.randn_like(parameter) * (parameter.std(correction=0) + 0.2 * (parameter.ndim < 2))
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("running_mean"):
+            buffer += 0.1 * torch.randn_like(buffer)
+        elif buffer_name.endswith("running_var"):
+            buffer *= 0.5 + torch.rand_like(buffer)
+    return model
+
+
+def run(model):
+    """Output of a model on the odd size, or else on its own: (image, output)."""
+    own = tuple(model.pretrained_cfg.get("input_size", (3, 224, 224))[-2:])
+    for size in (ODD, own):
+        x = torch.randn(1, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        try:
+            return x, first_tensor(model(x))
+        except Exception as error:
+            problem = error
+    raise problem
+
+
+def first_tensor(output):
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def chosen(names, most):
+    """At most so many of the outermost names, evenly spaced."""
+    outer = [n for n in names if not any(n != m and n.startswith(f"{m}.") for m in names)]
+    return outer if len(outer) <= most else [outer[int((i + 0.5) * len(outer) / most)] for i in range(most)]
+
+
+def verify_model(name):
+    """Deviation of every rule that accepts a module, relative to the largest output (or 1), in float64."""
+    start, row = time.perf_counter(), {"model": name, "family": family_of(name), "rules": {}}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = randomised(name)
+            x, before = run(model)
+            row["size"] = list(x.shape[-2:])
+            for rule, kind in RULES.items():
+                names = iso.surgery.acceptance(model, kind()).accepted
+                if names:
+                    few = rule in ("ConvToGPSA", "LinearToPyramid")
+                    row["rules"][rule] = verify_rule(
+                        model, kind(), chosen(names, MOST if few else len(names)), x, before
+                    )
+    except Exception as error:
+        row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    print(name, f"{time.perf_counter() - start:.0f} s", row, flush=True)
+    return row
+
+
+def verify_rule(model, rule, names, x, before):
+    """The number of recast modules and the deviation, or an error."""
+    try:
+        new = iso.recast(model, rule, lambda name, _: name in names)
+        after = first_tensor(new.double().eval()(x))
+        scale = max(1.0, before.abs().max().item())
+        return {"modules": len(names), "deviation": (after - before).abs().max().item() / scale}
+    except Exception as error:
+        return {"modules": len(names), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def smallest(rows):
+    """The smallest model of every family, and how large it is."""
+    found = {}
+    for row in rows.values():
+        if "error" not in row and row["parameters"] < found.get(row["family"], row)["parameters"] + 1:
+            found[row["family"]] = row
+    return {row["model"]: row["parameters"] for row in found.values()}
+
+
+@torch.no_grad()
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="*")
+    parser.add_argument("--runs", type=Path, default=Path("runs/coverage"))
+    parser.add_argument("--count-only", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    names = [name for name in timm_models() if not given.family or family_of(name) in given.family]
+    counted = resume(given.runs / "counted.jsonl", names, count)
+    few = sorted(name for name, size in smallest(counted).items() if size <= LARGEST)
+    verified = {} if given.count_only else resume(given.runs / "verified.jsonl", few, verify_model)
+    if not given.family:
+        write(counted, verified)
+
+
+def write(counted, verified):
+    """Write the result file: families with their rules and reasons, and deviations."""
+    result = {
+        "timm": timm.__version__,
+        "models": len(counted),
+        "errors": {name: row["error"] for name, row in counted.items() if "error" in row},
+        "families": summarise_coverage(counted.values()),
+        "verified": {row["family"]: {k: v for k, v in row.items() if k != "family"} for row in verified.values()},
+    }
+    (RESULTS / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

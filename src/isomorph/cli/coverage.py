@@ -1,0 +1,88 @@
+"""The coverage command."""
+
+import json
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import Json, check_limits
+from isomorph.cli.tables import tables
+from isomorph.errors import UserError
+from isomorph.terminal_tables import print_text_table
+
+
+@app.command
+@check_limits
+def coverage(
+    *models: str,
+    rule: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    family: str | None = None,
+    json_: Json = False,
+) -> None:
+    """Count which modules of timm's models each rule accepts, and the reasons for the others; nothing is downloaded.
+
+    Example: isomorph coverage resnet50 "swin_*"
+
+    Parameters
+    ----------
+    models
+        Names of timm models, or globs; by default all of timm, which takes minutes.
+    rule
+        Rules to count; by default all.
+    family
+        Only models of one family: the name of the module of timm that defines them, for example 'swin_transformer'.
+    """
+    for name in rule or []:
+        if name not in tables()["rules"]:
+            raise UserError(f"--rule {name} is not a rule; choose from {', '.join(tables()['rules'])}")
+    with loading():
+        from isomorph.cli.progress import progress_bar
+        from isomorph.surgery.coverage import cover_models, summarise_coverage, timm_models
+        from isomorph.surgery.rules.registry import RULES
+    names = timm_models(models, family)
+    rows: list[dict[str, Any]] = []
+    with progress_bar("counting") as update:
+        for row in cover_models(names, {name: RULES[name]() for name in rule or RULES}):
+            rows.append(row)
+            update(len(rows), len(names), row["model"])
+    if json_:
+        print(json.dumps({"models": rows, "families": summarise_coverage(rows)}))
+        return
+    _print_rows(rows) if models else _print_families(summarise_coverage(rows))
+    for row in rows:
+        if "error" in row:
+            print(f"{row['model']} cannot be created: {row['error']}")
+
+
+def _describe_reasons(reasons: dict[str, int], limit: int = 2) -> str:
+    """Return the most common reasons with their counts."""
+    return "; ".join(f"{count} x {reason}" for reason, count in list(reasons.items())[:limit])
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    """Print a table with a line for every model and rule."""
+    body = [
+        [row["model"], rule, f"{accepted} of {modules}", _describe_reasons(reasons)]
+        for row in rows
+        for rule, (accepted, modules, reasons) in row.get("rules", {}).items()
+        if modules
+    ]
+    print_text_table([["model", "rule", "accepted", "why not the others"], *body])
+
+
+def _print_families(families: dict[str, dict[str, Any]]) -> None:
+    """Print a table with a line for every family and rule."""
+    body = [
+        [
+            family,
+            f"{found['models']}",
+            rule,
+            f"{total['accepted']} of {total['modules']}",
+            _describe_reasons(total["reasons"]),
+        ]
+        for family, found in families.items()
+        for rule, total in found["rules"].items()
+        if total["modules"]
+    ]
+    print_text_table([["family", "models", "rule", "accepted", "why not the others"], *body])

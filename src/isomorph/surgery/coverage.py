@@ -1,0 +1,127 @@
+"""Which modules of timm's models each rule accepts, counted on the meta device, by model and by family."""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from torch import nn
+
+from isomorph.errors import UserError
+from isomorph.surgery.acceptance import acceptance
+from isomorph.surgery.recast import Rule
+from isomorph.surgery.rules.registry import RULES
+
+
+class RuleCoverage(NamedTuple):
+    """Of the modules of a rule's kind in a model or family: how many it accepts, of how many, and why not the others.
+
+    >>> iso.surgery.RuleCoverage(2, 3, {"groups=N is not 1": 1}).complete
+    False
+    """
+
+    accepted: int
+    modules: int
+    reasons: dict[str, int]
+
+    @property
+    def complete(self) -> bool:
+        """True if the rule accepts every module of its kind, and there is one."""
+        return 0 < self.accepted == self.modules
+
+
+def _reason_kind(reason: str) -> str:
+    """Return a reason without the numbers of one module."""
+    return re.sub(r"\d+(\.\d+)?", "N", reason)
+
+
+def model_coverage(model: nn.Module, rules: Mapping[str, Rule] | None = None) -> dict[str, RuleCoverage]:
+    """Return the coverage of every rule in a model; by default of all registered rules with their default options.
+
+    Raises: UserError if the model is not a model.
+
+    >>> cnn = timm.create_model("cifar_resnet20")
+    >>> iso.surgery.model_coverage(cnn)["ConvToGPSA"]
+    RuleCoverage(accepted=21, modules=21, reasons={})
+    """
+    found = {}
+    for name, rule in (rules or {name: kind() for name, kind in RULES.items()}).items():
+        accepted, rejected = acceptance(model, rule)
+        reasons = Counter(map(_reason_kind, rejected.values()))
+        found[name] = RuleCoverage(len(accepted), len(accepted) + len(rejected), dict(reasons.most_common()))
+    return found
+
+
+def family_of(name: str) -> str:
+    """Return the family of a timm model: the module that defines it.
+
+    >>> iso.surgery.family_of("resnet50d")
+    'resnet'
+    """
+    return timm.model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+def timm_models(names: Sequence[str] = (), family: str | None = None) -> list[str]:
+    """Return timm's own architectures, or those of given names or globs, of one family if it is given.
+
+    Raises: UserError if there is none.
+
+    >>> iso.surgery.timm_models(["resnet1?"], family="resnet")
+    ['resnet10t', 'resnet14t', 'resnet18', 'resnet18d']
+    """
+    own = [name for name in timm.list_models() if timm.model_entrypoint(name).__module__.startswith("timm.")]
+    if unknown := [glob for glob in names if not timm.list_models(glob)]:
+        raise UserError(f"{unknown[0]!r} matches no model of timm; give a name or a glob, for example 'resnet*'")
+    chosen = list(dict.fromkeys(name for glob in names for name in timm.list_models(glob))) if names else own
+    families = sorted({family_of(name) for name in chosen})
+    if family is not None and family not in families:
+        raise UserError(f"--family {family} has no such model; choose from {', '.join(families)}")
+    return [name for name in chosen if family in (None, family_of(name))]
+
+
+def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[dict[str, Any]]:
+    """Yield a row for every timm model: its name, family, parameters and the coverage of every rule.
+
+    A model that cannot be created has the reason under `error` instead.
+    """
+    for name in names:
+        row: dict[str, Any] = {"model": name, "family": family_of(name)}
+        try:
+            with torch.device("meta"), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                model = timm.create_model(name)
+            row["parameters"] = sum(parameter.numel() for parameter in model.parameters())
+            yield row | {"rules": {rule: list(found) for rule, found in model_coverage(model, rules).items()}}
+        except Exception as error:  # of any module of timm
+            yield row | {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def summarise_coverage(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the coverage of every family: its models, and for each rule the modules, reasons and models it covers.
+
+    `some` counts the models in which the rule accepts a module, `every` those in which it accepts all of its kind, and
+    `having` those that have a module of the kind.
+    """
+    families: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        if "error" in row:
+            continue
+        family = families.setdefault(row["family"], {"models": 0, "rules": {}})
+        family["models"] += 1
+        for rule, (accepted, modules, reasons) in row["rules"].items():
+            total = family["rules"].setdefault(
+                rule, dict(accepted=0, modules=0, some=0, every=0, having=0, reasons=Counter())
+            )
+            total["accepted"] += accepted
+            total["modules"] += modules
+            total["some"] += accepted > 0
+            total["every"] += 0 < accepted == modules
+            total["having"] += modules > 0
+            total["reasons"].update(reasons)
+    for family in families.values():
+        for total in family["rules"].values():
+            total["reasons"] = dict(total["reasons"].most_common())
+    return dict(sorted(families.items()))
