@@ -32,8 +32,11 @@ def answer(*arguments, processes=1, folder=None):
 
 
 def test_evaluation_equals_that_of_one_process(model, tmp_path):
-    """Uneven shares of batches (15 batches for 2 processes, 2 for 3), metrics and classes."""
-    for processes, options in ((2, ["--batch-size", "32"]), (3, ["--batch-size", "40", "--max-images", "50"])):
+    """Uneven shares (7 batches for 2 processes, 2 for 3), metrics and classes."""
+    for processes, options in (
+        (2, ["--batch-size", "32", "--max-images", "200"]),
+        (3, ["--batch-size", "40", "--max-images", "50"]),
+    ):
         wanted = ["evaluate", model, "--data", "digits", "--no-cost", *options, "--per-class"]
         one = answer(*wanted, tmp_path / "one.csv")
         assert one["nll"] > 0.1
