@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
     from isomorph.checkpoints import load, load_weights, save
-    from isomorph.deployment import export, push, save_for_hub
+    from isomorph.deployment import export, push, quantize, save_for_hub
     from isomorph.errors import UserError
     from isomorph.evaluation import cost_table
     from isomorph.memory import keep_freed_memory
@@ -60,7 +60,7 @@ else:
         {
             "isomorph.analysis": ("attention_maps", "cka", "gates", "nonlocality"),
             "isomorph.checkpoints": ("load", "load_weights", "save"),
-            "isomorph.deployment": ("export", "push", "save_for_hub"),
+            "isomorph.deployment": ("export", "push", "quantize", "save_for_hub"),
             "isomorph.errors": ("UserError",),
             "isomorph.evaluation": ("cost_table",),
             "isomorph.memory": ("keep_freed_memory",),
@@ -111,6 +111,7 @@ __all__ = [
     "nonlocality",
     "prune",
     "push",
+    "quantize",
     "recalibrate",
     "recast",
     "report",

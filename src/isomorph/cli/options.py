@@ -60,6 +60,7 @@ LIMITS: dict[str, float] = {
     "batch_size": 2**16,
     "classes": 10**7,
     "max_images": 10**9,
+    "images": 10**7,
     "megabytes": 1000,
     "num_classes": 10**7,
     "recalibrate": 10**6,

@@ -3,8 +3,21 @@
 from isomorph.deployment.artefact import Artefact, open_artefact
 from isomorph.deployment.export import ExportReport, compare_artefact, export
 from isomorph.deployment.hub import push, save_for_hub
+from isomorph.deployment.quantize import quantize
+from isomorph.deployment.quantize_report import QuantizedLayer, QuantizeReport
 
-__all__ = ["Artefact", "ExportReport", "compare_artefact", "export", "open_artefact", "push", "save_for_hub"]
+__all__ = [
+    "Artefact",
+    "ExportReport",
+    "QuantizeReport",
+    "QuantizedLayer",
+    "compare_artefact",
+    "export",
+    "open_artefact",
+    "push",
+    "quantize",
+    "save_for_hub",
+]
 
 
 def __dir__() -> list[str]:

@@ -11,11 +11,13 @@ import torch
 from timm.utils.model import reparameterize_model
 from torch import nn
 from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
 
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.linear_chains import absorb_conv_biases
 
 _OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
 """An operator of torch in a message."""
@@ -31,7 +33,9 @@ def prepare(model: nn.Module) -> nn.Module:
     Branches of timm's own blocks (MobileOne, RepVGG) are merged too.
     """
     plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
-    return reparameterize_model(fuse(plain), inplace=True).requires_grad_(False)
+    fused = fuse(plain)
+    absorb_conv_biases(fused)
+    return reparameterize_model(fused, inplace=True).requires_grad_(False)
 
 
 def fused_modules(model: nn.Module) -> tuple[str, ...]:
@@ -73,7 +77,8 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
         raise UserError(f"torch.export cannot trace the model: {name_failure(error)}{_advice(shapes)}") from error
     if (outputs := len(program.graph_signature.user_outputs)) != 1:
         raise UserError(f"the model returns {outputs} tensors; export a model with one output")
-    for node in program.graph.nodes:  # the stack traces name folders of this machine
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):  # the stack traces name folders of this machine
         node.meta.pop("stack_trace", None)
     return program
 

@@ -1,5 +1,6 @@
 """Quantise a model to 8-bit integers, as an ONNX file that runs without isomorph."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import Artefact, load_artefact
-from isomorph.deployment.export import Progress, check_destination
+from isomorph.deployment.export import ATOL, Progress, check_destination
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
 from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
@@ -25,6 +26,7 @@ from isomorph.deployment.quantize_graph import (
 from isomorph.deployment.quantize_report import QuantizeReport, compare_layers, describe_layers, float_operators
 from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
+from isomorph.evaluation import measure_speeds
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.equalize import equalize_channels
 from isomorph.surgery.quantization_noise import sqnr
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 _Names = tuple[str, ...]
 _NOISE_IMAGES = 8
 """Images on which the outputs of layers are compared."""
+_SPEED_IMAGES = 8
+"""Images of a batch whose speed is measured."""
 
 
 def quantize(
@@ -94,11 +98,14 @@ def quantize(
     progress("reading calibration images")
     batches = calibration_batches(calibration_loader, shapes)
     progress("fusing")
-    prepared = prepare(model)
+    prepared, images = prepare(model), batches[0][:2]
+    verify(copy.deepcopy(model).cpu(), prepared, images, ATOL)
     equalized: _Names = ()
     if equalize:
         progress("equalising")
-        prepared, equalized = _equalize(prepared, batches, not weights_only, bits)
+        even, equalized = equalize_channels(prepared, batches, not weights_only, bits)
+        verify(prepared, even, images, ATOL)
+        prepared = even
     progress("converting to onnx")
     before = convert(trace(prepared, shapes), shapes, check_opset(opset))
     add_metadata(before, describe(model, shapes))
@@ -112,13 +119,16 @@ def quantize(
     add_metadata(after, {"quantization": f"int8 {mode}"})
     progress("comparing")
     contents = after.SerializeToString()
-    agreement, noise = _compare(prepared, load_artefact(contents, "onnx"), batches)
+    artefact = load_artefact(contents, "onnx")
+    agreement, noise = _compare(prepared, artefact, batches)
     by_layer = compare_layers(before, after, batches[0][:_NOISE_IMAGES])
+    both = {"int8": artefact, "float": load_artefact(before.SerializeToString(), "onnx")}
+    speed = measure_speeds(both, shapes.checks[0][1:], _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents))
     return QuantizeReport(
-        *(str(path), mode, bits, sum(map(len, batches))),
-        *(len(contents) / 1e6, before.ByteSize() / 1e6, equalized, agreement, noise),
+        *(str(path), mode, bits, sum(map(len, batches)), len(contents) / 1e6, before.ByteSize() / 1e6),
+        *(speed["int8"].median, speed["float"].median, equalized, agreement, noise),
         layers=describe_layers(before, after, kept, by_layer),
         float_operators=float_operators(after),
     )
@@ -185,13 +195,6 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
         raise UserError(f"calibration images have shape {given}, the model takes {wanted}{other}")
     if not images.isfinite().all():
         raise UserError("calibration images have values that are not finite")
-
-
-def _equalize(prepared: nn.Module, batches: list[Tensor], activations: bool, bits: int) -> tuple[nn.Module, _Names]:
-    """Return the model with equalised channels, and the layers concerned. Raises: NotEqual if its outputs differ."""
-    even, names = equalize_channels(prepared, batches, activations, bits)
-    verify(prepared, even, batches[0][:2])
-    return even, names
 
 
 def kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:

@@ -11,9 +11,11 @@ from isomorph.surgery.coverage import (
     model_coverage,
     timm_models,
 )
+from isomorph.surgery.equalize import equalize
 from isomorph.surgery.fuse import Fuse, fuse, fusible_modules
 from isomorph.surgery.notes import notes
 from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
+from isomorph.surgery.quantization_noise import sqnr, weight_sqnr
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import revert
@@ -51,6 +53,7 @@ __all__ = [
     "compare_outputs",
     "edits",
     "edits_since",
+    "equalize",
     "family_of",
     "fuse",
     "fusible_modules",
@@ -64,10 +67,12 @@ __all__ = [
     "register_rule",
     "replay",
     "revert",
+    "sqnr",
     "targets",
     "timm_models",
     "unstride",
     "verify",
+    "weight_sqnr",
 ]
 
 

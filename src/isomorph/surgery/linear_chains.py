@@ -122,5 +122,22 @@ def _new_layer_like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Co
 def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
     """Merge all branches of a MobileOne block in eval mode into one convolution."""
     fused = copy.deepcopy(block).double().eval()
+    absorb_conv_biases(fused)
     fused.reparameterize()
     return fused.reparam_conv.to(next(block.parameters()).dtype)
+
+
+@torch.no_grad()
+def absorb_conv_biases(model: nn.Module) -> None:
+    """Move the bias of a convolution before a BatchNorm into its running mean, in place.
+
+    A convolution has one where a pyramid was fused, and timm's merging of branches does not expect it.
+    """
+    for module in model.modules():
+        if not isinstance(module, ConvNormAct) or overridden_methods(module, ConvNormAct):
+            continue
+        conv, norm = module.conv, module.bn
+        has_bias = isinstance(conv, nn.Conv2d) and conv.bias is not None
+        if has_bias and isinstance(norm, _BatchNorm) and norm.running_mean is not None:
+            norm.running_mean.sub_(conv.bias)
+            conv.bias = None

@@ -238,6 +238,7 @@ def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tup
     edited = (name for edit in edits_since(recast, original) for name in edit.names)
     names = list(dict.fromkeys(parts[name].joint_name if name in parts else name for name in edited))
     present = dict(original.named_modules())
+    left = {name for name, _ in recast.named_modules()}  # merging branches later removes modules
     deviations: dict[str, TargetDeviation] = {}
 
     def compare_with(name: str) -> Any:
@@ -252,7 +253,9 @@ def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tup
         return hook
 
     handles = [
-        present[name].register_forward_hook(compare_with(name), with_kwargs=True) for name in names if name in present
+        present[name].register_forward_hook(compare_with(name), with_kwargs=True)
+        for name in names
+        if name in present and name in left
     ]
     try:
         recast(x)  # sets grid_size of the layers that are called outside their model below

@@ -1,0 +1,39 @@
+"""The images of `isomorph quantize`, and its measurement of accuracy."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+import isomorph as iso
+from isomorph.cli.progress import track_steps
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import spaced_images
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.suites.test_data import open_test_images, open_training_images, sample_images
+
+
+def open_images(
+    model: nn.Module, data: str | None, root: Path | None, images: int, max_images: int | None, batch_size: int
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Return loaders of random training images to calibrate on, and of test images, prepared as for a test.
+
+    Raises: UserError when there are no such images, or the data has other classes than the model.
+    """
+    config = evaluation_config(model)
+    test = open_test_images(model, data, root)
+    train = sample_images(open_training_images(model, data, root), images)
+    if max_images is not None:
+        test = spaced_images(test, max_images)
+    return eval_loader(train, config, batch_size), eval_loader(test, config, batch_size)
+
+
+def accuracy_table(models: Mapping[str, nn.Module], test: DataLoader[Any]) -> dict[str, dict[str, float]]:
+    """Return top-1 and the negative log-likelihood of every model on the test images, and their number."""
+    rows = {}
+    for name, model in models.items():
+        found = iso.evaluate(model, track_steps(test, f"{name} on test images", len(test)))
+        rows[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
+    return rows
