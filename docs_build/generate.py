@@ -17,7 +17,18 @@ from unittest.mock import patch
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 GENERATED = "<!-- written by docs_build/generate.py -->"
-NAMESPACES = ("surgery", "layers", "models", "analysis", "data", "evaluation", "suites", "report", "training")
+NAMESPACES = (
+    "surgery",
+    "layers",
+    "models",
+    "analysis",
+    "data",
+    "evaluation",
+    "suites",
+    "report",
+    "training",
+    "deployment",
+)
 """Packages of the public API that have a page of their own."""
 
 
