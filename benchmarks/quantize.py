@@ -1,4 +1,4 @@
-"""Int8 against float32 on CIFAR-10, for networks with fused branches and without: the tables of docs/guides/quantise.md.
+"""Int8 against float32 on CIFAR-10, for networks with fused branches and others: tables of docs/guides/quantise.md.
 
     python benchmarks/quantize.py [--images 4000] [--calibration 256] [--out runs/quantize] [--only vit]
 

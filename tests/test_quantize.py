@@ -1,0 +1,190 @@
+"""Quantised models: close to the model, honest about every layer, and never half-written."""
+
+import errno
+import json
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import timm
+import torch
+
+import isomorph as iso
+from command_line import isomorph, refusal
+from isomorph.deployment.quantize_graph import round_to_integers
+
+
+@pytest.fixture(scope="module")
+def vit():
+    """A small ViT with pyramids."""
+    torch.manual_seed(0)
+    net = timm.create_model("vit_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=24, depth=1, num_classes=5)
+    with torch.no_grad():
+        net.blocks[0].norm2.weight.mul_(torch.randn(24).exp() ** 2)  # something to equalise
+        net.head.weight.normal_()
+    return iso.recast(net, iso.LinearToPyramid("P-W1S"), where="blocks.*.mlp.fc?").eval()
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randn(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def quantized(vit, images, tmp_path_factory):
+    """The file and report of each mode."""
+    folder = tmp_path_factory.mktemp("quantized")
+    static = iso.quantize(vit, [images[:8], images[8:]], folder / "static.onnx")
+    weights = iso.quantize(vit, [(images, torch.zeros(12))], folder / "weights.onnx", weights_only=True)
+    return {"static": static, "weights": weights}
+
+
+@pytest.mark.parametrize(("mode", "decibels"), [("static", 20), ("weights", 30)])
+def test_outputs_are_close_and_the_file_says_what_it_is(vit, images, quantized, mode, decibels):
+    report = quantized[mode]
+    artefact = iso.deployment.open_artefact(report.path)
+    assert artefact.metadata["quantization"] == f"int8 {mode}"
+    assert artefact.pretrained_cfg["input_size"] == (3, 16, 16)
+    with torch.no_grad():
+        noise = iso.surgery.sqnr(vit(images), artefact(images))
+    assert noise == pytest.approx(report.output_sqnr, abs=0.01)
+    assert noise > decibels
+    assert report.megabytes < report.float_megabytes
+    assert iso.evaluate(artefact, [(images, vit(images).argmax(1))])["top1"] == pytest.approx(report.agreement)
+
+
+def test_every_layer_is_listed_with_its_precision(quantized):
+    layers = {(layer.name, layer.operator): layer for layer in quantized["static"].layers}
+    precisions = {name: layer.precision for (name, _), layer in layers.items() if name != "blocks.0.attn"}
+    expected = ["patch_embed.proj", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"]
+    assert precisions == dict.fromkeys([*expected, "head"], "int8")
+    products = [layer for layer in quantized["static"].layers if layer.name == "blocks.0.attn"]
+    assert [(layer.precision, layer.reason) for layer in products] == [("float", "a product of two activations")] * 2
+    assert all(20 < layer.weight_sqnr < 60 for layer in layers.values() if layer.precision == "int8")
+    assert {layer.precision for layer in quantized["weights"].layers} == {"int8 w", "float"}
+    assert quantized["static"].float_operators["Softmax"] == 1
+    assert json.loads(json.dumps(quantized["static"].as_dict()))["mode"] == "static"
+    text = str(quantized["static"])
+    assert "6 of 8 layers have weights and activations in int8 (7-bit weights)" in text
+    assert "float: blocks.0.attn (a product of two activations)" in text
+
+
+def test_weights_are_integers_with_a_scale_for_each_output_channel(quantized):
+    for mode, largest in (("static", 64), ("weights", 127)):
+        graph = onnx.load(quantized[mode].path).graph
+        tensors = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+        head = next(name for name in tensors if name.startswith("head.weight") and tensors[name].dtype == np.int8)
+        assert np.abs(tensors[head]).max() <= largest
+        assert tensors[head.replace("_quantized", "_scale")].shape == (5,)
+        large = [name for name, tensor in tensors.items() if tensor.dtype == np.float32 and tensor.size > 1000]
+        assert large == []
+
+
+def test_rounding_to_integers_is_that_of_a_loop():
+    weight = np.random.default_rng(0).normal(size=(3, 4, 2)).astype(np.float32)
+    integers, scale = round_to_integers(weight, axis=1, bits=8)
+    for channel in range(4):
+        step = abs(weight[:, channel]).max() / 127
+        assert scale[channel] == pytest.approx(step)
+        assert (integers[:, channel] == np.round(weight[:, channel] / step)).all()
+    assert (round_to_integers(np.zeros((2, 2), np.float32), 0, 8)[1] == 1).all()
+
+
+def test_the_file_runs_with_onnxruntime_alone(quantized, images):
+    session = onnxruntime.InferenceSession(quantized["static"].path, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": images[:3].numpy()})
+    artefact = iso.deployment.open_artefact(quantized["static"].path)
+    assert np.array_equal(logits, artefact(images[:3]).numpy())
+
+
+def test_chosen_layers_stay_in_float_and_equalising_is_optional(vit, images, tmp_path):
+    options = dict(equalize=False, float_layers=["blocks.*.mlp.*"], weight_bits=8, dynamic="none")
+    report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx", **options)
+    kept = {layer.name for layer in report.layers if layer.reason == "chosen by float_layers"}
+    assert kept == {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
+    assert (report.equalized, report.weight_bits) == ((), 8)
+    assert iso.deployment.open_artefact(tmp_path / "q.onnx")(images[:1]).shape == (1, 5)
+
+
+BAD = {
+    "size": (lambda x: [x[..., :8, :]], {}, r"have shape 12x3x8x16, the model takes B x 3 x 16 x 16"),
+    "channels": (lambda x: [x[:, :1]], {}, "have shape 12x1x16x16"),
+    "flat": (lambda x: [x[0]], {}, "have shape 3x16x16"),
+    "no images": (lambda x: [], {}, "no calibration images"),
+    "not batches": (lambda x: x, {}, "one tensor"),
+    "integers": (lambda x: [x.to(torch.uint8)], {}, "torch.uint8; give normalised float images"),
+    "not finite": (lambda x: [x / 0], {}, "not finite"),
+    "names": (lambda x: ["cat"], {}, "calibration images are str"),
+    "bits": (lambda x: [x], dict(weight_bits=4), "weight_bits=4 is not possible; give 7 or 8"),
+    "layers": (lambda x: [x], dict(float_layers=["blocks.*.fc1"]), "matches no layer; nearest names: blocks.0.mlp.fc1"),
+    "dynamic": (lambda x: [x], dict(dynamic="width"), "dynamic width is unknown"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_leaves_nothing(vit, images, tmp_path, case):
+    batches, options, message = BAD[case]
+    with pytest.raises(iso.UserError, match=message):
+        iso.quantize(vit, batches(images), tmp_path / "q.onnx", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_file_must_be_new_and_end_in_onnx(vit, images, tmp_path):
+    (tmp_path / "old.onnx").write_text("mine")
+    with pytest.raises(iso.UserError, match=r"old.onnx exists; give overwrite"):
+        iso.quantize(vit, [images], tmp_path / "old.onnx")
+    with pytest.raises(iso.UserError, match=r"must end in .onnx, the format of quantised models"):
+        iso.quantize(vit, [images], tmp_path / "q.pt2")
+    assert (tmp_path / "old.onnx").read_text() == "mine"
+
+
+def test_a_full_disk_leaves_nothing(vit, images, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        with pytest.raises(iso.UserError, match=r"cannot write .*q.onnx: .*No space left"):
+            iso.quantize(vit, [images], tmp_path / "q.onnx", weights_only=True, equalize=False)
+    monkeypatch.setattr("tempfile.mkdtemp", full)
+    with pytest.raises(iso.UserError, match=r"cannot write temporary files in .*No space left"):
+        iso.quantize(vit, [images], tmp_path / "q.onnx", equalize=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, images, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(iso.UserError, match=r"needs onnxruntime.*\[export\]"):
+        iso.quantize(vit, [images], tmp_path / "q.onnx")
+
+
+def test_the_command_quantises_and_tests(tmp_path):
+    iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")
+    data = ["--data", "digits", "--max-images", "20"]
+    run = isomorph("quantize", tmp_path / "cnn.safetensors", *data, "--images", "8", "--weights-only")
+    assert run.returncode == 0, run.stderr
+    assert "20 of 20 layers have weights in int8" in run.stdout
+    assert "top-1" in run.stdout
+    run = isomorph("evaluate", tmp_path / "cnn-int8.onnx", *data, "--json")
+    assert json.loads(run.stdout)["images"] == 20
+
+
+COMMANDS = {
+    "exists": (["--out", "old.onnx"], "--out old.onnx exists; give --overwrite"),
+    "ending": (["--out", "q.pt2"], "--out q.pt2 must end in .onnx"),
+    "none": (["--images", "0", "--data", "digits"], "--images and --batch-size must be at least 1"),
+    "bits": (["--weight-bits", "4"], "--weight-bits"),
+    "data": (["--data", "digit"], "did you mean digits?"),
+    "layers": (["--data", "digits", "--images", "4", "--float-layers", "conv9"], "--float-layers matches no layer"),
+}
+
+
+@pytest.mark.parametrize("case", COMMANDS)
+def test_the_command_refuses_in_one_line(case, tmp_path):
+    (tmp_path / "old.onnx").write_text("mine")
+    options, message = COMMANDS[case]
+    text = refusal(isomorph("quantize", "cifar_resnet20", "--no-pretrained", *options, folder=tmp_path))
+    assert message in text
+    assert [path.name for path in tmp_path.iterdir()] == ["old.onnx"]
