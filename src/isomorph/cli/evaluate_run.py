@@ -9,6 +9,7 @@ from torch import nn
 from isomorph.cli.progress import track_steps
 from isomorph.deployment import Artefact
 from isomorph.distributed import Runtime
+from isomorph.evaluation import evaluation_config, throughput
 from isomorph.suites.imagenet.locate import SuiteLocation
 from isomorph.suites.imagenet.suites import NUM_CLASSES, Suite, open_located
 from isomorph.suites.sweep import Sweep, measure_costs, run_sweep, write_csv
@@ -61,7 +62,17 @@ def measure(
     if per_class and runtime.is_main:
         write_csv(per_class, class_rows)
     images = sum(len(test_set.source) for test_set in test_sets)
-    costs = measure_costs(model, sweep.sizes, images) if cost and runtime.is_main else []
-    # nothing counts the multiply-accumulates of an exported model
-    unknown = ("parameters", "macs") if isinstance(model, Artefact) else ()
-    return rows, [{key: value for key, value in row.items() if key not in unknown} for row in costs]
+    if not (cost and runtime.is_main):
+        return rows, []
+    exported = isinstance(model, Artefact)
+    return rows, (_measure_exported if exported else measure_costs)(model, sweep.sizes, images)
+
+
+def _measure_exported(model: nn.Module, sizes: Sequence[tuple[int, int]], images: int) -> list[dict[str, Any]]:
+    """Measure images per second of an exported model, whose multiply-accumulates nothing counts, at every size."""
+    rows = []
+    for size in sizes or (None,):
+        shape = evaluation_config(model, size)["input_size"]
+        head = {"size": list(size)} if size else {}
+        rows.append(head | {"images_per_second": throughput(model, shape, max(1, min(images, 32)))})
+    return rows

@@ -1,7 +1,7 @@
 """Models that run elsewhere: export to ONNX and torch.export, and opening what was exported."""
 
 from isomorph.deployment.artefact import Artefact, open_artefact
-from isomorph.deployment.export import ExportReport, compare_artefact, export
+from isomorph.deployment.export import ExportReport, export
 from isomorph.deployment.hub import push, save_for_hub
 from isomorph.deployment.quantize import quantize
 from isomorph.deployment.quantize_report import QuantizedLayer, QuantizeReport
@@ -11,7 +11,6 @@ __all__ = [
     "ExportReport",
     "QuantizeReport",
     "QuantizedLayer",
-    "compare_artefact",
     "export",
     "open_artefact",
     "push",

@@ -36,10 +36,11 @@ class Artefact(nn.Module):
     Raises: UserError for images of a size that was not left dynamic when the model was exported.
 
     Example:
-        >>> report = iso.export(timm.create_model("cifar_resnet20"), "resnet.pt2")
-        >>> artefact = iso.deployment.open_artefact("resnet.pt2")
-        >>> artefact(torch.randn(5, 3, 32, 32)).shape
-        torch.Size([5, 10])
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        >>> report = iso.export(net, "net.pt2", size=(8, 8))
+        >>> artefact = iso.deployment.open_artefact("net.pt2")
+        >>> artefact(torch.randn(5, 3, 8, 8)).shape
+        torch.Size([5, 4])
         >>> artefact.metadata["dynamic"]
         ['batch']
     """
@@ -90,9 +91,10 @@ def open_artefact(path: str | Path) -> Artefact:
     Raises: UserError when the file is missing, damaged or not isomorph's, or onnxruntime is not installed.
 
     Example:
-        >>> report = iso.export(timm.create_model("cifar_resnet20"), "resnet.pt2")
-        >>> iso.deployment.open_artefact("resnet.pt2").pretrained_cfg["input_size"]
-        (3, 32, 32)
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        >>> report = iso.export(net, "net.pt2", size=(8, 8))
+        >>> iso.deployment.open_artefact("net.pt2").pretrained_cfg["input_size"]
+        (3, 8, 8)
     """
     path = Path(path)
     if not is_artefact(path):

@@ -38,7 +38,8 @@ class ExportReport:
     `fused` is the number of layers that were fused.
 
     Example:
-        >>> report = iso.export(timm.create_model("cifar_resnet20"), "resnet.pt2")
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
+        >>> report = iso.export(net, "net.pt2", size=(8, 8))
         >>> report.dynamic, report.deviation.passed, len(report.deviation.inputs)
         (('batch',), True, 3)
     """
@@ -95,11 +96,11 @@ def export(
         file exists or cannot be written; NotEqual, with the report, when the result differs.
 
     Example:
-        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
-        >>> wide = iso.recast(vit, iso.LinearToPyramid(), where="blocks.*.mlp.fc?")
-        >>> report = iso.export(wide, "thin.pt2")
+        >>> net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(192, 4))
+        >>> wide = iso.recast(net, iso.LinearToPyramid(), where="1")
+        >>> report = iso.export(wide, "thin.pt2", size=(8, 8))
         >>> report.fused, report.deviation.passed
-        (2, True)
+        (1, True)
     """
     path, dynamic = Path(path), parse_dynamic(dynamic)
     kind = check_format(path, opset)
