@@ -7,9 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
-    {"errors", "doctor", "hub_names", "import_path", "interrupt", "lazy_imports"}
-    | {"memory", "seeding", "terminal_tables"},
-    {"distributed"},
+    {"errors", "doctor", "import_path", "interrupt", "lazy_imports", "memory", "seeding", "terminal_tables"},
+    {"distributed", "hub_names"},
     {"layers"},
     {"surgery"},
     {"models"},

@@ -59,6 +59,7 @@ def models():
     pyramids = iso.recast(vit, iso.LinearToPyramid(), where="blocks.*.mlp.fc?").eval()
     return {
         "plain": (vit, True),
+        "public": (cnn, True),  # an architecture whose public weights may be in $ISOMORPH_DATA
         "ours": (timm.create_model("convit_ti", **KWARGS), True),
         "recast": (iso.recast(cnn, iso.ConvToGPSA(), where="layer3.0.conv1"), False),
         "unstride": (iso.unstride(cnn, "layer3"), False),  # the tensors of the base, and another function
@@ -68,7 +69,7 @@ def models():
     }
 
 
-NAMES = ("plain", "ours", "recast", "unstride", "pyramids", "fused", "half")
+NAMES = ("plain", "public", "ours", "recast", "unstride", "pyramids", "fused", "half")
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -192,12 +192,17 @@ def _local_weights(base: str) -> dict[str, Any]:
 def create_cifar_resnet(
     variant: str, base: str, model_class: type[CifarResNet], pretrained: bool, **kwargs: Any
 ) -> CifarResNet:
-    """Build a variant through timm; `base` is the architecture whose blocks and weights it has."""
+    """Build a variant through timm; `base` is the architecture whose blocks and public weights it has.
+
+    A config as a dictionary is that of a model on the hub or in a folder, which has weights of its own.
+    """
+    shared = isinstance(kwargs.get("pretrained_cfg"), dict)
+    local = {} if shared else _local_weights(base)
     return build_model_with_cfg(
         model_class,
         variant,
         pretrained,
-        pretrained_cfg_overlay={**_local_weights(base), **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
+        pretrained_cfg_overlay={**local, **(kwargs.pop("pretrained_cfg_overlay", None) or {})},
         pretrained_filter_fn=kwargs.pop("filter_fn", checkpoint_filter_fn),
         feature_cfg=dict(out_indices=(0, 1, 2, 3)),
         blocks=BLOCKS_PER_STAGE[base],
