@@ -2,6 +2,7 @@
 
     python benchmarks/export.py                 # all families, results/export.json
     python benchmarks/export.py convit coatnet  # these families only; the rows of the others stay
+    python benchmarks/export.py --table         # the table of docs/guides/ship.md, from results/export.json
 
 Weights are random. Deviations are the largest over three shapes. Times are medians of interleaved passes of the fused
 model and the exported one in one process, on one thread, in milliseconds per batch.
@@ -76,14 +77,36 @@ def measure(name: str, model: nn.Module, path: Path, dynamic: str) -> dict[str, 
     return row
 
 
+def print_table(rows: list[dict[str, object]]) -> None:
+    """Print the rows as the guide shows them."""
+    heads = ("model", "file", "dynamic", "float32", "float64", "MB", "batch 1, ms", "batch 8, ms")
+    print("| " + " | ".join(heads) + " |\n|" + "---|" * len(heads))
+    for row in rows:
+        cells = [f"`{row['model']}`", str(row["format"]), str(row["dynamic"]).replace(",", ", ")]
+        if "problem" in row:
+            cells += ["not exported: takes one size only", "", "", "", ""]
+        else:
+            cells += [f"{row[key]:.1e}" for key in ("float32", "float64")] + [f"{row['megabytes']:.1f}"]
+            cells += [
+                f"{row[f'eager_ms_{n}']:.1f}, {row[f'exported_ms_{n}']:.1f} ({row[f'speedup_{n}']:.2f}x)"
+                for n in BATCHES
+            ]
+        print("| " + " | ".join(cells) + " |")
+
+
 def main() -> None:
     """Measure the families asked for, writing after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("families", nargs="*", help=", ".join(FAMILIES))
-    chosen = parser.parse_args().families or list(FAMILIES)
+    parser.add_argument("--table", action="store_true", help="print the table of the guide")
+    arguments = parser.parse_args()
+    chosen = arguments.families or list(FAMILIES)
     torch.set_num_threads(1)
     result = RESULTS / "export.json"
     rows = json.loads(result.read_text())["exports"] if result.exists() else []
+    if arguments.table:
+        print_table(rows)
+        return
     for family in chosen:
         name, build = FAMILIES[family]
         torch.manual_seed(0)

@@ -62,6 +62,8 @@ def export(
     atol
         Largest difference from the model's outputs, relative to the largest output where that is above 1.
     """
+    if Path(model).suffix in SUFFIXES:
+        raise UserError(f"{model} is an exported model; give the checkpoint that it was made from")
     path = _choose_path(model, format_, out)
     if opset and path.suffix == ".pt2":
         raise UserError("--opset is for ONNX files; leave it out, or give --format onnx")
