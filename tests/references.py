@@ -280,3 +280,21 @@ def mbconv(block, x, stride, stride_on):
     if x.shape[1] != y.shape[1]:
         x = F.conv2d(x, block.shortcut[1].weight, block.shortcut[1].bias)
     return x + y
+
+
+def positional_conv(layer, x):
+    """T-CNN eq. 4 with closed gates: the dense position map of every head, then its filter."""
+    ph, pw = layer.padding
+    padded = F.pad(x, (pw, pw, ph, ph))
+    k, (sh, sw), (H, W) = layer.kernel_size, layer.stride, padded.shape[-2:]
+    keys = [(r, c) for r in range(H) for c in range(W)]
+    queries = [(r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)]
+    alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
+
+    def score(dy, dx):
+        return -alpha * ((dy - layer.centre[:, 0]) ** 2 + (dx - layer.centre[:, 1]) ** 2)
+
+    maps = position_softmax(queries, keys, score)
+    taps, tokens = layer.weight.flatten(2), padded.flatten(2).transpose(1, 2)
+    out = sum(maps[h] @ tokens @ taps[:, :, h].T for h in range(len(maps))) + layer.bias
+    return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))

@@ -16,6 +16,7 @@ HOSTILE = {
     (iso.ConvToGPSA, "init"): ["exakt", "", [], {}, 1],
     (iso.ConvToGPSA, "locality"): NUMBERS[:-1],
     (iso.ConvToGPSA, "gate"): [1e300, -1e300, math.inf, math.nan, "1", []],
+    (iso.ConvToGPSA, "content"): ["globl", "", [], {}, 1, None],
     (iso.AttentionToGPSA, "init"): ["same-function", ["exact"]],
     (iso.AttentionToGPSA, "locality"): NUMBERS[:-1],
     (iso.AttentionToGPSA, "gate"): [1e9, -HUGE, math.nan, "1"],

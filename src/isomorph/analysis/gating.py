@@ -27,6 +27,8 @@ def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:
 def gates(model: nn.Module) -> dict[str, Tensor]:
     """Return the weight of positional attention in every head: sigmoid(gate), 1 for position only, 0 for content only.
 
+    `gate` is the logit, which is trained: the parameter of a layer, and the argument of a rule.
+
     Shape: -> {name: (heads,)}
     Source: ConViT eq. 7
     Raises: UserError if the model has no gated attention layer.

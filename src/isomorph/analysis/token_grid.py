@@ -1,5 +1,6 @@
 """Grid positions of the queries and keys of an attention layer, for measuring and drawing its maps."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,10 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers import GPSA, PSA, PrunedGPSA, PrunedViTGPSA, SpatialAttention, ViTGPSA, ViTRelativeAttention
 from isomorph.layers.grid import axis_offsets
+from isomorph.layers.map_grid import fit_grid
 from isomorph.layers.prune_heads import MAP_LAYERS
+from isomorph.surgery.attention_classes import attention_form, position_reason
+from isomorph.surgery.edited_attention import SIZE_NAMES, own_shapes
 from isomorph.surgery.grid_hooks import embedding_models
 
 
@@ -18,8 +22,8 @@ class TokenGrid(NamedTuple):
     queries: tuple[int, int]
     keys: tuple[int, int]
     padding: tuple[int, int] = (0, 0)
-    start: tuple[int, int] = (0, 0)
-    stride: tuple[int, int] = (1, 1)
+    start: tuple[float, float] = (0, 0)
+    stride: tuple[float, float] = (1, 1)
     prefix: int = 0
 
     def distances(self, device: torch.device | None = None) -> Tensor:
@@ -75,6 +79,14 @@ def _window_grid(layer: Any, x: Tensor) -> tuple[int, int] | None:
     return (size[0], size[1]) if pair and x.ndim == 3 and size[0] * size[1] == x.shape[1] else None
 
 
+def _size_argument(given: dict[str, Any], shape: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the size of the feature map among the arguments of a call, as in PVT, if the queries fill it, or None."""
+    sizes = [given.get(name) for name in SIZE_NAMES]
+    fitting = (size for size in sizes if isinstance(size, tuple | list) and len(size) == 2)
+    found = next(((size[0], size[1]) for size in fitting), None)
+    return found if found and shape and found[0] * found[1] == shape[0] else None
+
+
 def find_token_grid(
     layer: Any,
     x: Tensor,
@@ -85,8 +97,8 @@ def find_token_grid(
 ) -> TokenGrid:
     """Return the grid of a layer's queries and keys, for its inputs.
 
-    It is known for GPSA2d, pruned or not, and if queries and keys are the same tokens, of patches, a feature map or
-    windows.
+    It is known for GPSA2d, pruned or not, if queries and keys are the same tokens, of patches, a feature map or
+    windows, and if the keys are pooled on a coarser grid, as in PVT and MViT.
     `shape` is that of the layer's maps (queries, keys), `grid` that of the image's patches.
 
     Raises: UserError if the grid is not known, or the tokens do not fill it.
@@ -97,16 +109,34 @@ def find_token_grid(
         return TokenGrid(
             layer.query_grid(*x.shape[-2:]), (padded[0], padded[1]), layer.padding, (middle, middle), layer.stride
         )
-    own = _map_grid(layer, x, shape and shape[0]) or _window_grid(layer, x)
+    given = dict(zip(inspect.signature(layer.forward).parameters, (x, *args), strict=False)) | kwargs
+    if shape is not None and shape[0] != shape[1]:
+        return _pooled_grid(layer, given, *shape, grid)
+    own = _map_grid(layer, x, shape and shape[0]) or _window_grid(layer, x) or _size_argument(given, shape)
     size = own or _called_grid(layer, *args, **kwargs) or grid or getattr(layer, "grid_size", None)
     if size is None:
         raise UserError(f"the grid of the tokens of {type(layer).__name__} is unknown: the model embeds no patches")
     H, W = size
     tokens = H * W if own else int(x.shape[1])
-    queries, keys = (tokens, tokens) if shape is None else shape
+    queries = tokens if shape is None else shape[0]
     prefix = queries - H * W
     if prefix < 0 or (own and prefix):
         raise UserError(f"{queries} queries do not fill the {H} x {W} grid of {'the layer' if own else 'the patches'}")
-    if queries != keys:
-        raise UserError(f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid")
     return TokenGrid((H, W), (H, W), prefix=prefix)
+
+
+def _pooled_grid(layer: Any, given: dict[str, Any], queries: int, keys: int, grid: tuple[int, int] | None) -> TokenGrid:
+    """Return the grids of queries and of pooled keys on the same image. Raises: UserError if they are not known."""
+    shapes = own_shapes(layer, given) + ([grid] if grid else [])
+    problem = f"{type(layer).__name__} has {queries} queries and {keys} keys, which have no common grid"
+    if not shapes or attention_form(type(layer)) is None or position_reason(layer):
+        raise UserError(problem)
+    try:
+        (Hq, Wq), prefix = fit_grid(queries, shapes)
+        (Hk, Wk), before_keys = fit_grid(keys, [(Hq, Wq)], prefix)
+    except ValueError:
+        raise UserError(problem) from None
+    if prefix != before_keys:
+        raise UserError(problem)
+    stride = (Hk / Hq, Wk / Wq)
+    return TokenGrid((Hq, Wq), (Hk, Wk), start=tuple((s - 1) / 2 for s in stride), stride=stride, prefix=prefix)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.content_heads import ContentHeads, forms_map
 from isomorph.layers.gated_mix import gated_mix
-from isomorph.layers.positional_attention import attend_shared_values, kronecker
+from isomorph.layers.positional_attention import attend_shared_values, compute_dtype, kronecker
 from isomorph.layers.tap_heads import PositionHeads
 
 
@@ -102,17 +102,6 @@ class GPSA2d(ContentHeads, PositionHeads):
             nn.init.eye_(self.value.weight)
         self.set_gating(locality, gate)
 
-    @torch.no_grad()
-    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
-        """Set the locality and the gate of every head; None leaves a parameter unchanged.
-
-        Raises: ValueError if the locality is not above 0 and finite.
-        """
-        if locality is not None:
-            self.set_locality(locality)
-        if gate is not None:
-            self.gate.fill_(gate)
-
     @property
     def position_share(self) -> Tensor:
         """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
@@ -126,12 +115,12 @@ class GPSA2d(ContentHeads, PositionHeads):
 
     def map_values(self, x: Tensor) -> Tensor:
         """Return the values of every position, W_val x. Shape: x (B, C, H, W) -> (B, C, H W)"""
-        return x.flatten(2) if self.value is None else self.value.weight @ x.flatten(2)
+        return x.flatten(2).to(compute_dtype(x)) if self.value is None else self.value.weight @ x.flatten(2)
 
     def token_values(self, x: Tensor) -> Tensor:
         """Return the values of every position, W_val x. Shape: x (B, C, H, W) -> (B, H W, C)"""
         tokens = x.flatten(2).transpose(1, 2)
-        return tokens if self.value is None else self.value(tokens)
+        return tokens.to(compute_dtype(x)) if self.value is None else self.value(tokens)
 
     def soft_columns_dense(self, x: Tensor) -> Tensor:
         """Return the soft columns as one product of the mixed map of all heads with the values that they share.

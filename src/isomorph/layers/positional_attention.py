@@ -17,6 +17,13 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which matrix products with x are computed: that of autocast where it is on, else of x."""
+    device = x.device.type
+    on = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
+    return torch.get_autocast_dtype(device) if on else x.dtype
+
+
 def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) -> Tensor:
     """Return attention along one axis that peaks at `centre`: softmax(-locality (offset - centre)^2).
 

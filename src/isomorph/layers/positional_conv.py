@@ -4,16 +4,9 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.positional_attention import kronecker
+from isomorph.layers.positional_attention import compute_dtype, kronecker
 from isomorph.layers.soft_taps import soft_taps
 from isomorph.layers.tap_heads import PositionHeads
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of autocast where it is on, else that of x."""
-    device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
-    return torch.get_autocast_dtype(device) if on else x.dtype
 
 
 @register_notrace_module
@@ -34,7 +27,7 @@ class PositionalConv2d(PositionHeads):
         >>> layer = iso.layers.PositionalConv2d(8, 16, kernel_size=3, padding=1)
         >>> layer(torch.randn(2, 8, 6, 6)).shape
         torch.Size([2, 16, 6, 6])
-        >>> layer.set_locality(30.0)  # so local that it is a convolution
+        >>> layer.set_gating(locality=30.0)  # so local that it is a convolution
         >>> layer.to_conv()
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
@@ -52,7 +45,7 @@ class PositionalConv2d(PositionHeads):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads)
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         self.centre_on_taps()
-        self.set_locality(1.0)
+        self.set_gating(locality=1.0)
 
     @property
     def position_share(self) -> Tensor:
@@ -60,7 +53,7 @@ class PositionalConv2d(PositionHeads):
         return torch.ones_like(self.raw_locality)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = _compute_dtype(x)
+        dtype = compute_dtype(x)
         y = soft_taps(x.to(dtype), *self.unpadded_axis_maps(x, dtype), self.weight.flatten(2).to(dtype))
         return y if self.bias is None else y + self.bias[:, None, None].to(dtype)
 

@@ -107,11 +107,17 @@ class PositionHeads(TapHeads):
         self.raw_locality = nn.Parameter(torch.empty(self.num_heads))
 
     @torch.no_grad()
-    def set_locality(self, locality: float) -> None:
-        """Set the locality of every head. Raises: ValueError if it is not above 0 and finite."""
-        if not 0 < locality < math.inf:
-            raise ValueError(f"locality {locality} must be above 0 and finite")
-        self.raw_locality.fill_(inverse_softplus(locality))
+    def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
+        """Set the locality and the gate of every head; None leaves a parameter unchanged, and so does a missing gate.
+
+        Raises: ValueError if the locality is not above 0 and finite.
+        """
+        if locality is not None:
+            if not 0 < locality < math.inf:
+                raise ValueError(f"locality {locality} must be above 0 and finite")
+            self.raw_locality.fill_(inverse_softplus(locality))
+        if gate is not None and "gate" in self._parameters:
+            self._parameters["gate"].fill_(gate)  # type: ignore[union-attr]
 
     @property
     def locality(self) -> Tensor:

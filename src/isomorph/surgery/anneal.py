@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, AnnealedReLU, GPSA2d
+from isomorph.layers import GPSA, AnnealedReLU
+from isomorph.layers.tap_heads import PositionHeads
 from isomorph.surgery.rules.gated import (
     ATTENTION_GATING,
     CONV_GATING,
@@ -73,7 +74,7 @@ class Anneal:
                     raise UserError(
                         "the model was not recast, so it has no exact initialisation; give the anneal a start"
                     )
-                defaults = CONV_GATING if isinstance(layer, GPSA2d) else ATTENTION_GATING
+                defaults = CONV_GATING if isinstance(layer, PositionHeads) else ATTENTION_GATING
                 layer.set_gating(*self.at(step, defaults["exact"]))
 
     def set_slopes(self, model: nn.Module, step: int) -> None:
@@ -87,22 +88,22 @@ def _annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
     return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
 
 
-def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | GPSA2d], Sequence[AnnealedReLU]]:
+def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | PositionHeads], Sequence[AnnealedReLU]]:
     """Return the gated attention layers and the annealed ReLUs of a model.
 
     Raises: UserError if there is neither.
     """
     relus = _annealed_relus(model)
-    gated = any(isinstance(module, GPSA | GPSA2d) for module in model.modules())
+    gated = any(isinstance(module, GPSA | PositionHeads) for module in model.modules())
     return (gpsa_layers(model) if gated or not relus else []), relus
 
 
-def gpsa_layers(model: nn.Module) -> Sequence[GPSA | GPSA2d]:
+def gpsa_layers(model: nn.Module) -> Sequence[GPSA | PositionHeads]:
     """Return the gated attention layers of a model.
 
     Raises: UserError if there is none.
     """
-    layers = [module for module in model.modules() if isinstance(module, GPSA | GPSA2d)]
+    layers = [module for module in model.modules() if isinstance(module, GPSA | PositionHeads)]
     if not layers:
         raise UserError(
             "the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first"

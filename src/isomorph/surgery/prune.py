@@ -186,5 +186,5 @@ def _nothing_to_prune(layers: dict[str, nn.Module], tolerance: float) -> str:
     need, share, name, index = min(nearest)
     return (
         f"nothing to prune: no head's share of position attention is within {tolerance:g} of 0 or 1; the nearest is "
-        f"{share:.3g} (head {index} of {name or 'the model'}): train on, or give a tolerance of at least {need:.2g}"
+        f"{share:.5g} (head {index} of {name or 'the model'}): train on, or give a tolerance of at least {need:.2g}"
     )
