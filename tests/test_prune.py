@@ -248,7 +248,7 @@ def test_pruned_layers_are_analysed():
 
 def test_prunable_heads_are_listed():
     heads = iso.surgery.prunable_heads(small_convit())
-    assert [(head.index, head.becomes) for head in heads] == [
+    assert [(head.number, head.becomes) for head in heads] == [
         (0, "position only"),
         (1, "position only"),
         (3, "content only"),

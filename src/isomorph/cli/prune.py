@@ -142,13 +142,10 @@ def _print_savings(heads: "list[Head]", savings: "list[LayerSaving]") -> None:
         own = [head for head in heads if head.layer == saving.layer]
         parameters, macs = ((before - after) / len(own) for before, after in (saving.parameters, saving.macs))
         each = [f"{parameters:,.0f}", f"{macs / 1e6:,.3f}"]
-        rows += [[head.layer, str(head.index), f"{head.position_share:.4f}", head.becomes, *each] for head in own]
+        rows += [[head.layer, str(head.number), f"{head.position_share:.4f}", head.becomes, *each] for head in own]
     print_table(rows)
-    parameters, macs = (
-        [sum(pair[i] for pair in pairs) for i in (0, 1)]
-        for pairs in ([saving.parameters for saving in savings], [saving.macs for saving in savings])
-    )
+    before, after = ([sum(s.parameters[i] for s in savings), sum(s.macs[i] for s in savings)] for i in (0, 1))
     print(
-        f"{len(heads)} heads in {len(savings)} layers pruned; these layers have {parameters[0]:,} parameters before, "
-        f"{parameters[1]:,} after, and {macs[0] / 1e6:,.1f} M MACs an image before, {macs[1] / 1e6:,.1f} after"
+        f"{len(heads)} heads in {len(savings)} layers pruned; these layers have {before[0]:,} parameters before, "
+        f"{after[0]:,} after, and {before[1] / 1e6:,.1f} M MACs an image before, {after[1] / 1e6:,.1f} after"
     )

@@ -70,7 +70,8 @@ class _AttendPositions(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _position_gradients(grad, *ctx.saved_tensors, any(ctx.needs_input_grad[1:]))
+        values, rows, columns = ctx.saved_tensors
+        return _position_gradients(grad, values, rows, columns, any(ctx.needs_input_grad[1:]))
 
 
 def _attend(rows: Tensor, columns: Tensor, values: Tensor) -> Tensor:

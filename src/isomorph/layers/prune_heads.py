@@ -52,10 +52,11 @@ def closed_heads(layer: nn.Module, tolerance: float) -> str:
 
     All heads of a layer on feature maps are on taps, or none.
     """
-    shares = layer.position_share.double().tolist()  # type: ignore[operator, union-attr]
+    shares = layer.position_share.double().tolist()  # type: ignore[operator]
     heads = "".join("p" if 1 - s <= tolerance else "c" if s <= tolerance else "b" for s in shares)
-    on_taps = isinstance(layer, PositionHeads | PrunedGPSA2d) and set(heads) == {"p"}
-    return "t" * len(heads) if on_taps and bool((off_tap_share(layer) <= tolerance).all()) else heads
+    if isinstance(layer, GPSA2d | PositionalConv2d | PrunedGPSA2d) and set(heads) == {"p"}:
+        return "t" * len(heads) if bool((off_tap_share(layer) <= tolerance).all()) else heads
+    return heads
 
 
 @torch.no_grad()
@@ -140,13 +141,13 @@ def _prune_map_layer(layer: MapLayer, heads: str) -> nn.Module:
         parts = {kinds: whole}
     else:
         whole = PrunedGPSA2d(heads, *size, bias=bias is not None)
-        parts = whole.parts()  # type: ignore[assignment]
+        parts = whole.parts()
     whole.to(first.weight.device, first.weight.dtype)
     for letter, part in parts.items():
         _load_part(part, tensors, [h for h, own in enumerate(heads) if own in (letter, "t")])
         if bias is not None and part.bias is not None:
             part.bias.copy_(bias)
-    return whole.tap_convolution() if "t" in heads else whole  # type: ignore[operator, union-attr]
+    return whole.tap_convolution() if "t" in heads else whole  # type: ignore[operator]
 
 
 def _layers_of_heads(layer: MapLayer) -> list[TapHeads]:

@@ -166,8 +166,10 @@ class PrunedGPSA(TokenHeads):
         parts = {}
         if n_p:
             placed = position[:n_p].expand(x.shape[0], -1, -1, -1)
-            prefix = self.prefix_qk and _softmax_map(*self.split_queries_keys(x[:, :p], x, self.prefix_qk))
-            parts["p"] = placed if prefix is None else torch.cat([prefix, placed], dim=2)
+            parts["p"] = placed
+            if self.prefix_qk is not None:
+                prefix = _softmax_map(*self.split_queries_keys(x[:, :p], x, self.prefix_qk))
+                parts["p"] = torch.cat([prefix, placed], dim=2)
         if self.qk is not None:
             content = _softmax_map(*self.split_queries_keys(x, x, self.qk))
             parts["c"] = content[:, n_b:]

@@ -1,9 +1,8 @@
 """Prune gated attention: remove queries and keys of closed heads, and the positions of open ones."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from isomorph.errors import UserError
@@ -48,7 +47,7 @@ class PruneHeads(ExplainedRule):
         check_number("tolerance", self.tolerance, TOLERANCE)
 
     @property
-    def atol(self) -> float:  # type: ignore[override]
+    def atol(self) -> float:
         """Largest difference that `verify` accepts by default: what nine heads leave out adds up."""
         return max(1e-4, 10 * self.tolerance)
 
@@ -78,12 +77,12 @@ class Head(NamedTuple):
         >>> cnn = timm.create_model("cifar_resnet20")
         >>> tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0), where="layer3.0.conv1")
         >>> head = iso.surgery.prunable_heads(tcnn)[0]
-        >>> head.layer, head.index, head.was, head.becomes
+        >>> head.layer, head.number, head.was, head.becomes
         ('layer3.0.conv1', 0, 'position and content', 'position only')
     """
 
     layer: str
-    index: int
+    number: int
     position_share: float
     was: str
     becomes: str
@@ -128,10 +127,10 @@ def prunable_heads(model: nn.Module, tolerance: float = 0.01, where: Where = "*"
     found = []
     for name, heads in _pruned_letters(layers, tolerance).items():
         layer: nn.Module = layers[name]
-        shares = layer.position_share.tolist()  # type: ignore[operator, union-attr]
-        for index, (share, old, new) in enumerate(zip(shares, current_heads(layer), heads, strict=True)):
+        shares = layer.position_share.tolist()  # type: ignore[operator]
+        for number, (share, old, new) in enumerate(zip(shares, current_heads(layer), heads, strict=True)):
             if old != new:
-                found.append(Head(name, index, share, HEAD_FORMS[old], HEAD_FORMS[new]))
+                found.append(Head(name, number, share, HEAD_FORMS[old], HEAD_FORMS[new]))
     return found
 
 
@@ -169,7 +168,8 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     pruned = copy_model(model)
     for heads in dict.fromkeys(letters.values()):
         names = tuple(name for name, own in letters.items() if own == heads)
-        pruned = replay(pruned, Edit(PruneHeads(heads, tolerance), names))
+        rule: Any = PruneHeads(heads, tolerance)  # its atol depends on the tolerance, which the protocol does not know
+        pruned = replay(pruned, Edit(rule, names))
     return pruned
 
 
@@ -177,14 +177,14 @@ def _nothing_to_prune(layers: dict[str, nn.Module], tolerance: float) -> str:
     """Return the message that no head is closed or open, with the head that is nearest to it."""
     nearest = []
     for name, layer in layers.items():
-        shares: torch.Tensor = layer.position_share.detach()  # type: ignore[assignment, union-attr]
-        for index, (share, letter) in enumerate(zip(shares.tolist(), current_heads(layer), strict=True)):
+        shares = layer.position_share.tolist()  # type: ignore[operator]
+        for number, (share, letter) in enumerate(zip(shares, current_heads(layer), strict=True)):
             if letter == "b":
-                nearest.append((min(share, 1 - share), share, name, index))
+                nearest.append((min(share, 1 - share), share, name, number))
     if not nearest:
         return f"nothing to prune: no head has a gate left, and no layer is on its taps within tolerance {tolerance:g}"
-    need, share, name, index = min(nearest)
+    need, share, name, number = min(nearest)
     return (
         f"nothing to prune: no head's share of position attention is within {tolerance:g} of 0 or 1; the nearest is "
-        f"{share:.5g} (head {index} of {name or 'the model'}): train on, or give a tolerance of at least {need:.2g}"
+        f"{share:.5g} (head {number} of {name or 'the model'}): train on, or give a tolerance of at least {need:.2g}"
     )
