@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from isomorph import analysis, data, deployment, layers, models, report, suites, surgery, training
     from isomorph.analysis import attention_maps, cka, gates, nonlocality
     from isomorph.checkpoints import load, load_weights, save
-    from isomorph.deployment import export, push, quantize, save_for_hub
+    from isomorph.deployment import push, save_for_hub
+    from isomorph.deployment.export import export
+    from isomorph.deployment.quantize import quantize
     from isomorph.errors import UserError
     from isomorph.evaluation import cost_table
     from isomorph.memory import keep_freed_memory

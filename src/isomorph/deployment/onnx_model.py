@@ -109,7 +109,8 @@ def _name_axes(proto: "ModelProto", shapes: ExportShapes) -> None:
 def _name_by_layer(node: "NodeProto") -> None:
     """Put the name of its layer before a node's name, as in "blocks.0.attn.qkv/node_linear", and remove its notes."""
     notes = {entry.key: entry.value for entry in node.metadata_props}
-    *_, layer, _ = "", *ast.literal_eval(notes.get(_SCOPES_KEY, "['', '']"))
+    scopes: list[str] = ast.literal_eval(notes.get(_SCOPES_KEY, "['']"))
+    layer = scopes[-2] if len(scopes) > 1 else ""
     if weight := next((name for name in node.input[1:2] if name.endswith(".weight")), ""):
         layer = weight.removesuffix(".weight")  # a folded norm would name the node
     node.name = f"{layer}/{node.name}"
