@@ -13,7 +13,9 @@ from huggingface_hub import constants
 
 import isomorph as iso
 from hub_server import READER, TOKEN, Hub
+from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
+from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
 from isomorph.models import download
 
@@ -93,6 +95,18 @@ def test_a_folder_is_the_model_in_isomorph_and_in_timm(name, models, tmp_path):
     for options in ({}, {"num_classes": 2}) if not in_timm else ():
         with pytest.raises(RuntimeError, match=r"Unknown model .*load it with isomorph\.load\('hf-hub:me/"):
             timm.create_model(f"local-dir:{tmp_path / 'shared'}", pretrained=True, **options)
+
+
+def test_the_images_are_those_of_the_model_not_of_the_public_weights(tmp_path):
+    model = timm.create_model("resnet18", num_classes=2)  # its public weights have a crop of their own for tests
+    images = dict(input_size=(3, 64, 64), mean=(0.3,) * 3, std=(0.7,) * 3, interpolation="bilinear", crop_pct=0.8)
+    record_data(model, {**images, "crop_mode": "center", "label_names": ["a", "b"], "split": (0.2, 50)})
+    iso.save_for_hub(model, tmp_path, "me/small")
+    theirs = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    for key, value in evaluation_config(theirs).items():
+        assert value == evaluation_config(model)[key] or tuple(value) == evaluation_config(model)[key], key
+    assert theirs.pretrained_cfg["label_names"] == ["a", "b"]
+    assert not {"license", "tag"} & set(json.loads((tmp_path / "config.json").read_text())["pretrained_cfg"])
 
 
 def test_a_module_that_timm_cannot_build(tmp_path):

@@ -24,6 +24,7 @@ from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import save
 from isomorph.checkpoints.rebuild import is_same_network, rebuild
 from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
 from isomorph.hub_names import check_repository
 from isomorph.layers.eval_mode import eval_mode
@@ -202,15 +203,14 @@ def _timm_config(model: nn.Module, base: dict[str, Any] | None, path: Path) -> d
         plain: Any = rebuild(base, ())
     known = PretrainedCfg.__dataclass_fields__
     own = getattr(model, "pretrained_cfg", None) or {}
-    plain.pretrained_cfg = {**plain.pretrained_cfg, **{key: own[key] for key in own if key in known}}
+    kept = known.keys() - _ABOUT_PUBLIC_WEIGHTS
+    actual = {"architecture": base["name"].partition(".")[0], "num_classes": plain.num_classes}
+    plain.pretrained_cfg = {key: own[key] for key in own if key in kept} | actual
     try:
         save_config_for_hf(plain, str(path))
     except (ValueError, TypeError, KeyError, AttributeError):  # arguments that JSON cannot hold
         return {}
-    config: dict[str, Any] = json.loads(path.read_text())
-    kept = known.keys() - _ABOUT_PUBLIC_WEIGHTS
-    config["pretrained_cfg"] = {key: value for key, value in config["pretrained_cfg"].items() if key in kept}
-    return config
+    return json.loads(path.read_text())
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -218,7 +218,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def _timm_loads(model: nn.Module, folder: Path) -> bool:
-    """True if timm builds the same network from a folder, with the same tensors and the same outputs."""
+    """True if timm builds the same network from a folder: tensors, outputs, and the images that it expects."""
     try:
         loaded = timm.create_model(f"local-dir:{folder}", pretrained=True)
     except Exception:  # timm raises many types for a network that it cannot build
@@ -228,6 +228,8 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
         not torch.equal(own.cpu().to(state.dtype), state)
         for own, state in zip(*(s.values() for s in states), strict=True)
     ):
+        return False
+    if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
     own = copy.deepcopy(model).cpu().float()
     images = random_images(1, own)
