@@ -4,13 +4,15 @@
 
 Counts on the meta device, then verifies the smallest model of each family with random weights and statistics: every
 rule that accepts a module, on an image of odd size where the model takes one. Both parts resume. Writes
-benchmarks/results/coverage.json. One thread; an hour and a half on a busy machine.
+benchmarks/results/coverage.json and the table of docs/reference/coverage.md. One thread. With --finished, writes what
+is finished and stops.
 """
 
 import argparse
 import json
 import time
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import timm
@@ -23,6 +25,8 @@ from isomorph.surgery.rules.registry import RULES
 
 ODD, MOST = (97, 129), 6
 """Height and width that models are tried on first, and most modules that ConvToGPSA and LinearToPyramid recast."""
+PAGE = Path(__file__).parents[1] / "docs/reference/coverage.md"
+MARKS = ("<!-- table: benchmarks/coverage.py -->", "<!-- end of the table -->")
 LARGEST = 40e6
 """Models with more parameters are not verified: their smallest member would take a CPU minutes."""
 
@@ -127,6 +131,16 @@ def verify_rule(model, rule, names, x, before):
         return {"modules": len(names), "error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
+def by_turns(names):
+    """The first model of every family, then the second, and so on: a run that is cut off has seen all families."""
+    seen = Counter()
+    turns = []
+    for name in names:
+        turns.append((seen[family_of(name)], name))
+        seen[family_of(name)] += 1
+    return [name for _, name in sorted(turns)]
+
+
 def smallest(rows):
     """The smallest model of every family, and how large it is."""
     found = {}
@@ -142,26 +156,58 @@ def main():
     parser.add_argument("--family", nargs="*")
     parser.add_argument("--runs", type=Path, default=Path("runs/coverage"))
     parser.add_argument("--count-only", action="store_true")
+    parser.add_argument("--finished", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    names = [name for name in timm_models() if not given.family or family_of(name) in given.family]
+    names = by_turns([name for name in timm_models() if not given.family or family_of(name) in given.family])
+    if given.finished:
+        done = {row["model"]: row for path in given.runs.glob("*counted.jsonl") for row in read_rows(path)}
+        return write(done, {row["model"]: row for row in read_rows(given.runs / "verified.jsonl")})
     counted = resume(given.runs / "counted.jsonl", names, count)
     few = sorted(name for name, size in smallest(counted).items() if size <= LARGEST)
     verified = {} if given.count_only else resume(given.runs / "verified.jsonl", few, verify_model)
-    if not given.family:
-        write(counted, verified)
+    if given.family:
+        return None
+    return write(counted, verified)
 
 
 def write(counted, verified):
-    """Write the result file: families with their rules and reasons, and deviations."""
+    """Write the result file: families with their rules and reasons, deviations, and a sample for the tests."""
+    sample = ("resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "xcit_nano_12_p16_224", "mobilevit_xxs")
     result = {
         "timm": timm.__version__,
         "models": len(counted),
+        "of": len(timm_models()),
         "errors": {name: row["error"] for name, row in counted.items() if "error" in row},
         "families": summarise_coverage(counted.values()),
         "verified": {row["family"]: {k: v for k, v in row.items() if k != "family"} for row in verified.values()},
+        "sample": {name: counted[name] for name in sample if name in counted},
     }
     (RESULTS / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    PAGE.write_text(f"{before}{MARKS[0]}\n\n{markdown(result)}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
+def cell(total):
+    """Accepted of all modules of the rule's kind in a family."""
+    return f"{total['accepted']:,} of {total['modules']:,}" if total and total["modules"] else "-"
+
+
+def markdown(result):
+    """The table of the documentation: a row for each family."""
+    rules = ("ConvToGPSA", "LinearToPyramid", "AttentionToRefined", "AttentionToGPSA", "AttentionToRelative")
+    lines = [
+        ["family", "models", *(f"`{rule}`" for rule in rules), "verified, largest deviation", "most common reason"]
+    ]
+    lines.append(["---"] * len(lines[0]))
+    for family, found in result["families"].items():
+        checked = result["verified"].get(family, {})
+        deviations = [rule["deviation"] for rule in checked.get("rules", {}).values() if "deviation" in rule]
+        worst = f"`{checked['model']}`, {max(deviations):.0e}" if deviations else ""
+        attention = found["rules"]["AttentionToGPSA"]["reasons"] or found["rules"]["ConvToGPSA"]["reasons"]
+        cells = [cell(found["rules"].get(rule)) for rule in rules]
+        lines.append([family, str(found["models"]), *cells, worst, next(iter(attention), "")])
+    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Edits of the map of any attention: their cost against fused attention, and training through them.
 
     python benchmarks/map_edit.py cost [--rounds 9]      # one layer of DINOv3-S at 224 and 384 pixels
-    python benchmarks/map_edit.py cifar [--images 3000]  # a small DINOv3 on a part of CIFAR-10, two epochs each
+    python benchmarks/map_edit.py cifar [--images 2560]  # a small DINOv3 on a part of CIFAR-10, two epochs each
 
 Writes benchmarks/results/map_edit.json. The second part needs ISOMORPH_DATA with cifar10.
 """
@@ -32,7 +32,7 @@ TOKENS = {224: 14 * 14 + 5, 384: 24 * 24 + 5}
 """Tokens of DINOv3-S by image size: patches of 16 pixels, a class token and 4 registers."""
 FILE = RESULTS / "map_edit.json"
 BATCH = 8
-NETWORK = dict(img_size=32, patch_size=4, depth=4, embed_dim=192, num_heads=6, num_classes=10)
+NETWORK = dict(img_size=32, patch_size=4, depth=3, embed_dim=96, num_heads=6, num_classes=10)
 
 
 def record(part, rows):
@@ -138,7 +138,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("cost", "cifar"))
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--images", type=int, default=3000)
+    parser.add_argument("--images", type=int, default=2560)
     given = parser.parse_args()
     cost(given.rounds) if given.part == "cost" else cifar(given.images)
 

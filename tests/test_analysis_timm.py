@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from isomorph.analysis.timm_layouts import NO_MAP_REASONS
+from isomorph.surgery.attention_classes import NO_MAP_REASONS
 
 SMALL = {
     "vit_tiny_patch16_224": dict(img_size=32, depth=1, embed_dim=24, num_heads=3),

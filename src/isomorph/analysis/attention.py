@@ -1,6 +1,6 @@
 """Attention maps of a model and measures of where they attend, by layer name."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -34,9 +34,15 @@ def attention_maps(model: nn.Module, batch: Tensor, where: Where = "*") -> dict[
 
 
 def _measure_on_grid(
-    model: nn.Module, batch: Tensor, measure: Callable[[str, AppliedAttention, TokenGrid], Tensor], where: Where
+    model: nn.Module,
+    batch: Tensor,
+    measure: Callable[[str, AppliedAttention, TokenGrid], Tensor],
+    where: Where,
+    windows: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return `measure(name, attention, grid)` for the layers whose queries and keys have known grid positions.
+
+    Those of the layers in `windows` are known to `measure`.
 
     Raises: UserError if there is no such layer, with the reason for the first.
     """
@@ -44,6 +50,9 @@ def _measure_on_grid(
 
     def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
         try:
+            if call.name in windows and attention.shape:
+                positions = TokenGrid((1, attention.shape[0]), (1, attention.shape[1]))  # `windows` has the positions
+                return measure(call.name, attention, positions)
             positions = find_token_grid(call.layer, *call.args, shape=attention.shape, grid=grid, **call.kwargs)
         except UserError as error:
             reasons.append(f"{call.name}: {error}")
@@ -116,6 +125,6 @@ def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
                 images, queries = images + len(maps), queries + count
             return total / queries
 
-        return _measure_on_grid(model, batch, measure, where)
+        return _measure_on_grid(model, batch, measure, where, windows)
 
     return mean_over(data, measure_batch)

@@ -1,16 +1,18 @@
-"""Attention windows of Swin and MaxViT: the positions of their tokens on the feature map, with shift and padding."""
+"""Attention windows of Swin, MaxViT, DaViT, Twins and Hiera: the positions of their tokens, shift and padding."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.models.maxxvit import PartitionAttention2d
 from torch import Tensor, nn
 
 from isomorph.analysis.capture import capture_inputs
+from isomorph.surgery.attention_classes import names_of
 
-_PARTITION_METHODS = ("_attn", "_partition_attn")
-"""Methods of timm's blocks (Swin V1 and V2, MaxViT) that cut a feature map into windows, call `attn` and join them."""
+_PARTITION_METHODS = ("_attn", "_partition_attn", "_shifted_window_attn")
+"""Methods of timm's blocks (Swin V1, V2, V2 CR, MaxViT) that cut a map into windows, call `attn` and join them."""
 
 
 class Windows(NamedTuple):
@@ -80,7 +82,7 @@ def _windows_of(block: nn.Module, shape: torch.Size) -> Windows:
 
 @torch.no_grad()
 def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
-    """Return the windows of the attention layers of timm's Swin and MaxViT families, for images of this size.
+    """Return the windows of the layers of timm's Swin, MaxViT, DaViT, Twins and Hiera, for images of this size.
 
     Models without windows give an empty dict.
 
@@ -98,5 +100,61 @@ def attention_windows(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
         if isinstance(getattr(module, "attn", None), nn.Module)
         and any(hasattr(module, way) for way in _PARTITION_METHODS)
     }
-    shapes = capture_inputs(model, batch[:1], lambda _, x, *args, **kwargs: x.shape, blocks) if blocks else {}
-    return {f"{name}.attn".removeprefix("."): _windows_of(blocks[name], shape) for name, shape in shapes.items()}
+    layers = {name: module for name, module in model.named_modules() if set(names_of(module)) & set(_PLAIN_WINDOWS)}
+    calls = {**blocks, **layers}
+    found = capture_inputs(model, batch[:1], _map_size, calls) if calls else {}
+    windows = {
+        f"{name}.attn".removeprefix("."): _windows_of(blocks[name], found[name]) for name in blocks if name in found
+    }
+    for name, layer in layers.items():
+        if name in found:
+            attention, size_of_window = _PLAIN_WINDOWS[next(k for k in names_of(layer) if k in _PLAIN_WINDOWS)]
+            full = ".".join(filter(None, (name, attention)))
+            windows[full] = _plain_windows(found[name], size_of_window(layer))
+    return windows | _mask_units(model, batch)
+
+
+_PLAIN_WINDOWS: dict[str, tuple[str, Callable[[Any], tuple[int, int]]]] = {
+    "timm.models.davit.SpatialBlock": ("attn", lambda block: block.window_size),
+    "timm.models.twins.LocallyGroupedAttn": ("", lambda layer: (layer.ws, layer.ws)),
+}
+"""Classes that cut a map into windows without shift: the name of the attention inside, and the window's size."""
+
+
+def _map_size(module: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the shape of a block's input, or the size (H, W) of the map of a layer in `_PLAIN_WINDOWS`."""
+    if not set(names_of(module)) & set(_PLAIN_WINDOWS):
+        return x.shape
+    return tuple(x.shape[2:]) if x.ndim == 4 else tuple(args[0] if args else kwargs["size"])
+
+
+def _plain_windows(size: tuple[int, int], window: tuple[int, int]) -> Windows:
+    """Return the windows of a feature map that is padded at its right and lower borders to whole windows."""
+    (H, W), (h, w) = size, window
+    numbers = F.pad(torch.arange(H * W).view(H, W), (0, -W % w, 0, -H % h), value=-1)
+    rows = numbers.unflatten(0, (-1, h)).unflatten(2, (-1, w))  # (windows down, h, windows across, w)
+    return Windows((H, W), rows.transpose(1, 2).flatten(0, 1).flatten(1))
+
+
+def _mask_units(model: nn.Module, batch: Tensor) -> dict[str, Windows]:
+    """Return the windows of Hiera's attention, whose tokens are in the order of its mask units.
+
+    Layers that pool their queries are left out: their queries and keys have different grids.
+    """
+    owners = [m for m in model.modules() if "timm.models.hiera.Hiera" in names_of(m)]
+    if not owners:
+        return {}
+    hiera: Any = owners[0]
+    prefix = next(name for name, module in model.named_modules() if module is hiera)
+    layers = {f"{prefix}.blocks.{i}.attn".removeprefix("."): (i, block.attn) for i, block in enumerate(hiera.blocks)}
+    same = {name: (i, layer) for name, (i, layer) in layers.items() if layer.q_stride == 1}
+    counts = capture_inputs(model, batch[:1], lambda _, x: x.shape[1], {n: layer for n, (_, layer) in same.items()})
+    found = {}
+    for name, (i, layer) in same.items():
+        numbers = torch.arange(float(counts[name])).view(1, -1, 1)
+        grid = hiera.reroll(numbers, i)[0, ..., 0].round().long()  # (H, W): the token at every position
+        position = torch.empty(grid.numel(), dtype=torch.long)
+        position[grid.flatten()] = torch.arange(grid.numel())
+        units = counts[name] // layer.window_size if layer.use_mask_unit_attn else 1
+        found[name] = Windows((grid.shape[0], grid.shape[1]), position.view(-1, units).T.contiguous())
+    return found

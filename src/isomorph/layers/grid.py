@@ -27,8 +27,8 @@ def conv_output_size(size: int, kernel_size: int, stride: int, padding: int) -> 
 def axis_offsets(
     num_queries: int,
     num_keys: int,
-    start: int = 0,
-    stride: int = 1,
+    start: float = 0,
+    stride: float = 1,
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:

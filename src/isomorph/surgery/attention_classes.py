@@ -61,7 +61,7 @@ class AttentionForm(NamedTuple):
     square: bool = False
     mask: Callable[[dict[str, Any]], Any] = _own_mask
     reason: Callable[[Any], str | None] = lambda _: None
-    grid_reason: str | None = None
+    grid_reason: str | Callable[[Any], str | None] | None = None
     query_reason: str | None = None
 
     def layout_of(self, layer: nn.Module) -> MapLayout:
@@ -105,6 +105,9 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.models.mvitv2.MultiScaleAttention": _SOFTMAX,
     "timm.models.mvitv2.MultiScaleAttentionPoolFirst": _SOFTMAX,
     "timm.models.nest.Attention": AttentionForm(square=True),
+    "timm.models.nextvit.EfficientAttention": AttentionForm(
+        grid_reason=lambda layer: None if layer.sr is None else "its keys are means of tokens in a row, without a grid"
+    ),
     "timm.models.shvit.SHSA": AttentionForm(place=None, heads=lambda _: 1),
     "timm.models.tiny_vit.Attention": AttentionForm(place=None, square=True),
     "timm.models.twins.LocallyGroupedAttn": AttentionForm(layout="windows"),
@@ -231,4 +234,5 @@ def position_reason(layer: nn.Module, queries: bool = True) -> str | None:
     """Return why the keys of a layer, and by default its queries, have no positions on a grid, or None if they do."""
     form = attention_form(type(layer))
     assert form is not None
-    return form.grid_reason or (form.query_reason if queries else None)
+    reason = form.grid_reason(layer) if callable(form.grid_reason) else form.grid_reason
+    return reason or (form.query_reason if queries else None)

@@ -30,7 +30,8 @@ from isomorph.surgery.attention_classes import (
 )
 
 _WINDOW_NAMES = ("window_size", "ws")
-_SIZE_NAMES = ("feat_size", "size", "resolution")
+SIZE_NAMES = ("feat_size", "size", "resolution")
+"""Arguments in which layers of timm receive the size of the feature map of their tokens."""
 
 
 class _Original(NamedTuple):
@@ -52,7 +53,7 @@ def _as_pair(size: Any) -> GridSize | None:
 def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
     """Return the sizes that the tokens of a layer may cover, from its window and the arguments of its call by name."""
     sizes = [_as_pair(getattr(layer, name, None)) for name in _WINDOW_NAMES]
-    sizes += [_as_pair(given.get(name)) for name in _SIZE_NAMES]
+    sizes += [_as_pair(given.get(name)) for name in SIZE_NAMES]
     x = next(iter(given.values()), None)
     if isinstance(x, Tensor) and x.ndim == 4:
         axes = [(2, 3), (1, 2)] if any(isinstance(m, nn.Conv2d) for m in layer.modules()) else [(1, 2), (2, 3)]
