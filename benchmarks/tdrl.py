@@ -1,6 +1,8 @@
 """ViT-Ti with pyramids (P-W2S on q, k, v and the MLP) in closed form, branch by branch, and plain.
 
-    python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--name NAME]
+    python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--tables training] [--name NAME]
+
+The closed form is exact, with the statistics of all tokens, or sampled, with those of a quarter of them.
 
 All are interleaved in one process, on the same weights where they compute the same. Ratios are times over the plain
 ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass: so many an image, and so many in any batch.
@@ -22,6 +24,7 @@ PARTS = {
     "q, k, v": dict(where=["blocks.*.attn.qkv"]),
     "q, k, v and fc1": dict(where=["blocks.*.attn.qkv", "blocks.*.mlp.fc1"]),
     "MLP": dict(where=["blocks.*.mlp.fc?"]),
+    "MLP, sampled 1/4": dict(where=["blocks.*.mlp.fc?"], statistics=1 / 4),
     "MLP, P-W1S (Table 9)": dict(where=["blocks.*.mlp.fc?"], layout="P-W1S"),
     "MLP, R-D2W1S (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="R-D2W1S"),
     "MLP, naive-W8 (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="naive-W8"),
@@ -39,8 +42,9 @@ def training_table(device, rounds, batches):
     """One training step and its memory, one row a batch size."""
     plain = timm.create_model("tdrl_vit_ti", layout="plain").to(device)
     closed = timm.create_model("tdrl_vit_ti").to(device)
-    branches = branch_by_branch(closed)
-    forms = {"plain": plain, "closed": closed, "branches": branches}
+    sampled = timm.create_model("tdrl_vit_ti", statistics=1 / 4).to(device)
+    sampled.load_state_dict(closed.state_dict())
+    forms = {"plain": plain, "closed": closed, "sampled": sampled, "branches": branch_by_branch(closed)}
     memory = {name: kept(model, device) for name, model in forms.items()}
     rows = []
     for batch in batches:
@@ -54,9 +58,10 @@ def training_table(device, rounds, batches):
                 "rounds": turns,
                 "plain ms": times["plain"],
                 "closed form": times["closed"] / times["plain"],
+                "sampled 1/4": times["sampled"] / times["plain"],
                 "branches": times["branches"] / times["plain"] if "branches" in times else "no memory",
                 **{f"{name} MiB an image": memory[name][0] for name in forms},
-                **{f"{name} MiB constant": memory[name][1] for name in ("closed", "branches")},
+                **{f"{name} MiB constant": memory[name][1] for name in ("closed", "sampled", "branches")},
             }
         )
         show(f"so far, batch {batch}", rows[-1:])
@@ -103,11 +108,15 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds at batch 32; fewer above on a CPU")
+    parser.add_argument("--tables", nargs="+", default=[""], help="beginnings of their titles; by default all")
     parser.add_argument("--name", help="of the JSON file in results")
     options = parser.parse_args()
     torch.manual_seed(0)
     device, found = torch.device(options.device), {}
+    chosen = tuple(name.lower() for name in options.tables)
     for title, table in TABLES.items():
+        if not title.lower().startswith(chosen):
+            continue
         found[title] = table(device, options.rounds, options.batches)
         show(title, found[title])
     print(f"\nwrote {write(options.name or f'tdrl_{options.device}', found)}")

@@ -62,7 +62,11 @@ def _token_cka(layer: Any, x: Tensor) -> Tensor:
     covariance = measure_moments(x, window and window._replace(groups=1)).covariance.double()
 
     def inner(weights: list[Tensor]) -> Tensor:
-        return torch.stack([torch.stack([(a @ covariance @ b.mT).norm() ** 2 for b in weights]) for a in weights])
+        values = covariance.new_zeros(len(weights), len(weights))
+        for i, product in enumerate(weight @ covariance for weight in weights):
+            for j, other in enumerate(weights[: i + 1]):  # |A S B^T| = |B S A^T|
+                values[i, j] = values[j, i] = (product @ other.mT).norm() ** 2
+        return values
 
     return normalise_hsic(_apply_to_pyramids(layer, inner))
 
