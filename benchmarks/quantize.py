@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 
 import isomorph as iso
 from interleave import RESULTS, show, write
-from isomorph.data.sources import spaced_images
 from isomorph.deployment.program import prepare
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.suites.test_data import sample_images
@@ -40,7 +39,7 @@ def images(model: nn.Module, calibration: int, test: int) -> tuple[DataLoader[An
     """Return loaders of calibration and test images."""
     config = evaluation_config(model)
     train = sample_images(iso.data.open_source("cifar10", "train"), calibration)
-    held_out = spaced_images(iso.data.open_source("cifar10", "test"), test)
+    held_out = sample_images(iso.data.open_source("cifar10", "test"), test)
     return iso.data.eval_loader(train, config, 64), iso.data.eval_loader(held_out, config, 100)
 
 
@@ -130,7 +129,7 @@ def noise_table(options: argparse.Namespace) -> tuple[list[Row], list[Row]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=int, default=4000, help="test images, evenly spaced")
+    parser.add_argument("--images", type=int, default=4000, help="random test images")
     parser.add_argument("--calibration", type=int, default=256)
     parser.add_argument("--out", type=Path, default=Path("runs/quantize"))
     parser.add_argument("--only", default="", help="measure networks whose name contains this, and write no tables")

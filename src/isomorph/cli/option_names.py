@@ -20,6 +20,8 @@ _OPTIONS = {
     "in where": "in --where",
     "dynamic": "--dynamic",
     "opset": "--opset",
+    "float_layers": "--float-layers",
+    "weight_bits": "--weight-bits",
 }
 """Options of all commands but `train`, by the names that the library uses."""
 

@@ -82,12 +82,13 @@ def quantize(
         cannot be exported, or the file exists or cannot be written.
 
     Example:
-        >>> cnn = timm.create_model("cifar_resnet20")
-        >>> report = iso.quantize(cnn, [torch.randn(4, 3, 32, 32)], "int8.onnx", float_layers=["linear"])
-        >>> [layer.name for layer in report.layers if layer.precision == "float"]
-        ['linear']
-        >>> iso.deployment.open_artefact("int8.onnx")(torch.randn(2, 3, 32, 32)).shape
-        torch.Size([2, 10])
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+        >>> images = torch.randn(4, 3, 32, 32)
+        >>> report = iso.quantize(vit, [images], "int8.onnx", weights_only=True, float_layers=["head"])
+        >>> report.layers[-1].name, report.layers[-1].precision
+        ('head', 'float')
+        >>> iso.deployment.open_artefact("int8.onnx")(images).shape
+        torch.Size([4, 1000])
     """
     path, bits = Path(path), _check_options(Path(path), weights_only, weight_bits)
     check_destination(path, overwrite)
@@ -99,6 +100,7 @@ def quantize(
     batches = calibration_batches(calibration_loader, shapes)
     progress("fusing")
     prepared, images = prepare(model), batches[0][:2]
+    check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
     verify(copy.deepcopy(model).cpu(), prepared, images, ATOL)
     equalized: _Names = ()
     if equalize:
@@ -197,14 +199,18 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
         raise UserError("calibration images have values that are not finite")
 
 
+def check_globs(float_layers: Sequence[str], names: Sequence[str]) -> None:
+    """Raise UserError for a glob in `float_layers` that matches none of the names."""
+    for glob in float_layers:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, names)}")
+
+
 def kept_nodes(proto: "ModelProto", float_layers: Sequence[str]) -> dict[str, str]:
     """Return the nodes that stay in float, with the reason. Raises: UserError for a glob that matches no layer."""
     weights = {tensor.name: tensor for tensor in proto.graph.initializer}
     nodes = layer_nodes(proto)
-    names = list(dict.fromkeys(layer_of(name) for name in nodes))
-    for glob in float_layers:
-        if not any(fnmatchcase(name, glob) for name in names):
-            raise UserError(f"{glob!r} in float_layers matches no layer{nearest_names(glob, names)}")
+    check_globs(float_layers, list(dict.fromkeys(layer_of(name) for name in nodes)))
     kept = {}
     for name, node in nodes.items():
         if any(fnmatchcase(layer_of(name), glob) for glob in float_layers):

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 LAYER_OPERATORS = ("Conv", "Gemm", "MatMul")
 """Operators that multiply by weights."""
-_PASSED_ON = (
+_BETWEEN_LAYERS = (
     *("Add", "AveragePool", "Clip", "Concat", "Flatten", "GlobalAveragePool", "MaxPool", "Relu", "Reshape"),
     *("Squeeze", "Transpose", "Unsqueeze"),
 )
-"""Operators between layers that run on 8-bit activations too."""
+"""Operators between the layers of a convolutional network that runtimes have in 8 bits too."""
+_ATTENTION = ("LayerNormalization", "Softmax")
+"""Operators of networks where only layers are rounded: the sums between their blocks have too wide a range."""
 
 
 def weight_of(node: "NodeProto", initializers: dict[str, Any]) -> str | None:
@@ -47,7 +49,7 @@ def quantize_activations(
     """Return a graph with 8-bit weights and activations, in ONNX's QDQ form.
 
     Weights are signed, with one scale for each output channel. Activations are unsigned, with the range that they have
-    on the batches.
+    on the batches. In networks with attention or LayerNorm, only the inputs of layers are rounded.
 
     Args:
         kept: nodes that stay in float.
@@ -62,12 +64,14 @@ def quantize_activations(
     source = onnx.ModelProto()
     source.CopyFrom(proto)  # the quantiser changes what it is given
     add_pre_process_metadata(source)  # torch's exporter has done this work
+    attends = any(node.op_type in _ATTENTION for node in proto.graph.node)
+    between = () if attends else _BETWEEN_LAYERS
     with _temporary_file() as path, _silent():
         quantize_static(
             source,
             path,
             _Reader(batches),
-            op_types_to_quantize=[*LAYER_OPERATORS, *_PASSED_ON],
+            op_types_to_quantize=[*LAYER_OPERATORS, *between],
             per_channel=True,
             reduce_range=bits == 7,
             activation_type=QuantType.QUInt8,

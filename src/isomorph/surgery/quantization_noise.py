@@ -21,7 +21,7 @@ def sqnr(signal: Tensor, rounded: Tensor) -> float:
         >>> iso.surgery.sqnr(signal, signal + torch.tensor([0.3, 0.4]))
         20.0
     """
-    signal, rounded = signal.double(), rounded.double()
+    signal, rounded = signal.detach().double(), rounded.detach().double()
     noise = float((signal - rounded).square().sum())
     power = float(signal.square().sum())
     return math.inf if noise == 0 else -math.inf if power == 0 else round(10 * math.log10(power / noise), 9)
