@@ -21,7 +21,7 @@ from interleave import RESULTS, show, write
 from isomorph.deployment.program import prepare
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.suites.test_data import sample_images
-from quantize_models import RUNS, trained
+from quantize_models import trained
 
 FORMS: dict[str, dict[str, Any]] = {
     "int8": {},
@@ -30,8 +30,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "weights only": dict(weights_only=True),
 }
 """Arguments of `iso.quantize` by form; "int8" is the default."""
+NETWORKS = ("cnn", "tcnn", "mobileone_pyramids", "vit_pyramids")
 PLAIN = {"mobileone_pyramids": "mobileone_plain", "vit_pyramids": "vit_plain", "tcnn": "cnn"}
 """The network without branches or attention that each network is compared with."""
+SLOW = ("tcnn",)
+"""Networks that are tested on half of the images."""
 Row = dict[str, Any]
 
 
@@ -46,8 +49,9 @@ def images(model: nn.Module, calibration: int, test: int) -> tuple[DataLoader[An
 def measure(name: str, form: str, options: argparse.Namespace) -> Row:
     """Return the accuracy of a network in a form, and for a quantised one its size, speed and noise."""
     model = trained(name, options.out)
-    calibration, test = images(model, options.calibration, options.images)
-    row: Row = dict(network=name, form=form, images=options.images, calibration=options.calibration)
+    count = tested(name, options)
+    calibration, test = images(model, options.calibration, count)
+    row: Row = dict(network=name, form=form, images=count, calibration=options.calibration)
     if form == "float":
         return row | dict(top1=round(iso.evaluate(model, test)["top1"], 2))
     path = options.out / f"{name} {form}.onnx"
@@ -56,21 +60,30 @@ def measure(name: str, form: str, options: argparse.Namespace) -> Row:
     return row | dict(top1=round(iso.evaluate(iso.deployment.open_artefact(path), test)["top1"], 2))
 
 
+def tested(name: str, options: argparse.Namespace) -> int:
+    """Return the number of test images of a network."""
+    return options.images // 2 if name in SLOW else options.images
+
+
 def complete(options: argparse.Namespace) -> list[Row]:
     """Measure what is not stored yet, and return all rows."""
     store = options.out / "quantize.jsonl"
     rows = [json.loads(line) for line in store.read_text().splitlines()] if store.is_file() else []
     fields = ("network", "form", "images", "calibration")
     done = {tuple(row[key] for key in fields) for row in rows}
-    for name in ("cnn", *RUNS):
+    for name in NETWORKS:
         for form in ("float", *FORMS) if options.only in name else ():
-            if (name, form, options.images, options.calibration) in done:
+            if (name, form, tested(name, options), options.calibration) in done:
                 continue
             rows.append(measure(name, form, options))
             with store.open("a") as file:
                 file.write(json.dumps(rows[-1]) + "\n")
             print(f"  {name}, {form}: {rows[-1]['top1']}", flush=True)
-    return [row for row in rows if (row["images"], row["calibration"]) == (options.images, options.calibration)]
+    return [
+        row
+        for row in rows
+        if row["images"] == tested(row["network"], options) and row["calibration"] == options.calibration
+    ]
 
 
 def accuracy_table(rows: list[Row]) -> list[Row]:
@@ -83,6 +96,7 @@ def accuracy_table(rows: list[Row]) -> list[Row]:
         table.append(
             {
                 "network": name,
+                "images": best["images"],
                 **tops,
                 "float - int8": round(tops["float"] - tops["int8"], 2),
                 "MB float": round(best["float_megabytes"], 2),
@@ -140,7 +154,7 @@ def main() -> None:
     if options.only:
         return
     accuracy, (noise, layers) = accuracy_table(rows), noise_table(options)
-    show(f"top-1 of {options.images} test images, calibrated on {options.calibration}", accuracy)
+    show(f"top-1, calibrated on {options.calibration} training images", accuracy)
     show("signal-to-noise ratio of 8-bit weights", noise)
     write("quantize", {"table": accuracy, "noise": noise, "weights by layer": layers, "rows": rows})
     print(f"\nwrote {RESULTS / 'quantize.json'}")

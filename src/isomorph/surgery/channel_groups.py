@@ -78,8 +78,9 @@ def _export(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
 def _group(node: Node, owners: Mapping[Node, str]) -> ChannelGroup | None:
     """Return the group of a producer, or None if something else reads its output."""
     weight, axis = _PRODUCERS[node.target]
-    parameters = [arg for arg in node.args[weight : weight + 2] if arg is not None]
-    if not parameters or any(arg not in owners for arg in parameters) or not _is_per_channel(node, axis):
+    given = [arg for arg in node.args[weight : weight + 2] if arg is not None]
+    parameters = [arg for arg in given if isinstance(arg, Node) and arg in owners]
+    if not given or parameters != given or not _is_per_channel(node, axis):
         return None
     consumers: list[str] = []
     for reader, reader_axis in _readers(node, axis % _value(node).ndim):

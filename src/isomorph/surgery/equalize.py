@@ -130,7 +130,7 @@ def _rescale(model: nn.Module, group: ChannelGroup, inputs: dict[str, _Inputs], 
         return False
     factors = candidates[best - 1]
     for parameter in (producer.weight, producer.bias):
-        if parameter is not None:
+        if isinstance(parameter, Tensor):
             parameter.div_(factors.view(-1, *[1] * (parameter.ndim - 1)))
     for layer, _ in readers:
         layer.weight.mul_(_by_column(layer, factors))  # type: ignore[operator]
