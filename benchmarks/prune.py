@@ -22,6 +22,8 @@ from isomorph.layers.prune_heads import prune_heads
 
 MAPS = [(64, (8, 8), 64), (512, (7, 7), 16), (512, (14, 14), 8), (256, (14, 14), 8), (128, (28, 28), 4)]
 TOKENS = [(4, 192, (14, 14)), (9, 432, (14, 14)), (4, 192, (24, 24))]
+WEIGHTS: list[str] = []
+IMAGES = [10_000]
 TOLERANCES = (0.001, 0.003, 0.01, 0.03, 0.1)
 
 
@@ -80,7 +82,7 @@ def with_gates(model, gates):
 
 def networks(device):
     """T-CNNs with closed gates and soft taps beside their CNNs, ConViTs beside a DeiT of their width."""
-    for name, where, batch in (("cifar_resnet20", "layer3.*.conv?", 64), ("resnet50", "layer4.*.conv2", 8)):
+    for name, where, batch in (("cifar_resnet20", "layer3.*.conv?", 32), ("resnet50", "layer4.*.conv2", 2)):
         cnn = timm.create_model(name).eval().to(device)
         tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=3.0, gate=6.0), where)
         yield name, batch, {"0%": tcnn, "100%": iso.prune(tcnn, 0.01), "rival": cnn}
@@ -88,7 +90,7 @@ def networks(device):
         whole = timm.create_model(name).eval().to(device)
         rival = timm.models.VisionTransformer(embed_dim=width, depth=12, num_heads=heads).eval().to(device)
         half, closed = (iso.prune(with_gates(whole, gates), 0.01) for gates in ([9.0, 0.0], [9.0]))
-        yield name, 8, {"0%": whole, "50%": half, "100%": closed, "rival": rival}
+        yield name, 2, {"0%": whole, "50%": half, "100%": closed, "rival": rival}
 
 
 def network_table(device, rounds):
@@ -110,12 +112,14 @@ def network_table(device, rounds):
 def trained_table(device, rounds):
     """A T-CNN fine-tuned on real images and pruned: heads removed, top-1 on all test images, deviation and speed."""
     cnn = timm.create_model("cifar_resnet20", pretrained=True).eval()
-    tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0, gate=6.0), "layer3.*.conv?")
-    fine_tune(tcnn)
+    if WEIGHTS:
+        tcnn = iso.load(WEIGHTS[0])
+    else:
+        tcnn = iso.recast(cnn, iso.ConvToGPSA(locality=5.0, gate=6.0), "layer3.*.conv?")
+        fine_tune(tcnn)
     tcnn.eval()
-    loader = iso.data.eval_loader(
-        iso.data.open_source("cifar10", "test"), timm.data.resolve_data_config(model=cnn), 200
-    )
+    source = spaced_images(iso.data.open_source("cifar10", "test"), IMAGES[0])
+    loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=cnn), 200)
     images = next(iter(loader))[0]
     gates = torch.cat([*iso.gates(tcnn).values()])
     print(f"gates after fine-tuning: {gates.min():.4f} to {gates.max():.4f}, median {gates.median():.4f}")
@@ -131,7 +135,7 @@ def trained_table(device, rounds):
         difference = iso.surgery.compare_outputs(other, model, images[:100]).fp32
         layers = sum(type(part).__name__ == "PositionalConv2d" for part in model.modules())
         rows.append(
-            {"tolerance": key, "heads pruned of 54": pruned, "layers without content": layers}
+            {"tolerance": key, "heads pruned": pruned, "layers without content": layers}
             | {"top-1": iso.evaluate(model, loader)["top1"], "max |diff| of logits": f"{difference:.1e}"}
             | {"forward / CNN": run[key] / run["CNN"], "parameters": count_parameters(model)}
         )
@@ -168,9 +172,13 @@ def main():
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds behind each median")
     parser.add_argument("--name", default="prune", help="of the JSON file in results")
+    parser.add_argument("--weights", help="a T-CNN trained on CIFAR-10, instead of fine-tuning one")
+    parser.add_argument("--images", type=int, default=10_000, help="test images of the trained T-CNN")
     parser.add_argument("--only", choices=list(TABLES), help="one group of tables")
     options = parser.parse_args()
     torch.manual_seed(0)
+    WEIGHTS[:] = filter(None, [options.weights])
+    IMAGES[0] = options.images
     found = {}
     for group, tables in TABLES.items():
         for title, table in tables.items():
