@@ -96,7 +96,8 @@ def _update_statistics(norms: Sequence[_BatchNorm], mean: Tensor, variance: Tens
             else:
                 changes.setdefault(momentum, []).append((running, value))
     for momentum, pairs in changes.items():
-        torch._foreach_lerp_(*map(list, zip(*pairs, strict=True)), momentum)
+        running_values, new_values = zip(*pairs, strict=True)
+        torch._foreach_lerp_(running_values, new_values, momentum)
 
 
 class Affine(NamedTuple):

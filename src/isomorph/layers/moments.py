@@ -37,11 +37,11 @@ class Moments(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How moments are measured: window of a convolution, whether to centre the source, count of tokens, processes."""
+    """How moments are measured: window of a convolution, whether to centre the source, number of tokens, processes."""
 
     window: Window | None
     centring: bool
-    count: int
+    total: int
     group: Any
 
 

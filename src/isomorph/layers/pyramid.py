@@ -196,7 +196,7 @@ def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[A
         weights, biases = zip(*(next(maps).scaled() for _ in own), strict=True)
         scale = pyramid.output_scale
         # a product for each bias: otherwise their gradients would share memory
-        sums.append(Affine(sum(weights[1:], weights[0]) * scale, None, sum(c * scale for c in biases)))  # type: ignore[arg-type]
+        sums.append(Affine(sum(weights[1:], weights[0]) * scale, None, sum(c * scale for c in biases)))
     return sums
 
 

@@ -1,5 +1,7 @@
 """How far one training step turns the weights of pyramids whose scale has no effect."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,9 @@ class Rotation:
 
     def __init__(self, model: nn.Module) -> None:
         pyramids = {name: module for name, module in model.named_modules() if isinstance(module, Pyramid)}
-        self.weights = {name: [layer.weight for layer in p.scale_free_layers] for name, p in pyramids.items()}
+        self.weights: dict[str, list[Any]] = {
+            name: [layer.weight for layer in p.scale_free_layers] for name, p in pyramids.items()
+        }
         self.before: dict[str, list[Tensor]] = {}
 
     @torch.no_grad()
