@@ -22,7 +22,7 @@ from torch import nn
 import isomorph as iso
 from interleave import RESULTS, forward, interleaved, show, write
 
-BATCHES, ROUNDS = (1, 8), 15
+BATCHES, ROUNDS = (1, 8), 7
 EXPORTS = (("onnx", "batch"), ("onnx", "batch,size"), ("pt2", "batch,size"))
 
 

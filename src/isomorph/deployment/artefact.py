@@ -16,7 +16,7 @@ from isomorph.errors import UserError
 
 FORMATS = ("onnx", "pt2")
 """File formats, by their suffix."""
-METADATA_FILE = "isomorph.json"
+METADATA_FILE = "metadata.json"
 """Name of the metadata inside a .pt2 archive."""
 
 
