@@ -31,7 +31,7 @@ RULES = {
 TOKENS = {224: 14 * 14 + 5, 384: 24 * 24 + 5}
 """Tokens of DINOv3-S by image size: patches of 16 pixels, a class token and 4 registers."""
 FILE = RESULTS / "map_edit.json"
-BATCH = 8
+BATCH = 4
 NETWORK = dict(img_size=32, patch_size=4, depth=3, embed_dim=96, num_heads=6, num_classes=10)
 
 

@@ -1,0 +1,92 @@
+"""What each rule accepts in timm's models, and the kept table of it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+
+import isomorph as iso
+from command_line import isomorph
+from isomorph.surgery.coverage import cover_models, family_of, summarise_coverage, timm_models
+
+TABLE = json.loads((Path(__file__).parents[1] / "benchmarks/results/coverage.json").read_text())
+SAMPLE = ["resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "xcit_nano_12_p16_224", "mobilevit_xxs"]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    rules = {name: kind() for name, kind in iso.surgery.RULES.items()}
+    return {row["model"]: row for row in cover_models(SAMPLE, rules)}
+
+
+def test_the_kept_table_is_what_the_rules_accept(rows):
+    for name, row in rows.items():
+        kept = TABLE["sample"][name]
+        for rule, found in row["rules"].items():
+            assert found[:2] == kept["rules"][rule][:2], f"{name}, {rule}: run benchmarks/coverage.py again"
+    assert len(TABLE["families"]) >= 60
+
+
+def test_attention_is_taken_or_refused_with_its_reason(rows):
+    for rule in ("AttentionToRefined", "AttentionToGPSA"):
+        assert rows["swin_tiny_patch4_window7_224"]["rules"][rule][:2] == [12, 12]
+        assert rows["levit_128s"]["rules"][rule][:2] == [11, 11]
+    accepted, modules, reasons = rows["xcit_nano_12_p16_224"]["rules"]["AttentionToGPSA"]
+    assert accepted == 0
+    assert set(reasons) == {
+        "XCA attends between channels, so it has no map over tokens",
+        "only its class token is a query, and has no position",
+    }
+    assert sum(reasons.values()) == modules
+
+
+def test_summaries_count_models_and_reasons(rows):
+    families = summarise_coverage([*rows.values(), {"model": "x", "family": "y", "error": "z"}])
+    assert list(families) == ["levit", "mobilevit", "resnet", "swin_transformer", "xcit"]
+    assert families["resnet"]["rules"]["ConvToGPSA"]["some"] == 1
+    assert families["xcit"]["rules"]["AttentionToGPSA"]["every"] == 0
+    assert families["xcit"]["rules"]["AttentionToGPSA"]["having"] == 1
+
+
+def test_models_are_chosen_by_name_glob_and_family():
+    assert family_of("vit_tiny_patch16_224") == "vision_transformer"
+    assert "t_resnet50d" not in timm_models()
+    assert len(timm_models()) > 1000
+    with pytest.raises(iso.UserError, match="'resnt' matches no model of timm"):
+        timm_models(["resnt"])
+    with pytest.raises(iso.UserError, match="--family levit has no such model; choose from resnet"):
+        timm_models(["resnet18"], "levit")
+
+
+def test_the_command():
+    out = isomorph("coverage", "levit_128s", "--rule", "AttentionToGPSA", "--json")
+    found = json.loads(out.stdout)
+    assert found["models"][0]["rules"] == {"AttentionToGPSA": [11, 11, {}]}
+    text = isomorph("coverage", "xcit_nano_12_p16_224", "--rule", "AttentionToRefined").stdout
+    assert "2 of 14" in text
+    assert "XCA attends between channels" in text
+    for wrong, words in (["coverage", "--rule", "X"], "--rule X is not a rule"), (["coverage", "nosuch"], "matches no"):
+        failed = isomorph(*wrong)
+        assert failed.returncode == 2
+        assert words in failed.stderr
+
+
+@pytest.mark.parametrize("name", ["levit_128s", "mobilevit_xxs"])
+def test_a_model_of_a_family_is_verified(name):
+    model = timm.create_model(name, num_classes=3).eval()
+    for rule in (iso.AttentionToRefined(ratio=1), iso.AttentionToGPSA()):
+        accepted = iso.surgery.acceptance(model, rule).accepted
+        new = iso.recast(model, rule, lambda name, _, accepted=frozenset(accepted): name in accepted)
+        iso.verify(model, new, torch.randn(1, 3, 224, 224) if name == "levit_128s" else torch.randn(1, 3, 64, 96))
+
+
+def test_the_deviations_are_small():
+    deviations = [
+        found["deviation"]
+        for family in TABLE["verified"].values()
+        for found in family.get("rules", {}).values()
+        if "deviation" in found
+    ]
+    assert max(deviations) < 1e-3
