@@ -10,8 +10,10 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import references
 from command_line import SERVER
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
+from isomorph.layers.tokens import draw_tokens
 
 SHARES = (3, 5)
 
@@ -21,6 +23,9 @@ def build(kind):
     torch.manual_seed(0)
     if kind == "conv":
         return PyramidConv2d(3, 6, 4, 4, rectify="batchnorm").double(), torch.randn(8, 3, 8, 8, dtype=torch.float64) + 1
+    if kind == "sampled":
+        layer = PyramidLinear(5, 7, rectify="batchnorm", statistics=1 / 2).double()
+        return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
     layer = JointPyramid([PyramidLinear(5, 7, rectify="batchnorm"), PyramidLinear(5, 6)]).double()
     return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
 
@@ -43,6 +48,7 @@ def work(rank, kind, sync, port, folder):
         # DDP lets SyncBatchNorm onto GPUs only, for its own forward pass, which no pyramid calls
         DistributedDataParallel._passing_sync_batchnorm_handle = lambda *_: None
     parts = batch.split(SHARES)
+    torch.manual_seed(rank)
     found = step(DistributedDataParallel(layer), parts[rank])
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -71,6 +77,25 @@ def test_synchronised_statistics_are_those_of_one_process(kind, tmp_path):
     close(torch.cat([part[1] for part in found]), dx)
     for _, _, got, seen in found:
         close(got, [grad / 2 for grad in grads])  # DDP averages over processes
+        close(seen, buffers)
+
+
+@pytest.mark.slow
+def test_sampled_statistics_are_those_of_all_drawn_tokens(tmp_path):
+    layer, batch = build("sampled")
+    drawn, first = [], 0
+    for rank, images in enumerate(SHARES):
+        torch.manual_seed(rank)
+        drawn.append(first + draw_tokens(images * 4, 1 / 2, torch.device("cpu")))
+        first += images * 4
+    twin = copy.deepcopy(layer)
+    twin.forward = lambda x: references.sampled_pyramid(twin, x, torch.cat(drawn))
+    y, dx, grads, buffers = step(twin, batch)
+    found = on_two_processes("sampled", True, tmp_path)
+    close(torch.cat([part[0] for part in found]), y)
+    close(torch.cat([part[1] for part in found]), dx)
+    for _, _, got, seen in found:
+        close(got, [grad / 2 for grad in grads])
         close(seen, buffers)
 
 

@@ -73,6 +73,8 @@ def test_joint_pyramids_share_the_part():
     part = drawn(28, 1 / 4)
     expected = step(apart, lambda t: torch.cat([references.sampled_pyramid(p, t, part) for p in apart], -1), x)
     same(step(joint, seeded(joint), x), expected, rtol=0, atol=1e-10)
+    mixed, linear = JointPyramid([parts[0], nn.Linear(5, 3).double()]), slice(9, None)
+    torch.testing.assert_close(mixed(x)[..., linear], mixed.pyramids[1](x), rtol=0, atol=1e-12)
     with pytest.raises(iso.UserError, match=r"have the statistics \[0.25, 1.0\]; give one value"):
         JointPyramid([parts[0], PyramidLinear(5, 9)])
 
