@@ -62,7 +62,7 @@ def quantize(
     images
         Number of training images to calibrate on.
     weights_only
-        Only weights are 8-bit integers, activations stay in float: a small file at about the speed of float.
+        Only weights are 8-bit integers, activations stay in float: a small file that computes in float.
     equalize
         Rescale channels first where rounding then loses less; the function stays the same.
     float_layers

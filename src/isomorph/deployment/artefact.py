@@ -129,6 +129,9 @@ def _load_onnx(contents: bytes) -> tuple[Callable[[Tensor], Tensor], Mapping[str
     options.log_severity_level = 4  # errors are raised
     options.intra_op_num_threads = torch.get_num_threads()
     session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
+    if session.get_modelmeta().custom_metadata_map.get("quantization") == "int8 weights":
+        options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
+        session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
 
     def run(images: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def quantize(
         calibration_loader: Normalised images (B, C, H, W), or (images, labels), as from `iso.data.eval_loader`; 128 to
             512 training images are enough.
         path: File ending in .onnx.
-        weights_only: Keep activations in float: a small file at the speed of float.
+        weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         equalize: Rescale channels first where rounding then loses less, which keeps the function; see
             `iso.surgery.equalize`.
         float_layers: Globs over names of layers that stay in float.

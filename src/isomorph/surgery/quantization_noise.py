@@ -18,13 +18,13 @@ def sqnr(signal: Tensor, rounded: Tensor) -> float:
 
     Example:
         >>> signal = torch.tensor([3.0, 4.0])
-        >>> iso.surgery.sqnr(signal, signal + torch.tensor([0.3, 0.4]))
+        >>> round(iso.surgery.sqnr(signal, signal + torch.tensor([0.3, 0.4])), 3)
         20.0
     """
     signal, rounded = signal.detach().double(), rounded.detach().double()
     noise = float((signal - rounded).square().sum())
     power = float(signal.square().sum())
-    return math.inf if noise == 0 else -math.inf if power == 0 else round(10 * math.log10(power / noise), 9)
+    return math.inf if noise == 0 else -math.inf if power == 0 else 10 * math.log10(power / noise)
 
 
 def round_weight(weight: Tensor, bits: int = 8, per_channel: bool = True) -> Tensor:
