@@ -38,7 +38,7 @@ class PrunedGPSA(TokenHeads):
         >>> layer = iso.layers.PrunedGPSA("ppbc", dim=32, grid_size=(6, 8))
         >>> layer(torch.randn(2, 48, 32)).shape
         torch.Size([2, 48, 32])
-        >>> layer.position_share.round(decimals=2).tolist()
+        >>> [round(share, 2) for share in layer.position_share.tolist()]
         [1.0, 1.0, 0.73, 0.0]
     """
 

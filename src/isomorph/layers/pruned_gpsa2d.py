@@ -40,7 +40,7 @@ class PrunedGPSA2d(nn.Module):
         >>> layer = iso.layers.PrunedGPSA2d("pppppbbbc", 8, 16, kernel_size=3, padding=1)
         >>> layer(torch.randn(2, 8, 6, 6)).shape
         torch.Size([2, 16, 6, 6])
-        >>> layer.position_share.round(decimals=2).tolist()
+        >>> [round(share, 2) for share in layer.position_share.tolist()]
         [1.0, 1.0, 1.0, 1.0, 1.0, 0.73, 0.73, 0.73, 0.0]
     """
 
