@@ -44,6 +44,8 @@ def test_recast_verify_evaluate(folder):
     made, _ = answer(folder, "recast", "my.pth", *ARCH, "--where", "layer3.2.conv?", "--out", "t.safetensors")
     assert made["recast"] == ["layer3.2.conv1", "layer3.2.conv2"]
     assert answer(folder, "verify", "my.pth", "t.safetensors", *ARCH, "--data", "photos")[0]["passed"]
+    sized, _ = answer(folder, "verify", "my.pth", "t.safetensors", *ARCH, "--data", "photos", "--size", "24", "16")
+    assert [row["shape"] for row in sized["inputs"]] == ["2x3x24x16"] * 2
     own, recast = (
         answer(folder, "evaluate", *words, "--data", "photos", "--no-cost")[0]
         for words in (("my.pth", *ARCH), ("t.safetensors",))

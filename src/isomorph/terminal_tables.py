@@ -18,7 +18,7 @@ METRIC_FORMATS: dict[str, tuple[str, Callable[[float], str]]] = {
     "parameters": ("parameters", "{:,.0f}".format),
     "macs": ("M MACs per image", lambda macs: f"{macs / 1e6:,.1f}"),
     "step_macs": ("M MACs per pass, whatever the batch", lambda macs: f"{macs / 1e6:,.1f}"),
-    "images_per_second": ("images / s, batch 32", "{:,.0f}".format),
+    "images_per_second": ("images / s", "{:,.0f}".format),
 }
 """Label and format of every metric."""
 

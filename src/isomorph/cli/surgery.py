@@ -82,9 +82,9 @@ def verify(
     both = [original, other]
     first, second = open_given(original, checkpoint, weights, among=both), open_given(other, checkpoint, among=both)
     if data:
-        config = training_config(first)
         source = spaced_images(open_source(data, "test", root), max_images or max(batch, 1))
-        inputs = [images for images, _ in eval_loader(source, config, max(batch, 1))]
+        configs = [training_config(first, hw) for hw in size] if size else [training_config(first)]
+        inputs = [images for config in configs for images, _ in eval_loader(source, config, max(batch, 1))]
     else:
         inputs = [random_images(batch, first, hw) for hw in size] if size else [random_images(batch, first)]
     what = f"images of {data}" if data else "random"
