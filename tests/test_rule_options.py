@@ -30,6 +30,8 @@ HOSTILE = {
     (iso.AttentionToRefined, "recompute"): [0, "yes", None],
     (iso.AttentionToRefined, "grid_size"): [(1, HUGE)],
     (iso.AttentionToRefined, "prefix_tokens"): [HUGE],
+    (iso.AttentionToRelative, "grid_size"): [(1, HUGE)],
+    (iso.AttentionToRelative, "prefix_tokens"): [HUGE],
     (iso.LinearToPyramid, "layout"): [
         *("", "P", "P-W", "P-W0", "P-W2s", "P-W33S", "P-W999999S", f"P-W{HUGE}", "P-W" + "9" * 5000, "R-D99999W1S"),
         *("R-D0W1", "naive-W999", "naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, 10**5000, []),
