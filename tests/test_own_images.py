@@ -122,6 +122,7 @@ def wrong_folders(top):
         "flat": "no images in .*flat; it must hold one folder per class",
         "missing": "'missing' is unknown, and there is no folder of that name; give a folder of images, or one of",
         "digit": "did you mean digits",
+        "nestd": "did you mean nested",
     }
 
 

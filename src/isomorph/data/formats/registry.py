@@ -66,7 +66,8 @@ def locate_folder(folder: str | Path) -> tuple[str, Path]:
     """Return the format of a folder of images, and its path. Raises: UserError when there is no such folder."""
     path = Path(folder).expanduser()
     if not path.is_dir():
-        close = get_close_matches(str(folder), SOURCES, n=1)
+        near = [entry for entry in path.parent.iterdir() if entry.is_dir()] if path.parent.is_dir() else []
+        close = get_close_matches(str(folder), [*SOURCES, *map(str, near)], n=1)
         hint = f"did you mean {close[0]}?" if close else f"give a folder of images, or one of {', '.join(SOURCES)}"
         raise UserError(f"data source {str(folder)!r} is unknown, and there is no folder of that name; {hint}")
     with os.scandir(path) as entries:
