@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -21,6 +21,7 @@ from isomorph.cli.options import (
     check_out,
 )
 from isomorph.errors import UserError
+from isomorph.terminal_tables import metric_table, print_table
 
 
 @app.command
@@ -81,42 +82,40 @@ def quantize(
     """
     if images < 1 or batch_size < 1:
         raise UserError("--images and --batch-size must be at least 1")
-    source = Path(model)
-    name = (source.resolve().name if source.exists() else model.rpartition("/")[2]).removesuffix(".safetensors")
-    path = out or (source.resolve().parent if source.exists() else Path()) / f"{name}-int8.onnx"
-    check_out(path, overwrite, source, (".onnx",))
+    path = _choose_path(model, out)
+    check_out(path, overwrite, Path(model), (".onnx",))
     with loading():
-        import isomorph as iso
         from isomorph.cli.open_models import open_classifier
-        from isomorph.cli.progress import spinner
-        from isomorph.cli.quantize_run import accuracy_table, open_images
-        from isomorph.deployment import open_artefact
+        from isomorph.cli.quantize_run import open_images, quantize_and_test
         from isomorph.deployment.export import check_destination
         from isomorph.deployment.extra import require_packages
-        from isomorph.terminal_tables import metric_table, print_table
     require_packages()
     check_destination(path, overwrite)
     net = open_classifier(model, checkpoint, weights, pretrained, "cpu")
-    calibration, test = open_images(net, data, root, images, max_images, 1 if "batch" not in dynamic else batch_size)
-    with spinner("quantize") as show_step:
-        report = iso.quantize(
-            net,
-            calibration,
-            path,
-            weights_only=weights_only,
-            equalize=equalize,
-            float_layers=float_layers or (),
-            weight_bits=weight_bits,
-            dynamic=dynamic,
-            opset=opset,
-            overwrite=overwrite,
-            progress=show_step,
-        )
-    results = accuracy_table({"float": net, "int8": open_artefact(path)}, test)
+    loaders = open_images(net, data, root, images, max_images, batch_size if "batch" in dynamic else 1)
+    chosen = dict(
+        weights_only=weights_only, equalize=equalize, float_layers=float_layers or (), weight_bits=weight_bits
+    )
+    results = quantize_and_test(net, *loaders, path, dynamic=dynamic, opset=opset, overwrite=overwrite, **chosen)
+    _print_results(*results, json_)
+
+
+def _choose_path(model: str, out: Path | None) -> Path:
+    """Return the file to write."""
+    if out is not None:
+        return out
+    source = Path(model)
+    if not source.exists():
+        return Path(f"{model.rpartition('/')[2]}-int8.onnx")
+    return source.resolve().with_name(f"{source.resolve().name.removesuffix('.safetensors')}-int8.onnx")
+
+
+def _print_results(report: Any, accuracy: dict[str, dict[str, float]], json_: bool) -> None:
+    """Print the report, and the accuracy of the float model and of the quantised one."""
     if json_:
-        print(json.dumps(report.as_dict() | {"accuracy": results}))
+        print(json.dumps(report.as_dict() | {"accuracy": accuracy}))
         return
     print(report)
-    before, after = (metric_table(name, row) for name, row in results.items())
+    before, after = (metric_table(name, row) for name, row in accuracy.items())
     print_table([[*left, right] for left, (_, right) in zip(before, after, strict=True)])
-    print(f"wrote {path}")
+    print(f"wrote {report.path}")

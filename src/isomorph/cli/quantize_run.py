@@ -1,6 +1,5 @@
-"""The images of `isomorph quantize`, and its measurement of accuracy."""
+"""What `isomorph quantize` opens, quantises and measures."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import isomorph as iso
-from isomorph.cli.progress import track_steps
+from isomorph.cli.progress import spinner, track_steps
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
+from isomorph.deployment import QuantizeReport, open_artefact
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.suites.test_data import open_test_images, open_training_images, sample_images
 
@@ -30,10 +30,14 @@ def open_images(
     return eval_loader(train, config, batch_size), eval_loader(test, config, batch_size)
 
 
-def accuracy_table(models: Mapping[str, nn.Module], test: DataLoader[Any]) -> dict[str, dict[str, float]]:
-    """Return top-1 and the negative log-likelihood of every model on the test images, and their number."""
-    rows = {}
-    for name, model in models.items():
-        found = iso.evaluate(model, track_steps(test, f"{name} on test images", len(test)))
-        rows[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
-    return rows
+def quantize_and_test(
+    model: nn.Module, calibration: DataLoader[Any], test: DataLoader[Any], path: Path, **options: Any
+) -> tuple[QuantizeReport, dict[str, dict[str, float]]]:
+    """Quantise a model, and return the report, and the accuracy of both models on the test images."""
+    with spinner("quantize") as show_step:
+        report = iso.quantize(model, calibration, path, progress=show_step, **options)
+    accuracy = {}
+    for name, net in (("float", model), ("int8", open_artefact(path))):
+        found = iso.evaluate(net, track_steps(test, f"{name} on test images", len(test)))
+        accuracy[name] = {key: round(found[key], 4) for key in ("top1", "nll", "images")}
+    return report, accuracy

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,8 @@ def quantize(
         >>> iso.deployment.open_artefact("int8.onnx")(images).shape
         torch.Size([4, 1000])
     """
-    path, bits = Path(path), _check_options(Path(path), weights_only, weight_bits)
+    path = Path(path)
+    bits = _check_options(path, weights_only, weight_bits)
     check_destination(path, overwrite)
     require_packages()
     model = unwrap_compiled(model)
@@ -99,40 +100,75 @@ def quantize(
     progress("reading calibration images")
     batches = calibration_batches(calibration_loader, shapes)
     progress("fusing")
-    prepared, images = prepare(model), batches[0][:2]
+    prepared = prepare(model)
+    verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
     check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
-    verify(copy.deepcopy(model).cpu(), prepared, images, ATOL)
     equalized: _Names = ()
     if equalize:
         progress("equalising")
-        even, equalized = equalize_channels(prepared, batches, not weights_only, bits)
-        verify(prepared, even, images, ATOL)
-        prepared = even
+        prepared, equalized = _equalize(prepared, batches, not weights_only, bits)
     progress("converting to onnx")
     before = convert(trace(prepared, shapes), shapes, check_opset(opset))
     add_metadata(before, describe(model, shapes))
     kept = kept_nodes(before, float_layers)
     progress("rounding" if weights_only else f"calibrating on {sum(map(len, batches))} images")
-    mode = "weights" if weights_only else "static"
-    if weights_only:
-        after = quantize_weights(before, list(kept), bits)
-    else:
-        after = quantize_activations(before, batches, list(kept), bits)
-    add_metadata(after, {"quantization": f"int8 {mode}"})
+    after = _round(before, None if weights_only else batches, list(kept), bits)
     progress("comparing")
-    contents = after.SerializeToString()
-    artefact = load_artefact(contents, "onnx")
-    agreement, noise = _compare(prepared, artefact, batches)
-    by_layer = compare_layers(before, after, batches[0][:_NOISE_IMAGES])
-    both = {"int8": artefact, "float": load_artefact(before.SerializeToString(), "onnx")}
-    speed = measure_speeds(both, shapes.checks[0][1:], _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
+    graphs = Graphs(before, after, kept, prepared)
+    report = _report(graphs, batches, shapes, path=str(path), weight_bits=bits, equalized=equalized)
     progress("writing")
+    contents = after.SerializeToString()
     write_atomically(path, lambda file: file.write_bytes(contents))
+    return report
+
+
+def _equalize(prepared: nn.Module, batches: list[Tensor], activations: bool, bits: int) -> tuple[nn.Module, _Names]:
+    """Return the model with equalised channels, and the layers concerned. Raises: NotEqual if its outputs differ."""
+    even, names = equalize_channels(prepared, batches, activations, bits)
+    verify(prepared, even, batches[0][:2], ATOL)
+    return even, names
+
+
+def _round(before: "ModelProto", batches: list[Tensor] | None, kept: Sequence[str], bits: int) -> "ModelProto":
+    """Return the graph with rounded weights, and rounded activations if there are batches to calibrate on."""
+    mode = "weights" if batches is None else "static"
+    after = (
+        quantize_weights(before, kept, bits) if batches is None else quantize_activations(before, batches, kept, bits)
+    )
+    add_metadata(after, {"quantization": f"int8 {mode}"})
+    return after
+
+
+class Graphs(NamedTuple):
+    """A model before and after rounding, the nodes that stay in float with the reason, and the model itself."""
+
+    before: "ModelProto"
+    after: "ModelProto"
+    kept: dict[str, str]
+    model: nn.Module
+
+
+def _report(graphs: Graphs, batches: list[Tensor], shapes: ExportShapes, **options: Any) -> QuantizeReport:
+    """Compare a quantised graph with the model, in outputs, size and speed.
+
+    Raises: UserError if an output is not finite.
+    """
+    before, after, kept, model = graphs
+    both = {name: load_artefact(g.SerializeToString(), "onnx") for name, g in (("float", before), ("int8", after))}
+    agreement, noise = _compare(model, both["int8"], batches)
+    speed = measure_speeds(both, shapes.checks[0][1:], _SPEED_IMAGES if "batch" in shapes.dynamic else 1, seconds=0.2)
     return QuantizeReport(
-        *(str(path), mode, bits, sum(map(len, batches)), len(contents) / 1e6, before.ByteSize() / 1e6),
-        *(speed["int8"].median, speed["float"].median, equalized, agreement, noise),
-        layers=describe_layers(before, after, kept, by_layer),
+        mode=both["int8"].metadata["quantization"].removeprefix("int8 "),
+        images=sum(map(len, batches)),
+        megabytes=after.ByteSize() / 1e6,
+        float_megabytes=before.ByteSize() / 1e6,
+        images_per_second=speed["int8"].median,
+        float_images_per_second=speed["float"].median,
+        agreement=agreement,
+        output_sqnr=noise,
+        layers=describe_layers(before, after, kept, compare_layers(before, after, batches[0][:_NOISE_IMAGES])),
         float_operators=float_operators(after),
+        **options,
     )
 
 

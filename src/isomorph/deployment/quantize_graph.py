@@ -77,6 +77,7 @@ def quantize_activations(
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
             nodes_to_exclude=list(kept),
+            extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]} if attends else {},
         )
         quantized = onnx.load(path)
     onnx.helper.set_model_props(quantized, {entry.key: entry.value for entry in proto.metadata_props})
@@ -123,7 +124,7 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int = 8) -> "ModelProto":
+def quantize_weights(proto: "ModelProto", kept: Sequence[str], bits: int) -> "ModelProto":
     """Return a graph with 8-bit weights, one scale for each output channel, that computes in float."""
     import onnx
     from onnx import helper, numpy_helper

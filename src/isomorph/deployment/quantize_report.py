@@ -139,10 +139,10 @@ def describe_layers(
     for name, node in layer_nodes(before).items():
         weight = weight_of(node, old)
         reads = [_dequantize(made_by.get(source)) for source in now[name].input[:2]] if name in now else []
-        precision = "int8" if reads and all(reads) else "int8 w" if any(reads) else "float"
-        reason = "" if precision != "float" else kept.get(name, "not supported")
+        precision = "float" if weight is None or not any(reads) else "int8" if all(reads) else "int8 w"
+        reason = kept.get(name, "not supported") if precision == "float" else ""
         noise = None
-        if weight is not None and precision != "float":
+        if weight is not None and not reason:
             axis = output_axis(node, weight, len(old[weight].dims))
             noise = _weight_sqnr(numpy_helper.to_array(old[weight]), weight, new, axis)
         rows.append(QuantizedLayer(layer_of(name), node.op_type, precision, reason, noise, outputs.get(name)))
