@@ -1,5 +1,6 @@
 """Quantised models: close to the model, honest about every layer, and never half-written."""
 
+import copy
 import errno
 import json
 import sys
@@ -35,12 +36,34 @@ def images():
 
 
 @pytest.fixture(scope="module")
-def quantized(vit, images, tmp_path_factory):
-    """The file and report of each mode."""
+def graphs():
+    """The graphs that were exported, which take most of the time."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def quantized(vit, images, graphs, tmp_path_factory):
+    """The report of each mode; the graph of the first one serves for both."""
     folder = tmp_path_factory.mktemp("quantized")
-    static = iso.quantize(vit, [images[:8], images[8:]], folder / "static.onnx")
-    weights = iso.quantize(vit, [(images, torch.zeros(12))], folder / "weights.onnx", weights_only=True)
-    return {"static": static, "weights": weights}
+    reports, convert = {}, quantize_module.convert
+
+    def record(*arguments):
+        graphs.append(convert(*arguments))
+        return copy.deepcopy(graphs[0])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantize_module, "convert", record)
+        reports["static"] = iso.quantize(vit, [images[:8], images[8:]], folder / "static.onnx")
+        exported_already(patch, graphs)
+        loader = [(images, torch.zeros(12))]
+        reports["weights"] = iso.quantize(vit, loader, folder / "weights.onnx", weights_only=True)
+    return reports
+
+
+def exported_already(patch, graphs):
+    """Take the graph of an earlier export instead of another."""
+    patch.setattr(quantize_module, "trace", lambda *_: None)
+    patch.setattr(quantize_module, "convert", lambda *_: copy.deepcopy(graphs[0]))
 
 
 @pytest.mark.parametrize(("mode", "decibels"), [("static", 20), ("weights", 30)])
@@ -102,8 +125,9 @@ def test_the_file_runs_with_onnxruntime_alone(quantized, images):
     assert np.array_equal(logits, artefact(images[:3]).numpy())
 
 
-def test_chosen_layers_stay_in_float_and_equalising_is_optional(vit, images, tmp_path):
-    options = dict(equalize=False, float_layers=["blocks.*.mlp.*"], weight_bits=8, dynamic="none")
+def test_chosen_layers_stay_in_float_and_equalising_is_optional(vit, images, quantized, graphs, tmp_path, monkeypatch):
+    exported_already(monkeypatch, graphs)
+    options = dict(equalize=False, float_layers=["blocks.*.mlp.*"], weight_bits=8)
     report = iso.quantize(vit, [images[:2]], tmp_path / "q.onnx", **options)
     kept = {layer.name for layer in report.layers if layer.reason == "chosen by float_layers"}
     assert kept == {"blocks.0.mlp.fc1", "blocks.0.mlp.fc2"}
@@ -147,13 +171,11 @@ def test_the_file_must_be_new_and_end_in_onnx(vit, images, tmp_path):
     assert (tmp_path / "old.onnx").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_nothing(vit, images, quantized, tmp_path, monkeypatch):
+def test_a_full_disk_leaves_nothing(vit, images, quantized, graphs, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    graph = onnx.load(quantized["static"].path)
-    monkeypatch.setattr(quantize_module, "trace", lambda *_: None)
-    monkeypatch.setattr(quantize_module, "convert", lambda *_: graph)
+    exported_already(monkeypatch, graphs)
     with monkeypatch.context() as patch:
         patch.setattr("os.replace", full)
         with pytest.raises(iso.UserError, match=r"cannot write .*q.onnx: .*No space left"):
