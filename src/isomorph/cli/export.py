@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import (
@@ -73,30 +73,28 @@ def export(
     with loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.cli.progress import spinner
-        from isomorph.deployment import export as export_model
         from isomorph.deployment.export import check_destination
         from isomorph.deployment.extra import require_packages
-        from isomorph.surgery import NotEqual
     if path.suffix == ".onnx":
         require_packages()
     check_destination(path, overwrite)
     with spinner("export") as show_step:
         show_step(f"loading {model}")
         net = open_classifier(model, checkpoint, weights, pretrained)
-        try:
-            report = export_model(
-                net,
-                path,
-                dynamic=dynamic,
-                size=size,
-                opset=opset,
-                atol=atol,
-                overwrite=overwrite,
-                progress=show_step,
-            )
-        except NotEqual as error:
-            raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
+        given = {"dynamic": dynamic, "size": size, "opset": opset, "atol": atol, "overwrite": overwrite}
+        report = _export(net, path, **given, progress=show_step)
     print(json.dumps(report.as_dict()) if json_ else f"{report}\nwrote {path}")
+
+
+def _export(model: Any, path: Path, **given: Any) -> Any:
+    """Export a model, and return the report. Raises: UserError of one line when the file deviates."""
+    from isomorph.deployment.export import export
+    from isomorph.surgery import NotEqual
+
+    try:
+        return export(model, path, **given)
+    except NotEqual as error:
+        raise UserError(f"{str(error.report).splitlines()[0]}; no file was written (see --atol)") from None
 
 
 def _choose_path(model: str, format_: str | None, out: Path | None) -> Path:
