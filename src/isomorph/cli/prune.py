@@ -1,6 +1,5 @@
 """The prune command."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,6 @@ def prune(
     data: str | None = None,
     root: Path | None = None,
     batch: WholeNumber = 2,
-    average: bool = True,
     overwrite: Overwrite = False,
     json_: Json = False,
 ) -> None:
@@ -67,15 +65,8 @@ def prune(
         Folder of the data.
     batch
         Number of images to compare on.
-    average
-        Of an unfinished run, prune the averaged weights if it has any.
     """
-    if tolerance < 0:
-        raise UserError(f"--tolerance {tolerance:g} is out of range; give a share of attention from 0 to 0.5")
-    if batch < 1:
-        raise UserError(f"--batch {batch} must be at least 1")
-    if root and not data:
-        raise UserError("--root is the folder of --data; give both")
+    _check_values(tolerance, batch, root is not None and data is None)
     out = out or out_next_to(model, "pruned")
     check_out(out, overwrite, model)
     with loading():
@@ -86,7 +77,7 @@ def prune(
         from isomorph.surgery import compare_outputs, prunable_heads
     with spinner("prune") as show_step:
         show_step(f"loading {model}")
-        net = open_given_checkpoint(model, dataclasses.replace(checkpoint, ema=checkpoint.ema and average))
+        net = open_given_checkpoint(model, checkpoint)
         heads = prunable_heads(net, tolerance, where or "*")
         pruned = iso.prune(net, tolerance, where or "*")
         show_step("comparing the outputs of both models in float32 and float64")
@@ -102,6 +93,16 @@ def prune(
     else:
         _print_savings(heads, savings)
         print(f"{report}\nwrote {out}")
+
+
+def _check_values(tolerance: float, batch: int, root_alone: bool) -> None:
+    """Raise UserError for values out of range, and for --root without --data."""
+    if tolerance < 0:
+        raise UserError(f"--tolerance {tolerance:g} is out of range; give a share of attention from 0 to 0.5")
+    if batch < 1:
+        raise UserError(f"--batch {batch} must be at least 1")
+    if root_alone:
+        raise UserError("--root is the folder of --data; give both")
 
 
 def _images(net: Any, data: str | None, root: Path | None, batch: int) -> list[Any]:
