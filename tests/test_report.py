@@ -82,6 +82,25 @@ def small_cr_swin():
     return timm.create_model("swinv2_cr_tiny_224", **arguments).eval()
 
 
+class InWindows(torch.nn.Module):
+    """Attention in four windows of successive tokens, of which nothing says where they lie."""
+
+    def __init__(self, attn):
+        super().__init__()
+        self.attn = attn
+
+    def forward(self, x, **_):
+        B, N, C = x.shape
+        return self.attn(x.reshape(B * 4, N // 4, C)).reshape(B, N, C)
+
+
+def windowed_vit():
+    model = small_vit(class_token=False, global_pool="avg", depth=2)
+    for block in model.blocks:
+        block.attn = InWindows(block.attn)
+    return model
+
+
 class Columns(torch.nn.Module):
     """Features that are some of the input's numbers."""
 
@@ -171,9 +190,9 @@ class TestMaps:
             capture_layer_maps(small_vit(), torch.randn(1, 3, 32, 48), ["blocks.9.attn"])
 
     def test_unknown_windows_are_said_not_drawn(self):
-        found, problems = capture_layer_maps(small_cr_swin(), torch.randn(1, 3, 64, 64), "stages.1.*")
+        found, problems = capture_layer_maps(windowed_vit(), torch.randn(1, 3, 32, 48), "blocks.1.*")
         assert not found
-        assert problems == {"stages.1.blocks.0.attn": "it attends in 4 windows per image of unknown position"}
+        assert problems == {"blocks.1.attn.attn": "it attends in 4 windows per image of unknown position"}
 
 
 MODELS = {
@@ -215,28 +234,28 @@ def test_every_kind_of_model_has_its_page(name, tmp_path):
     assert write_page(tmp_path / "page.html", name, "", sections) > 10_000
 
 
-@pytest.mark.parametrize("layers", [None, "stages.1.*"])
+@pytest.mark.parametrize("layers", [None, "blocks.1.*"])
 def test_layers_that_are_not_drawn_have_their_numbers(layers):
-    model, picture = small_cr_swin(), PageImage("a", torch.rand(3, 64, 64))
-    subject = PageModel("swin", model, CONFIG | {"input_size": (3, 64, 64)})
+    model, picture = windowed_vit(), PageImage("a", torch.rand(3, 32, 48))
+    subject = PageModel("vit", model, CONFIG | {"input_size": (3, 32, 48)})
     sections = analyze_sections([subject], [picture], layers)
     assert sections[0].viewer is None
     assert sections[0].text.endswith("None of its attention layers can be drawn.")
     summary, lines = sections[0].details
     assert summary == ("1 attention layer is not drawn" if layers else "2 attention layers are not drawn")
-    assert lines[-1] == "stages.1.blocks.0.attn: it attends in 4 windows per image of unknown position."
+    assert lines[-1].endswith("blocks.1.attn.attn: it attends in 4 windows per image of unknown position.")
     assert [card.name for card in sections[0].images] == ["a"]
     batch = (picture.pixels[None] - 0.5) / 0.5
     where = layers or "*"
     logits = {name: found.max_logit for name, found in iso.analysis.logit_stats(model, batch, where).items()}
-    expected = [iso.nonlocality(model, batch, where), iso.analysis.attention_entropy(model, batch, where), logits]
+    expected = [iso.analysis.attention_entropy(model, batch, where), logits]  # distances need positions
     charts = next(section.charts for section in sections if section.title == "Attention distance and entropy")
-    assert len(charts) == 3
+    assert len(charts) == 2
     for chart, found in zip(charts, expected, strict=True):
-        names = [f"stages.{i}.blocks.0.attn" for i in ((1,) if layers else (0, 1))]
+        names = [f"blocks.{i}.attn.attn" for i in ((1,) if layers else (0, 1))]
         assert list(found) == chart.layers == names
         for name in names:
-            assert chart.series["swin"][name] == pytest.approx(found[name].flatten().tolist(), rel=1e-4)
+            assert chart.series["vit"][name] == pytest.approx(found[name].flatten().tolist(), rel=1e-4)
 
 
 class TestWords:

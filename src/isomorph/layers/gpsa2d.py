@@ -131,7 +131,7 @@ class GPSA2d(ContentHeads, PositionHeads):
         mixed = gated_mix(content, kronecker(*self.unpadded_axis_maps(x, content.dtype)), self.gate)
         values = self.map_values(x)  # (B, C, H W)
         columns = _SoftColumns.apply(values, mixed.flatten(1, 2).to(values.dtype))  # (B, C, nh Nq)
-        return columns.view(x.shape[0], self.in_channels * self.num_heads, -1)
+        return columns.view(x.shape[0], self.in_channels * self.num_heads, mixed.shape[2])
 
     def soft_columns_by_axis(self, x: Tensor) -> Tensor:
         """Return the soft columns without forming a map: fused content attention, and position attention axis by axis.

@@ -181,6 +181,14 @@ class MapEdit(nn.Module):
     """Module in the place of the dropout of an attention map: applies the dropout, then an edit, in any layout.
 
     Shape: maps in the layout of the layer -> the same
+
+    Example:
+        >>> class Square(torch.nn.Module):
+        ...     def forward(self, maps, call):  # call: the grid and the prefix tokens of this forward pass
+        ...         return maps.square() / maps.square().sum(-1, keepdim=True)
+        >>> edit = iso.layers.MapEdit(Square(), torch.nn.Dropout(0.0), heads=2)
+        >>> edit(torch.tensor([0.25, 0.75]).expand(1, 2, 2, 2))[0, 0, 0]
+        tensor([0.1000, 0.9000])
     """
 
     def __init__(self, edit: nn.Module, drop: nn.Module, heads: int, layout: MapLayout = "heads") -> None:

@@ -32,7 +32,7 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
     >>> cnn = timm.create_model("mobilenetv3_small_050")
     >>> found = iso.surgery.acceptance(cnn, iso.ConvToGPSA())
     >>> found.rejected["blocks.0.0.conv_dw"]
-    'groups=8 is not 1: the heads share one value projection'
+    'groups=16 is not 1: the heads share one value projection'
     """
     check_model(model)
     model = unwrap_compiled(model)
