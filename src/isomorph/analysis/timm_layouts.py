@@ -10,7 +10,7 @@ def to_standard_layout(layer: nn.Module, tensor: Tensor) -> Tensor:
     """Return maps, queries or keys of any layer in the standard layout. Shape: -> (B, nh, ., .)"""
     form = attention_form(type(layer))
     layout, heads = (form.layout_of(layer), form.heads(layer)) if form else ("heads", 1)
-    return to_standard_map(tensor, layout, heads)  # type: ignore[arg-type]
+    return to_standard_map(tensor, layout, heads)
 
 
 _NO_FUSED_MAP = {"timm.layers.diff_attention.DiffAttention"}

@@ -93,7 +93,7 @@ def quantize(
     check_destination(path, overwrite)
     net = open_classifier(model, checkpoint, weights, pretrained, "cpu")
     loaders = open_images(net, data, root, images, max_images, batch_size if "batch" in dynamic else 1)
-    chosen = dict(
+    chosen: dict[str, Any] = dict(
         weights_only=weights_only, equalize=equalize, float_layers=float_layers or (), weight_bits=weight_bits
     )
     results = quantize_and_test(net, *loaders, path, dynamic=dynamic, opset=opset, overwrite=overwrite, **chosen)

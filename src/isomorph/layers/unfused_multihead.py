@@ -26,7 +26,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             weights = list(self.in_proj_weight.chunk(3))
         biases = [None] * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         inputs = zip((query, key, value), weights, biases, strict=True)
-        return [F.linear(x, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w, b in inputs]  # type: ignore[arg-type]
+        return [F.linear(x, w, b).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w, b in inputs]
 
     def _mask(self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q: Tensor) -> Tensor | None:
         """Return the sum of both masks, -inf where attention is forbidden. Shape: -> broadcast to (B, nh, Nq, Nk)"""
@@ -41,7 +41,7 @@ class UnfusedMultiheadAttention(nn.MultiheadAttention):
             masks.append(mask.reshape(-1, 1, 1, mask.shape[-1]))
         return sum(masks[1:], masks[0]) if masks else None
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         query: Tensor,
         key: Tensor,

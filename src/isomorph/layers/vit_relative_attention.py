@@ -71,13 +71,13 @@ class ViTRelativeAttention(RelativeAttention):
         drop = self.attn_drop.p if self.training else 0.0
         return attend_with_bias(self.position_bias(grid_size, q.dtype), drop, q, k, v)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
     ) -> Tensor:
         grid_size = self.check_call(x, attn_mask, is_causal, grid_size)
         return self.project_output(self.attend(*self.queries_keys_values(x), grid_size), x)
 
-    def attention(  # type: ignore[override]
+    def attention(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, grid_size: GridSize | None = None
     ) -> Tensor:
         """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""

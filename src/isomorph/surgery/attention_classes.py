@@ -8,7 +8,7 @@ import inspect
 import textwrap
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -16,6 +16,7 @@ from isomorph.errors import UserError
 from isomorph.layers.map_layouts import MapLayout
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
 
+T = TypeVar("T")
 PLACE = "attn_drop"
 """Name of the submodule through which most classes pass their attention map."""
 
@@ -179,11 +180,16 @@ def register_attention(
     given = {} if heads is None else {"heads": heads}
     place = PLACE if form else place
     ATTENTION_FORMS[full_name(kind)] = AttentionForm(place=place, form=form, layout=layout, **given)  # type: ignore[arg-type]
-    attention_form.cache_clear()
+    attention_form.cache_clear()  # type: ignore[attr-defined]
     return kind
 
 
-@cache
+def cached_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Decorate a function of a class so that it is computed once for each."""
+    return cache(function)
+
+
+@cached_by_class
 def forward_source(kind: type) -> ast.Module | None:
     """Return the source of the forward of a class, parsed, or None if it is not at hand."""
     try:
@@ -209,7 +215,7 @@ def softmax_calls(kind: type) -> int:
     return sum(map(is_softmax_over_keys, ast.walk(source))) if source else 0
 
 
-@cache
+@cached_by_class
 def _follows_pattern(kind: type) -> bool:
     """True if the forward of a class passes a softmax over keys through `self.attn_drop`."""
     source = forward_source(kind)
@@ -217,7 +223,7 @@ def _follows_pattern(kind: type) -> bool:
     return f"self.{PLACE}" in calls and bool(softmax_calls(kind))
 
 
-@cache
+@cached_by_class
 def attention_form(kind: type) -> AttentionForm | None:
     """Return how a class of attention forms its map, or None if it is not known, or has no map."""
     if any(full_name(base) in NO_MAP_REASONS for base in kind.__mro__):

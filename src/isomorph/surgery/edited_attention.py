@@ -9,7 +9,6 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from isomorph.surgery.attention_classes import (
     PLACE,
     AttentionForm,
     attention_form,
+    cached_by_class,
     forward_source,
     is_softmax_over_keys,
     no_map_reason,
@@ -158,7 +158,7 @@ class _AddPlace(ast.NodeTransformer):
         return ast.copy_location(ast.Call(place, [node], []), node)
 
 
-@cache
+@cached_by_class
 def _with_place(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward is that of the class, with every softmax over keys passed through `attn_drop`.
 
@@ -177,7 +177,7 @@ def _with_place(kind: type[nn.Module]) -> type[nn.Module]:
     return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(namespace))
 
 
-@cache
+@cached_by_class
 def edited_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the layers of a class whose map is edited."""
     form = attention_form(kind)

@@ -221,7 +221,7 @@ def _register_grid_hooks(model: Any) -> None:
     for module in {model.get_submodule(name) for name in outer}:
         module.register_forward_pre_hook(grids.before_module, with_kwargs=True)
         module.register_forward_hook(grids.after_module, always_call=True)
-    for layer in set(layers.values()):
+    for layer in {model.get_submodule(name) for name in layers}:
         on_top = all("." not in name for name, other in layers.items() if other is layer)
         layer.register_forward_pre_hook(grids.before_top_layer if on_top else grids.before_layer, with_kwargs=True)
 
