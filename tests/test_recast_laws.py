@@ -420,6 +420,12 @@ SURGERY = {
     "AttentionToRefined": (iso.AttentionToRefined(), attention, TOKENS),
     "local": (iso.AttentionToRefined(ratio=0), attention, TOKENS),
     "without reduction": (iso.AttentionToRefined(reduce=False), attention, TOKENS),
+    "positions only": (
+        iso.ConvToGPSA(content="none"),
+        lambda: nn.Sequential(nn.Conv2d(4, 6, 3, padding=1)),
+        MAP,
+    ),
+    "AttentionToRelative": (iso.surgery.AttentionToRelative(**PLACED), attention, TOKENS),
     "LinearToPyramid": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Linear(12, 8)), TOKENS),
     "chain": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Sequential(*copy.deepcopy(CHAIN))), MAP),
     "mobileone 1x1": (iso.LinearToPyramid(), lambda: mobileone(1), MAP),
@@ -430,6 +436,8 @@ BACK = {
     "ViTGPSA": (iso.revert, SURGERY["AttentionToGPSA"]),
     "RefinedAttention": (iso.revert, SURGERY["AttentionToRefined"]),
     "ExpandedAttention": (iso.revert, SURGERY["without reduction"]),
+    "PositionalConv2d": (iso.revert, SURGERY["positions only"]),
+    "ViTRelativeAttention": (iso.revert, SURGERY["AttentionToRelative"]),
     "PyramidLinear": (iso.fuse, (iso.LinearToPyramid("P-W1S"), *SURGERY["LinearToPyramid"][1:])),
     "PyramidConv2d": (iso.fuse, (iso.LinearToPyramid("R-D1W1"), *SURGERY["chain"][1:])),
 }
