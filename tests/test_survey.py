@@ -219,7 +219,8 @@ def test_command_writes_a_page(tmp_path):
     page = (tmp_path / "isomorph-survey.html").read_text()
     assert json.loads(run.stdout)["rules"] == ["locality 5, gate 6", "locality 1, gate 1"]
     assert "Each layer alone" in page
-    assert "exists; give --overwrite" in refusal(isomorph("survey", "cifar_resnet20", *options, folder=tmp_path))
+    given = [*options, "--out", "isomorph-survey.html"]
+    assert "exists; give --overwrite" in refusal(isomorph("survey", "cifar_resnet20", *given, folder=tmp_path))
 
 
 @pytest.mark.parametrize(

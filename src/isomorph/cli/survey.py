@@ -14,7 +14,9 @@ from isomorph.cli.options import (
     Split,
     Weights,
     WholeNumber,
+    check_figures,
     check_limits,
+    choose_page,
     display_name,
 )
 from isomorph.cli.sizes import Size
@@ -34,7 +36,7 @@ def survey(
     setting: list[tuple[float, float]] | None = None,
     loss: float = 1.0,
     max_images: WholeNumber = 500,
-    out: Path = Path("isomorph-survey.html"),
+    out: Path | None = None,
     results: Path | None = None,
     size: Size | None = None,
     seconds: float = 0.2,
@@ -69,7 +71,8 @@ def survey(
     max_images
         Number of test images, drawn at random. They are held in memory.
     out
-        File for the page, which needs no other file and no network.
+        File for the page, which needs no other file and no network; by default isomorph-survey.html, with a number if
+        it exists.
     results
         File for the finished measurements, one per line. The command resumes from it.
     size
@@ -85,13 +88,13 @@ def survey(
         raise UserError("--batch-size and --max-images must be at least 1")
     if loss < 0 or seconds < 0:
         raise UserError("--loss and --seconds must be at least 0")
+    out = choose_page(out, "isomorph-survey.html", overwrite)
+    check_figures(figures, overwrite)
     with loading():
         from isomorph.cli.open_models import open_classifier
         from isomorph.cli.survey_run import measure, write_survey
         from isomorph.distributed import open_runtime
         from isomorph.suites.survey import SETTINGS, conv_rules
-    if out.is_file() and not overwrite:
-        raise UserError(f"--out {out} exists; give --overwrite to replace it, or another file")
     rules = conv_rules(SETTINGS if setting is None else setting)
     net = open_classifier(model, checkpoint, weights, pretrained, open_runtime(device).device)
     images = (data, root, split, max_images, size, batch_size)

@@ -34,16 +34,8 @@ class SurveyedRule:
     @property
     def cost_key(self) -> Rule:
         """The rule with default softness, which costs the same."""
-        return replace(self.rule, **{name: default_of(self.rule, name) for name in _soft_names(self.rule)})  # type: ignore[type-var]
-
-
-def default_of(rule: Any, name: str) -> Any:
-    """Return the default of a rule's field."""
-    return next(field.default for field in fields(rule) if field.name == name)
-
-
-def _soft_names(rule: Any) -> list[str]:
-    return [field.name for field in fields(rule) if field.name in _SOFTNESS_FIELDS]
+        rule: Any = self.rule
+        return replace(rule, **{field.name: field.default for field in fields(rule) if field.name in _SOFTNESS_FIELDS})
 
 
 def label_rules(rules: Sequence[Rule]) -> list[SurveyedRule]:
