@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from isomorph.layers.gated_mix import gated_mix, gated_mix_by_axis
 from isomorph.layers.position_gates import PositionGates
 from isomorph.layers.positional_attention import kronecker
-from isomorph.layers.token_heads import TokenHeads
+from isomorph.layers.token_heads import TokenHeads, softmax_map
 
 
 @register_notrace_module
@@ -85,7 +85,7 @@ class GPSA(TokenHeads, PositionGates):
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
         q, k = self.qk(x).chunk(2, dim=-1)
-        return self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2)
+        return self.normalise(self.split_heads(q).transpose(1, 2), self.split_heads(k).transpose(1, 2))
 
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         rows, columns = self.axis_maps(self.check_grid(x, grid_size))
@@ -104,7 +104,7 @@ class GPSA(TokenHeads, PositionGates):
         """
         grid_size = self.check_grid(x, grid_size)
         q, k = self.queries_keys(x)
-        content = torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+        content = softmax_map(q, k)
         p = self.prefix_tokens
         position = F.pad(kronecker(*self.axis_maps(grid_size)), (p, 0)).to(content.dtype)  # (nh, H W, N)
         return torch.cat([content[:, :, :p], gated_mix(content[:, :, p:], position, self.gate)], dim=2)

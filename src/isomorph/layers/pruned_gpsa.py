@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from isomorph.layers.gated_mix import attend_positions, gated_mix, gated_mix_by_axis
 from isomorph.layers.position_gates import position_axis_maps
 from isomorph.layers.positional_attention import kronecker
-from isomorph.layers.token_heads import TokenHeads
+from isomorph.layers.token_heads import TokenHeads, softmax_map
+from isomorph.layers.vit_call import ViTCall
 
 LETTERS = "pbc"
 """Position only, both, content only: the order of the heads inside the layer."""
@@ -102,10 +103,6 @@ class PrunedGPSA(TokenHeads):
         centre = torch.where(locality > 0, rows / (2 * locality), torch.nan)
         return self.in_head_order(F.pad(centre, (0, 0, 0, self.counts["c"]), value=torch.nan))
 
-    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys as they are; a subclass may normalise them."""
-        return q, k
-
     def split_queries_keys(self, queries: Tensor, keys: Tensor, qk: nn.Linear) -> tuple[Tensor, Tensor]:
         """Return the queries of some tokens and the keys of others, by one joint projection.
 
@@ -168,10 +165,10 @@ class PrunedGPSA(TokenHeads):
             placed = position[:n_p].expand(x.shape[0], -1, -1, -1)
             parts["p"] = placed
             if self.prefix_qk is not None:
-                prefix = _softmax_map(*self.split_queries_keys(x[:, :p], x, self.prefix_qk))
+                prefix = softmax_map(*self.split_queries_keys(x[:, :p], x, self.prefix_qk))
                 parts["p"] = torch.cat([prefix, placed], dim=2)
         if self.qk is not None:
-            content = _softmax_map(*self.split_queries_keys(x, x, self.qk))
+            content = softmax_map(*self.split_queries_keys(x, x, self.qk))
             parts["c"] = content[:, n_b:]
             mixed = gated_mix(content[:, :n_b, p:], position[n_p:], self.gate)
             parts["b"] = torch.cat([content[:, :n_b, :p], mixed], dim=2)
@@ -181,12 +178,7 @@ class PrunedGPSA(TokenHeads):
         return f"heads={self.heads}, {super().extra_repr()}"
 
 
-def _softmax_map(q: Tensor, k: Tensor) -> Tensor:
-    """Return softmax(q k^T / sqrt(hd)). Shape: q (B, nh, Nq, hd), k (B, nh, N, hd) -> (B, nh, Nq, N)"""
-    return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
-
-
-class PrunedViTGPSA(PrunedGPSA):
+class PrunedViTGPSA(ViTCall, PrunedGPSA):  # type: ignore[misc]  # a ViT passes a mask too
     """A `PrunedGPSA` in place of timm's Attention in a ViT, with its norms of queries and keys.
 
     In a recast model every call gets the grid of its image; `grid_size` is used for other calls and can be set.
@@ -201,43 +193,5 @@ class PrunedViTGPSA(PrunedGPSA):
         torch.Size([2, 21, 48])
     """
 
-    def __init__(
-        self,
-        heads: str,
-        dim: int,
-        grid_size: tuple[int, int] = (14, 14),
-        qkv_bias: bool = False,
-        prefix_tokens: int = 0,
-        proj_drop: float = 0.0,
-    ) -> None:
-        super().__init__(heads, dim, grid_size, qkv_bias, prefix_tokens, proj_drop)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-
-    def normalise(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalised queries and keys."""
-        return self.q_norm(q), self.k_norm(k)
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid_size: tuple[int, int] | None = None,
-    ) -> Tensor:
-        if attn_mask is not None or is_causal:
-            raise ValueError("PrunedViTGPSA does not support attn_mask or is_causal; leave them out")
-        return super().forward(x, grid_size)
-
-    def attention(  # type: ignore[override]
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid_size: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        return super().attention(x, grid_size)
-
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"
+        return f"heads={self.heads}, {super().extra_repr()}"

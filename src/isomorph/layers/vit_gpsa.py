@@ -1,7 +1,6 @@
 """GPSA as a replacement for the attention of a ViT: same call, same weights, and a grid that follows the image."""
 
 import copy
-from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -10,9 +9,10 @@ from torch import Tensor, nn
 from isomorph.layers.eval_mode import relative_deviation
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.grid import squarest_window, window_centres
+from isomorph.layers.vit_call import ViTCall
 
 
-class ViTGPSA(GPSA):
+class ViTGPSA(ViTCall, GPSA):  # type: ignore[misc]  # a ViT passes a mask too
     """Gated positional self-attention to replace timm's Attention in a ViT, which can make a trained ViT more local.
 
     With open gates (gate far below 0) it computes the same as the attention that it replaces; training can close the
@@ -34,40 +34,9 @@ class ViTGPSA(GPSA):
         'Attention'
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-
     def tap_offsets(self) -> Tensor:
         """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
         return window_centres(squarest_window(self.num_heads))
-
-    def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return normalised queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
-        q, k = super().queries_keys(x)
-        return self.q_norm(q), self.k_norm(k)
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid_size: tuple[int, int] | None = None,
-    ) -> Tensor:
-        if attn_mask is not None or is_causal:
-            raise ValueError("ViTGPSA does not support attn_mask or is_causal; leave them out")
-        return super().forward(x, grid_size)
-
-    def attention(  # type: ignore[override]
-        self,
-        x: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        grid_size: tuple[int, int] | None = None,
-    ) -> Tensor:
-        """Return the attention map that `forward` applies. Shape: x (B, N, C) -> (B, nh, N, N)"""
-        return super().attention(x, grid_size)
 
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
@@ -100,6 +69,3 @@ class ViTGPSA(GPSA):
         """
         H, W = self.grid_size
         return relative_deviation(self, attention, (1, self.prefix_tokens + H * W, self.v.in_features), self.v.weight)
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, prefix_tokens={self.prefix_tokens}"
