@@ -14,6 +14,7 @@ from isomorph.cli.options import (
     Weights,
     check_limits,
     check_out,
+    out_next_to,
 )
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
@@ -100,10 +101,7 @@ def _export(model: Any, path: Path, **given: Any) -> Any:
 def _choose_path(model: str, format_: str | None, out: Path | None) -> Path:
     """Return the file to write. Raises: UserError when --out has another ending than --format."""
     if out is None:
-        source = Path(model)
-        folder = source.resolve().parent if source.exists() else Path()
-        name = source.resolve().name.removesuffix(".safetensors") if source.exists() else model.rpartition("/")[2]
-        return folder / f"{name}.{format_ or 'onnx'}"
+        return out_next_to(model, f".{format_ or 'onnx'}")
     if format_ and out.suffix != f".{format_}":
         raise UserError(f"--out {out} must end in .{format_}, or leave --format out")
     return out

@@ -177,11 +177,11 @@ def check_figures(folder: Path | None, overwrite: bool) -> None:
         raise UserError(f"--figures {folder} is not empty; give --overwrite to replace its files, or another folder")
 
 
-def out_next_to(model: Path, ending: str) -> Path:
-    """Return NAME-ENDING.safetensors in the folder of a model; for a model on the hub, in the working folder."""
+def out_next_to(model: Path | str, ending: str) -> Path:
+    """Return NAME with an ending in the folder of a file or run; of a model that is none, in the working folder."""
     hub = parse_hub_name(model)
-    path = Path(Path(hub.repository).name) if hub else model.resolve()
-    return path.with_name(f"{path.name.removesuffix('.safetensors')}-{ending}.safetensors")
+    path = Path(model).resolve() if Path(model).exists() else Path(Path(hub.repository if hub else model).name)
+    return path.with_name(path.name.removesuffix(".safetensors") + ending)
 
 
 def display_name(model: str, pretrained: bool) -> str:

@@ -67,9 +67,10 @@ def prune(
         Number of images to compare on.
     """
     _check_values(tolerance, batch, root is not None and data is None)
-    out = out or out_next_to(model, "pruned")
+    out = out or out_next_to(model, "-pruned.safetensors")
     check_out(out, overwrite, model)
     with loading():
+        from isomorph.cli.comparison_inputs import comparison_inputs
         from isomorph.cli.open_models import open_given_checkpoint
         from isomorph.cli.progress import spinner
         from isomorph.evaluation.input_sizes import training_config
@@ -81,7 +82,7 @@ def prune(
         heads = prunable_heads(net, tolerance, where or "*")
         pruned = iso.prune(net, tolerance, where or "*")
         show_step("comparing the outputs of both models in float32 and float64")
-        report = compare_outputs(net, pruned, _images(net, data, root, batch), atol=atol)
+        report = compare_outputs(net, pruned, comparison_inputs(net, data, root, batch), atol=atol)
         if not report.passed:
             raise UserError(f"{str(report).splitlines()[0]}; give a smaller --tolerance, or a larger --atol")
         show_step("counting parameters and multiply-accumulates")
@@ -103,20 +104,6 @@ def _check_values(tolerance: float, batch: int, root_alone: bool) -> None:
         raise UserError(f"--batch {batch} must be at least 1")
     if root_alone:
         raise UserError("--root is the folder of --data; give both")
-
-
-def _images(net: Any, data: str | None, root: Path | None, batch: int) -> list[Any]:
-    """Return the inputs to compare on: test images, or random ones."""
-    from isomorph.data.formats.registry import open_source
-    from isomorph.data.loaders import eval_loader
-    from isomorph.data.sources import spaced_images
-    from isomorph.evaluation.input_sizes import training_config
-    from isomorph.evaluation.random_inputs import random_images
-
-    if data is None:
-        return [random_images(batch, net)]
-    source = spaced_images(open_source(data, "test", root), batch)
-    return [images for images, _ in eval_loader(source, training_config(net), batch)]
 
 
 def _as_plain(heads: "list[Head]", savings: "list[LayerSaving]") -> list[dict[str, Any]]:

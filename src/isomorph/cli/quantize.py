@@ -19,6 +19,7 @@ from isomorph.cli.options import (
     WholeNumber,
     check_limits,
     check_out,
+    out_next_to,
 )
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table, print_table
@@ -82,7 +83,7 @@ def quantize(
     """
     if images < 1 or batch_size < 1:
         raise UserError("--images and --batch-size must be at least 1")
-    path = _choose_path(model, out)
+    path = out or out_next_to(model, "-int8.onnx")
     check_out(path, overwrite, Path(model), (".onnx",))
     with loading():
         from isomorph.cli.open_models import open_classifier
@@ -98,16 +99,6 @@ def quantize(
     )
     results = quantize_and_test(net, *loaders, path, dynamic=dynamic, opset=opset, overwrite=overwrite, **chosen)
     _print_results(*results, json_)
-
-
-def _choose_path(model: str, out: Path | None) -> Path:
-    """Return the file to write."""
-    if out is not None:
-        return out
-    source = Path(model)
-    if not source.exists():
-        return Path(f"{model.rpartition('/')[2]}-int8.onnx")
-    return source.resolve().with_name(f"{source.resolve().name.removesuffix('.safetensors')}-int8.onnx")
 
 
 def _print_results(report: Any, accuracy: dict[str, dict[str, float]], json_: bool) -> None:

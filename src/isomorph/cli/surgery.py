@@ -72,21 +72,12 @@ def verify(
         Largest absolute difference allowed; by default that of the rule that made OTHER.
     """
     with loading():
+        from isomorph.cli.comparison_inputs import comparison_inputs
         from isomorph.cli.open_models import open_given
-        from isomorph.data.formats.registry import open_source
-        from isomorph.data.loaders import eval_loader
-        from isomorph.data.sources import spaced_images
-        from isomorph.evaluation.input_sizes import training_config
-        from isomorph.evaluation.random_inputs import random_images
         from isomorph.surgery import compare_outputs
     both = [original, other]
     first, second = open_given(original, checkpoint, weights, among=both), open_given(other, checkpoint, among=both)
-    if data:
-        source = spaced_images(open_source(data, "test", root), max_images or max(batch, 1))
-        configs = [training_config(first, hw) for hw in size] if size else [training_config(first)]
-        inputs = [images for config in configs for images, _ in eval_loader(source, config, max(batch, 1))]
-    else:
-        inputs = [random_images(batch, first, hw) for hw in size] if size else [random_images(batch, first)]
+    inputs = comparison_inputs(first, data, root, batch, max_images, size or ())
     what = f"images of {data}" if data else "random"
     report = compare_outputs(first, second, inputs, atol, seeds or [1], what)
     verdict, *details = str(report).splitlines()
@@ -136,7 +127,7 @@ def fuse(
         raise UserError("--recalibrate must be at least 0 and --batch-size at least 2")
     if (data or root) and not recalibrate:
         raise UserError("--data and --root need --recalibrate, the number of batches to measure on")
-    out = out or out_next_to(model, "fused")
+    out = out or out_next_to(model, "-fused.safetensors")
     check_out(out, overwrite, model)
     with loading():
         from isomorph.cli.open_models import open_given_checkpoint

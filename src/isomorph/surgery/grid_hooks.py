@@ -272,6 +272,14 @@ def check_grid_fields(rule: Any) -> None:
         object.__setattr__(rule, "grid_size", tuple(rule.grid_size))
 
 
+def grid_mismatch(rule: Any) -> str | None:
+    """Return that the grid of the tokens is unknown and what to give, or None if the rule knows it."""
+    if rule.grid_size is not None and rule.prefix_tokens is not None:
+        return None
+    given = f"{type(rule).__name__} grid_size=(height, width) and prefix_tokens"
+    return f"the grid of its tokens is unknown; give {given}"
+
+
 def _class_tokens(model: Any) -> int | None:
     """Return the number of class and register tokens of a model, or None if it is not known."""
     tokens = getattr(model, "cls_token", None)

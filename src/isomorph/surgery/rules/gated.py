@@ -18,7 +18,7 @@ from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.attention_classes import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
-from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.registry import register_rule
@@ -279,9 +279,7 @@ class AttentionToGPSA(ExplainedRule):
         if not module.qkv.in_features == module.attn_dim == module.proj.out_features:
             widths = f"{module.qkv.in_features} in, {module.attn_dim} inside, {module.proj.out_features} out"
             return f"its widths are not all equal: {widths}"
-        if self.grid_size is None or self.prefix_tokens is None:
-            return "the grid of its tokens is unknown; give AttentionToGPSA grid_size=(height, width) and prefix_tokens"
-        return None
+        return grid_mismatch(self)
 
     def _edits_map(self, module: nn.Module) -> bool:
         """True if the layer keeps its class and gets an edit of its map."""

@@ -17,7 +17,7 @@ from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.attention_classes import position_reason
 from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
-from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch, scale_mismatch
 from isomorph.surgery.rules.registry import register_rule
@@ -135,9 +135,7 @@ class AttentionToRefined(ExplainedRule):
             return reason
         if not self.reduce and (module.gate is not None or type(module.norm) is not nn.Identity):
             return "its output is gated or normalised, which reduce=False does not support"
-        if self.span == "spatial" and None in (self.grid_size, self.prefix_tokens):
-            return "the grid of its tokens is unknown; give AttentionToRefined grid_size=(height, width), prefix_tokens"
-        return None
+        return grid_mismatch(self) if self.span == "spatial" else None
 
     def _edits_map(self, module: nn.Module) -> bool:
         """True if the layer keeps its class and gets an edit of its map."""

@@ -9,7 +9,7 @@ from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
-from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, with_model_grid
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.gated import attention_mismatch
 from isomorph.surgery.rules.registry import register_rule
@@ -62,12 +62,7 @@ class AttentionToRelative(ExplainedRule):
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
-        if reason := attention_mismatch(module):
-            return reason
-        if self.grid_size is None or self.prefix_tokens is None:
-            given = "AttentionToRelative grid_size=(height, width) and prefix_tokens"
-            return f"the grid of its tokens is unknown; give {given}"
-        return None
+        return attention_mismatch(module) or grid_mismatch(self)
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> ViTRelativeAttention:

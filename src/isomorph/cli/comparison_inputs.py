@@ -1,0 +1,32 @@
+"""The inputs on which a command compares the outputs of two models."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader
+from isomorph.data.sources import spaced_images
+from isomorph.evaluation.input_sizes import training_config
+from isomorph.evaluation.random_inputs import random_images
+
+
+def comparison_inputs(
+    model: nn.Module,
+    data: str | None,
+    root: Path | None,
+    batch: int,
+    max_images: int | None = None,
+    sizes: Sequence[tuple[int, int]] = (),
+) -> list[Tensor]:
+    """Return batches of test images of a data source or folder, by default one batch; without data, random inputs.
+
+    They are of every size, or of the model's own.
+    """
+    if not data:
+        return [random_images(batch, model, size) for size in sizes or (None,)]
+    batch = max(batch, 1)
+    source = spaced_images(open_source(data, "test", root), max_images or batch)
+    configs = [training_config(model, size) for size in sizes] or [training_config(model)]
+    return [images for config in configs for images, _ in eval_loader(source, config, batch)]
