@@ -93,7 +93,7 @@ def first_tensor(output):
 
 
 def chosen(names, most):
-    """At most so many of the outermost names, evenly spaced."""
+    """At most this many of the outermost names, evenly spaced."""
     outer = [n for n in names if not any(n != m and n.startswith(f"{m}.") for m in names)]
     return outer if len(outer) <= most else [outer[int((i + 0.5) * len(outer) / most)] for i in range(most)]
 

@@ -21,7 +21,7 @@ MAX_DENSE_PAIRS = 512 * 512
 
 
 def forms_map(queries: int, keys: int) -> bool:
-    """True if a map of so many queries and keys is known to be small enough to be formed."""
+    """True if a map of this many queries and keys is known to be small enough to be formed."""
     return statically_known_true(queries * keys <= MAX_DENSE_PAIRS)
 
 

@@ -149,7 +149,7 @@ def _class_rows(counts: Any, classes: Sequence[str]) -> list[dict[str, Any]]:
 def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int = 32) -> list[dict[str, Any]]:
     """Measure parameters, MACs and images per second at every size, or at the model's own if none is given.
 
-    With fewer than 32 `images` to evaluate, speed is measured with batches of so many.
+    With fewer than 32 `images` to evaluate, speed is measured with batches of that many.
     """
     rows = []
     for size in sizes or (None,):

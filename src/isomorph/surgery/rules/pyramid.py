@@ -98,7 +98,7 @@ class LinearToPyramid:
     are not named get "paper".
 
     `statistics=1/4` makes a training step cheaper: BatchNorm takes mean and variance from a quarter of the tokens,
-    drawn anew in each step (see `PyramidLinear`).
+    drawn again in each step (see `PyramidLinear`).
 
     Source: TDRL sections 3.2 and 3.3; `statistics` is isomorph's.
     Raises: UserError for a field out of range; from `recast`, for a layer that it does not accept, or a `rectify` that
