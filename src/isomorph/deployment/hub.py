@@ -2,10 +2,11 @@
 
 import copy
 import json
-import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from timm.models._hub import save_config_for_hf
 from torch import nn
 
 import isomorph.deployment.model_card as cards
-from isomorph.checkpoints.files import read_header
+from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import save
 from isomorph.checkpoints.rebuild import is_same_network, rebuild
@@ -169,14 +170,8 @@ def save_for_hub(
         (written / CARD).write_text(cards.model_card(model, name, training, results or {}, in_timm), encoding="utf-8")
         if training:
             (written / RECIPE).write_text(training.recipe_text(), encoding="utf-8")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in sorted(written.iterdir()):
-                partial = folder / f".{path.name}.{os.getpid()}.partial"
-                partial.write_bytes(path.read_bytes())
-                os.replace(partial, folder / path.name)
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+        for path in sorted(written.iterdir()):
+            write_atomically(folder / path.name, partial(shutil.copyfile, path))
 
 
 def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
