@@ -1,4 +1,4 @@
-"""Gating parameters of position attention: a gate, a locality and a centre for every head (ConViT)."""
+"""Parameters of position attention: a locality and a centre for every head, and a gate (ConViT)."""
 
 import math
 
@@ -9,17 +9,16 @@ from isomorph.layers.grid import axis_offsets, square_window, window_centres
 from isomorph.layers.positional_attention import geometry_dtype, quadratic_axis_attention
 
 
-class PositionGates(nn.Module):
-    """Base of the layers that mix content and position attention: parameters `gate` and `position`, read per head.
+class TokenPositions(nn.Module):
+    """Base of the layers whose heads attend by position: the parameter `position`, read per head.
 
-    `position` holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
+    It holds v_pos of ConViT eq. 4, from which `locality` and `centre` are read.
 
     Source: ConViT eq. 4 and 5
     """
 
     num_heads: int
     position: nn.Parameter
-    gate: nn.Parameter
 
     def tap_offsets(self) -> Tensor:
         """Return the initial centre of every head, in (row, column) steps from the query. Shape: -> (nh, 2)"""
@@ -30,6 +29,30 @@ class PositionGates(nn.Module):
         """Centre every head on an offset (row, column). Shape: centre (nh, 2)"""
         row, column = centre.unbind(1)
         self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
+
+    @property
+    def locality(self) -> Tensor:
+        """Sharpness of each head's position attention; not positive where a head has no centre. Shape: -> (nh,)"""
+        return -self.position[:, 2]
+
+    @property
+    def centre(self) -> Tensor:
+        """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
+        locality = self.locality[:, None]
+        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
+        return {"position"}
+
+
+class PositionGates(TokenPositions):
+    """Base of the layers that mix content and position attention: parameters `gate` and `position`, read per head.
+
+    Source: ConViT eq. 4, 5 and 7
+    """
+
+    gate: nn.Parameter
 
     def set_gating(self, locality: float | None = None, gate: float | None = None) -> None:
         """Set the locality and the gate of every head; None leaves a parameter unchanged.
@@ -46,17 +69,6 @@ class PositionGates(nn.Module):
             self._set_position(torch.where(centre.isfinite(), centre, self.tap_offsets().to(centre)), locality)
         if gate is not None:
             nn.init.constant_(self.gate, gate)
-
-    @property
-    def locality(self) -> Tensor:
-        """Sharpness of each head's position attention; not positive where a head has no centre. Shape: -> (nh,)"""
-        return -self.position[:, 2]
-
-    @property
-    def centre(self) -> Tensor:
-        """Offset (row, column) where each head's position attention peaks; NaN without a peak. Shape: -> (nh, 2)"""
-        locality = self.locality[:, None]
-        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""

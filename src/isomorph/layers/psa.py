@@ -8,15 +8,15 @@ gate can weigh them.
 Letters: B batch, N tokens, C channels, nh heads, hd head width.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.grid import axis_offsets, square_window, window_centres
+from isomorph.layers.grid import axis_offsets
+from isomorph.layers.position_gates import TokenPositions
 from isomorph.layers.positional_attention import geometry_dtype
+from isomorph.layers.token_heads import TokenHeads
 
 
 def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
@@ -33,7 +33,7 @@ def _quadratic_bias(position: Tensor, grid_size: tuple[int, int]) -> Tensor:
 
 
 @register_notrace_module
-class PSA(nn.Module):
+class PSA(TokenHeads, TokenPositions):
     """Self-attention with a learnt position score for each head, which can start out local like a convolution.
 
     It is GPSA without the gate: each head adds the scores of content and position before one softmax.
@@ -81,23 +81,7 @@ class PSA(nn.Module):
     def reset_attention(self, locality: float = 1.0) -> None:
         """Centre every head on its tap with the given locality, and set the values to the identity (ConViT eq. 5)."""
         nn.init.eye_(self.v.weight)
-        row, column = window_centres(square_window(self.num_heads)).unbind(1)
-        self.position.copy_(locality * torch.stack([2 * column, 2 * row, -torch.ones_like(row)], dim=1))
-
-    @property
-    def locality(self) -> Tensor:
-        """Sharpness of each head's position score; not positive where a head has no centre. Shape: -> (nh,)"""
-        return -self.position[:, 2]
-
-    @property
-    def centre(self) -> Tensor:
-        """Offset (row, column) with the highest position score of each head; NaN without one. Shape: -> (nh, 2)"""
-        locality = self.locality[:, None]
-        return torch.where(locality > 0, self.position[:, [1, 0]] / (2 * locality), math.nan)
-
-    def no_weight_decay(self) -> set[str]:
-        """Return the parameters that weight decay would pull to 0, and with them the centres and localities."""
-        return {"position"}
+        self._set_position(self.tap_offsets(), locality)
 
     def queries_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys. Shape: x (B, N, C) -> two of (B, nh, N, hd)"""
@@ -123,13 +107,3 @@ class PSA(nn.Module):
         bias = self.position_bias(x, grid_size)
         q, k = self.queries_keys(x)
         return torch.softmax(q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias.to(q.dtype), dim=-1)
-
-    def check_grid(self, x: Tensor, grid_size: tuple[int, int] | None) -> tuple[int, int]:
-        """Return the grid of this call. Raises: ValueError if the tokens do not fill it."""
-        H, W = grid_size or self.grid_size
-        if x.shape[1] != H * W:
-            raise ValueError(f"{x.shape[1]} tokens do not fill the {H} x {W} grid; pass grid_size=(height, width)")
-        return H, W
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, grid_size={self.grid_size}"

@@ -12,7 +12,7 @@ class TokenHeads(nn.Module):
 
     num_heads: int
     grid_size: tuple[int, int]
-    prefix_tokens: int
+    prefix_tokens: int = 0
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Split channels into heads. Shape: (B, N, nh hd) -> (B, N, nh, hd)"""
