@@ -2,19 +2,22 @@
 
     python benchmarks/prune.py [--device cuda] [--rounds 7] [--name NAME] [--only layers|networks|trained]
 
-Times of one table are interleaved in one process. "trained" needs ISOMORPH_DATA with cifar10 and weights: it fine-tunes
-a T-CNN for some minutes on real images, prunes it at several tolerances, and measures top-1 on the test images.
+With `--only`, the tables of the other groups stay in the result file. Times of one table are interleaved in one
+process. "trained" needs ISOMORPH_DATA with cifar10 and weights: it fine-tunes a T-CNN for some minutes on real images,
+prunes it at several tolerances, and measures top-1 on the test images.
 """
 
 import argparse
 import copy
+import json
+import sys
 
 import timm
 import torch
 from timm.layers import Attention
 
 import isomorph as iso
-from interleave import forward, interleaved, saved_mib, show, step, write
+from interleave import RESULTS, forward, interleaved, processor, saved_mib, show, step, write
 from isomorph.data.sources import spaced_images
 from isomorph.evaluation import count_macs, count_parameters
 from isomorph.layers import GPSA, GPSA2d
@@ -166,6 +169,9 @@ TABLES = {
     "trained": {"A T-CNN fine-tuned on CIFAR-10, then pruned": trained_table},
 }
 
+RUNS = "Runs"
+"""Key of the result file: the arguments and the machine of each table."""
+
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,12 +185,17 @@ def main():
     torch.manual_seed(0)
     WEIGHTS[:] = filter(None, [options.weights])
     IMAGES[0] = options.images
-    found = {}
+    result = RESULTS / f"{options.name}.json"
+    found = json.loads(result.read_text()) if options.only and result.exists() else {}
+    found = {
+        title: found[title] for title in (*(t for tables in TABLES.values() for t in tables), RUNS) if title in found
+    }
     for group, tables in TABLES.items():
         for title, table in tables.items():
             if options.only in (None, group):
                 found[title] = table(torch.device(options.device), options.rounds)
                 show(title, found[title])
+                found[RUNS] = found.get(RUNS, {}) | {title: f"{' '.join(sys.argv[1:])} on {processor()}"}
     print(f"\nwrote {write(options.name, found)}")
 
 

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -17,7 +18,7 @@ from isomorph.cli.options import CheckpointOptions, check_figures, check_out, ch
 from isomorph.cli.recipe_fields import check_fields
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, parse_size
-from isomorph.data.sources import spaced_images
+from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
 from isomorph.training.recipe.recipe import apply_overrides
 from isomorph.training.run.loop import _count
@@ -244,3 +245,10 @@ def test_images_are_evenly_spaced():
     assert len(spaced_images(digits, 10**6)) == len(digits) == len(spaced_images(digits, None))
     with pytest.raises(iso.UserError, match="the number of images, 0, must be at least 1"):
         spaced_images(digits, 0)
+
+
+def test_every_class_has_its_share_of_images_where_classes_take_turns():
+    turns = Source([], np.arange(10_000) % 10, map(str, range(10)))
+    chosen = spaced_images(turns, 1_000)
+    assert set(np.bincount(chosen.labels)) <= {99, 100, 101}
+    assert (np.diff(chosen.ids) > 0).all()

@@ -336,10 +336,10 @@ def test_a_cache_changes_nothing_and_is_used(net, tmp_path, monkeypatch):
     assert damaged.read_bytes().strip(b"\0")  # made anew
 
 
-def test_limit_takes_evenly_spaced_images_with_their_own_draws(net):
+def test_limit_takes_images_evenly_spaced_over_the_classes_with_their_own_draws(net):
     source = source_of()
     part = iso.robustness(net, source, **FEW, limit=4)
-    expected = iso.robustness(net, source.subset([0, 3, 7, 11]), **FEW)
+    expected = iso.robustness(net, source.subset([0, 5, 9, 11]), **FEW)  # 2 images of classes 0 and 1, 1 of others
     assert [cell["top1"] for cell in part["cells"]] == [cell["top1"] for cell in expected["cells"]]
     assert part["images"] == 4
 
@@ -411,6 +411,15 @@ def test_the_published_folder(published):
     assert cell.labels.tolist() == [0, 0, 0, 1, 1, 1]
     other = iso.robustness(Brightness(classes=2, side=64), folder=published, corruptions=["fog"], severities=[1])
     assert other["cells"][0]["top1"] == 100
+
+
+def test_published_images_of_an_older_file_were_chosen_in_another_way(published, tmp_path):
+    out = tmp_path / "cells.jsonl"
+    options = dict(folder=published, corruptions=["fog"], severities=[1], limit=2, out=out)
+    iso.robustness(Brightness(), **options)
+    out.write_text(out.read_text().replace(", evenly spaced over the classes", ""))
+    with pytest.raises(iso.UserError, match=r"cells of Brightness with other images, .* give another --out"):
+        iso.robustness(Brightness(), **options)
 
 
 @pytest.fixture

@@ -48,7 +48,8 @@ Pretrained = Annotated[
     bool, Parameter(help="Load the timm model's public weights; --no-pretrained starts from random ones.")
 ]
 MaxImages = Annotated[
-    WholeNumber | None, Parameter(help="Use only this many test images, evenly spaced, for a quick trial.")
+    WholeNumber | None,
+    Parameter(help="Use only this many test images, evenly spaced over the classes, for a quick trial."),
 ]
 Overwrite = Annotated[bool, Parameter(negative="", help="Replace --out if it exists.")]
 Device = Annotated[str, Parameter(help="Device to run on: auto, cpu, cuda, cuda:1, ...")]

@@ -65,7 +65,7 @@ def verify(
         Seeds of additional standard normal inputs, one input for each size and seed; by default 1.
     data
         Compare on test images of this data source or folder instead of random inputs; by default on --batch images,
-        evenly spaced.
+        evenly spaced over the classes.
     root
         Folder of the data.
     atol

@@ -176,10 +176,10 @@ def first_line(error: Exception) -> str:
 
 
 def spaced_images(source: Source, count: int | None) -> Source:
-    """Return `count` evenly spaced images of a source; all of them for None, or where it has fewer."""
+    """Return `count` images of a source, as `spaced_indices`; all of them for None, or where it has fewer."""
     if count is None or count >= len(source):
         return source
-    return source.subset(spaced_indices(len(source), count))
+    return source.subset(spaced_indices(source.labels, count))
 
 
 def random_indices(length: int, count: int) -> np.ndarray:
@@ -187,11 +187,18 @@ def random_indices(length: int, count: int) -> np.ndarray:
     return np.random.default_rng(0).permutation(length)[:count]
 
 
-def spaced_indices(length: int, count: int) -> np.ndarray:
-    """Return `count` evenly spaced indices below `length`. Raises: UserError for a count below 1. Shape: (count,)"""
+def spaced_indices(labels: np.ndarray, count: int) -> np.ndarray:
+    """Return `count` indices in ascending order, evenly spaced over the images of each class in turn.
+
+    So every class has its share, also in data whose classes take turns.
+
+    Shape: labels (n,) -> (count,)
+    Raises: UserError for a count below 1.
+    """
     if count < 1:
         raise UserError(f"the number of images, {count}, must be at least 1")
-    return np.linspace(0, length - 1, min(count, length)).astype(int)
+    by_class = np.argsort(labels, kind="stable")
+    return np.sort(by_class[np.linspace(0, len(labels) - 1, min(count, len(labels))).astype(int)])
 
 
 def class_fraction(source: Source, fraction: float, seed: int | None = 0) -> Source:

@@ -58,8 +58,8 @@ class TestSet:
         return cls(source, [Scoring("", source.labels, source.classes)])
 
     def spaced(self, count: int) -> "TestSet":
-        """Return `count` evenly spaced images with their scorings. Raises: UserError for a count below 1."""
-        indices = spaced_indices(len(self.source), count)
+        """Return `count` images, as `spaced_indices`, with their scorings. Raises: UserError for a count below 1."""
+        indices = spaced_indices(self.source.labels, count)
         return TestSet(self.source.subset(indices), [replace(s, labels=s.labels[indices]) for s in self.scorings])
 
     @property

@@ -45,16 +45,22 @@ class RobustnessInputs:
 
     def identity(self) -> dict[str, Any]:
         """Return the values that must be equal for two results to be comparable."""
-        source = f"published {self.published.root.resolve()}" if self.published else fingerprint(self.clean_source())
         return {
             "suite": (self.published or ImageNetC).suite,
             "version": CORRUPTION_VERSION,
-            "source": source,
+            "source": self._describe_source(),
             "limit": self.limit,
             "size": list(self.size),
             "seed": self.seed,
             "pictures": self.describe_images(),
         }
+
+    def _describe_source(self) -> str:
+        """Return a hash of the clean images, or the folder of published ones and how they are chosen."""
+        if not self.published:
+            return fingerprint(self.clean_source())
+        chosen = "" if self.limit is None else ", evenly spaced over the classes"  # older versions: over the files
+        return f"published {self.published.root.resolve()}{chosen}"
 
     def describe_data(self) -> str:
         """Return the number of images and classes in words; "" for a published data set."""
@@ -79,7 +85,7 @@ class RobustnessInputs:
         return f"{first}, {self.size[1]} x {self.size[0]} px, then corrupted"
 
     def clean_source(self) -> Source:
-        """Return the clean images, `limit` evenly spaced ones at most. Raises: UserError when there is no source."""
+        """Return `limit` clean images at most, evenly spaced over the classes. Raises: UserError without a source."""
         if self.source is None:
             raise UserError("there are no clean images; give a source")
         return spaced_images(self.source, self.limit)

@@ -77,7 +77,7 @@ def robustness(
         extra: Also use the four extra corruptions.
         size: Height and width of the images; by default 224 x 224 for 1000 classes, unless the model was built for
             another size; else the model's own.
-        limit: Use only this many images, evenly spaced.
+        limit: Use only this many images, evenly spaced over the classes.
         partial: Accept a source with only some of ImageNet's classes. For 1000 classes, labels follow from the class
             names: wnids, label numbers or ImageNet's English names.
         out: File for the results of finished cells, from which a later call resumes.
