@@ -7,6 +7,7 @@ Letters: B images or windows, H or nh heads, Nq queries, Nk keys, k kernel size.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +30,18 @@ class MapCall(NamedTuple):
     """What an edit knows about the running call of its layer.
 
     `mask` is the layer's attention mask, or None. `shapes` are sizes of windows, feature maps or the image. The tokens
-    cover one of them evenly, from which their grid follows. `prefix` tokens come before the grid.
+    cover one of them evenly, from which their grid follows. `prefix` tokens come before the grid. `places`, for tokens
+    that are not on a grid in its order, returns the (row, column) of queries and keys from their numbers.
 
     Example:
         >>> iso.layers.MapCall(shapes=((14, 14),), prefix=1)
-        MapCall(mask=None, shapes=((14, 14),), prefix=1)
+        MapCall(mask=None, shapes=((14, 14),), prefix=1, places=None)
     """
 
     mask: Tensor | None = None
     shapes: tuple[GridSize, ...] = ()
     prefix: int = 0
+    places: Callable[[int, int], tuple[Tensor, Tensor]] | None = None
 
 
 RUNNING = threading.local()
@@ -91,11 +94,22 @@ def convolve_within(maps: Tensor, kernel: Tensor, allowed: Tensor) -> Tensor:
     return total.masked_fill(~allowed, 0)
 
 
+def _real_tokens(allowed: Tensor) -> Tensor | None:
+    """Return the real tokens of padded sequences if that is what the mask says, or None.
+
+    A mask that is expanded along the queries allows all of them the same keys; its strides say so without a look at
+    its values. Shape: (B, h, N, N) -> (B, 1, N)
+    """
+    _, h, Nq, Nk = allowed.shape
+    return allowed[:, :, 0] if h == 1 and Nq == Nk and allowed.stride(-2) == 0 else None
+
+
 class RefinedMap(nn.Module):
     """Refine the attention map of any layer: A' = refine(A), never across the layer's mask (Refiner).
 
     `refine` is a `Refiner`, `MapConvolution` or `SpatialRefiner`. Unless it is spatial, the map is convolved in the
-    order of the tokens, prefix tokens included, as `RefinedAttention` does.
+    order of the tokens, prefix tokens included, as `RefinedAttention` does. Padding adds nothing to the map of real
+    tokens; rows of the map that belong to padding stay as they were.
 
     Shape: maps (B, H, Nq, Nk) -> the same
     Source: Refiner Fig. 3; differs: regions that a mask separates are convolved separately
@@ -117,7 +131,14 @@ class RefinedMap(nn.Module):
             grid_size, prefix = fit_grid(maps.shape[-1], call.shapes, call.prefix)
             maps = self.refine(maps if allowed is None else maps.masked_fill(~allowed, 0), grid_size, prefix)
             return maps if allowed is None else maps.masked_fill(~allowed, 0)
-        return self.refine(maps) if allowed is None else convolve_within(maps, self.refine.kernel(), allowed)
+        if allowed is None:
+            return self.refine(maps)
+        real = _real_tokens(allowed)
+        if real is None:
+            return convolve_within(maps, self.refine.kernel(), allowed)
+        queries, pairs = real[..., None], real[..., None] & real[..., None, :]
+        refined = self.refine(maps.masked_fill(~pairs, 0)).masked_fill(~pairs, 0)
+        return torch.where(queries, refined, maps)
 
 
 class GatedMap(PositionGates):
@@ -125,7 +146,8 @@ class GatedMap(PositionGates):
 
     P is the position attention of `GPSA` on the grid of queries and keys: of the image, of the window in which the
     layer attends, or of pooled keys. Under a mask P is the softmax over the keys that the mask allows. Prefix tokens
-    attend, and are attended to, by content only.
+    attend, and are attended to, by content only; a class token that is the only query stands for the whole image, and
+    is in its middle.
 
     Shape: maps (B, nh, Nq, Nk) -> the same
     Source: ConViT eq. 7; differs: heads start at the taps of the rectangle closest to a square, prefix tokens
@@ -167,9 +189,26 @@ class GatedMap(PositionGates):
         scores = scores.flatten(3).flatten(1, 2).masked_fill(~allowed, torch.finfo(rows.dtype).min)
         return scores.softmax(-1)  # (B, nh, Nq, Nk)
 
+    def place_map(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
+        """Return position attention between places (row, column) in steps of the keys, to the allowed keys only.
+
+        Shape: queries (Nq, 2), keys (Nk, 2), allowed (B, h, Nq, Nk) or None -> (nh, Nq, Nk) or (B, nh, Nq, Nk)
+        """
+        kind: Any = dict(device=self.position.device, dtype=geometry_dtype(self.position))
+        rows, columns = (keys.to(**kind) - queries.to(**kind)[:, None]).unbind(-1)  # (Nq, Nk) each
+        along_x, along_y, square = self.position.to(rows.dtype).unbind(1)
+        scores = quadratic_axis_scores(rows, along_y, square) + quadratic_axis_scores(columns, along_x, square)
+        scores = scores if allowed is None else scores.masked_fill(~allowed, torch.finfo(rows.dtype).min)
+        return scores.softmax(-1)
+
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
-        queries, prefix = fit_grid(maps.shape[-2], call.shapes, call.prefix)
-        keys, p = fit_grid(maps.shape[-1], (queries,), prefix)
+        if call.places is not None:
+            allowed = None if call.mask is None else allowed_pairs(call.mask, maps)
+            position = self.place_map(*call.places(*maps.shape[-2:]), allowed)
+            return gated_mix(maps, position.to(maps.dtype), self.gate)
+        one = maps.shape[-2] == 1
+        queries, prefix = ((1, 1), 0) if one else fit_grid(maps.shape[-2], call.shapes, call.prefix)
+        keys, p = fit_grid(maps.shape[-1], call.shapes if one else (queries,), call.prefix if one else prefix)
         allowed = None if call.mask is None else allowed_pairs(call.mask, maps)[..., prefix:, p:]
         position = self.position_map(queries, keys, allowed)
         position = F.pad(position, (p, 0)).to(maps.dtype)

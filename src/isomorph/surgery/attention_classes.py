@@ -6,15 +6,18 @@ A class that passes its map through a submodule `attn_drop` after the softmax, a
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.layers.map_grid import GridSize
 from isomorph.layers.map_layouts import MapLayout
 from isomorph.layers.unfused_multihead import UnfusedMultiheadAttention, allowed_by_masks, multihead_reason
+from isomorph.surgery.interface_layers import interface_grid_reason, interface_heads, interface_reason
+from isomorph.surgery.token_places import halo_places, mask_unit_places, row_mean_places
 
 T = TypeVar("T")
 PLACE = "attn_drop"
@@ -41,7 +44,9 @@ NO_MAP_REASONS = {
 
 
 def _own_mask(given: dict[str, Any]) -> Any:
-    """Return the mask among the arguments of a call, by name, or None."""
+    """Return the mask among the arguments of a call, by name, or None. Raises: ValueError for is_causal."""
+    if given.get("is_causal"):
+        raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
     return next((given[name] for name in ("attn_mask", "mask") if given.get(name) is not None), None)
 
 
@@ -49,10 +54,11 @@ class AttentionForm(NamedTuple):
     """How a class of attention forms its map, and what an edit of the map has to know about it.
 
     `place` is the submodule that receives the map; None adds one after every softmax over keys in the source of the
-    class. `form` is a subclass whose forward calls `attn_drop` with the map, for a class that does not. `square`: the
-    tokens are a square window. `mask` finds the mask
-    among the arguments of a call, `reason` says why the map of a layer cannot be edited, `grid_reason` why its keys
-    and `query_reason` why its queries have no positions on a grid.
+    class. `form` is a subclass whose forward calls `attn_drop` with the map, for a class that does not. `interface`:
+    the class leaves its map to transformers' attention interface. `square`: the tokens are a square window. `mask`
+    finds the mask among the arguments of a call, `reason` says why the map of a layer cannot be edited, `grid_reason`
+    why its keys and `query_reason` why its queries have no positions on a grid. `places` finds the places of tokens
+    that are not in the order of a grid.
     """
 
     place: str | None = PLACE
@@ -64,6 +70,13 @@ class AttentionForm(NamedTuple):
     reason: Callable[[Any], str | None] = lambda _: None
     grid_reason: str | Callable[[Any], str | None] | None = None
     query_reason: str | None = None
+    places: Callable[[Any, Sequence[GridSize], int, int], tuple[Tensor, Tensor]] | None = None
+    interface: bool = False
+
+    @property
+    def adds_place(self) -> bool:
+        """True if a layer has no submodule that receives its map, so that an edit adds one."""
+        return self.place is None or self.form is not None or self.interface
 
     def layout_of(self, layer: nn.Module) -> MapLayout:
         """Return the layout of the maps of a layer."""
@@ -71,6 +84,14 @@ class AttentionForm(NamedTuple):
 
 
 _SOFTMAX = AttentionForm(place=None)
+_INTERFACE = AttentionForm(
+    heads=interface_heads,
+    mask=lambda _: None,
+    reason=interface_reason,
+    grid_reason=interface_grid_reason,
+    interface=True,
+)
+"""Attention of transformers: the interface is called with the mask."""
 _ONE_QUERY = AttentionForm(query_reason="only its class token is a query, and has no position")
 
 ATTENTION_FORMS: dict[str, AttentionForm] = {
@@ -81,7 +102,10 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.layers.bottleneck_attn.BottleneckAttn": AttentionForm(place=None, layout="joint"),
     "timm.layers.diff_attention.DiffAttention": AttentionForm(heads=lambda layer: 2 * layer.num_heads),
     "timm.layers.halo_attn.HaloAttn": AttentionForm(
-        place=None, layout="joint", grid_reason="its windows of keys reach beyond those of its queries"
+        place=None,
+        layout="joint",
+        grid_reason="its windows of keys reach beyond those of its queries",
+        places=halo_places,
     ),
     "timm.models.cait.ClassAttn": _ONE_QUERY,
     "timm.models.convit.GPSA": AttentionForm(),
@@ -97,6 +121,7 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
         place=None,
         heads=lambda layer: layer.heads,
         grid_reason="its tokens are in the order of its mask units, which has no rows and columns",
+        places=mask_unit_places,
     ),
     "timm.models.hieradet_sam2.MultiScaleAttention": _SOFTMAX,
     "timm.models.iformer.SHMA": AttentionForm(heads=lambda _: 1),
@@ -107,7 +132,8 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.models.mvitv2.MultiScaleAttentionPoolFirst": _SOFTMAX,
     "timm.models.nest.Attention": AttentionForm(square=True),
     "timm.models.nextvit.EfficientAttention": AttentionForm(
-        grid_reason=lambda layer: None if layer.sr is None else "its keys are means of tokens in a row, without a grid"
+        grid_reason=lambda layer: None if layer.sr is None else "its keys are means of tokens in a row, without a grid",
+        places=lambda layer, *call: row_mean_places(layer, *call) if layer.sr else grid_pair(*call),
     ),
     "timm.models.shvit.SHSA": AttentionForm(place=None, heads=lambda _: 1),
     "timm.models.tiny_vit.Attention": AttentionForm(place=None, square=True),
@@ -224,6 +250,14 @@ def _follows_pattern(kind: type) -> bool:
 
 
 @cached_by_class
+def _calls_interface(kind: type) -> bool:
+    """True if the forward of a class passes queries, keys and values to transformers' attention interface."""
+    source = forward_source(kind)
+    calls = [node.func for node in ast.walk(source) if isinstance(node, ast.Call)] if source else []
+    return any(isinstance(call, ast.Attribute) and call.attr == "get_interface" for call in calls)
+
+
+@cached_by_class
 def attention_form(kind: type) -> AttentionForm | None:
     """Return how a class of attention forms its map, or None if it is not known, or has no map."""
     if any(full_name(base) in NO_MAP_REASONS for base in kind.__mro__):
@@ -233,7 +267,18 @@ def attention_form(kind: type) -> AttentionForm | None:
             return form
         if "forward" in vars(base):
             break
+    if _calls_interface(kind):
+        return _INTERFACE
     return AttentionForm() if _follows_pattern(kind) else None
+
+
+def gating_reason(layer: nn.Module) -> str | None:
+    """Return why position attention is not defined between the queries and keys of a layer, or None if it is.
+
+    A class token that is the only query is in the middle of the image.
+    """
+    form = attention_form(type(layer))
+    return None if form is None or form.places else position_reason(layer, queries=False)
 
 
 def position_reason(layer: nn.Module, queries: bool = True) -> str | None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from isomorph.errors import UserError
+from isomorph.layers.attention_interface import register_interface, use_interface
 from isomorph.layers.map_edit import RUNNING, GatedMap, MapCall, MapEdit
 from isomorph.layers.map_grid import GridSize
 from isomorph.surgery.attention_classes import (
@@ -28,6 +29,7 @@ from isomorph.surgery.attention_classes import (
     is_softmax_over_keys,
     no_map_reason,
 )
+from isomorph.surgery.interface_layers import interface_dropout
 
 _WINDOW_NAMES = ("window_size", "ws")
 SIZE_NAMES = ("feat_size", "size", "resolution")
@@ -35,11 +37,12 @@ SIZE_NAMES = ("feat_size", "size", "resolution")
 
 
 class _Original(NamedTuple):
-    """What the way back needs: the class of the layer, whether it was fused, and whether it had the place."""
+    """What the way back needs: the class of the layer, whether it was fused, had the place, and its configuration."""
 
     kind: type[nn.Module]
     fused: bool | None
     had_place: bool
+    config: Any = None
 
 
 def _as_pair(size: Any) -> GridSize | None:
@@ -77,8 +80,6 @@ class EditedAttention:
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
         """Return what the edit has to know about a call, from its arguments by name."""
-        if given.get("is_causal"):
-            raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
         grid = grid_size or self.grid_size
         shapes = [] if self.form.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
         return MapCall(self.form.mask(given), tuple(shapes), self.prefix_tokens)
@@ -123,8 +124,8 @@ class EditedAttention:
                 f"this layer is not plain attention: the relative deviation of its map is {deviation:.2g}, above "
                 f"{atol:g}; keep it"
             )
-        plain: Any = copy.deepcopy(self)
-        original = plain.original
+        original = self.original
+        plain: Any = copy.deepcopy(self, {id(original): original})
         plain.__class__ = original.kind
         if original.had_place:
             setattr(plain, self.form.place or PLACE, plain._modules[self.form.place or PLACE].drop)
@@ -132,6 +133,8 @@ class EditedAttention:
             delattr(plain, PLACE)
         if original.fused is not None:
             plain.fused_attn = original.fused
+        if self.form.interface:
+            plain.config = original.config  # that of the model itself, not a copy
         for name in ("original", "grid_size", "prefix_tokens", "recompute"):
             delattr(plain, name)
         return plain
@@ -182,6 +185,8 @@ def edited_class(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the layers of a class whose map is edited."""
     form = attention_form(kind)
     assert form is not None
+    if form.interface:
+        register_interface()
     base = form.form or (kind if form.place else _with_place(kind))
     body = {"form": form, "argument_names": tuple(inspect.signature(kind.forward).parameters)[1:]}
     return type(f"Edited{kind.__name__}", (EditedAttention, base), body)
@@ -212,11 +217,18 @@ def edit_reason(layer: nn.Module) -> str | None:
     form = attention_form(type(layer))
     if form is None:
         return f"{name} is not a known class of attention; register it with iso.surgery.register_attention"
-    if form.place and form.form is None and form.place not in layer._modules:
+    if not form.adds_place and form.place not in layer._modules:
         return f"{name} has no submodule {form.place} to pass its map through"
     if not any(parameter.is_floating_point() for parameter in layer.parameters()):
         return f"{name} has no floating-point parameters"
     return form.reason(layer)
+
+
+def _map_dropout(layer: nn.Module, form: AttentionForm) -> float:
+    """Return the dropout of the map of a layer that has no submodule for it in its forward."""
+    if form.interface:
+        return interface_dropout(layer)
+    return getattr(layer, "dropout", 0.0) if form.form else 0.0
 
 
 def edit_map(
@@ -229,11 +241,14 @@ def edit_map(
     """Return a copy of an attention layer with an edited map. `make_edit(heads, device=, dtype=)` makes the edit."""
     form = attention_form(type(layer))
     assert form is not None
-    edited: Any = copy.deepcopy(layer)
+    config = getattr(layer, "config", None) if form.interface else None
+    edited: Any = copy.deepcopy(layer, {id(config): config})
     edited.__class__ = edited_class(type(layer))
     place = form.place or PLACE
     drop, fused = layer._modules.get(place), getattr(layer, "fused_attn", None)
-    edited.original = _Original(type(layer), fused, drop is not None)
+    edited.original = _Original(type(layer), fused, drop is not None, config)
+    if form.interface:
+        use_interface(edited, config)
     edited.grid_size, edited.recompute = grid_size, recompute
     edited.prefix_tokens = prefix_tokens or getattr(layer, "num_prefix_tokens", 0)
     if fused is not None:
@@ -241,8 +256,7 @@ def edit_map(
     like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
     heads = form.heads(layer)
     edit = make_edit(heads, device=like.device, dtype=like.dtype)
-    dropout = getattr(layer, "dropout", 0.0) if form.form else 0.0
-    edited.add_module(place, MapEdit(edit, drop or nn.Dropout(dropout), heads, form.layout_of(layer)))
+    edited.add_module(place, MapEdit(edit, drop or nn.Dropout(_map_dropout(layer, form)), heads, form.layout_of(layer)))
     return edited
 
 

@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import edits_since
+
+Batch = Tensor | Mapping[str, Tensor]
+"""A batch of inputs: images, or the tensors that a model takes by name, such as input_ids and attention_mask."""
 
 
 def _max_or_inf(values: Iterable[float]) -> float:
@@ -135,7 +138,7 @@ class NotEqual(UserError):
 def compare_outputs(
     original: nn.Module,
     recast: nn.Module,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Batch | Sequence[Batch],
     atol: float | None = None,
     seeds: Sequence[int] = (),
     what: str = "",
@@ -147,12 +150,13 @@ def compare_outputs(
     Args:
         original: the model before surgery.
         recast: the model made from it.
-        inputs: a batch (B, C, H, W) or several, of any sizes that the models accept.
+        inputs: a batch (B, C, H, W) or several, of any sizes that the models accept. A batch may also be a dict of the
+            tensors that the models take by name, as the tokenisers of transformers return.
         atol: largest difference; by default the largest `atol` of the rules that made `recast`, or 1e-5 without rules.
-        seeds: each seed adds a standard normal batch of the shape of every given batch.
+        seeds: each seed adds a standard normal batch of the shape of every given batch; tensors of integers stay.
         what: what the given batches are, for the report.
 
-    Raises: UserError if there is no batch, or the outputs have different shapes.
+    Raises: UserError if there is no batch, or the outputs differ in structure or shapes.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
@@ -160,13 +164,13 @@ def compare_outputs(
         >>> iso.surgery.compare_outputs(cnn, wide, torch.randn(1, 3, 32, 32)).passed
         False
     """
-    batches = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    batches = [inputs] if isinstance(inputs, Tensor | Mapping) else list(inputs)
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
-        named += [(f"random, seed {seed}", torch.randn(b.shape, generator=generator).to(b.device)) for b in batches]
+        named += [(f"random, seed {seed}", _redraw(batch, generator)) for batch in batches]
     if atol is None:
         atol = max([edit.rule.atol for edit in edits_since(recast, original)], default=1e-5)
     new_notes = notes(recast)[len(notes(original)) :]
@@ -177,7 +181,7 @@ def compare_outputs(
     return VerifyReport(
         atol=atol,
         inputs=tuple(_input_deviation(models, batch, name) for name, batch in named),
-        targets=_target_deviations(*models[torch.float64], batches[0].double()),
+        targets=_target_deviations(*models[torch.float64], _cast(batches[0], torch.float64)),
         notes=new_notes,
     )
 
@@ -185,7 +189,7 @@ def compare_outputs(
 def verify(
     original: nn.Module,
     recast: nn.Module,
-    inputs: Tensor | Sequence[Tensor],
+    inputs: Batch | Sequence[Batch],
     atol: float | None = None,
     seeds: Sequence[int] = (),
 ) -> VerifyReport:
@@ -213,23 +217,80 @@ def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
 
 
+def _map_floats(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """Return a batch with its floating-point tensors changed; tensors of integers, such as token ids, stay."""
+    if isinstance(batch, Tensor):
+        return change(batch) if batch.is_floating_point() else batch
+    return {name: change(x) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
+
+
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Return a batch with its floating-point tensors in the given precision."""
+    return _map_floats(batch, lambda x: x.to(dtype))
+
+
+def _redraw(batch: Batch, generator: torch.Generator) -> Batch:
+    """Return a batch with standard normal values in the place of its floating-point tensors."""
+    return _map_floats(batch, lambda x: torch.randn(x.shape, generator=generator).to(x.device))
+
+
+def _call(model: nn.Module, batch: Batch) -> Any:
+    """Return the output of a model for a batch."""
+    return model(batch) if isinstance(batch, Tensor) else model(**batch)
+
+
+def _describe_shape(batch: Batch) -> str:
+    """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
+    if isinstance(batch, Tensor):
+        return "x".join(map(str, batch.shape))
+    return ", ".join(f"{name} {_describe_shape(x)}" for name, x in batch.items() if isinstance(x, Tensor))
+
+
+def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an output with their names: of a tensor, or of any dicts, lists and data classes of them."""
+    if isinstance(output, Tensor):
+        yield path, output
+    elif isinstance(output, Mapping):
+        for name, part in output.items():
+            yield from _tensors(part, f"{path}.{name}")
+    elif isinstance(output, list | tuple):
+        for i, part in enumerate(output):
+            yield from _tensors(part, f"{path}.{i}")
+    elif is_dataclass(output):
+        for field in fields(output):
+            yield from _tensors(getattr(output, field.name), f"{path}.{field.name}")
+
+
+def _output_difference(output: Any, other: Any) -> tuple[float, float]:
+    """Return the largest difference of two outputs, over all their tensors, and the largest value of the first.
+
+    Raises: UserError if the outputs have different shapes, or no tensors.
+    """
+    pairs, others = list(_tensors(output)), dict(_tensors(other))
+    shapes, other_shapes = ({name: tuple(x.shape) for name, x in both} for both in (pairs, others.items()))
+    if shapes != other_shapes:
+        if set(shapes) == set(other_shapes) == {""}:
+            shapes, other_shapes = shapes[""], other_shapes[""]  # type: ignore[assignment]
+        raise UserError(f"the outputs of the models have different shapes: {shapes} and {other_shapes}")
+    if not pairs:
+        raise UserError(f"the output of the model has no tensors: {type(output).__name__}")
+    full = [(y.double(), others[name].double()) for name, y in pairs if y.numel()]
+    differences = [(y - z).abs().max().item() for y, z in full]
+    return _max_or_inf([*differences, 0.0]), _max_or_inf([*(y.abs().max().item() for y, _ in full), 0.0])
+
+
 @torch.no_grad()
-def _input_deviation(
-    models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Tensor, what: str
-) -> InputDeviation:
+def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Batch, what: str) -> InputDeviation:
     """Return the largest |a(x) - b(x)| in each precision."""
     differences, scale = {}, 0.0
     for dtype, (a, b) in models.items():
-        y, z = a(batch.to(dtype)), b(batch.to(dtype))
-        if y.shape != z.shape:
-            raise UserError(f"the outputs of the models have different shapes: {tuple(y.shape)} and {tuple(z.shape)}")
-        differences[dtype], scale = (y - z).abs().max().item(), y.abs().max().item()
-    shape = "x".join(map(str, batch.shape))
-    return InputDeviation(shape, differences[torch.float32], differences[torch.float64], scale, what)
+        x = _cast(batch, dtype)
+        differences[dtype], scale = _output_difference(_call(a, x), _call(b, x))
+    return InputDeviation(_describe_shape(batch), differences[torch.float32], differences[torch.float64], scale, what)
 
 
 @torch.no_grad()
-def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tuple[TargetDeviation, ...]:
+def _target_deviations(original: nn.Module, recast: nn.Module, batch: Batch) -> tuple[TargetDeviation, ...]:
     """Return the difference of each recast module from the one that it replaced, on the original's input.
 
     For a part of a joint projection the whole layers are compared.
@@ -258,8 +319,8 @@ def _target_deviations(original: nn.Module, recast: nn.Module, x: Tensor) -> tup
         if name in present and name in left
     ]
     try:
-        recast(x)  # sets grid_size of the layers that are called outside their model below
-        original(x)
+        _call(recast, batch)  # sets grid_size of the layers that are called outside their model below
+        _call(original, batch)
     finally:
         for handle in handles:
             handle.remove()

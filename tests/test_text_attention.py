@@ -1,0 +1,229 @@
+"""Refined attention and pyramids in transformers' text models: same function, no leak from padding, the way back."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import isomorph as iso
+from isomorph.layers.attention_interface import edited_attention
+from isomorph.layers.map_edit import RefinedMap
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+BERT_SIZES = dict(SIZES, max_position_embeddings=40)
+DISTILBERT_SIZES = dict(vocab_size=50, dim=32, n_layers=2, n_heads=4, hidden_dim=64, max_position_embeddings=40)
+FAMILIES = {
+    "bert": ("Bert", BERT_SIZES, "*.attention.self"),
+    "electra": ("Electra", dict(BERT_SIZES, embedding_size=16), "*.attention.self"),
+    "roberta": ("Roberta", dict(BERT_SIZES, pad_token_id=0), "*.attention.self"),
+    "distilbert": ("DistilBert", DISTILBERT_SIZES, "*.attention"),
+}
+LENGTHS = (12, 9, 5)
+RULE = iso.AttentionToRefined(ratio=3)
+
+
+def build(family, **changes):
+    name, sizes, where = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**(sizes | changes))
+    return getattr(transformers, f"{name}Model")(config).eval(), where
+
+
+def train_refiners(model):
+    """Move the refiners away from where they change nothing."""
+    for module in model.modules():
+        if isinstance(module, RefinedMap):
+            for parameter in module.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def padded_batch(left=False):
+    """Sequences of unequal lengths with their mask, padded on the right or left."""
+    torch.manual_seed(1)
+    ids = torch.randint(1, 50, (len(LENGTHS), max(LENGTHS)))
+    mask = (torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]).long()
+    mask = mask.flip(1) if left else mask
+    return dict(input_ids=ids * mask, attention_mask=mask)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    model, where = build(request.param)
+    return model, iso.recast(model, RULE, where=where)
+
+
+def test_same_function_on_unequal_lengths(family):
+    plain, refined = family
+    report = iso.verify(plain, refined, [padded_batch(), padded_batch(left=True)])
+    assert report.fp64 < 1e-6
+    assert [target.kind for target in report.targets] == [f"Edited{type(plain).__name__[:-5]}SelfAttention"] * 2
+    assert "input_ids 3x12, attention_mask 3x12" in str(report)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_leaks_nothing(family, implementation):
+    model = train_refiners(copy.deepcopy(family[1])).double()
+    model.set_attn_implementation(implementation)
+    batch = padded_batch()
+    together = model(**batch).last_hidden_state
+    weights = torch.randn(together.shape, dtype=torch.float64)
+    parameters = [p for name, p in model.named_parameters() if "pooler" not in name]
+    real = batch["attention_mask"][..., None].bool()
+    gradients = torch.autograd.grad((together * weights * real).sum(), parameters)
+    alone_loss = 0
+    for i, n in enumerate(LENGTHS):
+        alone = model(input_ids=batch["input_ids"][i : i + 1, :n]).last_hidden_state
+        assert (alone[0] - together[i, :n]).abs().max() < 1e-12
+        alone_loss = alone_loss + (alone[0] * weights[i, :n]).sum()
+    for one, other in zip(torch.autograd.grad(alone_loss, parameters), gradients, strict=True):
+        assert (one - other).abs().max() <= 1e-12 * max(1, other.abs().max())
+
+
+def test_the_way_back(family):
+    plain, refined = family
+    back = iso.revert(refined)
+    layers = [(a, b) for a, b in zip(plain.modules(), back.modules(), strict=True)]
+    assert all(type(a) is type(b) for a, b in layers)
+    assert all(b.config is back.config for _, b in layers if hasattr(b, "config"))
+    torch.testing.assert_close(back(**padded_batch()), plain(**padded_batch()), atol=0, rtol=0)
+    with pytest.raises(iso.UserError, match=r"not plain attention: the relative deviation"):
+        iso.revert(train_refiners(copy.deepcopy(refined)))
+
+
+def test_pyramids_fuse_back(family):
+    plain, _ = family
+    wide = iso.recast(plain, iso.LinearToPyramid("P-W2S"), where=lambda name, module: "ayer." in name)
+    assert sum("Pyramid" in type(module).__name__ for module in wide.modules()) >= 12
+    for module in wide.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.running_var.uniform_(0.5, 2)
+    narrow = iso.fuse(wide)
+    assert [type(m) for m in narrow.modules()] == [type(m) for m in plain.modules()]
+    iso.verify(wide, narrow, padded_batch(), atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def bert():
+    model, where = build("bert")
+    return model, train_refiners(iso.recast(model, RULE, where=where))
+
+
+def test_copies_and_pickles(bert):
+    _, refined = bert
+    expected = refined(**padded_batch()).last_hidden_state
+    for other in (copy.deepcopy(refined), pickle.loads(pickle.dumps(refined))):
+        assert torch.equal(other(**padded_batch()).last_hidden_state, expected)
+    fresh = iso.recast(build("bert")[0], RULE, where="*.attention.self")
+    fresh.load_state_dict(refined.state_dict())
+    assert torch.equal(fresh(**padded_batch()).last_hidden_state, expected)
+
+
+def test_other_layers_keep_the_implementation_of_the_model(bert):
+    plain, _ = bert
+    partly = iso.recast(plain, RULE, where="encoder.layer.1.attention.self")
+    assert partly.config._attn_implementation == "sdpa"
+    assert partly.encoder.layer[0].attention.self.config is partly.config
+    assert partly.encoder.layer[1].attention.self.config._attn_implementation == "isomorph"
+    iso.verify(plain, partly, padded_batch())
+
+
+def test_maps_are_returned_in_eager_mode(bert):
+    refined = copy.deepcopy(bert[1])
+    refined.set_attn_implementation("eager")
+    maps = refined(**padded_batch(), output_attentions=True).attentions
+    assert [tuple(m.shape) for m in maps] == [(3, 4, 12, 12)] * 2
+    assert not maps[0][2, :, :5, 5:].any()  # real tokens and padding
+    assert (maps[0] < 0).any()
+
+
+def test_a_mask_of_two_segments_is_kept_apart(bert):
+    model = copy.deepcopy(bert[1]).double()
+    ids, segment = torch.randint(1, 50, (1, 12)), torch.arange(12) >= 7
+    positions = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    together = model(ids, attention_mask=(segment[:, None] == segment)[None, None], position_ids=positions)
+    alone = model(ids[:, 7:], position_ids=positions[:, 7:]).last_hidden_state
+    torch.testing.assert_close(together.last_hidden_state[:, 7:], alone, atol=1e-12, rtol=0)
+
+
+def test_recompute_and_training(bert):
+    plain, _ = bert
+    model = iso.recast(plain, iso.AttentionToRefined(ratio=2, recompute=True), where="*.attention.self").train()
+    drop = model.encoder.layer[0].attention.self.attn_drop.drop
+    assert drop.p == plain.config.attention_probs_dropout_prob
+    model(**padded_batch()).last_hidden_state.square().sum().backward()
+    refiner = model.encoder.layer[0].attention.self.attn_drop.edit.refine
+    assert all(p.grad.abs().sum() > 0 for p in refiner.parameters())
+
+
+def test_compiles_as_one_graph(bert):
+    _, refined = bert
+    torch._dynamo.reset()
+    compiled = torch.compile(refined.encoder.layer[0].attention, fullgraph=True, backend="aot_eager")
+    x, mask = torch.randn(3, 12, 32), padded_batch()["attention_mask"].bool()[:, None, None].expand(-1, -1, 12, -1)
+    expected = refined.encoder.layer[0].attention(x, mask)[0]
+    torch.testing.assert_close(compiled(x, mask)[0], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "rule", "reason"),
+    [
+        (lambda: build("bert", is_decoder=True)[0], RULE, "is causal: an edited map mixes neighbouring queries"),
+        (lambda: build("bert")[0], iso.AttentionToRefined(span="spatial"), "words in a row, which is not a grid"),
+        (lambda: build("bert")[0], iso.AttentionToGPSA(), "words in a row, which is not a grid"),
+        (lambda: build("bert")[0], iso.AttentionToRefined(reduce=False), "only timm's Attention gets"),
+    ],
+)
+def test_rejected_by_reason(make, rule, reason):
+    with pytest.raises(iso.UserError, match=reason):
+        iso.recast(make(), rule, where="*.attention.self")
+
+
+def test_causal_models_are_rejected():
+    config = transformers.GPT2Config(vocab_size=50, n_embd=32, n_layer=1, n_head=4, n_positions=16)
+    with pytest.raises(iso.UserError, match="GPT2Attention is causal"):
+        iso.recast(transformers.GPT2Model(config), RULE, where="h.0.attn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(is_causal=True), "is_causal is not supported"),
+        (dict(attention_mask=object()), 'set_attn_implementation\\("sdpa"\\)'),
+        (dict(softcap=30.0), "passes softcap"),
+    ],
+)
+def test_calls_that_an_edited_map_cannot_obey(bert, arguments, message):
+    layer = bert[1].encoder.layer[0].attention.self
+    with pytest.raises(ValueError, match=message):
+        edited_attention(layer, *torch.randn(3, 1, 4, 5, 8), **arguments)
+
+
+def test_a_two_dimensional_mask_and_shared_keys(bert):
+    layer = bert[1].encoder.layer[0].attention.self
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
+    mask = torch.arange(6) < torch.tensor([[6], [4]])
+    full = [x.repeat_interleave(2, 1) for x in (k, v)]
+    expected, _ = edited_attention(layer, q, *full, mask[:, None, None].expand(-1, -1, 6, -1))
+    torch.testing.assert_close(edited_attention(layer, q, k, v, mask)[0], expected)
+    bias = torch.randn(1, 4, 6, 6)
+    biased, _ = edited_attention(layer, q, k, v, position_bias=bias)
+    torch.testing.assert_close(biased, edited_attention(layer, q, k, v, bias)[0])
+
+
+def test_verify_compares_nested_outputs_and_casts_only_floats():
+    class Nested(torch.nn.Linear):
+        def forward(self, ids, scale):
+            assert ids.dtype == torch.int64
+            y = super().forward(scale * ids)
+            return {"y": y, "more": [y[:0], (y + 1,)]}
+
+    first, second = Nested(4, 2), Nested(4, 2)
+    batch = dict(ids=torch.arange(4), scale=torch.ones(1))
+    assert iso.verify(first, copy.deepcopy(first), batch, seeds=[0]).fp64 == 0
+    assert not iso.surgery.compare_outputs(first, second, batch).passed
+    with pytest.raises(iso.UserError, match="different shapes"):
+        iso.verify(first, Nested(4, 3), batch)
