@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from isomorph.recipes import load_recipe
     from isomorph.suites.robustness import robustness
     from isomorph.suites.survey import survey
-    from isomorph.suites.test_data import evaluate
     from isomorph.surgery import (
         Anneal,
         AttentionToGPSA,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
         unstride,
         verify,
     )
+    from isomorph.tasks.evaluate import evaluate
     from isomorph.training import Recipe, train
 else:
     __getattr__ = lazy_attributes(
@@ -69,7 +69,7 @@ else:
             "isomorph.recipes": ("load_recipe",),
             "isomorph.suites.robustness": ("robustness",),
             "isomorph.suites.survey": ("survey",),
-            "isomorph.suites.test_data": ("evaluate",),
+            "isomorph.tasks.evaluate": ("evaluate",),
             "isomorph.surgery": (
                 *("Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "ConvToGPSA"),
                 *("LinearToPyramid", "Rule"),

@@ -71,6 +71,7 @@ class _DataSchema(_StrictModel):
     """The images that the model expects; `source` names the data set, `label_names` its classes.
 
     `split` is the fraction of a folder that training left out for testing, and the number of images in the folder.
+    `task` is what the model was trained for, with its options, if that is not image classification.
     """
 
     input_size: tuple[_Size, _Size, _Size] | None = None
@@ -82,6 +83,7 @@ class _DataSchema(_StrictModel):
     source: Annotated[str, Field(max_length=1000)] | None = None
     label_names: list[str] | None = None
     split: tuple[Annotated[float, Field(gt=0, lt=1)], Annotated[int, Field(ge=1)]] | None = None
+    task: dict[Annotated[str, Field(max_length=200)], JsonValue] | None = None
 
 
 class _DecoderSchema(_StrictModel):

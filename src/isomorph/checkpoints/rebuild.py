@@ -85,7 +85,13 @@ def describe_data(model: nn.Module) -> dict[str, Any]:
 def record_data(model: nn.Module, data: dict[str, Any]) -> None:
     """Record the images that the model expects in its pretrained_cfg, where timm's resolve_data_config reads them."""
     config = dict(getattr(model, "pretrained_cfg", None) or {})
-    for key in ("test_input_size", "test_crop_pct", "label_names", "split"):  # of the weights that it had before
+    for key in (
+        "test_input_size",
+        "test_crop_pct",
+        "label_names",
+        "split",
+        "task",
+    ):  # of the weights that it had before
         config.pop(key, None)
     model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
     if "input_size" in data:

@@ -96,15 +96,23 @@ def evaluate_(
     sizes = tuple(size or ())
     with loading():
         from isomorph.cli.evaluate_run import measure, open_test_sets
+        from isomorph.cli.evaluate_task import check_options as check_task_options
+        from isomorph.cli.evaluate_task import evaluate_task
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.suites.imagenet.suites import find_suites
         from isomorph.suites.sweep import Sweep, check_csv_path
         from isomorph.suites.test_data import default_data
+        from isomorph.training.task import EvaluationOptions, task_of
     check_csv_path(per_class)
     locations = find_suites(suite or [], root, data)
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
+    if task := task_of(net):
+        check_task_options(suite=suite, split=split, classes=classes, rfc=rfc, per_class=per_class, partial=partial)
+        options = EvaluationOptions(data, root, batch_size, workers, sizes[0] if sizes else None, max_images)
+        evaluate_task(task, net, model, options, runtime, json_)
+        return
     test_sets = open_test_sets(net, locations, partial, data, root, split, classes, sizes, max_images)
     rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost, runtime)
     if runtime.is_main:

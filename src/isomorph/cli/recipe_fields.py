@@ -9,8 +9,8 @@ from isomorph.cli.sizes import SIZE_FIELDS, parse_size
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
 
-_OWN_CHECKS = ("model.recast.",)
-"""Groups whose fields may come from other packages: those of rules."""
+_OWN_CHECKS = ("model.recast.", "task.")
+"""Groups whose fields may come from other packages: those of rules and of tasks."""
 
 _BOUNDS = {
     "minimum": ("greater than or equal to", float.__ge__),
@@ -50,7 +50,7 @@ def check_fields(assignments: Sequence[str]) -> None:
 
 
 def _is_known(name: str, known: Sequence[str]) -> bool:
-    """Return True for a field, a group of fields, an entry of a field that takes several, or a rule's field."""
+    """Return True for a field, a group of fields, an entry of a field of several, or a field of a rule or a task."""
     return name.startswith(_OWN_CHECKS) or any(
         name == field or field.startswith(f"{name}.") or name.startswith(f"{field}.") for field in known
     )

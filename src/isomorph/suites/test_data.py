@@ -167,33 +167,20 @@ def evaluation_data(
     return source, config
 
 
-def evaluate(
+def evaluate_classifier(
     model: nn.Module,
-    data: Iterable[Any] | Source | str | Path,
+    data: Iterable[Any] | Source | str | Path | None,
     *,
     test_fraction: float | None = None,
     batch_size: int = 100,
     workers: int = 0,
 ) -> dict[str, float]:
-    """Return the accuracy of a classifier: top1 and top5 (%), nll (nats), ece (%, 15 bins), images.
-
-    `data` is a folder of images, the name of a data source, a `Source`, or a loader that yields images and labels. All
-    but a loader are resized and normalised as the model expects. A folder has one folder per class, in `val/` (or
-    test, validation) or directly; of one without these, `test_fraction` takes the part that training leaves out. Images
-    labelled -1 do not count. Memory does not grow with the number of images.
+    """Return the accuracy of a classifier as `iso.evaluate` does.
 
     Raises: UserError when the data is missing, empty, or has not the model's classes.
-
-    >>> model = timm.create_model("cifar_resnet20")
-    >>> source = iso.data.open_source("digits", "test").subset(range(20))
-    >>> sorted(iso.evaluate(model, source))
-    ['ece', 'images', 'nll', 'top1', 'top5']
-    >>> loader = iso.data.eval_loader(source, timm.data.resolve_data_config(model=model))
-    >>> iso.evaluate(model, loader)["images"]
-    20
     """
-    if isinstance(data, str | Path):
-        data, _ = evaluation_data(model, str(data), test_fraction=test_fraction)
+    if data is None or isinstance(data, str | Path):
+        data, _ = evaluation_data(model, str(data) if data else None, test_fraction=test_fraction)
     elif test_fraction is not None:
         raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
     if isinstance(data, Source):

@@ -27,6 +27,7 @@ from isomorph.training.recipe.part import (
     Rate,
     Size,
 )
+from isomorph.training.task import task_names
 
 
 class DataPart(Part):
@@ -81,7 +82,7 @@ class DataPart(Part):
     @field_validator("source")
     @classmethod
     def check_source(cls, source: str) -> str:
-        if source not in (*SOURCES, *STREAMS):
+        if source not in (*SOURCES, *STREAMS) and not task_names(source):
             raise ValueError(f"{source!r} is not a data source; choose one of {', '.join([*SOURCES, *STREAMS])}")
         return source
 

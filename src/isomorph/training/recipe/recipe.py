@@ -21,6 +21,7 @@ from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
 from isomorph.training.recipe.parse import load_toml, load_yaml, parse_value, read_text
 from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
+from isomorph.training.recipe.task_fields import TaskPart, check_task
 
 P = typing.TypeVar("P", bound=Part)
 
@@ -40,6 +41,7 @@ class Recipe(Part):
     name: str = "run"
     """Name of the run; its folder is runs/NAME unless `out` is given."""
     model: ModelPart
+    task: TaskPart | None = None
     data: DataPart = DataPart()
     augment: AugmentPart = AugmentPart()
     optim: OptimPart = OptimPart()
@@ -137,6 +139,7 @@ class Recipe(Part):
             raise ValueError("token_labels works with the softmax loss only; leave loss at softmax")
         if self.token_labels and self.token_labels.maps:
             self._check_label_maps()
+        check_task(self)
         return self
 
     def _check_label_maps(self) -> None:

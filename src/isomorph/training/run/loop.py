@@ -10,6 +10,7 @@ from torch import nn
 
 from isomorph.checkpoints.snapshot import rename_damaged
 from isomorph.distributed import open_runtime
+from isomorph.training.classification import recipe_task
 from isomorph.training.optim import group_table
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.folder_lock import lock_folder
@@ -203,9 +204,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     progress.closed, progress.seconds = epoch, 0.0
     run.total.zero_()
     save_snapshot(run)
-    text = "".join(f"{name} {metrics[name]:{form}}  " for name, form in PRINTED_METRICS.items() if name in metrics)
+    text = "".join(
+        f"{name} {metrics[name]:{form}}  " for name, form in recipe_task(recipe).printed.items() if name in metrics
+    )
     journal.say(f"{recipe.name}: epoch {epoch}/{recipe.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")
-
-
-PRINTED_METRICS = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
-"""Metrics to print after each epoch, with their formats."""

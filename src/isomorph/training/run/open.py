@@ -19,14 +19,10 @@ from isomorph.data.sources import Source
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.training.build import (
     Data,
-    build_model,
-    build_test_loader,
-    check_image_size,
-    data_config,
-    open_sources,
     plan_batches,
 )
-from isomorph.training.objectives.objective import Objective, build_objective
+from isomorph.training.classification import recipe_task
+from isomorph.training.objectives.objective import Objective
 from isomorph.training.optim import build_optimizer, build_scheduler
 from isomorph.training.parallel import distribute, prepare_model
 from isomorph.training.recipe.recipe import Recipe
@@ -61,7 +57,7 @@ def open_run(recipe: Recipe, runtime: Runtime | None = None) -> Run:
     recast = found.values["progress"]["recast"] if found else recipe.model.recast_epoch == 0
     data = _open_data(recipe, runtime)
     model, config = _initialise_model(recipe, data.train, recast)
-    testing = build_test_loader(recipe, config, data.test, runtime)
+    testing = recipe_task(recipe).test_loader(recipe, config, data.test, runtime)
     check_attention(recipe, model.to(runtime.device), config, recast)
     objective, optimizer, scheduler, header = assemble(recipe, model, runtime, data.order.steps)
     run = Run(
@@ -98,20 +94,21 @@ def _find_start(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
 
 def _open_data(recipe: Recipe, runtime: Runtime) -> RunData:
     """Open the training and test images and set the order of the training images."""
-    train, test = open_sources(recipe)
+    train, test = recipe_task(recipe).open_data(recipe)
     return RunData(train, test, *plan_batches(recipe, train, runtime))
 
 
 def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model with its initial weights, checked against the data, and its data config."""
-    classes = len(train.classes)
+    task, classes = recipe_task(recipe), len(train.classes)
     seed_everything("birth", recipe.seed)  # seeds derive from this word: another word is another initialisation
-    model = build_model(recipe.model, classes, recipe.drop_path, recast)
+    model = task.build_model(recipe, train, recast)
     check_classes_and_surgery(recipe, model, classes, recast)
-    config = data_config(recipe, model)
-    check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
-    split = {"split": train.split} if isinstance(train, Source) else {}
-    record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes), **split})
+    config = task.data_config(recipe, model)
+    task.check_model(recipe, model, config)
+    extra: dict[str, Any] = {"split": train.split} if isinstance(train, Source) else {}
+    extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
+    record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes), **extra})
     return model, config
 
 
@@ -120,7 +117,8 @@ def assemble(
 ) -> tuple[Objective, Optimizer, Scheduler, dict[str, str]]:
     """Build objective, optimiser and schedule around a model spread over the processes; and its checkpoint header."""
     header = describe_model(model)
-    objective = build_objective(recipe, prepare_model(model, recipe.scale, runtime), runtime.device)
+    prepared = prepare_model(model, recipe.scale, runtime)
+    objective = recipe_task(recipe).objective(recipe, prepared, runtime.device)
     if recipe.ema:
         objective.task.setup_ema(decay=recipe.ema)
     distribute(objective.task, recipe.scale, runtime)

@@ -3,7 +3,6 @@
 import copy
 from typing import Any
 
-import torch
 from torch import nn
 
 from isomorph.analysis import logit_stats
@@ -12,6 +11,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.cost import has_pyramids
 from isomorph.surgery.anneal import annealed_layers
 from isomorph.training.build import apply_surgery
+from isomorph.training.classification import recipe_task
 from isomorph.training.recipe.recipe import Recipe
 
 
@@ -59,7 +59,9 @@ def check_attention(recipe: Recipe, model: nn.Module, config: dict[str, Any], re
     if recipe.anneal and recast:
         annealed_layers(model)
     if recipe.monitor_every:
-        device = next(model.parameters()).device
+        device, inputs = next(model.parameters()).device, recipe_task(recipe).attention_inputs(config)
+        if inputs is None:
+            raise UserError("monitor_every is for models of images; leave it out")
         monitored = model if recast else apply_surgery(copy.deepcopy(model), recipe.model)
         if not has_pyramids(monitored):  # their branches are monitored without attention too
-            logit_stats(monitored, torch.zeros(1, *config["input_size"], device=device))
+            logit_stats(monitored, inputs.to(device))

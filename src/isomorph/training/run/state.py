@@ -1,14 +1,13 @@
 """The state of a run: model, data, optimiser and progress, with evaluation and saving."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import Mixup
 from timm.scheduler.scheduler import Scheduler
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
@@ -34,12 +33,8 @@ from isomorph.checkpoints.snapshot import (
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
 from isomorph.distributed import Runtime
-from isomorph.training.build import (
-    Data,
-    build_train_loader,
-)
+from isomorph.training.classification import recipe_task
 from isomorph.training.objectives.objective import Objective
-from isomorph.training.objectives.supervised import build_mixup
 from isomorph.training.parallel import gathered_state_dict
 from isomorph.training.recipe.recipe import (
     Recipe,
@@ -63,9 +58,9 @@ class Run:
     scheduler: Scheduler
     order: BatchOrder
     share: BatchParts
-    train: Data
+    train: Any
     config: dict[str, Any]
-    test: DataLoader[Any]
+    test: Iterable[Any]
     header: dict[str, str]
     progress: RunProgress
     guard: LossGuard
@@ -86,10 +81,9 @@ class Run:
         return unwrap_model(self.task.get_trainable_module())
 
     @cached_property
-    def mixup(self) -> Mixup | None:
-        """Mixup and cutmix for a part of a batch, or None."""
-        maps = bool(self.recipe.token_labels and self.recipe.token_labels.maps)
-        return build_mixup(self.recipe.augment, getattr(self.eval_model, "num_classes", 1000), maps)
+    def mix(self) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+        """What mixes the samples of a part of a batch, such as mixup and cutmix; or None."""
+        return recipe_task(self.recipe).mix(self.recipe, self.eval_model)
 
     @property
     def lanes(self) -> int:
@@ -132,12 +126,12 @@ class Run:
         self.progress.unreadable = list(dict.fromkeys(text for each in gathered for text in each))
 
     def loader(self) -> DataLoader[Any]:
-        """Return the loader of the remaining training images, from the next step on."""
+        """Return the loader of the remaining training samples, from the next step on."""
         deals = TrainSampler(self.order, self.recipe.epochs, self.progress.step, self.share)
-        return build_train_loader(self.recipe, self.config, self.train, deals)
+        return recipe_task(self.recipe).train_loader(self.recipe, self.config, self.train, deals)
 
     def next_part(self) -> Any:
-        """Return the next part of a batch: images, labels, messages about unreadable images."""
+        """Return the next part of a batch: inputs, targets, messages about unreadable samples."""
         if self.batches is None:
             self.batches = iter(self.loader())
         return next(self.batches)

@@ -2,17 +2,18 @@
 
 import time
 from contextlib import nullcontext
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from isomorph.data.loaders import Labels
 from isomorph.distributed import seed_everything
 from isomorph.training.parallel import no_gradient_sync
 from isomorph.training.run.state import Run
 
 
-def train_step(run: Run) -> tuple[float, Tensor]:
-    """Train one step on this process's parts of a batch; return the seconds spent loading, and the last images.
+def train_step(run: Run) -> tuple[float, Any]:
+    """Train one step on this process's parts of a batch; return the seconds spent loading, and the last inputs.
 
     Random draws (mixing, dropout) are seeded by seed, step and part, so they do not depend on the number of processes.
     """
@@ -26,12 +27,12 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     waited = 0.0
     for part in parts:
         start = time.perf_counter()
-        images, labels, problems = run.next_part()
+        inputs, targets, problems = run.next_part()
         waited += time.perf_counter() - start
         run.note_unreadable(problems)
         seed_everything("step", recipe.seed, step, part)
         with no_gradient_sync(run.task) if part != parts[-1] else nullcontext():
-            run.total += backward(run, images, labels)
+            run.total += backward(run, inputs, targets)
     if recipe.optim.clip_grad:
         nn.utils.clip_grad_norm_(run.task.get_clip_parameters(), recipe.optim.clip_grad)
     run.optimizer.step()
@@ -39,16 +40,26 @@ def train_step(run: Run) -> tuple[float, Tensor]:
     if anneal:
         for model in filter(None, (run.trained, run.averaged)):
             anneal.set_slopes(model, since + 1)
-    return waited, images
+    return waited, inputs
 
 
-def backward(run: Run, images: Tensor, labels: Labels) -> Tensor:
+def backward(run: Run, inputs: Any, targets: Any) -> Tensor:
     """Add the gradients of one part of a batch; return its contribution to the mean loss of the step."""
-    device = run.runtime.device
-    images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
-    if run.mixup:
-        images, labels = run.mixup(images, labels)
+    inputs, targets = (to_device(each, run.runtime.device) for each in (inputs, targets))
+    if run.mix:
+        inputs, targets = run.mix(inputs, targets)
     with run.runtime.autocast():
-        loss = run.task(images, labels)["loss"] / len(run.share.own)
+        loss = run.task(inputs, targets)["loss"] / len(run.share.own)
     loss.backward()
     return loss.detach()
+
+
+def to_device(values: Any, device: torch.device) -> Any:
+    """Return a tensor, or the tensors in lists, tuples and dictionaries, on a device; all else unchanged."""
+    if hasattr(values, "to"):
+        return values.to(device, non_blocking=True)
+    if isinstance(values, dict):
+        return {name: to_device(value, device) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return type(values)(to_device(value, device) for value in values)
+    return values

@@ -1,0 +1,64 @@
+"""Image classification, and its variants with a teacher, label maps or masks, as a task of the training loop."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from timm.data import Mixup
+from torch import nn
+from torch.utils.data import DataLoader
+
+from isomorph.data.sampler import TrainSampler
+from isomorph.distributed import Runtime
+from isomorph.training.build import (
+    build_test_loader,
+    build_train_loader,
+    check_image_size,
+    data_config,
+    open_sources,
+)
+from isomorph.training.objectives.objective import Objective, build_objective
+from isomorph.training.objectives.supervised import build_mixup
+from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import Task
+
+
+class Classification(Task):
+    """Classification of images, with labels, a teacher or label maps; and masked pre-training on images."""
+
+    unused = ()
+    printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
+
+    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
+        return open_sources(recipe)
+
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        return data_config(recipe, model)
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        check_image_size(model, config["input_size"], recipe.model.name or str(recipe.model.weights))
+
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        return build_train_loader(recipe, config, train, sampler)
+
+    def mix(self, recipe: Recipe, model: nn.Module) -> Mixup | Callable[[Any, Any], tuple[Any, Any]] | None:
+        maps = bool(recipe.token_labels and recipe.token_labels.maps)
+        return build_mixup(recipe.augment, getattr(model, "num_classes", 1000), maps)
+
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+        return build_test_loader(recipe, config, test, runtime)
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        return build_objective(recipe, model, device)
+
+
+CLASSIFICATION = Classification(Part())
+"""The task of a recipe that names none."""
+
+
+def recipe_task(recipe: Recipe) -> Task:
+    """Return the task of a recipe."""
+    return recipe.task.task if recipe.task else CLASSIFICATION

@@ -1,0 +1,158 @@
+"""What a task brings to the training loop, and the tasks by name.
+
+One loop trains every task. A task opens the data, builds the network, deals batches, and has a loss, test metrics and
+predictions of its own. A recipe names it (`task: {name: segmentation, ...}`); without a name it is image
+classification (`Classification`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from isomorph.data.sampler import TrainSampler
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import training_config
+from isomorph.training.recipe.part import Part
+
+if TYPE_CHECKING:
+    from isomorph.training.objectives.objective import Objective
+    from isomorph.training.recipe.recipe import Recipe
+
+TASKS: dict[str, str] = {}
+"""Module and class of each task, by its name in recipes and checkpoints; `register_task` adds one."""
+
+
+class EvaluationOptions(NamedTuple):
+    """How to evaluate a trained model: the options of `isomorph evaluate`."""
+
+    data: str | None = None
+    """Name of a data source or a folder; None for what the model was trained on."""
+    root: Path | None = None
+    batch_size: int = 100
+    workers: int = 0
+    size: tuple[int, int] | None = None
+    max_images: int | None = None
+
+
+class Task:
+    """What a task brings to the training loop; a subclass for each task.
+
+    `options` are the fields of the recipe's group `task`, checked. A data set that `open_data` returns has a length and
+    `classes` (names, or an empty tuple); everything else about it is between the task and its loaders.
+    """
+
+    fields: ClassVar[type[Part]] = Part
+    """The fields of the recipe's group `task`, besides its name."""
+    sources: ClassVar[tuple[str, ...]] = ()
+    """Values of data.source that the task takes."""
+    unused: ClassVar[tuple[str, ...]] = ("augment", "loss", "distill", "token_labels", "map_similarity", "mask")
+    """Recipe fields that do not apply to the task."""
+    printed: ClassVar[dict[str, str]] = {}
+    """Metrics to print after each epoch, with their formats."""
+
+    def __init__(self, options: Part) -> None:
+        self.options: Any = options
+
+    def check_recipe(self, recipe: "Recipe") -> None:
+        """Raise ValueError for fields that do not fit together; what is wrong with files is found by `open_data`."""
+
+    def open_data(self, recipe: "Recipe") -> tuple[Any, Any]:
+        """Open the data sets to train and to test on. Raises: UserError for anything wrong with them."""
+        raise NotImplementedError
+
+    def build_model(self, recipe: "Recipe", train: Any, recast_now: bool) -> nn.Module:
+        """Build the network with its initial weights, and recast it if `recast_now`."""
+        from isomorph.training.build import build_model
+
+        return build_model(recipe.model, len(train.classes), recipe.drop_path, recast_now)
+
+    def data_config(self, recipe: "Recipe", model: nn.Module) -> dict[str, Any]:
+        """Return what the loaders need to know about the model's inputs: here input_size, mean, std, interpolation."""
+        return training_config(model, recipe.data.size, {})
+
+    def check_model(self, recipe: "Recipe", model: nn.Module, config: dict[str, Any]) -> None:
+        """Raise UserError, before anything is written, if the model cannot process the data."""
+
+    def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
+        """Return inputs of the right shape to try `monitor_every` on; None if attention cannot be monitored."""
+        return torch.zeros(1, *config["input_size"]) if "input_size" in config else None
+
+    def train_loader(
+        self, recipe: "Recipe", config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        """Return the loader of this process's parts of every batch, from the sampler's first step to the last.
+
+        It yields (inputs, targets, messages about unreadable samples). Inputs and targets are tensors, or lists, tuples
+        and dictionaries of tensors. All random draws depend on the seeds that the sampler deals.
+        """
+        raise NotImplementedError
+
+    def mix(self, recipe: "Recipe", model: nn.Module) -> Callable[[Any, Any], tuple[Any, Any]] | None:
+        """Return what mixes the samples of a batch on the device: (inputs, targets) -> the same; None for nothing."""
+        return None
+
+    def test_loader(self, recipe: "Recipe", config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+        """Return the batches of this process's share of the test data: samples rank, rank + world, ..."""
+        raise NotImplementedError
+
+    def objective(self, recipe: "Recipe", model: nn.Module, device: torch.device) -> "Objective":
+        """Return the loss around the model, the test metrics and the score that decides which epoch is best."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
+        raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
+
+    def predict(self, model: nn.Module, path: Path) -> Any:
+        """Return the prediction of a trained model for a file."""
+        raise UserError(f"{type(self).__name__} makes no predictions for a file")
+
+
+def find_task(name: str) -> type[Task]:
+    """Return the class of a task by its name. Raises: UserError for an unknown task."""
+    if name not in TASKS:
+        close = get_close_matches(name, TASKS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)}, or leave it out"
+        raise UserError(f"{name!r} is not a task; {hint}")
+    module, _, kind = TASKS[name].partition(":")
+    return getattr(import_module(module), kind)
+
+
+def register_task(name: str, location: str) -> None:
+    """Add a task, `module:class`, to those that recipes and checkpoints can name.
+
+    Raises: UserError if the name is taken.
+    """
+    if TASKS.get(name, location) != location:
+        raise UserError(f"a task named {name} is registered already; choose another name")
+    TASKS[name] = location
+
+
+def open_task(name: str, options: dict[str, Any]) -> Task:
+    """Return a task with its options. Raises: UserError for an unknown task, pydantic.ValidationError for options."""
+    task = find_task(name)
+    return task(task.fields.model_validate(options))
+
+
+def task_of(model: nn.Module) -> Task | None:
+    """Return the task that a model was trained for, as its checkpoint recorded it; None for image classification."""
+    recorded = (getattr(model, "pretrained_cfg", None) or {}).get("task")
+    if not recorded:
+        return None
+    options = {name: value for name, value in recorded.items() if name != "name"}
+    try:
+        return open_task(recorded["name"], options)
+    except ValueError as error:
+        raise UserError(f"the model's checkpoint names a task with options that it does not have: {error}") from None
+
+
+def task_names(source: str) -> Sequence[str]:
+    """Return the names of the tasks that take a data source."""
+    return [name for name in TASKS if source in find_task(name).sources]
