@@ -63,3 +63,9 @@ def key_offsets(queries: int, keys: int, device: torch.device, dtype: torch.dtyp
     steps = keys / queries
     middles = (torch.arange(queries, device=device, dtype=dtype) + 0.5) * steps - 0.5
     return torch.arange(keys, device=device, dtype=dtype) - middles[:, None]
+
+
+def grid_places(grid_size: GridSize) -> Tensor:
+    """Return the (row, column) of every position of a grid, row by row. Shape: -> (H W, 2)"""
+    H, W = grid_size
+    return torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))

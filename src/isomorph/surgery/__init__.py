@@ -19,7 +19,8 @@ from isomorph.surgery.quantization_noise import sqnr, weight_sqnr
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import revert
-from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.rules.gated import ConvToGPSA
+from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.registry import RULES, build_rule, register_rule

@@ -133,7 +133,7 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.models.nest.Attention": AttentionForm(square=True),
     "timm.models.nextvit.EfficientAttention": AttentionForm(
         grid_reason=lambda layer: None if layer.sr is None else "its keys are means of tokens in a row, without a grid",
-        places=lambda layer, *call: row_mean_places(layer, *call) if layer.sr else grid_pair(*call),
+        places=row_mean_places,
     ),
     "timm.models.shvit.SHSA": AttentionForm(place=None, heads=lambda _: 1),
     "timm.models.tiny_vit.Attention": AttentionForm(place=None, square=True),

@@ -9,6 +9,7 @@ import copy
 import inspect
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -82,7 +83,8 @@ class EditedAttention:
         """Return what the edit has to know about a call, from its arguments by name."""
         grid = grid_size or self.grid_size
         shapes = [] if self.form.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
-        return MapCall(self.form.mask(given), tuple(shapes), self.prefix_tokens)
+        places = partial(self.form.places, self, shapes) if self.form.places else None
+        return MapCall(self.form.mask(given), tuple(shapes), self.prefix_tokens, places)
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
         """Call the layer's own forward, with its edit knowing about the call."""

@@ -177,7 +177,12 @@ class _ImageHook:
         self.model, self.grids = model, grids
 
     def __call__(self, embedding: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        image = args[0] if args else kwargs["x"]
+        if kwargs.get("patch_coord") is not None:
+            raise UserError(
+                "patches with coordinates have a grid for each image, and these layers need one for the batch; give "
+                "images (B, C, H, W)"
+            )
+        image = args[0] if args else next(iter(kwargs.values()))
         if image.ndim != 4:  # tokens: the model is a part of another
             return
         height, width = image.shape[-2:]
@@ -231,7 +236,7 @@ def _embedding_of(model: Any) -> nn.Module | None:
     embedding = getattr(model, "patch_embed", None)
     if hasattr(embedding, "dynamic_feat_size"):
         return embedding
-    inner = (module for module in model.modules() if module is not model)
+    inner = (module for module in model.modules() if module is not model and not isinstance(module, nn.Embedding))
     return next((m for m in inner if any(p.ndim > 1 for p in m.parameters(recurse=False))), None)
 
 
@@ -280,11 +285,26 @@ def grid_mismatch(rule: Any) -> str | None:
     return f"the grid of its tokens is unknown; give {given}"
 
 
+_PREFIX_TOKENS = ("cls_token", "class_embedding", "class_token", "distillation_token", "register_tokens")
+"""Names of the parameters that are tokens before those of the patches: timm's, torchvision's and transformers'."""
+
+
 def _class_tokens(model: Any) -> int | None:
     """Return the number of class and register tokens of a model, or None if it is not known."""
-    tokens = getattr(model, "cls_token", None)
-    count = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.ndim == 3 else None
-    return getattr(model, "num_prefix_tokens", count)
+    if hasattr(model, "num_prefix_tokens"):
+        return model.num_prefix_tokens
+    for module in model.modules():
+        tokens = [module._parameters[name] for name in _PREFIX_TOKENS if name in module._parameters]
+        if tokens:
+            return sum(1 if token.ndim == 1 else token.shape[-2] for token in tokens if token is not None)
+    return None
+
+
+def _receives_images(embedding: nn.Module | None) -> bool:
+    """True if the first module with a weight matrix embeds images: a convolution, or a module with patches."""
+    if embedding is None:
+        return False
+    return hasattr(embedding, "patch_size") or any(isinstance(module, nn.Conv2d) for module in embedding.modules())
 
 
 def with_model_grid(rule: Any, model: nn.Module) -> Any:
@@ -296,7 +316,7 @@ def with_model_grid(rule: Any, model: nn.Module) -> Any:
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:
         bound = replace(rule, prefix_tokens=_class_tokens(model)) if rule.prefix_tokens is None else replace(rule)
-        object.__setattr__(bound, "grid_from_image", isinstance(_embedding_of(model), nn.Conv2d))
+        object.__setattr__(bound, "grid_from_image", _receives_images(_embedding_of(model)))
         return bound
     fields = dict(grid_size=owner.patch_embed.grid_size, prefix_tokens=getattr(owner, "num_prefix_tokens", 0))
     return replace(rule, **{name: value for name, value in fields.items() if getattr(rule, name) is None})

@@ -1,6 +1,7 @@
 """Rules: which module becomes which, with its function preserved. One file a family of rules."""
 
-from isomorph.surgery.rules.gated import AttentionToGPSA, ConvToGPSA
+from isomorph.surgery.rules.gated import ConvToGPSA
+from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative

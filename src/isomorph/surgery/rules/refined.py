@@ -19,7 +19,7 @@ from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reaso
 from isomorph.surgery.field_checks import KERNEL, RATIO, check_bool, check_choice, check_int
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
-from isomorph.surgery.rules.gated import attention_mismatch, projection_mismatch, scale_mismatch
+from isomorph.surgery.rules.gated_attention import attention_mismatch, projection_mismatch, scale_mismatch
 from isomorph.surgery.rules.registry import register_rule
 
 Span = Literal["map", "spatial", "row+column"]

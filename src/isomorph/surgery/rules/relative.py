@@ -11,7 +11,7 @@ from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
-from isomorph.surgery.rules.gated import attention_mismatch
+from isomorph.surgery.rules.gated_attention import attention_mismatch
 from isomorph.surgery.rules.registry import register_rule
 
 

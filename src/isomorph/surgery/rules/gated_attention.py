@@ -1,0 +1,195 @@
+"""Rule that replaces the attention of a ViT by gated positional self-attention (GPSA)."""
+
+import copy
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from timm.layers import Attention
+from torch import nn
+
+from isomorph.layers import GatedMap, ViTGPSA
+from isomorph.layers.refined_attention import ATTENTION_PARTS
+from isomorph.surgery.attachments import describe_attachments
+from isomorph.surgery.attention_classes import gating_reason
+from isomorph.surgery.edited_attention import AnyAttention, edit_map, edit_reason
+from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
+from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
+from isomorph.surgery.rules.explained_rule import ExplainedRule
+from isomorph.surgery.rules.gated import NamedGating, initial_gating
+from isomorph.surgery.rules.registry import register_rule
+
+ATTENTION_GATING: NamedGating = {"exact": (1.0, -15.0), "paper": (1.0, 1.0)}
+"""Initial gating parameters of AttentionToGPSA. Exact: all but 3e-7 of the attention is by content."""
+
+
+def attention_mismatch(module: nn.Module) -> str | None:
+    """Return how a module differs from timm's Attention, or None if it computes the same from its weights."""
+    if not isinstance(module, Attention):
+        return f"{type(module).__name__} is not timm's Attention"
+    if methods := " and ".join(overridden_methods(module, Attention)):
+        return f"{type(module).__name__} overrides {methods} of timm's Attention"
+    if extra := [
+        name for name in (*module._modules, *module._parameters, *module._buffers) if name not in ATTENTION_PARTS
+    ]:
+        return f"it has {', '.join(extra)} besides the parts of timm's Attention, which would be lost"
+    if not (isinstance(module.qkv, nn.Linear) and isinstance(module.proj, nn.Linear)):
+        kinds = f"{type(module.qkv).__name__} and {type(module.proj).__name__}"
+        return f"its projections are {kinds}, not nn.Linear; recast the attention before its projections, or fuse them"
+    if reason := _dropout_mismatch(module):
+        return reason
+    if not module.qkv.weight.is_floating_point():
+        return f"its qkv.weight has dtype {module.qkv.weight.dtype}, which is not a floating-point type"
+    return None if module.fused_attn else scale_mismatch(module)
+
+
+def _dropout_mismatch(module: Attention) -> str | None:
+    """Return why the dropout of a layer's map does something else, or something that fused attention leaves out."""
+    if type(module.attn_drop) is not nn.Dropout:
+        return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
+    if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
+        return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
+    return None
+
+
+def _other_parts(module: Attention) -> str | None:
+    """Return what `ViTGPSA` does not compute of a layer of timm's Attention, or None if it computes all."""
+    if reason := attention_mismatch(module):
+        return reason
+    if module.gate is not None or type(module.norm) is not nn.Identity:
+        return "its output is gated or normalised before the projection"
+    if module.attn_drop.p:
+        return "GPSA has no dropout of the attention map"
+    if reason := projection_mismatch(module, "qkv"):
+        return reason
+    equal = module.qkv.in_features == module.attn_dim == module.proj.out_features
+    return None if equal else "its widths are not all equal"
+
+
+def scale_mismatch(module: Attention) -> str | None:
+    """Return how the scale of an attention layer differs from that of fused attention, or None."""
+    if math.isclose(module.scale, module.head_dim**-0.5):
+        return None
+    return f"its scale {module.scale:g} is not head_dim**-0.5 = {module.head_dim**-0.5:g}"
+
+
+def projection_mismatch(module: Attention, name: str) -> str | None:
+    """Return how a projection differs from a plain nn.Linear, whose weights can be split, or None."""
+    reason = layer_mismatch(getattr(module, name), nn.Linear, "nn.Linear")
+    return f"its {name}: {reason}" if reason else None
+
+
+@register_rule
+@dataclass(frozen=True)
+class AttentionToGPSA(ExplainedRule):
+    """Replace the attention of a ViT by gated positional self-attention, keeping its projections (ConViT).
+
+    Accepts timm's Attention (any number of heads, with or without biases and q and k norms). Its qkv is split into
+    query and key, and value; its other parts are carried over, whatever they are. Attention of other classes that forms
+    a map over positions, in windows or on pooled keys too, and timm's Attention with further parts (a gate, a norm
+    before the projection, dropout of the map, a qkv that is not a plain nn.Linear) keep their class and get a
+    `GatedMap` after their softmax: the map is formed, which fused attention avoids, and the values stay as they are
+    with both inits.
+
+    `init="exact"` keeps the values and opens the gates to content: the same function within `atol`, with positional
+    attention to be learnt. `init="paper"` is ConViT's initialisation (identity values, locality 1, gate 1), for
+    networks that will be trained. Class and register tokens have no grid position: attention from and to them is by
+    content only. A class token that is the only query (CaiT, attention pooling) is in the middle of the image.
+    `to_attention()`, or `iso.revert`, converts back while the gates are open to content.
+
+    Where `grid_size` or `prefix_tokens` is None it is read from the model; the grid then follows the size of every
+    image.
+
+    Source: ConViT section 3.
+    Raises: UserError for a field out of range; from `recast`, for an attention layer that it does not accept.
+
+    Example:
+        >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2).eval()
+        >>> gpsa = iso.recast(vit, iso.AttentionToGPSA(), where="blocks.0.attn")
+        >>> type(gpsa.blocks[0].attn).__name__
+        'ViTGPSA'
+        >>> iso.verify(vit, gpsa, torch.randn(1, 3, 32, 32)).passed
+        True
+    """
+
+    init: Literal["exact", "paper"] = "exact"
+    """exact: the layer computes what the attention computed; paper: ConViT's initialisation, to be trained."""
+
+    locality: float | None = None
+    """Sharpness of each head's attention around its centre, above 0; by default that of init."""
+
+    gate: float | None = None
+    """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
+
+    grid_size: tuple[int, int] | None = None
+    """Height and width of the grid of tokens; by default the model's."""
+
+    prefix_tokens: int | None = None
+    """Number of class and register tokens before the grid; by default the model's."""
+
+    atol: ClassVar[float] = 1e-4
+    kind: ClassVar[type[nn.Module]] = AnyAttention
+    grid_from_image: ClassVar[bool] = False
+
+    @property
+    def keeps_function(self) -> bool:
+        """True for the exact initialisation with its own locality and gate."""
+        return self.init == "exact" and self.locality is None and self.gate is None
+
+    def __post_init__(self) -> None:
+        initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
+        check_grid_fields(self)
+
+    def within(self, model: nn.Module) -> "AttentionToGPSA":
+        """Return the rule with the grid and prefix tokens of the model."""
+        return with_model_grid(self, model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Register the hooks that pass the grid of each image to the layers."""
+        attach_grid(self, model)
+
+    def rejection_reason(self, module: nn.Module) -> str | None:
+        """Return why the module cannot be recast, or None if it can."""
+        if not self._edits_map(module):
+            return grid_mismatch(self)
+        changed = _dropout_mismatch(module) or scale_mismatch(module) if isinstance(module, Attention) else None
+        return edit_reason(module) or changed or gating_reason(module)
+
+    def _edits_map(self, module: nn.Module) -> bool:
+        """True if the layer keeps its class and gets an edit of its map."""
+        if not isinstance(module, Attention) or (self.grid_from_image and self.grid_size is None):
+            return True
+        return _other_parts(module) is not None
+
+    @torch.no_grad()
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the ViTGPSA that replaces timm's Attention, or another attention layer with a `GatedMap`.
+
+        Raises: UserError with the reason if the module is not accepted.
+        """
+        self.check_accepted(module)
+        if self._edits_map(module):
+            locality, gate = initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING)
+            make = partial(GatedMap, locality=locality, gate=gate)
+            return edit_map(module, make, self.grid_size, self.prefix_tokens)
+        assert isinstance(module, Attention)
+        assert self.grid_size is not None
+        qkv, dim = module.qkv, module.qkv.in_features
+        bias = qkv.bias is not None
+        arguments: dict[str, Any] = dict(qkv_bias=bias, prefix_tokens=self.prefix_tokens)
+        gpsa = ViTGPSA(dim, module.num_heads, self.grid_size, **arguments).to(qkv.weight.device, qkv.weight.dtype)
+        gpsa.set_gating(*initial_gating(self.init, self.locality, self.gate, ATTENTION_GATING))
+        for name, tensor in qkv.named_parameters():
+            qk, v = tensor.split([2 * dim, dim])
+            gpsa.qk.get_parameter(name).copy_(qk)
+            if self.init == "exact":
+                gpsa.v.get_parameter(name).copy_(v)
+        if self.init == "paper" and bias:
+            nn.init.zeros_(gpsa.v.bias)
+        gpsa.qk.requires_grad_(qkv.weight.requires_grad)
+        gpsa.v.requires_grad_(qkv.weight.requires_grad)
+        for name in ("proj", "proj_drop", "q_norm", "k_norm"):
+            setattr(gpsa, name, copy.deepcopy(getattr(module, name)))
+        return gpsa
