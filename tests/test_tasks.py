@@ -1,0 +1,170 @@
+"""A task of one's own plugs into the training loop: data, loss, metrics; runs resume and files know their task."""
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from timm.task import TrainingTask
+
+import isomorph as iso
+from isomorph.data.formats.registry import open_source
+from isomorph.data.loaders import eval_loader, eval_transform, train_loader
+from isomorph.distributed import Runtime
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.training.objectives.objective import Objective
+from isomorph.training.recipe.part import Part, Positive
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.run.step import to_device
+from isomorph.training.task import TASKS, EvaluationOptions, Task, register_task, task_of
+from stopping import stopped_run
+
+
+class ParityOptions(Part):
+    """Fields of the task."""
+
+    scale: Positive = 1.0
+    """Factor on the loss."""
+
+
+class ParityLoss(TrainingTask):
+    def __init__(self, model, scale, device):
+        super().__init__(device=device, verbose=False)
+        self.trainable_module, self.scale = model, scale
+
+    def forward(self, inputs, targets):
+        odd = (targets["label"] % 2).float()
+        return {"loss": self.scale * F.binary_cross_entropy_with_logits(self.trainable_module(inputs)[:, 0], odd)}
+
+
+class Parity(Task):
+    """Is a digit odd? The targets of a batch are a dictionary."""
+
+    fields, sources, printed = ParityOptions, ("digits",), {"right": ".1f"}
+
+    def open_data(self, recipe):
+        return tuple(open_source("digits", split).subset(range(40)) for split in ("train", "test"))
+
+    def train_loader(self, recipe, config, train, sampler):
+        loader = train_loader(train, eval_transform(config), sampler)
+        collate = loader.collate_fn
+
+        def to_dict(examples):
+            images, labels, messages = collate(examples)
+            return images, {"label": labels}, messages
+
+        loader.collate_fn = to_dict
+        return loader
+
+    def test_loader(self, recipe, config, test, runtime):
+        return eval_loader(test, config)
+
+    def objective(self, recipe, model, device):
+        loss = ParityLoss(model.to(device), self.options.scale, device)
+        return Objective(loss, lambda model, loader, runtime: right(model, loader), lambda metrics: metrics["right"])
+
+    def evaluate(self, model, options, runtime):
+        test = open_source(options.data or "digits", "test").subset(range(40))
+        return [right(model, eval_loader(test, evaluation_config(model)))]
+
+
+@torch.no_grad()
+def right(model, loader):
+    pairs = [((model.eval()(images)[:, 0] > 0) == (labels % 2 == 1)) for images, labels in loader]
+    return {"right": torch.cat(pairs).float().mean().item() * 100}
+
+
+@pytest.fixture(autouse=True)
+def parity(monkeypatch):
+    monkeypatch.setitem(TASKS, "parity", f"{__name__}:Parity")
+
+
+TINY = dict(
+    name="parity",
+    model={"name": "cifar_resnet20"},
+    task={"name": "parity"},
+    data={"source": "digits", "size": [8, 8], "batch_size": 8},
+    epochs=2,
+    checkpoint_minutes=0,
+)
+
+
+def tiny(out, **changes):
+    return iso.Recipe.model_validate({**TINY, "out": out, **changes})
+
+
+class TestRun:
+    def test_it_trains_and_its_file_knows_the_task(self, tmp_path, capsys):
+        result = iso.train(tiny(tmp_path, task={"name": "parity", "scale": 2.0}))
+        assert "right" in capsys.readouterr().out
+        model = iso.load(tmp_path / "model.safetensors")
+        task = task_of(model)
+        assert isinstance(task, Parity)
+        assert task.options.scale == 2.0
+        assert iso.evaluate(model)["right"] == result.metrics["right"]
+        assert task.evaluate(model, EvaluationOptions("digits"), Runtime(torch.device("cpu"), False)) == [iso.evaluate(model)]
+
+    def test_a_stopped_run_goes_on_bit_for_bit(self, tmp_path):
+        iso.train(tiny(tmp_path / "whole"), show=False)
+        stopped_run(tmp_path / "part", 7, TINY)
+        iso.train(tiny(tmp_path / "part"), show=False)
+        states = [iso.load(tmp_path / f"{name}/model.safetensors").state_dict() for name in ("whole", "part")]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    def test_evaluate_takes_no_loader(self, tmp_path):
+        model = timm.create_model("cifar_resnet20")
+        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity"}}
+        with pytest.raises(iso.UserError, match="folder or the name of a data source"):
+            iso.evaluate(model, [])
+
+    def test_a_file_of_a_task_that_is_not_installed(self):
+        model = timm.create_model("cifar_resnet20")
+        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parrots"}}
+        with pytest.raises(iso.UserError, match="'parrots' is not a task; did you mean parity"):
+            iso.evaluate(model)
+        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity", "scale": -1}}
+        with pytest.raises(iso.UserError, match="options that it does not have"):
+            iso.evaluate(model)
+
+
+class TestRecipe:
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"task": {"name": "parrot"}}, r"task.name: 'parrot' is not a task; did you mean parity"),
+            ({"task": {"scale": 2}}, "task.name is missing"),
+            ({"task": {"name": "parity", "scal": 2}}, r"task.scal is not a field \(did you mean scale\?\)"),
+            ({"task": {"name": "parity", "scale": 0}}, "task.scale: .* greater than 0"),
+            ({"data": {"source": "cifar10"}}, "data.source cifar10 is not for parity; choose one of digits"),
+            ({"augment": {"hflip": 0.1}}, "augment does not apply to parity; leave it out"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, changes, message):
+        with pytest.raises(iso.UserError, match=message):
+            validate({**TINY, **changes})
+
+    def test_a_source_of_a_task_needs_the_task(self, monkeypatch):
+        monkeypatch.setattr(Parity, "sources", ("parities",))
+        values = {"model": {"name": "cifar_resnet20"}, "data": {"source": "parities"}}
+        with pytest.raises(iso.UserError, match=r"data\.source parities needs a task; give --task.name parity"):
+            validate(values)
+
+    def test_defaults_of_the_task_are_stored(self, tmp_path):
+        assert tiny(tmp_path).model_dump(mode="json")["task"] == {"name": "parity", "scale": 1.0}
+
+
+class TestRegister:
+    def test_a_name_is_taken_once(self, monkeypatch):
+        monkeypatch.delitem(TASKS, "parity")
+        register_task("parity", f"{__name__}:Parity")
+        register_task("parity", f"{__name__}:Parity")
+        with pytest.raises(iso.UserError, match="registered already"):
+            register_task("parity", "other:Task")
+
+
+def test_inputs_of_any_nesting_go_to_the_device():
+    nested = {"a": [torch.zeros(1), (torch.zeros(2), "text")], "b": 3}
+    moved = to_device(nested, torch.device("meta"))
+    assert moved["a"][0].is_meta
+    assert moved["a"][1][0].is_meta
+    assert moved["a"][1][1:] == ("text",)
+    assert moved["b"] == 3
