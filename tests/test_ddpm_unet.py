@@ -1,0 +1,260 @@
+"""The U-Net of diffusion models: equal to the published network written out, in size, function and checkpoints."""
+
+import copy
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import isomorph as iso
+from isomorph.cli.surgery import fuse, verify
+from isomorph.evaluation import count_macs
+from isomorph.evaluation.random_inputs import random_inputs
+from isomorph.models.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
+
+SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)
+
+
+class Residual(nn.Module):
+    """The released residual block: norm, swish, convolution; the time; norm, swish, dropout, convolution; attention."""
+
+    def __init__(self, width_in, width, time, groups, attends):
+        super().__init__()
+        self.block1 = nn.Sequential(nn.GroupNorm(groups, width_in), nn.SiLU(), nn.Conv2d(width_in, width, 3, padding=1))
+        self.temb_proj = nn.Sequential(nn.SiLU(), nn.Linear(time, width))
+        self.block2 = nn.Sequential(
+            nn.GroupNorm(groups, width), nn.SiLU(), nn.Dropout(0.0), nn.Conv2d(width, width, 3, padding=1)
+        )
+        self.shortcut = nn.Conv2d(width_in, width, 1) if width_in != width else nn.Identity()
+        self.attn = Attention(width, groups) if attends else nn.Identity()
+
+    def forward(self, x, time):
+        h = self.block1(x) + self.temb_proj(time)[:, :, None, None]
+        return self.attn(self.block2(h) + self.shortcut(x))
+
+
+class Attention(nn.Module):
+    """The released attention: four 1x1 convolutions, one head, a residual connection."""
+
+    def __init__(self, width, groups):
+        super().__init__()
+        self.group_norm = nn.GroupNorm(groups, width)
+        for name in ("proj_q", "proj_k", "proj_v", "proj"):
+            setattr(self, name, nn.Conv2d(width, width, 1))
+
+    def forward(self, x):
+        h = self.group_norm(x)
+        q, k, v = (layer(h).flatten(2) for layer in (self.proj_q, self.proj_k, self.proj_v))  # (B, C, N)
+        weights = torch.softmax(torch.einsum("bcq,bck->bqk", q, k) * x.shape[1] ** -0.5, -1)
+        return x + self.proj(torch.einsum("bqk,bck->bcq", weights, v).view_as(x))
+
+
+class Resample(nn.Module):
+    """The released change of resolution: a strided convolution, or nearest neighbours and a convolution."""
+
+    def __init__(self, width, up):
+        super().__init__()
+        self.up, self.main = up, nn.Conv2d(width, width, 3, stride=1 if up else 2, padding=1)
+
+    def forward(self, x, time):
+        return self.main(F.interpolate(x, scale_factor=2, mode="nearest") if self.up else x)
+
+
+class ReleasedUNet(nn.Module):
+    """The published network, with the names of the released code."""
+
+    def __init__(self, channels, blocks, attention, groups, time_steps):
+        super().__init__()
+        base, time, last = channels[0], 4 * channels[0], len(channels) - 1
+        table = nn.Embedding.from_pretrained(sinusoids(time_steps, base).float())
+        self.time_embedding = nn.Module()
+        self.time_embedding.timembedding = nn.Sequential(table, nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time))
+        self.head = nn.Conv2d(3, base, 3, padding=1)
+        self.downblocks, self.upblocks, widths, now = nn.ModuleList(), nn.ModuleList(), [base], base
+        for level, width in enumerate(channels):
+            for _ in range(blocks):
+                self.downblocks.append(Residual(now, width, time, groups, level in attention))
+                now = width
+                widths.append(now)
+            if level != last:
+                self.downblocks.append(Resample(now, up=False))
+                widths.append(now)
+        self.middleblocks = nn.ModuleList([Residual(now, now, time, groups, attends) for attends in (True, False)])
+        for level, width in reversed(list(enumerate(channels))):
+            for _ in range(blocks + 1):
+                self.upblocks.append(Residual(now + widths.pop(), width, time, groups, level in attention))
+                now = width
+            if level:
+                self.upblocks.append(Resample(now, up=True))
+        self.tail = nn.Sequential(nn.GroupNorm(groups, now), nn.SiLU(), nn.Conv2d(now, 3, 3, padding=1))
+
+    def forward(self, x, t):
+        time = self.time_embedding.timembedding(t)
+        h = self.head(x)
+        skips = [h]
+        for block in self.downblocks:
+            h = block(h, time)
+            skips.append(h)
+        for block in self.middleblocks:
+            h = block(h, time)
+        for block in self.upblocks:
+            h = block(h if isinstance(block, Resample) else torch.cat([h, skips.pop()], 1), time)
+        return self.tail(h)
+
+
+@pytest.fixture(scope="module")
+def unet():
+    """A small U-Net, with weights that leave no branch at zero."""
+    torch.manual_seed(0)
+    model = timm.create_model("ddpm_unet", **SMALL).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def wide(unet):
+    return iso.recast(unet, iso.LinearToPyramid("P-W2S"), where=ATTENTION_PROJECTIONS)
+
+
+def inputs(*steps, size=(8, 12)):
+    generator = torch.Generator().manual_seed(1)
+    return [{"x": torch.randn(2, 3, *size, generator=generator), "t": torch.tensor(t)} for t in steps]
+
+
+def test_it_has_the_published_size_with_and_without_pyramids():
+    with torch.device("meta"):
+        model = timm.create_model("ddpm_unet")
+        wide = iso.recast(model, iso.LinearToPyramid("P-W2S"), where=ATTENTION_PROJECTIONS)
+    assert len(iso.edits(wide)[0].names) == 24
+    assert sum(p.numel() for p in model.parameters()) == 83_086_979
+    assert sum(p.numel() for p in wide.parameters()) == 103_192_195
+    assert sum(p.numel() for p in iso.fuse(wide.eval()).parameters()) == 83_086_979
+
+
+def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path):
+    torch.manual_seed(0)
+    released = ReleasedUNet(**SMALL).double()
+    for parameter in released.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    torch.save({f"module.{name}": tensor for name, tensor in released.state_dict().items()}, tmp_path / "released.pt")
+    model = timm.create_model("ddpm_unet", **SMALL).double().eval()
+    assert iso.load_weights(model, tmp_path / "released.pt") == []
+    x, t = torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 7, 19])
+    torch.testing.assert_close(model(x, t), released(x, t), atol=1e-12, rtol=1e-12)
+    for m in (model, released):
+        m(x, t).square().sum().backward()
+    torch.testing.assert_close(model.unet.conv_in.weight.grad, released.head.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_the_initialisation_is_that_of_the_released_code():
+    torch.manual_seed(0)
+    model = timm.create_model("ddpm_unet", **SMALL)
+    conv = model.unet.down_blocks[1].resnets[1].conv1.weight
+    bound = (6 / (9 * (conv.shape[0] + conv.shape[1]))) ** 0.5
+    assert 0.98 * bound < conv.abs().max() <= bound
+    for last in (
+        model.unet.conv_out,
+        model.unet.mid_block.attentions[0].to_out[0],
+        model.unet.mid_block.resnets[0].conv2,
+    ):
+        assert 0 < last.weight.abs().max() < 1e-5
+    assert all(not layer.bias.any() for layer in model.modules() if isinstance(layer, nn.Conv2d | nn.Linear))
+    assert not model.unet.time_proj.weight.requires_grad
+
+
+def test_pyramids_keep_the_function_and_fuse_back_at_every_time_step(unet, wide):
+    steps = inputs([0, 1], [5, 5], [19, 3])
+    assert iso.verify(unet, wide, steps).fp64 < 1e-7
+    torch.manual_seed(0)
+    trained = copy.deepcopy(wide)
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.02)
+    for norm in (m for m in trained.modules() if isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d)):
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+    fused = iso.fuse(trained)
+    assert iso.verify(trained, fused, steps).fp64 < 1e-7
+    assert [name for name, _ in fused.named_modules()] == [name for name, _ in unet.named_modules()]
+
+
+def test_queries_and_keys_get_batch_norms(wide):
+    attention = wide.unet.mid_block.attentions[0]
+    kinds = {name: attention.get_submodule(name).rectify for name in ("to_q", "to_k", "to_v", "to_out.0")}
+    assert kinds == {"to_q": "batchnorm", "to_k": "batchnorm", "to_v": "rescale", "to_out.0": "rescale"}
+
+
+def test_one_checkpoint_format(wide, tmp_path):
+    iso.save(wide, tmp_path / "wide.safetensors")
+    loaded = iso.load(tmp_path / "wide.safetensors")
+    assert iso.verify(wide, loaded, inputs([0, 19])).fp64 == 0
+    iso.save(iso.fuse(wide), tmp_path / "thin.safetensors")
+    assert iso.verify(wide, iso.load(tmp_path / "thin.safetensors"), inputs([0, 19])).passed
+
+
+def test_it_compiles_and_exports_as_one_graph():
+    torch.manual_seed(0)
+    tiny = timm.create_model("ddpm_unet", channels=(8, 8), blocks=1, attention=(), groups=4, time_steps=20).eval()
+    wide = iso.recast(tiny, iso.LinearToPyramid("P-W2S"), where=ATTENTION_PROJECTIONS)
+    (batch,) = inputs([0, 19])
+    compiled = torch.compile(wide, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(**batch), wide(**batch))
+    program = torch.export.export(iso.fuse(wide), (), batch)
+    torch.testing.assert_close(program.module()(**batch), wide(**batch), atol=1e-5, rtol=1e-5)
+
+
+def test_one_number_is_the_time_of_all_images_and_autocast_works(unet):
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(unet(x, 7), unet(x, torch.tensor([7, 7])))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert unet(x, 7).isfinite().all()
+
+
+def test_gradient_checkpointing_changes_nothing(unet):
+    model, (batch,) = copy.deepcopy(unet).train(), inputs([0, 19])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    expected = model(**batch)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(**batch), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(channels=(30,)), "multiples of groups, 32"),
+        (dict(attention=(4,)), "levels from 0 to 3"),
+        (dict(num_classes=10), "no classes"),
+    ],
+)
+def test_arguments_that_fit_no_network(arguments, message):
+    with pytest.raises(iso.UserError, match=message):
+        timm.create_model("ddpm_unet", **arguments)
+
+
+def test_images_that_the_levels_cannot_halve(unet):
+    with pytest.raises(iso.UserError, match="6 x 8 do not fit this U-Net; its sides must be multiples of 4"):
+        unet(torch.randn(1, 3, 6, 8), 0)
+
+
+def test_without_diffusers_there_is_one_line(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "diffusers.models.unets.unet_2d", None)
+    with pytest.raises(iso.UserError, match=r"ddpm_unet needs diffusers; run pip install .*diffusion"):
+        timm.create_model("ddpm_unet", **SMALL)
+
+
+def test_tools_that_make_inputs_themselves_give_it_images_and_time_steps(unet, wide, tmp_path, capsys):
+    inputs = random_inputs(3, unet, (8, 16))
+    assert inputs["x"].shape == (3, 3, 8, 16)
+    assert inputs["t"].tolist() == [5, 10, 14]
+    assert count_macs(iso.fuse(wide), (3, 8, 8)) == count_macs(unet, (3, 8, 8)) > 1e6
+    iso.save(wide, tmp_path / "wide.safetensors")
+    fuse(tmp_path / "wide.safetensors", out=tmp_path / "thin.safetensors")  # in this process, which has diffusers
+    verify(str(tmp_path / "wide.safetensors"), str(tmp_path / "thin.safetensors"), batch=3, size=[(16, 16)])
+    assert "equal within 0.0001" in capsys.readouterr().out
