@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
 from isomorph.evaluation.input_sizes import training_config
-from isomorph.evaluation.random_inputs import random_images
+from isomorph.evaluation.random_inputs import Inputs, random_inputs
 
 
 def comparison_inputs(
@@ -19,13 +19,13 @@ def comparison_inputs(
     batch: int,
     max_images: int | None = None,
     sizes: Sequence[tuple[int, int]] = (),
-) -> list[Tensor]:
+) -> list[Inputs]:
     """Return batches of test images of a data source or folder, by default one batch; without data, random inputs.
 
     They are of every size, or of the model's own.
     """
     if not data:
-        return [random_images(batch, model, size) for size in sizes or (None,)]
+        return [random_inputs(batch, model, size) for size in sizes or (None,)]
     batch = max(batch, 1)
     source = spaced_images(open_source(data, "test", root), max_images or batch)
     configs = [training_config(model, size) for size in sizes] or [training_config(model)]

@@ -51,7 +51,7 @@ def recast(
     with loading():
         from isomorph.cli.open_models import open_given
         from isomorph.cli.progress import spinner
-        from isomorph.evaluation.random_inputs import random_images
+        from isomorph.evaluation.random_inputs import random_inputs
         from isomorph.surgery import compare_outputs, edits_since
         from isomorph.surgery.recast import keeps_function
         from isomorph.surgery.rules.registry import build_rule
@@ -64,7 +64,7 @@ def recast(
             base = iso.unstride(base, unstride)
         new = iso.recast(base, chosen, where)
         show_step("comparing the outputs of both models in float32 and float64")
-        report = compare_outputs(base, new, [random_images(1, base, size)])
+        report = compare_outputs(base, new, [random_inputs(1, base, size)])
     if not report.passed and keeps_function(chosen):
         raise UserError(str(report).splitlines()[0])
     iso.save(new, out)

@@ -133,7 +133,7 @@ def fuse(
         from isomorph.cli.open_models import open_given_checkpoint
         from isomorph.cli.recalibrate_run import recalibrate_on_data
         from isomorph.evaluation.cost import count_parameters
-        from isomorph.evaluation.random_inputs import random_images
+        from isomorph.evaluation.random_inputs import random_inputs
         from isomorph.surgery import compare_outputs, fusible_modules
     net = open_given_checkpoint(model, checkpoint)
     if not fusible_modules(net):
@@ -144,7 +144,7 @@ def fuse(
     if recalibrate:
         net = recalibrate_on_data(net, data, root, recalibrate, batch_size)
     fused = iso.fuse(net)
-    report = compare_outputs(net, fused, [random_images(1, net)])
+    report = compare_outputs(net, fused, [random_inputs(1, net)])
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
     iso.save(fused, out)

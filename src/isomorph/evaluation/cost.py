@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from isomorph.evaluation.random_inputs import inputs_like, run_model
 from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
@@ -86,10 +87,10 @@ def _count_at_two_batches(model: nn.Module, input_size: tuple[int, ...]) -> MacC
     """Count two batch sizes, and split their difference into per image and per pass."""
     counts = []
     for batch in (_COUNTED_BATCH, _COUNTED_BATCH + 1):
-        images = torch.empty(batch, *input_size, device="meta", dtype=next(model.parameters()).dtype)
+        inputs = inputs_like(model, batch, input_size, "meta")
         # the plain form of attention: the counter does not see into fused kernels
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            model(images)
+            run_model(model, inputs)
         counts.append(counter.get_total_flops() // 2)
     per_image = counts[1] - counts[0]
     return MacCount(per_image, counts[0] - _COUNTED_BATCH * per_image)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
+from isomorph.evaluation.random_inputs import Inputs, inputs_like, run_model
 from isomorph.layers.eval_mode import eval_mode
 
 
@@ -33,12 +34,13 @@ def _synchronize(device: torch.device) -> None:
         getattr(torch, device.type).synchronize()
 
 
-def _time_pass(model: nn.Module, batch: Tensor) -> float:
+def _time_pass(model: nn.Module, batch: Inputs) -> float:
     """Return the seconds of one inference pass."""
-    _synchronize(batch.device)
+    device = next(model.parameters()).device
+    _synchronize(device)
     start = time.perf_counter()
-    model(batch)
-    _synchronize(batch.device)
+    run_model(model, batch)
+    _synchronize(device)
     return time.perf_counter() - start
 
 
@@ -74,8 +76,7 @@ def measure_speeds(
         batches = {}
         for name, model in models.items():
             stack.enter_context(eval_mode(model))
-            parameter = next(model.parameters())
-            batches[name] = torch.randn(batch_size, *sizes[name], device=parameter.device, dtype=parameter.dtype)
+            batches[name] = inputs_like(model, batch_size, sizes[name], next(model.parameters()).device)
             _warm_up(model, batches[name], seconds)
         rounds = 0
         end = time.perf_counter() + seconds * len(models)
@@ -86,7 +87,7 @@ def measure_speeds(
     return {name: _median_and_quartiles(batch_size / torch.tensor(t, dtype=torch.float64)) for name, t in times.items()}
 
 
-def _warm_up(model: nn.Module, batch: Tensor, seconds: float) -> None:
+def _warm_up(model: nn.Module, batch: Inputs, seconds: float) -> None:
     """Run passes that are not timed; only one if it takes longer than `seconds`."""
     if _time_pass(model, batch) <= seconds:
         _time_pass(model, batch)
