@@ -15,7 +15,7 @@ from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.part import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.step import to_device
-from isomorph.training.task import TASKS, EvaluationOptions, Task, register_task, task_of
+from isomorph.training.task import TASKS, EvaluationOptions, Task, find_task, register_task, task_of
 from stopping import stopped_run
 
 
@@ -101,7 +101,9 @@ class TestRun:
         assert isinstance(task, Parity)
         assert task.options.scale == 2.0
         assert iso.evaluate(model)["right"] == result.metrics["right"]
-        assert task.evaluate(model, EvaluationOptions("digits"), Runtime(torch.device("cpu"), False)) == [iso.evaluate(model)]
+        assert task.evaluate(model, EvaluationOptions("digits"), Runtime(torch.device("cpu"), False)) == [
+            iso.evaluate(model)
+        ]
 
     def test_a_stopped_run_goes_on_bit_for_bit(self, tmp_path):
         iso.train(tiny(tmp_path / "whole"), show=False)
@@ -155,8 +157,9 @@ class TestRecipe:
 class TestRegister:
     def test_a_name_is_taken_once(self, monkeypatch):
         monkeypatch.delitem(TASKS, "parity")
-        register_task("parity", f"{__name__}:Parity")
-        register_task("parity", f"{__name__}:Parity")
+        register_task("parity", Parity)
+        register_task("parity", Parity)
+        assert find_task("parity") is Parity
         with pytest.raises(iso.UserError, match="registered already"):
             register_task("parity", "other:Task")
 

@@ -1,12 +1,29 @@
 """Recipes, and the runs that train models from them."""
 
+from isomorph.training.classification import Classification
 from isomorph.training.history import gating_history, saved_models
+from isomorph.training.objectives.objective import Objective
 from isomorph.training.optim import parameter_groups
 from isomorph.training.recipe.recipe import Recipe
 from isomorph.training.run.guards import Diverged, Stopped
 from isomorph.training.run.loop import Result, train
+from isomorph.training.task import EvaluationOptions, Task, register_task
 
-__all__ = ["Diverged", "Recipe", "Result", "Stopped", "gating_history", "parameter_groups", "saved_models", "train"]
+__all__ = [
+    "Classification",
+    "Diverged",
+    "EvaluationOptions",
+    "Objective",
+    "Recipe",
+    "Result",
+    "Stopped",
+    "Task",
+    "gating_history",
+    "parameter_groups",
+    "register_task",
+    "saved_models",
+    "train",
+]
 
 
 def __dir__() -> list[str]:

@@ -8,6 +8,7 @@ classification (`Classification`).
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -25,12 +26,24 @@ if TYPE_CHECKING:
     from isomorph.training.objectives.objective import Objective
     from isomorph.training.recipe.recipe import Recipe
 
-TASKS: dict[str, str] = {}
-"""Module and class of each task, by its name in recipes and checkpoints; `register_task` adds one."""
+ENTRY_POINTS = "isomorph.tasks"
+"""Group of the entry points by which other packages offer tasks."""
+
+TASKS: dict[str, "str | type[Task]"] = {
+    "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
+    "text_classification": "isomorph.tasks.language.classify:TextClassification",
+    "diffusion": "isomorph.tasks.diffusion.task:Diffusion",
+    "segmentation": "isomorph.tasks.segmentation.task:Segmentation",
+}
+"""Tasks by their names in recipes and checkpoints: a class, or `module:class` to import; `register_task` adds one."""
 
 
 class EvaluationOptions(NamedTuple):
-    """How to evaluate a trained model: the options of `isomorph evaluate`."""
+    """How to evaluate a trained model: the options of `isomorph evaluate`.
+
+    >>> iso.training.EvaluationOptions(data="digits").batch_size
+    100
+    """
 
     data: str | None = None
     """Name of a data source or a folder; None for what the model was trained on."""
@@ -41,11 +54,25 @@ class EvaluationOptions(NamedTuple):
     max_images: int | None = None
 
 
+class Prediction(NamedTuple):
+    """The prediction of a model for one file.
+
+    `rows` are what to print, with the same keys each, e.g. class and probability; `files` are what to write, an image
+    or plain values for JSON, each under the ending of its file's name: {".png": picture, "-mask.png": mask}.
+    """
+
+    rows: list[dict[str, Any]]
+    files: dict[str, Any]
+
+
 class Task:
     """What a task brings to the training loop; a subclass for each task.
 
     `options` are the fields of the recipe's group `task`, checked. A data set that `open_data` returns has a length and
     `classes` (names, or an empty tuple); everything else about it is between the task and its loaders.
+
+    >>> iso.training.Task.unused
+    ('augment', 'loss', 'distill', 'token_labels', 'map_similarity', 'mask')
     """
 
     fields: ClassVar[type[Part]] = Part
@@ -110,29 +137,48 @@ class Task:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
         raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
 
-    def predict(self, model: nn.Module, path: Path) -> Any:
-        """Return the prediction of a trained model for a file."""
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the prediction of a trained model for a file. Raises: UserError when it cannot be read."""
         raise UserError(f"{type(self).__name__} makes no predictions for a file")
 
 
 def find_task(name: str) -> type[Task]:
     """Return the class of a task by its name. Raises: UserError for an unknown task."""
     if name not in TASKS:
+        register_installed_tasks()
+    if name not in TASKS:
         close = get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)}, or leave it out"
         raise UserError(f"{name!r} is not a task; {hint}")
-    module, _, kind = TASKS[name].partition(":")
-    return getattr(import_module(module), kind)
+    found = TASKS[name]
+    if isinstance(found, str):
+        module, _, kind = found.partition(":")
+        found = getattr(import_module(module), kind)
+    return found  # type: ignore[return-value]
 
 
-def register_task(name: str, location: str) -> None:
-    """Add a task, `module:class`, to those that recipes and checkpoints can name.
+def register_task(name: str, task: str | type[Task]) -> None:
+    """Add a task, a class or `module:class`, to those that recipes and checkpoints know by name.
+
+    An installed package offers a task with an entry point in the group `isomorph.tasks`.
 
     Raises: UserError if the name is taken.
+
+    >>> class Ordinal(iso.training.Classification):
+    ...     "Classification with a loss of its own."
+    >>> iso.training.register_task("ordinal", Ordinal)
+    >>> data = {"source": "digits", "size": [8, 8]}
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, task={"name": "ordinal"})
     """
-    if TASKS.get(name, location) != location:
+    if TASKS.get(name, task) != task:
         raise UserError(f"a task named {name} is registered already; choose another name")
-    TASKS[name] = location
+    TASKS[name] = task
+
+
+def register_installed_tasks() -> None:
+    """Register the tasks that installed packages offer."""
+    for entry in entry_points(group=ENTRY_POINTS):
+        register_task(entry.name, entry.value)
 
 
 def open_task(name: str, options: dict[str, Any]) -> Task:

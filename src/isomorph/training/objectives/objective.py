@@ -39,7 +39,13 @@ def _identity(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a run, the metrics of its trained module, and the model to save."""
+    """The loss of a run, the metrics of its trained module, and the model to save.
+
+    >>> loss = timm.task.ClassificationTask(timm.create_model("cifar_resnet20"), torch.nn.CrossEntropyLoss())
+    >>> objective = iso.training.Objective(loss, lambda model, loader, runtime: {"top1": 10.0}, lambda m: m["top1"])
+    >>> objective.score({"top1": 10.0})
+    10.0
+    """
 
     task: TrainingTask
     """The loss, with the modules that it trains."""

@@ -15,7 +15,6 @@ from isomorph.checkpoints.rebuild import describe_model, record_data
 from isomorph.checkpoints.snapshot import IntactSnapshot
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts
-from isomorph.data.sources import Source
 from isomorph.distributed import Runtime, open_runtime, seed_everything
 from isomorph.training.build import (
     Data,
@@ -106,7 +105,7 @@ def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Mod
     check_classes_and_surgery(recipe, model, classes, recast)
     config = task.data_config(recipe, model)
     task.check_model(recipe, model, config)
-    extra: dict[str, Any] = {"split": train.split} if isinstance(train, Source) else {}
+    extra: dict[str, Any] = {"split": getattr(train, "split", None)}
     extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
     record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes), **extra})
     return model, config
