@@ -8,18 +8,29 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from isomorph.errors import UserError
 from isomorph.surgery.acceptance import acceptance
 from isomorph.surgery.recast import Rule
 from isomorph.surgery.rules.registry import RULES
 
+_FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_, Tensor.copy_, Tensor.erfinv_}
+_FILLS |= {Tensor.add_, Tensor.mul_, Tensor.div_, Tensor.clamp_}
+
+
+class _SkipFills(TorchFunctionMode):
+    """Torch function mode that skips the initialisation of weights, which have no values on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func in _FILLS else func(*args, **(kwargs or {}))
+
 
 class RuleCoverage(NamedTuple):
     """Of the modules of a rule's kind in a model or family: how many it accepts, of how many, and why not the others.
 
-    >>> iso.surgery.RuleCoverage(2, 3, {"groups=N is not 1": 1}).complete
+    >>> iso.surgery.RuleCoverage(2, 3, {"the NxN kernel is not square": 1}).complete
     False
     """
 
@@ -90,7 +101,7 @@ def cover_models(names: Iterable[str], rules: Mapping[str, Rule]) -> Iterator[di
     for name in names:
         row: dict[str, Any] = {"model": name, "family": family_of(name)}
         try:
-            with torch.device("meta"), warnings.catch_warnings():
+            with torch.device("meta"), _SkipFills(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 model = timm.create_model(name)
             row["parameters"] = sum(parameter.numel() for parameter in model.parameters())

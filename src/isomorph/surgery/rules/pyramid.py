@@ -30,6 +30,7 @@ from isomorph.surgery.linear_chains import (
     merge_branches,
     merge_chain,
 )
+from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.rectification import normalise_rectify
 from isomorph.surgery.rules.registry import register_rule
@@ -39,6 +40,9 @@ _LOGIT_PROJECTIONS = {
 }
 _LOGIT_PROJECTIONS |= {"query", "key", "q_linear", "k_linear"}
 """Last names of query and key projections, whose branch sums get a BatchNorm under rectify="paper" (TDRL 3.3)."""
+
+SEPARATE_BIAS = "qkv_bias_separate"
+"""Attribute of timm's attention with biases outside of its qkv: True to call the qkv, False to read its weight."""
 
 
 def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
@@ -85,17 +89,19 @@ class LinearToPyramid:
 
     Accepts:
     - nn.Linear;
-    - nn.Conv2d with zero padding, as a linear layer on its patches;
+    - nn.Conv2d with zero padding, as a linear layer on its patches; timm's convolutions with standardised weights
+      (from the weight as it is now) or TensorFlow's SAME padding too;
     - an nn.Sequential of several of these with BatchNorms and nothing else, as one linear map;
     - timm's MobileOneBlock: a 1x1 block is replaced, in a 3x3 block the convolutions are (TDRL A.4);
     - the pair of convolutions of a VanillaNet block, once its ReLU is the identity, or with `init="paper"` before that.
 
     A joint `qkv` becomes three pyramids; `where="blocks.[0-3].attn.v"` recasts only its values, and the other parts
-    stay linear. `fuse` converts back at any time.
+    stay linear. One whose outputs are not queries, keys and values in turn, or a convolution, becomes one pyramid.
+    `fuse` converts back at any time.
 
-    `rectify="paper"` puts BatchNorm on the branch sums of queries and keys, recognised by name, and divides the others
-    by sqrt(N). `{"q": "none", "v": "rescale"}` or "q=none,v=rescale" sets it by the last name of a layer; layers that
-    are not named get "paper".
+    `rectify="paper"` puts BatchNorm on the branch sums of queries and keys, recognised by name, and joint projections
+    that stay whole; it divides the others by sqrt(N). `{"q": "none", "v": "rescale"}` or "q=none,v=rescale" sets it by
+    the last name of a layer; layers that are not named get "paper".
 
     `statistics=1/4` makes a training step cheaper: BatchNorm takes mean and variance from a quarter of the tokens,
     drawn again in each step (see `PyramidLinear`).
@@ -173,6 +179,12 @@ class LinearToPyramid:
             return self.rectify
         return self.rectify_by_name.get(name) or self.rectify_by_name.get(joint) or "paper"
 
+    def attach(self, model: nn.Module) -> None:
+        """Make attention with separate biases (BEiT, EVA, Swin V2) call its qkv where that is a pyramid."""
+        for module in model.modules():
+            if hasattr(module, SEPARATE_BIAS) and type(getattr(module, "qkv", None)) is not nn.Linear:
+                setattr(module, SEPARATE_BIAS, True)
+
     def accepts(self, module: nn.Module) -> bool:
         """Return True if the module can be recast."""
         return _BoundRule(self, {}).accepts(module)
@@ -213,7 +225,6 @@ class _BoundRule:
         """Return why the module cannot be recast, or None if it can."""
         if isinstance(module, JointPart):
             return self._part_rejection_reason(module)
-        name, parent = self.parents.get(module, ("", None))
         if isinstance(module, MobileOneBlock):
             return _block_mismatch(module)
         if isinstance(module, nn.Sequential):
@@ -222,15 +233,13 @@ class _BoundRule:
             if isinstance(module, AnnealedPair) and is_chain(module, annealed=True):
                 return "its ReLU is not the identity yet; anneal it first, or give init='paper'"
             return "it contains more than linear layers and BatchNorm"
-        if reason := linear_mismatch(module):
+        if reason := linear_mismatch(plain_layer(module)):
             return reason
+        _, parent = self.parents.get(module, ("", None))
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads its weight without calling it"
-        if getattr(parent, "q_bias", None) is not None:
+        if getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS):
             return f"{type(parent).__name__} reads its weight without calling it"
-        problem = _joint_mismatch(module, name, parent)
-        if problem and self.rule.rectification(name) == "paper":
-            return f"{problem}; give rectify='batchnorm' or 'rescale' to take it as one pyramid"
         return None
 
     @property
@@ -261,12 +270,13 @@ class _BoundRule:
         if isinstance(module, nn.Sequential):
             module = merge_chain(module, self.from_scratch)
         name, parent = self.parents.get(module, ("", None))
-        if isinstance(module, nn.Conv2d):
-            return self._build_conv(module, name)
-        assert isinstance(module, nn.Linear)
-        if _joint_mismatch(module, name, parent) or name not in JOINT_PARTS:
-            return self._build_linear(module, name)
-        pairs = zip(_split_projection(module, len(JOINT_PARTS[name])), JOINT_PARTS[name], strict=True)
+        plain = plain_layer(module)
+        if isinstance(plain, nn.Conv2d):
+            return with_same_padding(module, self._build_conv(plain, name))
+        assert isinstance(plain, nn.Linear)
+        if _joint_mismatch(plain, name, parent) or name not in JOINT_PARTS:
+            return self._build_linear(plain, name)
+        pairs = zip(_split_projection(plain, len(JOINT_PARTS[name])), JOINT_PARTS[name], strict=True)
         return JointPyramid([self._build_linear(*pair, name) for pair in pairs])
 
     def _build_part(self, part: JointPart) -> JointPyramid:
@@ -284,7 +294,7 @@ class _BoundRule:
         """Return layout and rectification for a layer, by its last name and that of its joint projection, if any."""
         rectify = self.rule.rectification(name, joint)
         if rectify == "paper":
-            rectify = "batchnorm" if name in _LOGIT_PROJECTIONS else "rescale"
+            rectify = "batchnorm" if name in _LOGIT_PROJECTIONS or name in JOINT_PARTS else "rescale"
         shared = dict(layout=self.rule.layout, rescale_by=self.rule.rescale_by, statistics=self.rule.statistics)
         return dict(rectify=rectify, **shared)
 
