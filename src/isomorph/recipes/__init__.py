@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isomorph.errors import UserError
-from isomorph.recipes import cifar, coatnet, convit, finetune, refiner, tcnn, tdrl, tdrl_figures
+from isomorph.recipes import cifar, coatnet, convit, diffusion, finetune, language, refiner, tcnn, tdrl, tdrl_figures
 
 if TYPE_CHECKING:
     from isomorph.training import Recipe
@@ -22,6 +22,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     **refiner.RECIPES,
     **coatnet.RECIPES,
     **cifar.RECIPES,
+    **diffusion.RECIPES,
+    **language.RECIPES,
     **finetune.RECIPES,
 }
 """Recipes by name: nested dicts of the fields that differ from their defaults."""

@@ -1,0 +1,142 @@
+"""Denoising diffusion as a task of the training loop: images of any data source, and a network that predicts noise."""
+
+import copy
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import transforms
+
+from isomorph.data.formats.registry import SOURCES, open_source
+from isomorph.data.loaders import eval_loader, eval_transform, train_loader
+from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import Source, spaced_images
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
+from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error
+from isomorph.training.build import build_model, build_test_loader, open_sources
+from isomorph.training.objectives.objective import Objective
+from isomorph.training.recipe.fields import AugmentPart
+from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import EvaluationOptions, Task
+
+Variance = Annotated[float, Field(gt=0, lt=1)]
+
+
+class DiffusionPart(Part):
+    """Options of the task diffusion."""
+
+    beta_start: Variance = 1e-4
+    """Variance of the noise that the first time step adds."""
+    beta_end: Variance = 0.02
+    """Variance of the noise that the last time step adds; those between rise linearly."""
+
+    @model_validator(mode="after")
+    def check_fields(self) -> "DiffusionPart":
+        if self.beta_start > self.beta_end:
+            raise ValueError(f"beta_start {self.beta_start:g} must be at most beta_end, {self.beta_end:g}")
+        return self
+
+
+class Diffusion(Task):
+    """Training of a network that predicts the noise in images at a time step, such as ddpm_unet."""
+
+    fields = DiffusionPart
+    sources = tuple(SOURCES)
+    unused = ("loss", "distill", "token_labels", "map_similarity", "mask")
+    printed = {"denoising": ".5f"}
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        plain = AugmentPart()
+        for name in AugmentPart.model_fields:
+            if name != "hflip" and getattr(recipe.augment, name) != getattr(plain, name):
+                raise ValueError(f"augment.{name} does not apply to diffusion, which only flips images; leave it out")
+        if recipe.model.num_classes:
+            raise ValueError("model.num_classes does not apply to diffusion; leave it out")
+        if recipe.monitor_every:
+            raise ValueError("monitor_every does not apply to diffusion; leave it out")
+
+    def open_data(self, recipe: Recipe) -> tuple[Source, Source]:
+        train, test = (_without_classes(source) for source in open_sources(recipe))
+        return train, test
+
+    def build_model(self, recipe: Recipe, train: Source, recast_now: bool) -> nn.Module:
+        return build_model(recipe.model, 0, recipe.drop_path, recast_now)
+
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        """Return the size of images, by default the model's own; images have values from -1 to 1."""
+        crop = {"crop_pct": 1.0, "crop_mode": "center"}
+        return super().data_config(recipe, model) | crop | dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        require_denoiser(model, recipe.model.name or str(recipe.model.weights))
+        check_denoiser_size(model, config["input_size"])
+
+    def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
+        return None
+
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Source, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        flip = transforms.RandomHorizontalFlip(recipe.augment.hflip)
+        transform = transforms.Compose([flip, eval_transform(config)])
+        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable)
+
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Source, runtime: Runtime) -> Iterable[Any]:
+        return build_test_loader(recipe, config, test, runtime)
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        schedule = self.schedule(model)
+
+        def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+            return mean_error(denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime))
+
+        task = DenoisingTask(model, schedule, recipe.data.batch_size, device)
+        return Objective(task, measure, lambda metrics: -metrics["denoising"])
+
+    def schedule(self, model: nn.Module) -> NoiseSchedule:
+        """Return the noise schedule of a network."""
+        return NoiseSchedule(int(model.time_steps), self.options.beta_start, self.options.beta_end)  # type: ignore[arg-type]
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""
+        config = dict(model.pretrained_cfg)  # type: ignore[arg-type]
+        if options.size:
+            config["input_size"] = (config["input_size"][0], *options.size)
+            check_denoiser_size(model, config["input_size"])
+        source = open_source(options.data or config.get("source", "imagefolder"), "test", options.root)
+        source = spaced_images(_without_classes(source), options.max_images)
+        own = source.subset(range(len(source))[runtime.share]) if runtime.world > 1 else source
+        loader = runtime.pad_batches(eval_loader(own, config, options.batch_size, options.workers))
+        schedule = self.schedule(model)
+        sums = denoising_errors(model, loader, schedule, runtime)
+        return [mean_error(sums), *errors_by_time(sums, schedule.time_steps)]
+
+
+def _without_classes(source: Any) -> Source:
+    """Return a source whose images are not of classes, which a diffusion model does not know."""
+    source = copy.copy(source)
+    source.classes = ()
+    return source
+
+
+def require_denoiser(model: nn.Module, name: str) -> None:
+    """Raise UserError for a model that does not predict the noise in images at time steps."""
+    if not isinstance(getattr(model, "time_steps", None), int):
+        raise UserError(f"{name} does not predict noise at time steps; diffusion takes ddpm_unet")
+
+
+@torch.no_grad()
+def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
+    """Raise UserError if the model does not take images of this size (channels, height, width)."""
+    parameter = next(model.parameters())
+    try:
+        model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype), 0)
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the network does not take the images, {'x'.join(map(str, size))}: {reason}") from None
