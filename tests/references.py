@@ -84,17 +84,49 @@ def gpsa2d_attention(layer, x):
     for h in range(nh):
         rows = slice(h, None, nh)
         q, key = standing @ layer.query.weight[rows].T, tokens @ layer.key.weight[rows].T
-        content = torch.softmax(q @ key.transpose(1, 2) / width**0.5, dim=-1)
+        content = content_of(layer, q / width**0.5, key, queries, keys, x.shape[-2:])
         s = torch.sigmoid(layer.gate[h])
         maps.append((1 - s) * content + s * position[h])
     return torch.stack(maps, dim=1)
 
 
+def content_of(layer, q, key, queries, keys, size):
+    """Softmax over all keys, over those of a window, or over the averages of cells. -> (B, Nq, Nk)"""
+    if hasattr(layer, "window"):
+        (wh, ww) = layer.window
+        near = [[abs(r - qr) <= wh // 2 and abs(c - qc) <= ww // 2 for r, c in keys] for qr, qc in queries]
+        return torch.softmax((q @ key.transpose(1, 2)).masked_fill(~torch.tensor(near), -torch.inf), dim=-1)
+    if not hasattr(layer, "cells"):
+        return torch.softmax(q @ key.transpose(1, 2), dim=-1)
+    (H, W), (ph, pw) = size, layer.padding
+    tall, wide = -(-H // layer.cells[0]), -(-W // layer.cells[1])
+    cells = {}
+    for place, (r, c) in enumerate(keys):
+        inside = ph <= r < ph + H and pw <= c < pw + W
+        cells.setdefault(((r - ph) // tall, (c - pw) // wide) if inside else None, []).append(place)
+    exponents = torch.zeros(*q.shape[:2], len(keys), dtype=q.dtype)
+    for places in cells.values():  # every position of a cell has the score of the cell's average
+        mean = key[:, places].mean(1, keepdim=True)
+        exponents[..., places] = (q @ mean.transpose(1, 2)).expand(-1, -1, len(places))
+    return torch.softmax(exponents, dim=-1)
+
+
+def taps_of(layer):
+    """The filters of all heads, with zeros between groups of channels. -> (C_out, C, nh)"""
+    taps, groups = layer.weight.flatten(2), layer.groups
+    whole = torch.zeros(layer.out_channels, layer.in_channels, taps.shape[2], dtype=taps.dtype)
+    for g in range(groups):
+        out, within = layer.out_channels // groups, layer.in_channels // groups
+        whole[g * out : (g + 1) * out, g * within : (g + 1) * within] = taps[g * out : (g + 1) * out]
+    return whole
+
+
 def gpsa2d(layer, x):
     """T-CNN eq. 2: the sum over heads of A_h X W_val W_out^h."""
     ph, pw = layer.padding
-    values = F.pad(x, (pw, pw, ph, ph)).flatten(2).transpose(1, 2) @ layer.value.weight.T
-    taps = layer.weight.flatten(2)  # (C_out, C, nh)
+    values = F.pad(x, (pw, pw, ph, ph)).flatten(2).transpose(1, 2)
+    values = values if layer.value is None else values @ layer.value.weight.T
+    taps = taps_of(layer)
     out = sum(a @ values @ taps[:, :, h].T for h, a in enumerate(gpsa2d_attention(layer, x).unbind(1)))
     if layer.bias is not None:
         out = out + layer.bias
@@ -295,6 +327,33 @@ def positional_conv(layer, x):
         return -alpha * ((dy - layer.centre[:, 0]) ** 2 + (dx - layer.centre[:, 1]) ** 2)
 
     maps = position_softmax(queries, keys, score)
-    taps, tokens = layer.weight.flatten(2), padded.flatten(2).transpose(1, 2)
+    taps, tokens = taps_of(layer), padded.flatten(2).transpose(1, 2)
     out = sum(maps[h] @ tokens @ taps[:, :, h].T for h in range(len(maps))) + layer.bias
     return out.transpose(1, 2).unflatten(-1, layer.query_grid(*x.shape[-2:]))
+
+
+def decomposed_attention(layer, x):
+    """ViTDet's attention: pad with zeros, cut windows, one head, one query and one key after the other."""
+    B, H, W, _ = x.shape
+    h, w = layer.window or (H, W)
+    padded = F.pad(x, (0, 0, 0, -W % w, 0, -H % h))
+    out = torch.zeros(B, padded.shape[1], padded.shape[2], layer.attn_dim, dtype=x.dtype)
+    hd = layer.head_dim
+    for top in range(0, padded.shape[1], h):
+        for left in range(0, padded.shape[2], w):
+            cells = [(i, j) for i in range(h) for j in range(w)]
+            tokens = padded[:, top : top + h, left : left + w].reshape(B, h * w, -1)
+            q, k, v = layer.qkv(tokens).chunk(3, -1)
+            for head in range(layer.num_heads):
+                part = slice(head * hd, (head + 1) * hd)
+                for number, (i, j) in enumerate(cells):
+                    query = q[:, number, part]
+                    scores = [
+                        (query * k[:, other, part]).sum(-1) / hd**0.5
+                        + query @ layer.rel_pos_h[i - a + h - 1]
+                        + query @ layer.rel_pos_w[j - b + w - 1]
+                        for other, (a, b) in enumerate(cells)
+                    ]
+                    weights = torch.stack(scores, -1).softmax(-1)  # (B, N)
+                    out[:, top + i, left + j, part] = torch.einsum("bn,bnc->bc", weights, v[..., part])
+    return layer.proj(out[:, :H, :W])

@@ -2,11 +2,13 @@
 
 from isomorph.layers.annealed import AnnealedPair, AnnealedReLU, SeriesActivation
 from isomorph.layers.content_heads import ContentConv2d
+from isomorph.layers.decomposed_attention import DecomposedAttention
 from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.local_attention import LocalAttention
 from isomorph.layers.map_edit import GatedMap, MapCall, MapEdit, RefinedMap
 from isomorph.layers.mbconv import LayerNormMBConv, MBConv
+from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.pruned_gpsa import PrunedGPSA, PrunedViTGPSA
 from isomorph.layers.pruned_gpsa2d import PrunedGPSA2d
@@ -16,8 +18,10 @@ from isomorph.layers.pyramid_linear import JointPyramid, PyramidLinear
 from isomorph.layers.refined_attention import ExpandedAttention, RefinedAttention, SpatialAttention
 from isomorph.layers.refiner import CrossKernel, Expansion, MapConvolution, Refiner, SpatialRefiner
 from isomorph.layers.relative_attention import PostRelativeAttention, RelativeAttention
+from isomorph.layers.same_padding import SamePadding
 from isomorph.layers.vit_gpsa import ViTGPSA
 from isomorph.layers.vit_relative_attention import ViTRelativeAttention
+from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
 
 __all__ = [
     "GPSA",
@@ -26,6 +30,7 @@ __all__ = [
     "AnnealedReLU",
     "ContentConv2d",
     "CrossKernel",
+    "DecomposedAttention",
     "ExpandedAttention",
     "Expansion",
     "GPSA2d",
@@ -37,6 +42,8 @@ __all__ = [
     "MapCall",
     "MapConvolution",
     "MapEdit",
+    "PooledContentConv2d",
+    "PooledGPSA2d",
     "PositionalConv2d",
     "PostRelativeAttention",
     "PrunedGPSA",
@@ -48,11 +55,14 @@ __all__ = [
     "RefinedMap",
     "Refiner",
     "RelativeAttention",
+    "SamePadding",
     "SeriesActivation",
     "SpatialAttention",
     "SpatialRefiner",
     "ViTGPSA",
     "ViTRelativeAttention",
+    "WindowContentConv2d",
+    "WindowGPSA2d",
 ]
 
 

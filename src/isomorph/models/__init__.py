@@ -8,10 +8,25 @@ import timm
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.models import cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet
+from isomorph.models import (
+    cifar_resnet,
+    coatnet,
+    convit,
+    ddpm_unet,
+    mask_rcnn,
+    refined_vit,
+    refined_vit_released,
+    tcnn,
+    tdrl_vit,
+    text_transformer,
+    upernet,
+    vanillanet,
+)
 from isomorph.models.download import build_pretrained, is_connection_error
 
 _MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
+_NETWORKS = (ddpm_unet, mask_rcnn, text_transformer, upernet)
+"""Networks of other tasks than classification."""
 
 
 def names() -> list[str]:
@@ -21,6 +36,15 @@ def names() -> list[str]:
     True
     """
     return sorted(name for module in _MODULES for name in module.default_cfgs)
+
+
+def networks() -> list[str]:
+    """Return the names of the networks for other tasks than classification that isomorph adds to timm, sorted.
+
+    >>> "ddpm_unet" in iso.models.networks()
+    True
+    """
+    return sorted(name for module in _NETWORKS for name in module.default_cfgs)
 
 
 def require_registered(name: str) -> None:
@@ -70,7 +94,7 @@ def create(name: str, **arguments: Any) -> nn.Module:
         raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}") from error
 
 
-__all__ = ["create", "names"]
+__all__ = ["create", "names", "networks"]
 
 
 def __dir__() -> list[str]:

@@ -30,6 +30,7 @@ ENTRY_POINTS = "isomorph.tasks"
 """Group of the entry points by which other packages offer tasks."""
 
 TASKS: dict[str, "str | type[Task]"] = {
+    "detection": "isomorph.tasks.detection.task:Detection",
     "masked_lm": "isomorph.tasks.language.masked_lm:MaskedLM",
     "text_classification": "isomorph.tasks.language.classify:TextClassification",
     "diffusion": "isomorph.tasks.diffusion.task:Diffusion",

@@ -54,12 +54,17 @@ def open_source(
         if root is not None:
             raise UserError(f"{name} is a folder of its own, or not a data source; leave the root {root} out")
         name, root = locate_folder(name)
-    folder = Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
+    folder = data_root(root)
     if test_fraction is None:
         return SOURCES[str(name)](split, folder)
     if name != "imagefolder":
         raise UserError(f"--split divides a folder of images; {name} has a test split of its own, leave --split out")
     return imagefolder(split, folder, test_fraction)
+
+
+def data_root(root: str | Path | None) -> Path:
+    """Return the folder of the data: the given one, else $ISOMORPH_DATA, else ./data."""
+    return Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
 
 
 def locate_folder(folder: str | Path) -> tuple[str, Path]:

@@ -1,0 +1,114 @@
+"""The heads of Mask R-CNN: torchvision's, with LayerNorm after convolutions, and outputs in float32 at least."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
+from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
+from torchvision.models.detection.roi_heads import RoIHeads
+from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
+
+from isomorph.models.region_features import PyramidRoIAlign
+
+Target = dict[str, Tensor]
+"""Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""
+
+_RATIOS = (0.5, 1.0, 2.0)
+_PRE_NMS_TRAIN, _RPN_SAMPLES, _RPN_IOU, _RPN_NMS = 2, 256, (0.7, 0.3), 0.7
+"""Proposals before suppression in training, as a multiple of those after it; anchors trained with; thresholds."""
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    """Return x in float32 at least: under autocast the coordinates of boxes would be rounded to 8 bits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class ProposalHead(RPNHead):
+    """torchvision's RPNHead, with outputs in float32 at least. Shape: maps -> objectness, deltas of every map"""
+
+    def forward(self, x: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        return tuple([_at_least_float32(y) for y in each] for each in super().forward(x))  # type: ignore[return-value]
+
+
+class BoxPredictor(FastRCNNPredictor):
+    """torchvision's FastRCNNPredictor, with outputs in float32 at least. Shape: (n, C) -> (n, K), (n, 4 K)"""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, deltas = super().forward(x)
+        return _at_least_float32(scores), _at_least_float32(deltas)
+
+
+class MaskPredictor(MaskRCNNPredictor):
+    """torchvision's MaskRCNNPredictor, with outputs in float32 at least. Shape: (n, C, 14, 14) -> (n, K, 28, 28)"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _at_least_float32(super().forward(x))
+
+
+def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, proposals: int) -> RegionProposalNetwork:
+    """Return the network that proposes boxes: two 3 x 3 convolutions, and anchors of three shapes on every map.
+
+    Source: G2SD's ViTDet: 2000 boxes a map before suppression in training, 1000 in testing, 1000 after it
+    """
+    anchors = AnchorGenerator(tuple((stride * anchor_scale,) for stride in strides), (_RATIOS,) * len(strides))
+    return RegionProposalNetwork(
+        anchors,
+        ProposalHead(channels, len(_RATIOS), conv_depth=2),
+        *_RPN_IOU,
+        batch_size_per_image=_RPN_SAMPLES,
+        positive_fraction=0.5,
+        pre_nms_top_n={"training": _PRE_NMS_TRAIN * proposals, "testing": proposals},
+        post_nms_top_n={"training": proposals, "testing": proposals},
+        nms_thresh=_RPN_NMS,
+    )
+
+
+def build_regions(
+    channels: int,
+    features: int,
+    strides: Sequence[float],
+    num_classes: int,
+    masks: bool,
+    samples: int,
+    score_threshold: float,
+    detections: int,
+) -> RoIHeads:
+    """Return the heads that read proposals: four convolutions and a linear layer for boxes, five for masks.
+
+    Class 0 is the background.
+    """
+    mask_parts: dict[str, nn.Module] = {}
+    if masks:
+        mask_parts = {
+            "mask_roi_pool": PyramidRoIAlign(14, strides),
+            "mask_head": MaskRCNNHeads(channels, [channels] * 4, 1, norm_layer=LayerNorm2d),
+            "mask_predictor": MaskPredictor(channels, channels, num_classes + 1),
+        }
+    return RoIHeads(
+        PyramidRoIAlign(7, strides),
+        FastRCNNConvFCHead((channels, 7, 7), [channels] * 4, [features], norm_layer=LayerNorm2d),
+        BoxPredictor(features, num_classes + 1),
+        fg_iou_thresh=0.5,
+        bg_iou_thresh=0.5,
+        batch_size_per_image=samples,
+        positive_fraction=0.25,
+        bbox_reg_weights=(10.0, 10.0, 5.0, 5.0),
+        score_thresh=score_threshold,
+        nms_thresh=0.5,
+        detections_per_img=detections,
+        **mask_parts,
+    )
+
+
+def fixed_boxes(x: Tensor) -> Tensor:
+    """Return boxes that cover an image at three sizes: the whole, its quarters, its sixteenths. Shape: -> (21, 4)"""
+    H, W = x.shape[-2:]
+    boxes: list[Any] = []
+    for parts in (1, 2, 4):
+        steps = [n / parts for n in range(parts)]
+        boxes += [(j * W, i * H, (j + 1 / parts) * W, (i + 1 / parts) * H) for i in steps for j in steps]
+    return torch.tensor(boxes, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)

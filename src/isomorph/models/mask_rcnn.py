@@ -1,0 +1,223 @@
+"""Mask R-CNN around any timm backbone: boxes, and masks if wanted. Plain ViTs get windows and a pyramid (ViTDet).
+
+    timm.create_model("mask_rcnn", backbone="tdrl_vit_ti", num_classes=80, masks=True)
+
+Proposals, matching, losses and the selection of detections are torchvision's.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+from torchvision.models.detection.image_list import ImageList
+
+from isomorph.errors import UserError
+from isomorph.models.backbone_weights import backbone_state, layer_groups
+from isomorph.models.detection_heads import Target, build_regions, build_rpn, fixed_boxes
+from isomorph.models.feature_backbone import FeatureBackbone, build_backbone, feature_maps
+from isomorph.models.feature_pyramids import SimpleFeaturePyramid, StagePyramid
+from isomorph.models.vit_cfg import require_images
+from isomorph.models.windowed_vit import WindowedViT, is_windowable
+
+Detections = dict[str, Tensor]
+"""Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28)."""
+
+_FINEST_STRIDE = 4
+"""Stride of the finest map that is used, where a backbone has enough others."""
+
+
+class MaskRCNN(nn.Module):
+    """Find objects in images: boxes with classes, and with `masks` the outline of every object.
+
+    The maps of the backbone become a pyramid, from which proposals are drawn; every proposal is classified, refined
+    and outlined. A plain ViT (timm's VisionTransformer and its subclasses) attends in windows of `window` patches, and
+    in `global_blocks` to the whole map; `window=0` leaves it as it is. Its last map becomes a simple pyramid, as
+    that of any backbone with one resolution; the stages of other backbones enter a feature pyramid network.
+
+    Three calls: `forward(x, targets)` in train mode returns the losses; `forward(x)` returns all outputs before boxes
+    are selected, for boxes at fixed positions, so that two networks can be compared (`iso.verify`); and `detect(x)`
+    returns the detections. Images of any size are padded on the right and below to whole cells of the coarsest map.
+
+    Args:
+        backbone: a model of timm's registry, created with `backbone_kwargs`.
+        masks: whether there is a head for masks.
+        img_size: size of the images, for which relative positions are created; any other works too.
+        channels, features: width of the pyramid, and of the linear layer of the box head.
+        anchor_scale: side of the anchors of a map, as a multiple of its stride.
+        proposals: number of proposals an image. `samples`: how many of them the heads are trained with.
+        score_threshold, detections: lowest score, and largest number, of the detections of an image.
+
+    Shape: x (B, in_chans, H, W), normalised
+    Source: Mask R-CNN (He et al., 2017), ViTDet (Li et al., 2022), section 3; settings of G2SD's code, which TDRL uses
+    Raises: UserError for a backbone that timm does not have or that has no feature maps, or images that are too small.
+    """
+
+    def __init__(
+        self,
+        backbone: str = "tdrl_vit_ti",
+        num_classes: int = 80,
+        masks: bool = True,
+        backbone_kwargs: Mapping[str, Any] | None = None,
+        in_chans: int = 3,
+        img_size: int | tuple[int, int] = 1024,
+        window: int = 14,
+        global_blocks: Sequence[int] | None = None,
+        channels: int = 256,
+        features: int = 1024,
+        anchor_scale: float = 8,
+        proposals: int = 1000,
+        samples: int = 512,
+        score_threshold: float = 0.05,
+        detections: int = 100,
+        drop_path_rate: float | None = None,
+        pretrained_backbone: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_numbers(num_classes=num_classes, channels=channels, features=features, proposals=proposals)
+        self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
+        self.backbone_name, self.backbone_kwargs = backbone, dict(backbone_kwargs or {})
+        arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
+        found = build_backbone(backbone, in_chans, pretrained=pretrained_backbone, arguments=arguments)
+        if not found.is_plain:
+            found = _distinct_levels(found)
+        self.backbone: nn.Module = found.module
+        self.indices: tuple[int, ...] | None = found.indices
+        if found.is_plain:
+            self.indices = found.indices[-1:]
+            if window and is_windowable(found.module):
+                self.backbone = WindowedViT(found.module, to_2tuple(img_size), window, global_blocks)  # type: ignore[arg-type]
+                self.indices = None
+            self.pyramid: nn.Module = SimpleFeaturePyramid(found.channels[-1], channels)
+            stride = found.reductions[-1]
+            self.strides = tuple(stride * factor / 4 for factor in (1, 2, 4, 8, 16))
+        else:
+            self.pyramid = StagePyramid(found.channels, channels)
+            self.strides = (*found.reductions, 2 * found.reductions[-1])
+        self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
+        regions = dict(masks=masks, samples=samples, score_threshold=score_threshold, detections=detections)
+        self.roi_heads = build_regions(channels, features, self.strides[:-1], num_classes, **regions)
+
+    @property
+    def fused_arguments(self) -> dict[str, Any]:
+        """Arguments that create the network after `iso.fuse`."""
+        inner = getattr(self.backbone, "fused_arguments", {})
+        return {"backbone_kwargs": {**self.backbone_kwargs, **inner}} if inner else {}
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return the layers for layer-wise learning rates: patches, blocks, and everything after them."""
+        return layer_groups()
+
+    def get_classifier(self) -> nn.Module:
+        """Return the classifier of boxes."""
+        return self.roi_heads.box_predictor.cls_score  # type: ignore[union-attr, return-value]
+
+    def pyramid_maps(self, x: Tensor) -> OrderedDict[str, Tensor]:
+        """Return the maps of the pyramid, finest first. Shape: (B, in_chans, H, W) -> (B, C, H / stride, W / stride)"""
+        require_images(x)
+        cell = int(self.strides[-2])
+        x = F.pad(x, (0, -x.shape[3] % cell, 0, -x.shape[2] % cell))
+        maps = self.backbone(x) if self.indices is None else feature_maps(self.backbone, self.indices, x)
+        levels = self.pyramid(maps if isinstance(self.pyramid, StagePyramid) else maps[0])
+        return OrderedDict((f"p{number}", level) for number, level in enumerate(levels, 2))
+
+    def forward(self, x: Tensor, targets: Sequence[Target] | None = None, keep_maps: bool = False) -> dict[str, Any]:
+        """Return the losses for targets; without targets all outputs before boxes are selected.
+
+        A target is a dict of `boxes` (n, 4) in pixels, `labels` (n,) from 0, and with masks `masks` (n, H, W). With
+        `keep_maps` the result has the maps of the pyramid and the objectness of anchors too.
+        """
+        maps = self.pyramid_maps(x)
+        kept = {"maps": list(maps.values()), "objectness": self.rpn.head(list(maps.values()))[0]} if keep_maps else {}
+        return (self._raw_outputs(x, maps) if targets is None else self._losses(x, maps, targets)) | kept
+
+    def _losses(self, x: Tensor, maps: OrderedDict[str, Tensor], targets: Sequence[Target]) -> dict[str, Tensor]:
+        if not self.training:
+            raise UserError("losses need train mode; call model.train(), or leave the targets out")
+        sizes = [tuple(x.shape[-2:])] * len(x)
+        shifted = [{**target, "labels": target["labels"] + 1} for target in targets]  # 0 is the background
+        proposals, losses = self.rpn(ImageList(x, sizes), maps, shifted)
+        _, more = self.roi_heads(maps, proposals, sizes, shifted)
+        return {**losses, **more}
+
+    def _raw_outputs(self, x: Tensor, maps: OrderedDict[str, Tensor]) -> dict[str, Any]:
+        """Return what every layer computes, for boxes that do not depend on the image."""
+        objectness, anchor_deltas = self.rpn.head(list(maps.values()))
+        boxes = [fixed_boxes(x)] * len(x)
+        heads: Any = self.roi_heads
+        logits, deltas = heads.box_predictor(heads.box_head(heads.box_roi_pool(maps, boxes)))
+        out = {"objectness": objectness, "anchor_deltas": anchor_deltas, "class_logits": logits, "box_deltas": deltas}
+        if self.has_masks:
+            out["mask_logits"] = heads.mask_predictor(heads.mask_head(heads.mask_roi_pool(maps, boxes)))
+        return out
+
+    @torch.no_grad()
+    def detect(self, x: Tensor, sizes: Sequence[tuple[int, int]] | None = None) -> list[Detections]:
+        """Return the detections of every image, best first, in pixels of x; labels count from 0.
+
+        `sizes` are height and width of each image inside x, without its padding. Masks are probabilities on a grid of
+        28 x 28 inside each box.
+
+        Raises: UserError in train mode.
+        """
+        if self.training:
+            raise UserError("detect needs eval mode; call model.eval()")
+        sizes = [tuple(x.shape[-2:])] * len(x) if sizes is None else [tuple(size) for size in sizes]  # type: ignore[misc]
+        maps = self.pyramid_maps(x)
+        proposals, _ = self.rpn(ImageList(x, list(sizes)), maps)
+        found, _ = self.roi_heads(maps, proposals, list(sizes))
+        return [{**each, "labels": each["labels"] - 1} for each in found]
+
+
+def _distinct_levels(found: FeatureBackbone) -> FeatureBackbone:
+    """Return a hierarchical backbone with one map of each resolution.
+
+    Of maps of one resolution the last is taken, and maps finer than stride 4 only if there are fewer than two others.
+    """
+    last = {reduction: position for position, reduction in enumerate(found.reductions)}
+    coarse = [position for reduction, position in last.items() if reduction >= _FINEST_STRIDE]
+    kept = sorted(coarse if len(coarse) > 1 else last.values())
+    indices, channels, reductions = (tuple(each[position] for position in kept) for each in found[1:])
+    return FeatureBackbone(found.module, indices, channels, reductions)
+
+
+def _check_numbers(**numbers: int) -> None:
+    """Raise UserError for a number below 1."""
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 1:
+            raise UserError(f"{name} {number!r} must be a whole number of at least 1")
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: MaskRCNN) -> dict[str, Any]:
+    """Convert a checkpoint: a Mask R-CNN's is loaded unchanged, a classifier's into the backbone."""
+    return backbone_state(model, state_dict, fresh=("rel_pos_h", "rel_pos_w"))
+
+
+def _cfg() -> dict[str, Any]:
+    """Return the pretrained_cfg: images as in ViTDet."""
+    return {
+        "num_classes": 80,
+        "input_size": (3, 1024, 1024),
+        "pool_size": None,
+        "crop_pct": 1.0,
+        "interpolation": "bilinear",
+        "mean": IMAGENET_DEFAULT_MEAN,
+        "std": IMAGENET_DEFAULT_STD,
+        "fixed_input_size": False,
+        "first_conv": None,
+        "classifier": "roi_heads.box_predictor.cls_score",
+    }
+
+
+default_cfgs = generate_default_cfgs({"mask_rcnn": _cfg()})  # no weights of whole networks are public
+
+
+@register_model
+def mask_rcnn(pretrained: bool = False, **kwargs: Any) -> MaskRCNN:
+    """Mask R-CNN around a timm backbone; `pretrained` loads the backbone's own weights."""
+    return build_model_with_cfg(MaskRCNN, "mask_rcnn", False, pretrained_backbone=pretrained, **kwargs)

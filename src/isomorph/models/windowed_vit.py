@@ -1,0 +1,95 @@
+"""A plain ViT as the backbone of a detector: attention in windows, in a few blocks over the whole map (ViTDet)."""
+
+import math
+import sys
+from collections.abc import Sequence
+
+from timm.layers import Attention, resample_abs_pos_embed
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.layers import DecomposedAttention
+
+
+def default_global_blocks(depth: int) -> tuple[int, ...]:
+    """Return the last block of each quarter of the network, which attend to the whole map: 2, 5, 8, 11 of 12."""
+    return tuple(sorted({-(-quarter * depth // 4) - 1 for quarter in range(1, 5)}))
+
+
+def is_windowable(model: nn.Module) -> bool:
+    """Return True for timm's VisionTransformer, or a subclass, whose blocks have timm's plain Attention."""
+    if not isinstance(model, VisionTransformer):
+        return False
+    return all(type(getattr(block, "attn", None)) is Attention for block in model.blocks)
+
+
+def _without_prefix_tokens(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a ViT's tensors without its class token, other tokens that are not patches, and their positions.
+
+    The number of positions of patches is the largest square.
+    """
+    state = {name: tensor for name, tensor in state.items() if name not in ("cls_token", "reg_token", "dist_token")}
+    positions = state.get("pos_embed")
+    if isinstance(positions, Tensor) and positions.ndim == 3:
+        state["pos_embed"] = positions[:, positions.shape[1] - math.isqrt(positions.shape[1]) ** 2 :]
+    return state
+
+
+class WindowedViT(nn.Module):
+    """Turn a plain ViT into a backbone for large images: one feature map, at a cost that grows with their area.
+
+    Attention of most blocks is limited to windows; that of the `global_blocks`, the last of each quarter by default,
+    is not. Both know relative positions by row and column, which start at zero. The class token is dropped, and
+    absolute positions are resized to the image. There is no norm after the last block. Projections stay those of the
+    given network, pyramids included. `img_size` is the image size that the relative positions of global blocks are
+    created for; all positions are resized to other sizes.
+
+    Shape: x (B, in_chans, height, width), multiples of the patch -> a list of one (B, C, height / patch, width / patch)
+    Source: ViTDet (Li et al., 2022), section 3
+    Raises: UserError for a window below 0 or a block that the network does not have.
+    """
+
+    def __init__(
+        self,
+        vit: VisionTransformer,
+        img_size: tuple[int, int],
+        window: int = 14,
+        global_blocks: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        depth, self.source_module = len(vit.blocks), type(vit).__module__
+        chosen = default_global_blocks(depth) if global_blocks is None else tuple(global_blocks)
+        if window < 1 or not all(0 <= block < depth for block in chosen):
+            raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
+        self.patch_embed, self.pos_drop = vit.patch_embed, vit.pos_drop
+        self.norm_pre, self.blocks = vit.norm_pre, vit.blocks
+        self.grid_size = tuple(vit.patch_embed.grid_size)
+        prefix = 0 if vit.no_embed_class or vit.pos_embed is None else vit.num_prefix_tokens
+        self.pos_embed = None if vit.pos_embed is None else nn.Parameter(vit.pos_embed.detach()[:, prefix:].clone())
+        self.num_prefix_tokens, self.no_embed_class, self.embed_dim = 0, True, vit.embed_dim
+        patch = self.patch_embed.patch_size
+        grid = (-(-img_size[0] // patch[0]), -(-img_size[1] // patch[1]))
+        for number, block in enumerate(self.blocks):
+            inside = None if number in chosen else (window, window)
+            block.attn = DecomposedAttention.from_attention(block.attn, inside, inside or grid)
+
+    def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert a classification checkpoint of the given network with that network's own filter."""
+        convert = getattr(sys.modules[self.source_module], "checkpoint_filter_fn", lambda state, _: state)
+        return convert(_without_prefix_tokens(state), self)
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the parameters that weight decay would change without need: the absolute positions."""
+        return {"pos_embed"}
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.patch_embed(x)  # (B, H, W, C)
+        if self.pos_embed is not None:
+            grid = (x.shape[1], x.shape[2])
+            positions = resample_abs_pos_embed(self.pos_embed, grid, self.grid_size, num_prefix_tokens=0)
+            x = x + positions.unflatten(1, grid)
+        x = self.norm_pre(self.pos_drop(x))
+        for block in self.blocks:
+            x = block(x)
+        return [x.permute(0, 3, 1, 2)]

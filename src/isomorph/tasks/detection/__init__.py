@@ -1,0 +1,1 @@
+"""Detection and instance segmentation: COCO's format, joint augmentation, Mask R-CNN's losses, AP, pages."""

@@ -1,0 +1,139 @@
+"""Average precision of detections, by pycocotools, over the images of all processes."""
+
+import contextlib
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchvision.models.detection.roi_heads import paste_masks_in_image
+
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.layers.eval_mode import eval_mode
+from isomorph.tasks.detection.annotations import ImageRecord
+from isomorph.tasks.detection.dataset import DetectionSource
+from isomorph.tasks.detection.extra import evaluator, mask_codec
+from isomorph.tasks.detection.transforms import fitted_size
+
+KINDS = {"bbox": "box", "segm": "mask"}
+"""What pycocotools compares, and the names of the metrics."""
+STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
+"""The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects."""
+
+
+@torch.no_grad()
+def measure_detections(
+    model: nn.Module, loader: Iterable[Any], source: DetectionSource, runtime: Runtime, size: Sequence[int]
+) -> dict[str, float]:
+    """Return AP in percent of a model's boxes, and masks if it has them, over the images of all processes.
+
+    `loader` yields images and their indices in `source`, of this process's share; those with the index -1 do not count.
+    `size` is the height and width of the input.
+
+    Raises: UserError when there is no image.
+    """
+    results: list[dict[str, Any]] = []
+    seen: list[int] = []
+    device = next(model.parameters()).device
+    with eval_mode(model):
+        for images, indices in runtime.pad_batches(loader):
+            numbers = [int(i) for i in indices]
+            records = [source.images[max(i, 0)] for i in numbers]
+            inside = [tuple(fitted_size((r.height, r.width), tuple(size))) for r in records]
+            found = model.detect(images.to(device), inside)  # type: ignore[operator]
+            for number, record, height_width, each in zip(numbers, records, inside, found, strict=True):
+                if number >= 0:
+                    in_image = to_image({k: v.cpu() for k, v in each.items()}, record, height_width)
+                    results += as_results(in_image, record, source.annotations.category_ids)
+                    seen.append(record.id)
+    gathered = runtime.gather((results, seen))
+    return average_precision(
+        source, [r for part, _ in gathered for r in part], [i for _, part in gathered for i in part]
+    )
+
+
+def to_image(found: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]) -> dict[str, Tensor]:
+    """Return detections in pixels of the image itself; `inside` is its size in the input. Masks: -> (n, H, W) bool"""
+    scale = torch.tensor([record.width / inside[1], record.height / inside[0]] * 2)
+    found = {**found, "boxes": found["boxes"] * scale}
+    if "masks" in found:
+        pasted = paste_masks_in_image(found["masks"], found["boxes"], (record.height, record.width))
+        found["masks"] = pasted[:, 0] > 0.5
+    return found
+
+
+def as_results(found: dict[str, Tensor], record: ImageRecord, category_ids: Sequence[int]) -> list[dict[str, Any]]:
+    """Return detections in an image as entries of COCO's format for results."""
+    corners = found["boxes"].double()
+    boxes = torch.cat([corners[:, :2], corners[:, 2:] - corners[:, :2]], 1).tolist()
+    entries: list[dict[str, Any]] = [
+        {"image_id": record.id, "category_id": category_ids[label], "bbox": box, "score": score}
+        for box, label, score in zip(boxes, found["labels"].tolist(), found["scores"].tolist(), strict=True)
+    ]
+    if "masks" in found:
+        codec = mask_codec()
+        for entry, mask in zip(entries, found["masks"], strict=True):
+            entry["segmentation"] = codec.encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
+    return entries
+
+
+def average_precision(
+    source: DetectionSource, results: list[dict[str, Any]], image_ids: Sequence[int] | None = None
+) -> dict[str, float]:
+    """Return AP in percent: box_ap, box_ap50, ..., and mask_ap, ... where the source has masks; and images.
+
+    A size of objects that the data does not have has no number. `image_ids` are the images that were processed.
+
+    Raises: UserError when there is no image.
+    """
+    ids = [record.id for record in source.images] if image_ids is None else list(image_ids)
+    if not ids:
+        raise UserError("there is nothing to evaluate: the data has no images")
+    truth = ground_truth(source)
+    metrics: dict[str, float] = {}
+    for kind, name in KINDS.items():
+        if kind == "bbox" or (source.masks and all("segmentation" in each for each in results)):
+            found = _evaluate(truth, results, kind, ids)
+            metrics |= {f"{name}_{key}": 100 * float(n) for key, n in zip(STATISTICS, found, strict=False) if n >= 0}
+    return {**metrics, "images": len(ids)}
+
+
+def ground_truth(source: DetectionSource) -> Any:
+    """Return the objects of a source as pycocotools' COCO, with ids from 1 (it takes 0 for no match)."""
+    kind, _ = evaluator()
+    objects = [{**each, "image_id": record.id} for record in source.images for each in record.objects]
+    for number, each in enumerate(objects, 1):
+        each |= {"id": number, "iscrowd": each.get("iscrowd", 0)}
+        each.setdefault("area", each["bbox"][2] * each["bbox"][3])
+    coco = kind()
+    coco.dataset = {
+        "info": {},
+        "images": [{"id": r.id, "height": r.height, "width": r.width} for r in source.images],
+        "annotations": objects,
+        "categories": [
+            {"id": number, "name": name}
+            for number, name in zip(source.annotations.category_ids, source.classes, strict=True)
+        ],
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        coco.createIndex()
+    return coco
+
+
+def _evaluate(truth: Any, results: list[dict[str, Any]], kind: str, image_ids: list[int]) -> Sequence[float]:
+    """Return pycocotools' statistics of results."""
+    if not results:
+        return [0.0] * 3  # nothing was found: no precision at any size
+    _, evaluation = evaluator()
+    with contextlib.redirect_stdout(io.StringIO()):
+        other = "bbox" if kind == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
+        given = [{key: value for key, value in each.items() if key != other} for each in results]
+        run = evaluation(truth, truth.loadRes(given), kind)
+        run.params.imgIds = sorted(image_ids)
+        run.evaluate()
+        run.accumulate()
+        run.summarize()
+    return run.stats

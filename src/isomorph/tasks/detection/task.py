@@ -1,0 +1,217 @@
+"""Detection and instance segmentation as a task of the training loop."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from isomorph.data.formats.registry import data_root
+from isomorph.data.loaders import IsolatedDataLoader, SeededDataset, ignore_stop_signals
+from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import random_indices
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.training.recipe.part import Count, NotNegative, Part, Positive
+from isomorph.training.task import EvaluationOptions, Task
+
+if TYPE_CHECKING:
+    from isomorph.tasks.detection.dataset import DetectionSource
+    from isomorph.training.objectives.objective import Objective
+    from isomorph.training.recipe.recipe import Recipe
+
+
+class DetectionPart(Part):
+    """Fields of detection and instance segmentation."""
+
+    masks: bool = True
+    """Learn the outlines of objects as well as boxes; false for data with boxes only."""
+    train: str | None = None
+    """Annotations to train on, from data.root; by default annotations/instances_train2017.json, train.json ..."""
+    train_images: str | None = None
+    """Folder of the training images, from data.root; by default train2017, images/train, train or images."""
+    test: str | None = None
+    """Annotations to test on; by default annotations/instances_val2017.json, val.json ..."""
+    test_images: str | None = None
+    """Folder of the test images; by default val2017, images/val, val or images."""
+    skip_annotations: Annotated[int, Field(ge=0, le=10**9)] = 0
+    """Annotations with a box of no area, or outside its image, to leave out before the run stops."""
+    keep_empty: bool = False
+    """Train on images without objects too."""
+    scales: tuple[Positive, Positive] = (0.1, 2.0)
+    """Smallest and largest scale of a training image, where 1 fits it to the input; the input is cut out of it."""
+    flip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a horizontal flip."""
+    teacher: str | None = None
+    """Checkpoint or run of a detector whose proposals are a second target (specific distillation)."""
+    feature_weight: NotNegative = 0.001
+    """Weight of the difference between the maps and the teacher's."""
+    objectness_weight: NotNegative = 0.1
+    """Weight of the difference between the objectness and the teacher's."""
+    ramp: Count = 500
+    """Training passes over which both weights grow from 0."""
+
+
+class Detection(Task):
+    """Find objects in images: boxes, classes and outlines, in data of COCO's format."""
+
+    fields = DetectionPart
+    sources = ("coco",)
+    printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
+
+    def check_recipe(self, recipe: "Recipe") -> None:
+        data = recipe.data
+        for name in ("split", "classes", "shuffle_shards", "test_crop", "crop_pct", "images"):
+            if getattr(data, name) is not None:
+                raise ValueError(f"data.{name} does not apply to detection; leave it out")
+        if self.options.scales[0] > self.options.scales[1]:
+            raise ValueError("task.scales must be the smallest and the largest scale, like [0.1, 2.0]")
+
+    def open_data(self, recipe: "Recipe") -> tuple["DetectionSource", "DetectionSource"]:
+        from isomorph.tasks.detection.dataset import check_same_categories
+
+        root, options = data_root(recipe.data.root), self.options
+        train = self._open(root, "train", options.train, options.train_images)
+        test = self._open(root, "test", options.test, options.test_images)
+        check_same_categories(train, test)
+        if not options.keep_empty:
+            train = train.subset([i for i, record in enumerate(train.images) if record.objects])
+        if recipe.data.fraction < 1:
+            train = train.subset(np.sort(random_indices(len(train), max(1, int(recipe.data.fraction * len(train))))))
+        return train, _first_drawn(test, recipe.data.test_images)
+
+    def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> "DetectionSource":
+        from isomorph.tasks.detection.dataset import open_split
+
+        return open_split(root, split, self.options.masks, annotations, images, self.options.skip_annotations)
+
+    def build_model(self, recipe: "Recipe", train: Any, recast_now: bool) -> nn.Module:
+        from isomorph.training.build import build_model
+
+        part = recipe.model
+        if part.name is not None:
+            size = {"img_size": list(recipe.data.size)} if recipe.data.size else {}
+            part = part.model_copy(update={"kwargs": {**size, "masks": self.options.masks, **part.kwargs}})
+        return build_model(part, len(train.classes), recipe.drop_path, recast_now)
+
+    def check_model(self, recipe: "Recipe", model: nn.Module, config: dict[str, Any]) -> None:
+        if not hasattr(model, "detect"):
+            raise UserError(f"{recipe.model.name or recipe.model.weights} is not a detector; set model.name mask_rcnn")
+        if model.has_masks != self.options.masks:
+            has = "has" if model.has_masks else "has not"
+            raise UserError(f"the model {has} a head for masks, and task.masks is {self.options.masks}; give the same")
+
+    def attention_inputs(self, config: dict[str, Any]) -> None:
+        return None
+
+    def train_loader(
+        self, recipe: "Recipe", config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        from isomorph.tasks.detection.transforms import TrainTransform
+
+        source = train.subset(range(len(train)))
+        source.transform = TrainTransform(config, self.options.scales, self.options.flip)
+        return IsolatedDataLoader(
+            SeededDataset(source, recipe.data.unreadable),
+            batch_sampler=sampler,
+            num_workers=recipe.data.workers,
+            collate_fn=collate,
+            worker_init_fn=ignore_stop_signals,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def test_loader(self, recipe: "Recipe", config: dict[str, Any], test: Any, runtime: Runtime) -> "TestBatches":
+        batch = max(1, recipe.data.batch_size // runtime.world)
+        return TestBatches(test, config, batch, recipe.data.workers, runtime)
+
+    def objective(self, recipe: "Recipe", model: nn.Module, device: torch.device) -> "Objective":
+        from isomorph.tasks.detection.objective import DetectionTask, ProposalDistillationTask
+        from isomorph.training.objectives.objective import Objective
+
+        options = self.options
+        if options.teacher is None:
+            return Objective(DetectionTask(model, device), measure, lambda metrics: metrics["box_ap"])
+        from isomorph.checkpoints.open import open_model
+
+        weights = (options.feature_weight, options.objectness_weight)
+        task = ProposalDistillationTask(model, open_model(options.teacher), device, weights, options.ramp)
+        return Objective(task, measure, lambda metrics: metrics["box_ap"], lambda module: module.student)  # type: ignore[return-value, arg-type]
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        source = self.test_data(options)
+        config = evaluation_config(model, options.size)
+        batches = TestBatches(source, config, min(options.batch_size, 8), options.workers, runtime)
+        return [measure(model.to(runtime.device), batches, runtime)]
+
+    def test_data(self, options: EvaluationOptions) -> "DetectionSource":
+        """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's."""
+        given, own = options.data, self.options
+        if given is not None and given.endswith(".json"):
+            source = self._open(Path(given).parent, "test", Path(given).name, None)
+        elif given is None or given in self.sources:
+            source = self._open(data_root(options.root), "test", own.test, own.test_images)
+        else:
+            source = self._open(Path(given), "test", own.test, own.test_images)
+        return _first_drawn(source, options.max_images)
+
+    def predict(self, model: nn.Module, path: Path) -> Any:
+        from isomorph.tasks.detection.predict import detect_file
+
+        return detect_file(model, path)
+
+
+def collate(examples: Sequence[Any]) -> tuple[torch.Tensor, list[Any], list[str]]:
+    """Stack images, and list their objects and the messages about unreadable images."""
+    images, objects, problems = zip(*examples, strict=True)
+    return torch.stack(images), list(objects), list(chain.from_iterable(problems))
+
+
+def _first_drawn(source: "DetectionSource", count: int | None) -> "DetectionSource":
+    """Return this many images, drawn once and always the same; all for None."""
+    if count is None or count >= len(source):
+        return source
+    return source.subset(np.sort(random_indices(len(source), count)))
+
+
+class _TestImages(Dataset[tuple[torch.Tensor, int]]):
+    """Test images with their indices."""
+
+    def __init__(self, source: Any, transform: Any) -> None:
+        self.source, self.transform = source, transform
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.transform(self.source.image(index))[0], index
+
+
+class TestBatches:
+    """Batches of this process's test images, with their indices in `source`."""
+
+    __test__ = False  # not a test, whatever pytest thinks
+
+    def __init__(self, source: Any, config: dict[str, Any], batch: int, workers: int, runtime: Runtime) -> None:
+        from isomorph.tasks.detection.transforms import TestTransform
+
+        self.source, self.size = source, tuple(config["input_size"][-2:])
+        own = range(len(source))[runtime.share]
+        self.loader: Iterable[Any] = IsolatedDataLoader(
+            _TestImages(source, TestTransform(config)),
+            batch_sampler=[own[i : i + batch] for i in range(0, len(own), batch)],  # type: ignore[arg-type]
+            num_workers=workers,
+            worker_init_fn=ignore_stop_signals,
+        )
+
+
+def measure(model: nn.Module, batches: Any, runtime: Runtime) -> dict[str, float]:
+    """Return AP over the images of all processes."""
+    from isomorph.tasks.detection.metrics import measure_detections
+
+    return measure_detections(model, batches.loader, batches.source, runtime, batches.size)
