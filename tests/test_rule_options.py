@@ -17,6 +17,8 @@ HOSTILE = {
     (iso.ConvToGPSA, "locality"): NUMBERS[:-1],
     (iso.ConvToGPSA, "gate"): [1e300, -1e300, math.inf, math.nan, "1", []],
     (iso.ConvToGPSA, "content"): ["globl", "", [], {}, 1, None],
+    (iso.ConvToGPSA, "window"): [*WHOLE, 0, 4, 129, 7],
+    (iso.ConvToGPSA, "cells"): [*WHOLE, 0, 129, 7],
     (iso.AttentionToGPSA, "init"): ["same-function", ["exact"]],
     (iso.AttentionToGPSA, "locality"): NUMBERS[:-1],
     (iso.AttentionToGPSA, "gate"): [1e9, -HUGE, math.nan, "1"],
@@ -32,6 +34,7 @@ HOSTILE = {
     (iso.AttentionToRefined, "prefix_tokens"): [HUGE],
     (iso.AttentionToRelative, "grid_size"): [(1, HUGE)],
     (iso.AttentionToRelative, "prefix_tokens"): [HUGE],
+    (iso.AttentionToRelative, "prefix_bias"): [0, 1, "yes", None],
     (iso.LinearToPyramid, "layout"): [
         *("", "P", "P-W", "P-W0", "P-W2s", "P-W33S", "P-W999999S", f"P-W{HUGE}", "P-W" + "9" * 5000, "R-D99999W1S"),
         *("R-D0W1", "naive-W999", "naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, 10**5000, []),

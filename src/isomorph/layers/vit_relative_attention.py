@@ -14,6 +14,18 @@ from isomorph.layers.relative_attention import RelativeAttention, attend_with_bi
 GridSize = tuple[int, int]
 
 
+def add_prefix_bias(bias: Tensor, scalars: Tensor, prefix: int) -> Tensor:
+    """Return the bias of positions with the bias of prefix tokens, which come first, around it.
+
+    Shape: bias (nh, n, n), scalars (3, nh) -> (nh, prefix + n, prefix + n)
+    Source: BEiT (Bao et al., 2022), as published: class token to positions, positions to class token, both
+    """
+    nh, n, _ = bias.shape
+    to_positions, to_prefix, within = scalars[:, :, None, None].unbind()  # (nh, 1, 1) each
+    above = torch.cat([within.expand(nh, prefix, prefix), to_positions.expand(nh, prefix, n)], dim=2)
+    return torch.cat([above, torch.cat([to_prefix.expand(nh, n, prefix), bias], dim=2)], dim=1)
+
+
 @register_notrace_module
 class ViTRelativeAttention(RelativeAttention):
     """Relative attention on the tokens of a ViT, which can learn how far apart positions are (CoAtNet).
@@ -22,7 +34,9 @@ class ViTRelativeAttention(RelativeAttention):
 
     The table P starts at zero, where the layer is plain attention. `grid_size` (H, W) is the grid of the tokens after
     the `prefix_tokens`, whose scores get no bias; the table is created for it and resized to other grids. Pass another
-    grid to `forward` at any call. The other arguments are those of timm's Attention.
+    grid to `forward` at any call. With `prefix_bias` scores from and to prefix tokens get a bias too, as in BEiT: three
+    scalars per head, for a prefix token that attends to a position, a position that attends to a prefix token, and a
+    prefix token that attends to one. The other arguments are those of timm's Attention.
 
     Shape: x (B, N, C) -> (B, N, C) with N = prefix_tokens + H W
     Source: CoAtNet eq. 3 (pre); differs: tokens, prefix tokens, and a table that starts at zero
@@ -39,15 +53,29 @@ class ViTRelativeAttention(RelativeAttention):
     """
 
     def __init__(
-        self, dim: int, num_heads: int = 8, grid_size: GridSize = (14, 14), prefix_tokens: int = 0, **kwargs: Any
+        self,
+        dim: int,
+        num_heads: int = 8,
+        grid_size: GridSize = (14, 14),
+        prefix_tokens: int = 0,
+        prefix_bias: bool = False,
+        **kwargs: Any,
     ) -> None:
         super().__init__(dim, num_heads, grid_size, **kwargs)
         self.prefix_tokens = prefix_tokens
         self.token_grid = grid_size
+        like = self.relative_bias
+        self.prefix_bias = nn.Parameter(like.new_zeros(3, num_heads)) if prefix_bias and prefix_tokens else None
 
     def reset_bias(self) -> None:
-        """Set the table to zero."""
+        """Set the table, and the bias of prefix tokens, to zero."""
         nn.init.zeros_(self.relative_bias)
+        if getattr(self, "prefix_bias", None) is not None:  # not yet while the base class initialises
+            nn.init.zeros_(self.prefix_bias)  # type: ignore[arg-type]
+
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the table and the bias of prefix tokens."""
+        return super().no_weight_decay() | ({"prefix_bias"} if self.prefix_bias is not None else set())
 
     @property
     def grid_size(self) -> GridSize:
@@ -59,9 +87,11 @@ class ViTRelativeAttention(RelativeAttention):
         self.token_grid = grid_size
 
     def position_bias(self, grid_size: GridSize, dtype: torch.dtype) -> Tensor:
-        """Return P for every pair of tokens, 0 from and to prefix tokens. Shape: -> (nh, N, N)"""
+        """Return P for every pair of tokens, from and to prefix tokens 0 or their bias. Shape: -> (nh, N, N)"""
         p = self.prefix_tokens
         bias = super().position_bias(grid_size, dtype)
+        if self.prefix_bias is not None:
+            return add_prefix_bias(bias, self.prefix_bias.to(dtype), p)
         return F.pad(bias, (p, 0, p, 0)) if p else bias
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid_size: GridSize) -> Tensor:
@@ -97,12 +127,16 @@ class ViTRelativeAttention(RelativeAttention):
             )
         return H, W
 
+    def extra_repr(self) -> str:  # the table's grid: that of the last image says nothing about the layer
+        grid_size = super().grid_size
+        return f"num_heads={self.num_heads}, grid_size={grid_size}, prefix_tokens={self.prefix_tokens}"
+
     @torch.no_grad()
     def to_attention(self, atol: float = 1e-3) -> Attention:
         """Return the plain attention that this layer equals.
 
         Raises: ValueError with the measured deviation (largest |difference| on standard normal tokens, relative to the
-        largest |output|) if it is above `atol`: the table is not zero any more.
+        largest |output|) if it is above `atol`: the bias is not zero any more.
         """
         if not (isinstance(self.qkv, nn.Linear) and isinstance(self.proj, nn.Linear)):
             raise ValueError("the projections of this layer are not nn.Linear; fuse the model first")
@@ -113,6 +147,6 @@ class ViTRelativeAttention(RelativeAttention):
         if not deviation <= max(atol, torch.finfo(self.qkv.weight.dtype).eps):
             raise ValueError(
                 f"this layer is not plain attention: the relative deviation is {deviation:.2g}, above {atol:g}; "
-                "keep it, or set its relative_bias to zero"
+                "keep it, or call reset_bias()"
             )
         return plain.train(self.training)

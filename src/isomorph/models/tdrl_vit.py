@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_init import init_from_affine
+from isomorph.layers.relative_attention import resize_table
 from isomorph.models.foreign_checkpoints import ForeignCheckpoints
 from isomorph.models.vit_cfg import build_vit, unwrap_state_dict, vit_cfg
-from isomorph.surgery import Edit, LinearToPyramid, fuse, replay, targets
+from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, replay, targets
 
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""
@@ -41,7 +42,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     """Vision transformer with pyramids in place of linear layers, for images of any size, with timm's interface.
 
     `layout`, `rectify` and `statistics` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
-    are globs of the layers to replace, for example `blocks.[0-3].attn.v`. Other arguments are those of
+    are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
+    positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
     VisionTransformer.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
@@ -58,9 +60,13 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         rectify: str | Mapping[str, str] = "paper",
         where: str | Sequence[str] = PYRAMID_LAYERS,
         statistics: float | str = "all",
+        relative_bias: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"dynamic_img_size": True, **kwargs})
+        if relative_bias:
+            positions = AttentionToRelative(prefix_bias=True)
+            replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
         if layout != "plain":
             rule = LinearToPyramid(layout, init="paper", rectify=rectify, statistics=statistics)
             replay(self, Edit(rule, tuple(targets(self, rule, where))))
@@ -72,7 +78,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     def is_foreign(self, state: dict[str, Tensor]) -> bool:
         """Return True for a plain ViT's weights, with one weight per pyramid, or those of masked pre-training."""
         plain = any(f"{name}.weight" in state for name, _ in _named_pyramids(self))
-        return plain or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
+        resized = any(name in state and state[name].shape != own.shape for name, own in _relative_biases(self).items())
+        return plain or resized or any(name.startswith(PRETRAINING_PREFIXES) for name in state)
 
     def convert_foreign(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return checkpoint_filter_fn(state, self)
@@ -94,15 +101,15 @@ def _named_pyramids(model: nn.Module) -> list[tuple[str, JointPyramid | PyramidL
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
     """Convert a checkpoint: a TDRL-ViT's is loaded unchanged, a plain ViT's (timm, DeiT, MAE) into the pyramids.
 
-    Tensors of masked pre-training only, the decoder and the mask token, are dropped. A distillation token that the
-    checkpoint does not have keeps the model's values.
+    Tensors of masked pre-training only, the decoder and the mask token, are dropped. A distillation token, or tables
+    of relative positions, that the checkpoint does not have keep the model's values; other tables are resized.
 
     The number of heads cannot be read from a checkpoint and is not checked: `tdrl_vit_ti` has 12, timm's `vit_tiny` 3.
     """
     state_dict = {
         n: tensor for n, tensor in unwrap_state_dict(state_dict).items() if not n.startswith(PRETRAINING_PREFIXES)
     }
-    state_dict = _with_distillation_token(state_dict, model)
+    state_dict = _with_relative_biases(_with_distillation_token(state_dict, model), model)
     plain = fuse(copy.deepcopy(model).eval())
     state_dict = vision_transformer.checkpoint_filter_fn(state_dict, plain)
     for name, module in _named_pyramids(model):
@@ -123,6 +130,22 @@ def _with_distillation_token(state_dict: dict[str, Tensor], model: TDRLViT) -> d
     positions = state_dict["pos_embed"]
     positions = torch.cat([positions[:, :1], torch.zeros_like(positions[:, :1]), positions[:, 1:]], 1)
     return {**state_dict, "pos_embed": positions, "dist_token": model.state_dict()["dist_token"]}
+
+
+def _relative_biases(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tables of relative positions, and the biases of prefix tokens, by name."""
+    ends = (".relative_bias", ".prefix_bias")
+    return {name: parameter for name, parameter in model.named_parameters() if name.endswith(ends)}
+
+
+def _with_relative_biases(state_dict: dict[str, Tensor], model: TDRLViT) -> dict[str, Tensor]:
+    """Resize tables of relative positions to the model's grid; a checkpoint without them gets the model's own."""
+    resized = {}
+    for name, own in _relative_biases(model).items():
+        given = state_dict.get(name, own.detach())
+        grid = tuple((side + 1) // 2 for side in own.shape[1:])
+        resized[name] = resize_table(given, grid) if given.ndim == own.ndim == 3 else given  # type: ignore[arg-type]
+    return {**state_dict, **resized}
 
 
 def _pyramid_state(

@@ -1,7 +1,7 @@
 """Rule that gives the attention of a ViT a table of relative positions (CoAtNet)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from timm.layers import Attention
@@ -9,6 +9,7 @@ from torch import nn
 
 from isomorph.layers import ViTRelativeAttention
 from isomorph.layers.refined_attention import attention_kwargs, copy_parts
+from isomorph.surgery.field_checks import check_bool
 from isomorph.surgery.grid_hooks import attach_grid, check_grid_fields, grid_mismatch, with_model_grid
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.gated_attention import attention_mismatch
@@ -23,8 +24,8 @@ class AttentionToRelative(ExplainedRule):
     Accepts timm's Attention with any number and width of heads, norms, gate and dropout. Each head learns a scalar for
     every offset between two grid positions, added to its scores: CoAtNet eq. 3. The table starts at zero, so that the
     layer computes what it computed, and is resized to the grid of every image. Class and register tokens have no
-    position and get no bias. `ViTRelativeAttention.to_attention()`, or `iso.revert`, converts back while the table is
-    zero.
+    position and get no bias, or with `prefix_bias` one of their own. `ViTRelativeAttention.to_attention()`, or
+    `iso.revert`, converts back while all biases are zero.
 
     Where `grid_size` or `prefix_tokens` is None it is read from the model's `patch_embed`.
 
@@ -46,11 +47,15 @@ class AttentionToRelative(ExplainedRule):
     prefix_tokens: int | None = None
     """Number of class and register tokens before the grid; by default the model's."""
 
+    prefix_bias: bool = False
+    """Learn three scalars per head for scores from and to class and register tokens too, as in BEiT."""
+
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = Attention
 
     def __post_init__(self) -> None:
         check_grid_fields(self)
+        check_bool("prefix_bias", self.prefix_bias)
 
     def within(self, model: nn.Module) -> "AttentionToRelative":
         """Return the rule with the grid and prefix tokens of the model."""
@@ -73,7 +78,7 @@ class AttentionToRelative(ExplainedRule):
         self.check_accepted(module)
         assert isinstance(module, Attention)
         assert self.grid_size is not None
-        place = dict(grid_size=self.grid_size, prefix_tokens=self.prefix_tokens)
-        relative = ViTRelativeAttention(**attention_kwargs(module) | place)
+        place: dict[str, Any] = dict(grid_size=self.grid_size, prefix_tokens=self.prefix_tokens)
+        relative = ViTRelativeAttention(**attention_kwargs(module), **place, prefix_bias=self.prefix_bias)
         copy_parts(module, relative)
         return relative
