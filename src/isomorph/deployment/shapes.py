@@ -85,8 +85,8 @@ def _size_steps(model: nn.Module, channels: int, height: int, width: int) -> tup
 
 
 def _steps(model: nn.Module) -> tuple[int, ...]:
-    """Return the steps between sizes to try: that of the patches alone, where the model has a plain patch embedding."""
-    embed = getattr(model, "patch_embed", None)
+    """Return the steps between sizes to try: that of the patches, where the model or its backbone has plain ones."""
+    embed = getattr(getattr(model, "backbone", model), "patch_embed", None)
     if isinstance(embed, PatchEmbed) and not embed.dynamic_img_pad:
         return (max(embed.patch_size),)
     return _STEPS

@@ -1,0 +1,120 @@
+"""Any timm model as the backbone of a network for dense tasks: it returns several feature maps of an image."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from isomorph.errors import UserError
+from isomorph.models.blockwise import BlockwiseViT
+
+_FREE_SIZES: Mapping[str, Any] = {"dynamic_img_size": True, "strict_img_size": False}
+"""Arguments of timm's models that let them take images of any size."""
+_LEVELS = 4
+"""Feature maps that are taken by default."""
+
+
+class FeatureBackbone(NamedTuple):
+    """A backbone, the indices of its feature maps that are used, and the channels and reduction of each."""
+
+    module: nn.Module
+    indices: tuple[int, ...]
+    channels: tuple[int, ...]
+    reductions: tuple[int, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all maps have one resolution, as in a ViT."""
+        return len(set(self.reductions)) == 1
+
+
+def build_backbone(
+    name: str,
+    in_chans: int = 3,
+    img_size: int | tuple[int, int] | None = None,
+    out_indices: Sequence[int] | None = None,
+    pretrained: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> FeatureBackbone:
+    """Create a timm model without its head and the stages after the last feature map that is used.
+
+    `img_size` is passed on to models that have such an argument. By default four maps are taken: those of the last four
+    resolutions, or of blocks a third, a half, two thirds and all of the way through a plain ViT (3, 5, 7, 11 of 12).
+
+    Raises: UserError for an unknown model, one without feature maps, or indices that it does not have.
+    """
+    arguments = dict(arguments or {})
+    _check_arguments(name, arguments)
+    defaults = _default_arguments(name, img_size) | {"in_chans": in_chans, "num_classes": 0}
+    try:
+        model = timm.create_model(name, pretrained=pretrained, **(defaults | arguments))
+    except TypeError as error:
+        raise UserError(f"timm cannot create the backbone {name}: {' '.join(str(error).split())[:200]}") from error
+    info = _feature_info(name, model)
+    indices = _choose_indices(name, info, out_indices)
+    if hasattr(model, "prune_intermediate_layers"):
+        model.prune_intermediate_layers(sorted(set(indices)), prune_norm=True, prune_head=True)
+    chosen = [info[index] for index in indices]
+    return FeatureBackbone(
+        model, indices, tuple(each["num_chs"] for each in chosen), tuple(each["reduction"] for each in chosen)
+    )
+
+
+def feature_maps(backbone: nn.Module, indices: Sequence[int], x: Tensor) -> list[Tensor]:
+    """Return the feature maps of an image, one for each index. Shape: (B, in_chans, h, w) -> (B, C_i, H_i, W_i) each"""
+    taken = sorted(set(indices))
+    maps = backbone.forward_intermediates(x, indices=taken, intermediates_only=True, output_fmt="NCHW")  # type: ignore[operator]
+    return [maps[taken.index(index)] for index in indices]
+
+
+def _check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for an unknown model, or arguments that the network around the backbone sets."""
+    if not timm.is_model(name.partition(".")[0]):
+        raise UserError(f"there is no backbone {name!r}; see timm.list_models() and `isomorph models`")
+    for reserved, instead in {
+        "pretrained": "pretrained=True of the network",
+        "num_classes": "num_classes of the network",
+        "in_chans": "in_chans of the network",
+        "features_only": "out_indices of the network",
+        "out_indices": "out_indices of the network",
+    }.items():
+        if reserved in arguments:
+            raise UserError(f"{reserved} is not an argument of the backbone; give {instead}")
+
+
+def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
+    """Return the arguments that let a model take images of any size, and create its positions for `img_size`."""
+    with torch.device("meta"):
+        kind = type(timm.create_model(name.partition(".")[0]))
+    free = {} if issubclass(kind, BlockwiseViT) else _FREE_SIZES  # a BlockwiseViT takes any size without them
+    given = {"img_size": to_2tuple(img_size)} if img_size is not None else {}
+    taken = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}
+    return {key: value for key, value in {**free, **given}.items() if key in taken}
+
+
+def _feature_info(name: str, model: nn.Module) -> list[dict[str, Any]]:
+    """Return timm's description of each feature map. Raises: UserError if the model has none."""
+    info = getattr(model, "feature_info", None)
+    if not info or not hasattr(model, "forward_intermediates"):
+        raise UserError(
+            f"{name} has no feature maps (timm's forward_intermediates); choose another backbone, like "
+            "vit_tiny_patch16_224, resnet50 or swin_tiny_patch4_window7_224"
+        )
+    return list(info)
+
+
+def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequence[int] | None) -> tuple[int, ...]:
+    """Return the indices of the feature maps to take. Raises: UserError for one that the model does not have."""
+    count = len(info)
+    if given is not None:
+        if not given or any(type(index) is not int or not -count <= index < count for index in given):
+            raise UserError(f"out_indices {list(given)}: {name} has feature maps 0 to {count - 1}; choose among them")
+        return tuple(feature_take_indices(count, [index])[0][0] for index in given)
+    if len({each["reduction"] for each in info}) == 1:
+        return tuple(max(0, round(count * part / 12) - 1) for part in (4, 6, 8, 12))
+    return tuple(range(count))[-_LEVELS:]
