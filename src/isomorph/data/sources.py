@@ -240,7 +240,7 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
     if not 0 < test_fraction < 1:
         raise UserError(f"the fraction for testing, {test_fraction}, must be above 0 and below 1, like 0.2")
     labels = np.asarray(source.labels)
-    places = np.array([_hash_to_unit(image_name(source.images, i) or str(source.ids[i])) for i in range(len(labels))])
+    places = np.array([hash_to_unit(image_name(source.images, i) or str(source.ids[i])) for i in range(len(labels))])
     held_out = places < test_fraction
     for label in np.unique(labels):
         members = np.flatnonzero(labels == label)
@@ -253,7 +253,7 @@ def split_classes(source: Source, test_fraction: float) -> tuple[Source, Source]
     return train, test
 
 
-def _hash_to_unit(name: str) -> float:
+def hash_to_unit(name: str) -> float:
     """Return a number from 0 to 1 that depends on the name alone."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=6).digest()
     return int.from_bytes(digest) / 2**48

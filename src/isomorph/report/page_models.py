@@ -2,15 +2,15 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from timm.data import ImageNetInfo
 from torch import Tensor, nn
 
+from isomorph.evaluation.class_names import class_namer
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery import edits
 
@@ -73,27 +73,6 @@ def framing_text(config: Mapping[str, Any]) -> str:
     return f"Each image is {resized} ({config['interpolation']}){crop}."
 
 
-def _class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
-    """Return the names of the model's classes: of its weights (wnids in English), ImageNet's for 1000, or numbers."""
-    known = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
-    imagenet = ImageNetInfo()
-    if len(known) == classes:
-        wnids = set(imagenet.label_names())
-        return lambda label: (
-            _first_name(imagenet.label_name_to_description(known[label]))
-            if known[label] in wnids
-            else str(known[label])
-        )
-    if classes == 1000:
-        return lambda label: _first_name(imagenet.index_to_description(label))
-    return "class {}".format
-
-
-def _first_name(description: str) -> str:
-    """Return the first of the names of a class of ImageNet."""
-    return description.split(",")[0]
-
-
 def format_percent(share: float) -> str:
     """Return a probability in per cent, small ones with one decimal."""
     return f"{share:.0%}" if share >= 0.095 else f"{share:.1%}" if share >= 0.0005 else "<0.1%"
@@ -115,7 +94,7 @@ def prediction_texts(model: nn.Module, batch: Tensor) -> list[str]:
 
 def name_classes(model: nn.Module, logits: Tensor, count: int = PREDICTED_CLASSES) -> list[str]:
     """Return the `count` most likely classes of each image with their probabilities. Shape: logits (B, classes)"""
-    name = _class_namer(model, logits.shape[1])
+    name = class_namer(model, logits.shape[1])
     shares, classes = logits.softmax(-1).topk(min(count, logits.shape[1]))
     return [
         ", ".join(f"{name(label)} ({format_percent(share)})" for share, label in zip(p, c, strict=True))

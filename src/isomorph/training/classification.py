@@ -1,6 +1,7 @@
 """Image classification, and its variants with a teacher, label maps or masks, as a task of the training loop."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,9 +10,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from isomorph.data.formats.registry import SOURCES
+from isomorph.data.loaders import eval_transform
 from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import decode, explain_decode_errors
 from isomorph.data.streams.stream import STREAMS
 from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.evaluation.class_names import class_namer
+from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.layers.eval_mode import eval_mode
 from isomorph.training.build import (
     build_test_loader,
     build_train_loader,
@@ -23,7 +30,10 @@ from isomorph.training.objectives.objective import Objective, build_objective
 from isomorph.training.objectives.supervised import build_mixup
 from isomorph.training.recipe.part import Part
 from isomorph.training.recipe.recipe import Recipe
-from isomorph.training.task import Task
+from isomorph.training.task import Prediction, Task
+
+TOP_CLASSES = 5
+"""Classes that are predicted for an image."""
 
 
 class Classification(Task):
@@ -62,6 +72,24 @@ class Classification(Task):
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         return build_objective(recipe, model, device)
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        with explain_decode_errors(lambda: str(path)):
+            image = decode(path)
+        parameter = next(model.parameters())
+        with eval_mode(model):
+            x = eval_transform(evaluation_config(model))(image)[None].to(parameter.device, parameter.dtype)
+            logits = model(x)
+        if logits.ndim != 2:
+            raise UserError(f"{type(model).__name__} does not classify images: its output has shape {logits.shape}")
+        name_of = class_namer(model, logits.shape[1])
+        likeliest = logits[0].float().softmax(0).topk(min(TOP_CLASSES, logits.shape[1]))
+        rows = [
+            {"class": name_of(i), "probability": 100 * share}
+            for share, i in zip(likeliest.values.tolist(), likeliest.indices.tolist(), strict=True)
+        ]
+        return Prediction(rows, {".json": rows})
 
 
 CLASSIFICATION = Classification(Part())

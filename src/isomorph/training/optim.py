@@ -151,23 +151,33 @@ def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
     )
 
 
-def build_scheduler(optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int) -> Scheduler:
-    """Return timm's schedule per step: linear warm-up from peak / 100, then cosine, linear or constant.
+def build_scheduler(
+    optimizer: Optimizer, optim: OptimPart, epochs: int, steps_per_epoch: int, iterations: int | None = None
+) -> Scheduler:
+    """Return timm's schedule per step: linear warm-up, then cosine, linear, poly, step or constant.
 
     At step t of T, with W steps of warm-up: min + (peak - min) shape((t - W) / (T - W)) for schedule_from peak, and
-    min + (peak - min) shape(t / T) for schedule_from start, where shape falls from 1 to 0.
+    min + (peak - min) shape(t / T) for schedule_from start, where shape falls from 1 to 0. The schedule step is the
+    peak times decay_rate ^ (number of milestones up to t). A run of `iterations` has no epochs.
     """
-    from_peak = optim.schedule_from == "peak"
+    if iterations:
+        epochs, steps_per_epoch = iterations, 1
+    warmup = optim.warmup_iterations / steps_per_epoch if optim.warmup_iterations else optim.warmup_epochs
+    from_peak = optim.schedule_from == "peak" and optim.schedule != "step"
+    shape: dict[str, Any] = {"decay_rate": optim.power if optim.schedule == "poly" else 1.0}  # the power of poly
+    if optim.schedule == "step":  # timm's milestones take effect a step before they are reached
+        reached = [(round(milestone * steps_per_epoch) + 1) / steps_per_epoch for milestone in optim.milestones]
+        shape = {"decay_rate": optim.decay_rate, "decay_milestones": reached}
     scheduler, _ = create_scheduler_v2(
         optimizer,
-        sched="poly" if optim.schedule == "linear" else optim.schedule,
-        decay_rate=1.0,  # the power of poly; the other schedules ignore it
-        num_epochs=epochs - optim.warmup_epochs if from_peak else epochs,
+        sched={"linear": "poly", "step": "multistep"}.get(optim.schedule, optim.schedule),
+        num_epochs=epochs - warmup if from_peak else epochs,  # type: ignore[arg-type]
         min_lr=optim.min_lr,
-        warmup_lr=optim.lr / 100,
-        warmup_epochs=optim.warmup_epochs,
+        warmup_lr=optim.lr * optim.warmup_start if optim.warmup_start != 0.01 else optim.lr / 100,
+        warmup_epochs=warmup,  # type: ignore[arg-type]
         warmup_prefix=from_peak,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,
+        **shape,
     )
     return scheduler

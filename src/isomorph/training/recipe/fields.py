@@ -180,13 +180,23 @@ class OptimPart(Part):
     """Adam's two betas, e.g. [0.9, 0.95] as in MAE's pre-training; by default the optimiser's."""
     clip_grad: Positive | None = None
     """Maximum norm of the gradient of all parameters together."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Shape of the learning rate after the warm-up."""
+    schedule: Literal["cosine", "linear", "poly", "step", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up; linear is poly with power 1."""
+    power: Positive = 1.0
+    """Power of the schedule poly: the rate falls as (1 - t/T)^power."""
+    milestones: list[Positive] = []
+    """When the schedule step reduces the rate: epochs, or steps in a run with iterations, from the first step on."""
+    decay_rate: Fraction = 0.1
+    """Factor on the rate at each milestone of the schedule step."""
     schedule_from: Literal["peak", "start"] = "peak"
     """peak: the decay begins when the warm-up ends; start: it begins at the first step, so that the rate stays below
     its peak (timm's default, as in DeiT)."""
     warmup_epochs: NotNegative = 0.0
     """Epochs of linear warm-up; may be a fraction."""
+    warmup_iterations: Count | None = None
+    """Steps of linear warm-up, instead of warmup_epochs."""
+    warmup_start: Fraction = 0.01
+    """Learning rate at the start of the warm-up, as a fraction of lr."""
     min_lr: NotNegative = 0.0
     """Learning rate at the end of the schedule."""
 
@@ -226,6 +236,10 @@ class OptimPart(Part):
         info = get_optimizer_info(self.name)
         if self.betas and not (info.has_betas and info.num_betas == 2):
             raise ValueError(f"{self.name} does not have two betas; leave optim.betas out")
+        if self.warmup_epochs and self.warmup_iterations:
+            raise ValueError("warmup_epochs and warmup_iterations are both given; give one of them")
+        if bool(self.milestones) != (self.schedule == "step") or self.milestones != sorted(self.milestones):
+            raise ValueError("the schedule step, and no other, needs optim.milestones in ascending order")
         return self
 
 

@@ -55,6 +55,8 @@ class Recipe(Part):
     """Softmax cross-entropy, or sigmoid cross-entropy summed over classes (for large label sets)."""
     epochs: Epochs = 50
     """Passes over the training data."""
+    iterations: Count | None = None
+    """Training steps, instead of epochs; the last pass over the data may end before all images were seen."""
     evaluate_every: Count = 1
     """Epochs between evaluations; the last epoch is always evaluated."""
     keep_every: Count | None = None
@@ -100,7 +102,9 @@ class Recipe(Part):
 
     @model_validator(mode="after")
     def check_fields(self) -> "Recipe":
-        if self.optim.warmup_epochs >= self.epochs:
+        if self.iterations:
+            self._check_iterations(self.iterations)
+        elif self.optim.warmup_epochs >= self.epochs:
             raise ValueError(
                 f"optim.warmup_epochs {self.optim.warmup_epochs:g} must be below epochs {self.epochs}; lower it"
             )
@@ -141,6 +145,16 @@ class Recipe(Part):
             self._check_label_maps()
         check_task(self)
         return self
+
+    def _check_iterations(self, iterations: int) -> None:
+        """Raise ValueError for schedules in epochs, or beyond the end, in a run of a given number of steps."""
+        if self.optim.warmup_epochs or self.anneal or self.model.recast_epoch:
+            raise ValueError(
+                "a run with iterations has no schedules in epochs; give optim.warmup_iterations instead of "
+                "warmup_epochs, and leave anneal and model.recast_epoch out"
+            )
+        if (self.optim.warmup_iterations or 0) >= iterations:
+            raise ValueError(f"optim.warmup_iterations must be below iterations {iterations}; lower it")
 
     def _check_label_maps(self) -> None:
         """Raise ValueError for data or augmentation that label maps do not support."""

@@ -91,19 +91,19 @@ def train(recipe: Recipe, show: bool = True) -> Result:
 def _complete(run: Run, journal: Journal) -> Result:
     """Train the remaining epochs of a run and save its model. Raises: as `train`."""
     recipe = run.recipe
-    if run.progress.closed == recipe.epochs and run.has_written(recipe.folder / "model.safetensors"):
+    if run.progress.closed == run.epochs and run.has_written(recipe.folder / "model.safetensors"):
         journal.say(f"{recipe.name}: already complete in {recipe.folder}")
         return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
     with stop_requests() as request, journal:
         journal.open(run.progress.closed, run.progress.step)
         _print_start(run, journal)
-        while run.progress.closed < recipe.epochs:
+        while run.progress.closed < run.epochs:
             run = recast_when_due(run, journal)
-            name, steps = f"epoch {run.progress.closed + 1}/{recipe.epochs}", run.order.steps
-            with journal.progress(name, run.progress.step % steps, steps) as advance:
+            name, done = f"epoch {run.progress.closed + 1}/{run.epochs}", run.progress.step % run.order.steps
+            with journal.progress(name, done, run.epoch_steps) as advance:
                 loss = train_epoch(run, advance, journal, request)
             finish_epoch(run, loss, journal)
-            if run.progress.closed < recipe.epochs:
+            if run.progress.closed < run.epochs:
                 raise_if_stopped(run, int(run.runtime.maximum(request.number)[0]))
         run.save_autoencoder()
         run.save(recipe.folder / "model.safetensors")  # last: this file marks the run as complete
@@ -121,10 +121,11 @@ def _print_start(run: Run, journal: Journal) -> None:
     for message in rename_damaged(run.found) if run.found and runtime.is_main else ():
         journal.say(f"{recipe.name}: {message}; using the one before it")
     steps = run.order.steps
-    begin = f"resuming after step {progress.step:,} of {recipe.epochs * steps:,}; " if progress.step else ""
+    begin = f"resuming after step {progress.step:,} of {run.iterations:,}; " if progress.step else ""
+    cut = f", {run.iterations:,} in all" if run.iterations % steps else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
     journal.say(
-        f"{recipe.name}: {begin}{_count(recipe.epochs, 'epoch')} of {_count(steps, 'step')}, "
+        f"{recipe.name}: {begin}{_count(run.epochs, 'epoch')} of {_count(steps, 'step')}{cut}, "
         f"{_count(run.order.images, 'image')}, on {runtime.device}{shared}"
     )
     if run.start and not progress.step:
@@ -154,11 +155,11 @@ def train_epoch(
     run: Run, advance: Any = lambda: None, journal: Journal | None = None, request: StopRequest | None = None
 ) -> float:
     """Train the rest of an epoch; return the mean loss of the whole epoch. Raises: Diverged, Stopped, UserError."""
-    steps, progress, start = run.order.steps, run.progress, time.perf_counter()
+    steps, progress, start = run.epoch_steps, run.progress, time.perf_counter()
     journal = journal or Journal(run.recipe, run.runtime, show=False)
     monitor = StepMonitor(run, journal, request or StopRequest())
     run.task.train()
-    while progress.step < (progress.closed + 1) * steps:
+    while progress.step < progress.closed * run.order.steps + steps:
         begin = time.perf_counter()
         waited, images = train_step(run)
         progress.step += 1
@@ -183,7 +184,7 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     """Evaluate, save the best model, write the log and a snapshot. Raises: Diverged, UserError."""
     recipe, progress, folder = run.recipe, run.progress, run.recipe.folder
     epoch, start = progress.closed + 1, time.perf_counter()
-    due = epoch % recipe.evaluate_every == 0 or epoch == recipe.epochs
+    due = epoch % recipe.evaluate_every == 0 or epoch == run.epochs
     metrics = {"loss": loss, **(run.measure() if due else {})}
     if not all_finite(metrics):
         raise divergence_error(run, NOT_FINITE, "the evaluation after it")
@@ -207,4 +208,4 @@ def finish_epoch(run: Run, loss: float, journal: Journal) -> None:
     text = "".join(
         f"{name} {metrics[name]:{form}}  " for name, form in recipe_task(recipe).printed.items() if name in metrics
     )
-    journal.say(f"{recipe.name}: epoch {epoch}/{recipe.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")
+    journal.say(f"{recipe.name}: epoch {epoch}/{run.epochs}  loss {loss:.4f}  {text}{seconds:.1f} s")

@@ -43,7 +43,7 @@ class StepMonitor:
         """Check, log and save what is due after a step. Raises: Diverged, Stopped, UserError."""
         run, recipe, step = self.run, self.run.recipe, self.run.progress.step
         self.waited += waited
-        last = step % run.order.steps == 0
+        last = step % run.order.steps == 0 or step == run.iterations
         if recipe.monitor_every and (step - 1) % recipe.monitor_every == 0:
             self.monitor(images)
         self.prepare_rotation()

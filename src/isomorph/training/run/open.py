@@ -122,4 +122,9 @@ def assemble(
         objective.task.setup_ema(decay=recipe.ema)
     distribute(objective.task, recipe.scale, runtime)
     optimizer = build_optimizer(unwrap_model(objective.task.get_trainable_module()), recipe.optim)
-    return objective, optimizer, build_scheduler(optimizer, recipe.optim, recipe.epochs, steps), header
+    return (
+        objective,
+        optimizer,
+        build_scheduler(optimizer, recipe.optim, recipe.epochs, steps, recipe.iterations),
+        header,
+    )

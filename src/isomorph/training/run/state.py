@@ -71,6 +71,21 @@ class Run:
     batches: Iterator[Any] | None = None
 
     @property
+    def iterations(self) -> int:
+        """Number of training steps of the whole run."""
+        return self.recipe.iterations or self.recipe.epochs * self.order.steps
+
+    @property
+    def epochs(self) -> int:
+        """Number of epochs of the run; with `iterations` in the recipe the last one may be incomplete."""
+        return -(-self.iterations // self.order.steps)
+
+    @property
+    def epoch_steps(self) -> int:
+        """Number of steps of the current epoch."""
+        return min(self.order.steps, self.iterations - self.progress.closed * self.order.steps)
+
+    @property
     def task(self) -> TrainingTask:
         """The task, with the loss and the trained modules."""
         return self.objective.task
@@ -127,7 +142,7 @@ class Run:
 
     def loader(self) -> DataLoader[Any]:
         """Return the loader of the remaining training samples, from the next step on."""
-        deals = TrainSampler(self.order, self.recipe.epochs, self.progress.step, self.share)
+        deals = TrainSampler(self.order, self.epochs, self.progress.step, self.share)
         return recipe_task(self.recipe).train_loader(self.recipe, self.config, self.train, deals)
 
     def next_part(self) -> Any:
