@@ -9,7 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isomorph.errors import UserError
-from isomorph.recipes import cifar, coatnet, convit, diffusion, finetune, language, refiner, tcnn, tdrl, tdrl_figures
+from isomorph.recipes import (
+    cifar,
+    coatnet,
+    convit,
+    detection,
+    diffusion,
+    finetune,
+    language,
+    refiner,
+    segmentation,
+    tcnn,
+    tdrl,
+    tdrl_figures,
+)
 
 if TYPE_CHECKING:
     from isomorph.training import Recipe
@@ -24,6 +37,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     **cifar.RECIPES,
     **diffusion.RECIPES,
     **language.RECIPES,
+    **segmentation.RECIPES,
+    **detection.RECIPES,
     **finetune.RECIPES,
 }
 """Recipes by name: nested dicts of the fields that differ from their defaults."""

@@ -1,0 +1,119 @@
+"""The training and test images of a run, and their loaders."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, train_loader
+from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import hash_to_unit, random_indices, spaced_indices
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
+from isomorph.tasks.segmentation.fields import SegmentationPart
+from isomorph.tasks.segmentation.formats import FORMATS, open_masks
+from isomorph.tasks.segmentation.pairs import MAX_CLASSES, MaskedImages
+from isomorph.training.recipe.recipe import Recipe
+
+
+def data_folder(root: str | Path | None) -> Path:
+    """Return the folder of the data: the one given, else $ISOMORPH_DATA, else ./data."""
+    return Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
+
+
+def open_pairs(recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
+    """Return the training and the test images of a recipe, checked.
+
+    Raises: UserError for a file that is missing or damaged, a mask of another size than its image, or an unknown value.
+    """
+    data = recipe.data
+    train, test = open_splits(data.source, data_folder(data.root), data.split)
+    if data.test_images is not None and data.test_images < len(test):
+        test = test.subset(np.sort(random_indices(len(test), data.test_images)))
+    if data.fraction < 1:
+        count = max(1, int(data.fraction * len(train)))
+        order = (
+            np.arange(len(train))
+            if data.draw == "first"
+            else np.random.default_rng(recipe.seed).permutation(len(train))
+        )
+        train = train.subset(np.sort(order[:count]))
+    train.check()
+    test.check()
+    return train, test
+
+
+def open_splits(source: str, root: Path, fraction: float | None) -> tuple[MaskedImages, MaskedImages]:
+    """Return training and test images; without test images of its own, a `fraction` of the training images.
+
+    Raises: UserError without training images, or without test images and a fraction.
+    """
+    train, test = (open_masks(source, split, root) for split in ("train", "test"))
+    if train is None:
+        raise UserError(f"{root} has no training images as {source} has them; see `isomorph train --help`, data.source")
+    if test is not None:
+        if fraction is not None:
+            raise UserError(f"{root} has test images of its own; leave data.split out")
+        return train, test
+    if fraction is None:
+        raise UserError(
+            f"{root} has no test images; give --data.split, the fraction of the images to test on, like 0.2"
+        )
+    places = np.array([hash_to_unit(path.name) for path in train.images])
+    held_out = places < fraction
+    if held_out.all() or not held_out.any():
+        raise UserError(f"data.split {fraction:g} leaves no image on one side of {len(train)}; give another fraction")
+    parts = [train.subset(np.flatnonzero(chosen)) for chosen in (~held_out, held_out)]
+    for part in parts:
+        part.split = (fraction, len(train))
+    return parts[0], parts[1]
+
+
+def open_test_pairs(source: str, root: Path, fraction: float | None, max_images: int | None) -> MaskedImages:
+    """Return the test images of a data source, or evenly spaced ones of them. Raises: UserError as `open_splits`."""
+    if source not in FORMATS:
+        raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
+    test = None if fraction else open_masks(source, "test", root)
+    pairs = test if test is not None else open_splits(source, root, fraction)[1]
+    return pairs if max_images is None else pairs.subset(spaced_indices(len(pairs), max_images))
+
+
+def build_train_loader(
+    recipe: Recipe, part: SegmentationPart, config: dict[str, Any], train: MaskedImages, deals: TrainSampler
+) -> DataLoader[Any]:
+    """Return the loader of training crops. Shape: yields (B, 3, *crop), (B, *crop) int64, messages"""
+    transform: Any = TrainTransform(part, config["mean"], config["std"])
+    return train_loader(train, transform, deals, recipe.data.workers, recipe.data.unreadable)  # type: ignore[arg-type]
+
+
+def build_test_loader(
+    part: SegmentationPart, config: dict[str, Any], test: MaskedImages, runtime: Runtime, workers: int = 0
+) -> Iterable[Any]:
+    """Return the loader of this process's whole test images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
+    own = test.subset(range(runtime.rank, len(test), runtime.world))
+    own.transform = TestTransform(part.resize, config["mean"], config["std"])  # type: ignore[assignment]
+    return IsolatedDataLoader(
+        own,
+        batch_size=1,
+        num_workers=workers,
+        collate_fn=_single,
+        worker_init_fn=ignore_stop_signals,
+        persistent_workers=workers > 0,
+    )
+
+
+def _single(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
+    """Return one example as a batch."""
+    return tuple(torch.stack(parts) for parts in zip(*examples, strict=True))
+
+
+def check_class_count(pairs: MaskedImages) -> None:
+    """Raise UserError for more classes than masks of 8 bits can have."""
+    if len(pairs.classes) > MAX_CLASSES:
+        raise UserError(f"{len(pairs.classes)} classes are too many; masks can have {MAX_CLASSES}")

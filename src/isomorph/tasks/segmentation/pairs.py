@@ -1,0 +1,145 @@
+"""Images and their masks: the classes of every pixel, as numbers in a second image of the same size."""
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from isomorph.data.sources import decode, explain_decode_errors, spaced_indices
+from isomorph.errors import UserError
+
+IGNORE = 255
+"""Class of the pixels that count neither in the loss nor in the metrics."""
+MAX_CLASSES = 255
+CHECKED_MASKS = 1000
+"""Masks whose values are checked before training; of more, those spaced evenly. Each is checked when it is read too."""
+
+
+class Pair(NamedTuple):
+    """An image and its mask. Shape: image (3, H, W) uint8, mask (H, W) int64, IGNORE for pixels without a class"""
+
+    image: tv_tensors.Image
+    mask: tv_tensors.Mask
+
+
+def lookup_table(values: Sequence[int] | range) -> np.ndarray:
+    """Return the class of each value of a mask: values[i] is class i, 0 to 255 without a class are -1, 255 is ignored.
+
+    Shape: -> (256,)
+    """
+    table = np.full(256, -1, np.int64)
+    table[IGNORE] = IGNORE
+    table[list(values)] = np.arange(len(values))
+    return table
+
+
+class MaskedImages(Dataset[Any]):
+    """Images and their masks, read when they are indexed.
+
+    `table` gives the class of each value in the mask files: IGNORE where the value has none, -1 where it must not
+    occur. `colours` are those of the classes in figures, or None. `split`, where images without test images were
+    split, is the fraction for testing and the number of images before.
+
+    Raises: UserError, from reading, for a damaged file, a mask of another size than its image, or an unknown value.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[Path],
+        masks: Sequence[Path],
+        classes: Sequence[str],
+        table: np.ndarray,
+        colours: Sequence[tuple[int, int, int]] | None = None,
+    ) -> None:
+        self.images, self.masks, self.classes = list(images), list(masks), tuple(classes)
+        self.table, self.colours = table, colours
+        self.transform: Callable[[Pair], Any] | None = None
+        self.split: tuple[float, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def subset(self, indices: Sequence[int] | np.ndarray) -> "MaskedImages":
+        """Return the pairs at these indices."""
+        part = copy.copy(self)
+        part.images, part.masks = ([files[int(i)] for i in indices] for files in (self.images, self.masks))
+        return part
+
+    def image(self, index: int) -> Image.Image:
+        """Return an image in RGB."""
+        path = self.images[index]
+        with explain_decode_errors(lambda: str(path)):
+            return decode(path)
+
+    def mask(self, index: int) -> np.ndarray:
+        """Return the class of every pixel of an image. Shape: -> (H, W)"""
+        path = self.masks[index]
+        with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
+            values = np.asarray(opened)
+        if values.ndim != 2:
+            raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
+        classes = self.table[np.minimum(values.astype(np.int64), len(self.table) - 1)]
+        wrong = (classes < 0) | (values >= len(self.table))
+        if wrong.any():
+            raise UserError(
+                f"{path} has the value {values[wrong][0]}, which is not one of the {len(self.classes)} classes; "
+                f"correct it, or use {IGNORE} for pixels without a class"
+            )
+        return classes
+
+    def pair(self, index: int) -> Pair:
+        """Return an image and its mask as tensors."""
+        image, mask = self.image(index), self.mask(index)
+        if image.size != mask.shape[::-1]:
+            raise _size_error(self.masks[index], mask.shape[::-1], self.images[index], image.size)
+        return Pair(tv_tensors.Image(pil_to_tensor(image)), tv_tensors.Mask(torch.from_numpy(mask)))
+
+    def __getitem__(self, index: int) -> Any:
+        pair = self.pair(index)
+        return pair if self.transform is None else self.transform(pair)
+
+    def check(self) -> None:
+        """Check all files before training: present, of the same size, with known values (in up to CHECKED_MASKS).
+
+        Raises: UserError for the first that is not.
+        """
+        if not len(self):
+            raise UserError("there are no images; check data.root")
+        for image, mask in zip(self.images, self.masks, strict=True):
+            for path in (image, mask):
+                if not path.is_file():
+                    raise UserError(f"{path} does not exist; every image needs a mask of the same name")
+            sizes = [_size_of(path) for path in (image, mask)]
+            if sizes[0] != sizes[1]:
+                raise _size_error(mask, sizes[1], image, sizes[0])
+        for index in spaced_indices(len(self), CHECKED_MASKS):
+            self.mask(int(index))
+
+
+def _size_of(path: Path) -> tuple[int, int]:
+    """Return width and height of an image file, from its header."""
+    with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
+        return opened.size
+
+
+def _size_error(mask: Path, own: tuple[int, ...], image: Path, given: tuple[int, ...]) -> UserError:
+    """Return the error for a mask of another size than its image."""
+    sizes = ["{} x {}".format(*size) for size in (own, given)]
+    return UserError(f"{mask} is {sizes[0]} pixels wide and high, and {image.name} is {sizes[1]}; make them equal")
+
+
+def class_shares(pairs: MaskedImages, images: int = 100) -> Tensor:
+    """Return the share of the pixels that each class has, in up to `images` masks. Shape: -> (K,)"""
+    counts = np.zeros(len(pairs.classes), np.int64)
+    for index in spaced_indices(len(pairs), images):
+        values = pairs.mask(int(index))
+        counts += np.bincount(values[values != IGNORE], minlength=len(counts))
+    return torch.from_numpy(counts / max(1, counts.sum()))

@@ -1,0 +1,139 @@
+"""Semantic segmentation as a task of the training loop."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision import tv_tensors
+from torchvision.transforms.v2.functional import pil_to_tensor
+
+from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import decode, explain_decode_errors
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem, training_config
+from isomorph.tasks.segmentation.augment import TestTransform
+from isomorph.tasks.segmentation.data import (
+    build_test_loader,
+    build_train_loader,
+    check_class_count,
+    data_folder,
+    open_pairs,
+    open_test_pairs,
+)
+from isomorph.tasks.segmentation.fields import SegmentationPart
+from isomorph.tasks.segmentation.figures import class_colours, index_image, overlay
+from isomorph.tasks.segmentation.formats import FORMATS
+from isomorph.tasks.segmentation.metrics import Confusion
+from isomorph.tasks.segmentation.objective import SegmentationTask, check_network, open_teacher
+from isomorph.tasks.segmentation.pairs import MaskedImages
+from isomorph.tasks.segmentation.predict import measure, predict_mask
+from isomorph.training.build import build_model
+from isomorph.training.objectives.objective import Objective
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import EvaluationOptions, Prediction, Task
+
+
+class Segmentation(Task):
+    """Semantic segmentation with UPerNet around any backbone; the score is the mean IoU of the test images."""
+
+    fields = SegmentationPart
+    sources = tuple(FORMATS)
+    printed = {"miou": ".2f", "pixel_accuracy": ".2f"}
+    options: SegmentationPart
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        if recipe.scale.parallel == "fsdp":
+            raise ValueError("segmentation is tested image by image, which fsdp does not support; use ddp")
+        if recipe.data.classes or recipe.data.size or recipe.data.test_crop or recipe.data.crop_pct:
+            raise ValueError("data.classes, size, test_crop and crop_pct do not apply to segmentation; see task.crop")
+
+    def open_data(self, recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
+        train, test = open_pairs(recipe)
+        check_class_count(train)
+        return train, test
+
+    def build_model(self, recipe: Recipe, train: MaskedImages, recast_now: bool) -> nn.Module:
+        part = recipe.model
+        if part.name is not None:  # positions are created for the crops
+            part = part.model_copy(update={"kwargs": {"img_size": list(self.options.crop), **part.kwargs}})
+        return build_model(part, len(train.classes), recipe.drop_path, recast_now)
+
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        return training_config(model, self.options.crop, {})
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        check_network(model)
+        if reason := input_size_problem(model, config["input_size"]):
+            raise UserError(
+                f"the network cannot process crops of {self.options.crop}: {reason}; give another task.crop"
+            )
+
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: MaskedImages, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        return build_train_loader(recipe, self.options, config, train, sampler)
+
+    def test_loader(
+        self, recipe: Recipe, config: dict[str, Any], test: MaskedImages, runtime: Runtime
+    ) -> Iterable[Any]:
+        if len(test) < runtime.world:
+            raise UserError(f"{len(test)} test images are too few for {runtime.world} processes; start fewer")
+        return build_test_loader(self.options, config, test, runtime, recipe.data.workers)
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        def measure_masks(module: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+            counts, images = measure(module, loader, self.options, module.num_classes, runtime)  # type: ignore[arg-type]
+            return {**counts.metrics(), "images": images}
+
+        task = SegmentationTask(model, self.options, device, open_teacher(self.options, model))
+        return Objective(task, measure_masks, lambda metrics: metrics["miou"])
+
+    def test_pairs(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
+        """Return the images and masks to evaluate a trained model on: those given, else of the kind it was trained on.
+
+        Raises: UserError for missing data, or data of other classes.
+        """
+        recorded = model.pretrained_cfg
+        source, root, split = recorded.get("source"), options.root, None  # type: ignore[union-attr, operator]
+        if options.data in FORMATS:
+            source = options.data
+        elif options.data is not None:
+            source, root = "masks", Path(options.data)
+        else:
+            split = recorded.get("split")  # type: ignore[union-attr, operator]
+        pairs = open_test_pairs(source, data_folder(root), split[0] if split else None, options.max_images)
+        if len(pairs.classes) != model.num_classes:
+            raise UserError(
+                f"the data has {len(pairs.classes)} classes and the model {model.num_classes}; give its own"
+            )
+        pairs.check()
+        return pairs
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        if options.size:
+            raise UserError("--size does not apply to segmentation, which resizes images as in training; leave it out")
+        pairs = self.test_pairs(model, options)
+        loader = build_test_loader(self.options, evaluation_config(model), pairs, runtime, options.workers)
+        counts, images = measure(model.to(runtime.device), loader, self.options, len(pairs.classes), runtime)
+        return [{**counts.metrics(), "images": images}, *counts.rows(pairs.classes)]
+
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        with explain_decode_errors(lambda: str(path)):
+            image = decode(path)
+        config = evaluation_config(model)
+        reader = TestTransform(self.options.resize, config["mean"], config["std"])
+        tensor = reader.image(tv_tensors.Image(pil_to_tensor(image)))[None]
+        mask = predict_mask(model, tensor, self.options, (image.height, image.width)).cpu().numpy()
+        names = (model.pretrained_cfg or {}).get("label_names") or list(map(str, range(model.num_classes)))  # type: ignore[union-attr, operator, arg-type, call-overload]
+        colours = class_colours(len(names))
+        counts = np.bincount(mask.flatten(), minlength=len(names))
+        rows = [{"class": names[i], "share": 100 * counts[i] / mask.size} for i in np.argsort(-counts) if counts[i]]
+        return Prediction(rows, {".png": overlay(image, mask, colours), "-mask.png": index_image(mask, colours)})
+
+
+__all__ = ["Confusion", "Segmentation"]

@@ -1,0 +1,383 @@
+"""Segmentation: data, joint augmentation, metrics, windows, the loss, runs and predictions."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torchvision import tv_tensors
+
+import isomorph as iso
+from command_line import isomorph
+from isomorph.distributed import ALONE
+from isomorph.tasks.segmentation.augment import CappedCrop, Photometric, RatioResize, TrainTransform, scaled_size
+from isomorph.tasks.segmentation.data import open_splits
+from isomorph.tasks.segmentation.fields import SegmentationPart
+from isomorph.tasks.segmentation.formats import open_masks
+from isomorph.tasks.segmentation.metrics import Confusion
+from isomorph.tasks.segmentation.objective import channel_distillation, pixel_cross_entropy
+from isomorph.tasks.segmentation.pairs import IGNORE, Pair
+from isomorph.tasks.segmentation.windows import slide, window_starts
+
+VIT = dict(depth=2, embed_dim=24, num_heads=2)
+SMALL = [
+    *(
+        "model.name=upernet",
+        f"model.kwargs={json.dumps(dict(backbone='tdrl_vit_ti', backbone_kwargs=VIT, channels=8))}",
+    ),
+    *("task.name=segmentation", "task.crop=32,32", "task.resize=64,48", "data.source=masks"),
+    *("data.batch_size=2", "optim.lr=1e-3", "device=cpu"),
+]
+
+
+def write_pair(folder, name, image, mask, split="train"):
+    for kind, pixels in {"images": image, "masks": mask}.items():
+        path = folder / split / kind / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(path)
+
+
+def squares(seed, height=48, width=64):
+    """An image with a bright square of class 1 on noise of class 0, and a border without a class."""
+    rng = np.random.default_rng(seed)
+    image, mask = rng.integers(0, 80, (height, width, 3)), np.zeros((height, width), int)
+    top, left = rng.integers(4, height // 2), rng.integers(4, width // 2)
+    image[top : top + 20, left : left + 24] += 150
+    mask[top : top + 20, left : left + 24] = 1
+    mask[:2] = IGNORE
+    return image, mask
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("squares")
+    for seed in range(6):
+        write_pair(folder, f"{seed}", *squares(seed), "train" if seed < 4 else "val")
+    (folder / "classes.txt").write_text("ground\nsquare\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "run"
+    fields = [*SMALL, f"data.root={folder}", "iterations=3", f"out={out}"]
+    return iso.train(iso.load_recipe(write_recipe(out.parent), fields), show=False)
+
+
+def write_recipe(folder):
+    path = folder / "recipe.yaml"
+    path.write_text("model: {name: cifar_resnet20}\nname: run\n")
+    return str(path)
+
+
+# data
+
+
+def camvid():
+    import os
+
+    root = Path(os.environ.get("ISOMORPH_DATA", Path(__file__).parents[2] / "shared" / "data"))
+    if not (root / "camvid").is_dir():
+        pytest.skip("CamVid is in $ISOMORPH_DATA, which is not there")
+    return root
+
+
+def test_camvid():
+    train, test = open_splits("camvid", camvid(), None)
+    assert (len(train), len(test), len(train.classes)) == (64, 16, 11)
+    test.check()
+    image, mask = test[0]
+    assert image.shape == (3, 360, 480)
+    assert mask.shape == (360, 480)
+    raw = np.asarray(Image.open(test.masks[0]))
+    assert (mask.numpy()[raw == 11] == IGNORE).all()
+    assert (mask.numpy()[raw < 11] == raw[raw < 11]).all()
+
+
+def test_coco_masks_are_numbered_without_gaps():
+    train, test = open_splits("coco-semantic", camvid() / "coco_mini", 0.2)
+    assert len(train) + len(test) == 50
+    assert len(train.classes) == 133
+    test.check()
+    classes = test.mask(0)
+    assert set(np.unique(classes)) <= {*range(133), IGNORE}
+    raw = np.asarray(Image.open(test.masks[0]))
+    assert ((classes == IGNORE) == (raw == 0)).all()
+
+
+def test_published_folders(tmp_path):
+    image, mask = squares(0)
+    for split in ("training", "validation"):
+        for kind, pixels in {"images": image, "annotations": np.where(mask == IGNORE, 0, mask + 1)}.items():
+            path = tmp_path / "ade" / kind / split / "a.png"
+            path.parent.mkdir(parents=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    train, _ = open_splits("ade20k", tmp_path / "ade", None)
+    np.testing.assert_array_equal(train.mask(0), mask)
+    assert len(train.classes) == 150
+    voc = tmp_path / "VOCdevkit" / "VOC2012"
+    for kind, name, pixels in (("JPEGImages", "a.jpg", image), ("SegmentationClass", "a.png", mask)):
+        (voc / kind).mkdir(parents=True)
+        Image.fromarray(pixels.astype(np.uint8)).save(voc / kind / name)
+    (voc / "ImageSets" / "Segmentation").mkdir(parents=True)
+    for split in ("train", "val"):
+        (voc / "ImageSets" / "Segmentation" / f"{split}.txt").write_text("a\n")
+    train, _ = open_splits("voc", tmp_path, None)
+    np.testing.assert_array_equal(train.mask(0), mask)
+
+
+def test_a_folder_of_pairs(folder):
+    train, test = open_splits("masks", folder, None)
+    assert (len(train), len(test), train.classes) == (4, 2, ("ground", "square"))
+    assert (test.mask(0)[:2] == IGNORE).all()
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("size", "0.png is 60 x 48 pixels wide and high"),
+        ("class", "0.png has the value 7, which is not one of the 2 classes"),
+        ("colours", "0.png has 3 channels"),
+        ("missing", "has no mask"),
+        ("damaged", "cannot read"),
+        ("empty", "has no images"),
+    ],
+)
+def test_bad_files_are_found_before_training(tmp_path, broken, message):
+    image, mask = squares(0)
+    write_pair(tmp_path, "1", image, mask, "val")
+    path = tmp_path / "train" / "masks" / "0.png"
+    wrong = {"size": mask[:, :60], "class": np.where(mask == 1, 7, mask), "colours": image}
+    write_pair(tmp_path, "0", image, wrong.get(broken, mask))
+    if broken == "missing":
+        path.unlink()
+    if broken == "damaged":
+        path.write_bytes(b"no image")
+    if broken == "empty":
+        (tmp_path / "train" / "images" / "0.png").unlink()
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+
+    def check():
+        for part in open_splits("masks", tmp_path, None):
+            part.check()
+
+    with pytest.raises(iso.UserError, match=message) as error:
+        check()
+    assert str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_fraction_to_test_on(tmp_path):
+    for seed in range(8):
+        write_pair(tmp_path, f"{seed}", *squares(seed), ".")
+    train, test = open_splits("masks", tmp_path, 0.3)
+    assert len(train) + len(test) == 8
+    assert len(train.classes) == 2
+    with pytest.raises(iso.UserError, match="no test images"):
+        open_splits("masks", tmp_path, None)
+
+
+# augmentation
+
+
+def test_joint_augmentation_keeps_masks_on_their_images():
+    part = SegmentationPart(crop=(40, 40), resize=None, photometric=False, category_share=1.0)
+    transform = TrainTransform(part, (0.0,) * 3, (1.0,) * 3)
+    image, mask = squares(3, 96, 128)
+    image[mask == 1], image[mask != 1] = 255, 0
+    pair = Pair(
+        tv_tensors.Image(torch.from_numpy(image).permute(2, 0, 1).byte()), tv_tensors.Mask(torch.from_numpy(mask))
+    )
+    for seed in range(12):
+        torch.manual_seed(seed)
+        x, y = transform(pair)
+        assert x.shape == (3, 40, 40)
+        assert y.shape == (40, 40)
+        valid = y != IGNORE
+        assert ((x[0] > 0.5) == (y == 1))[valid].float().mean() > 0.9
+        assert (x[:, ~valid].abs() < 1e-6).all()  # the border, which is black, and the padding
+
+
+def test_sizes_and_capped_crops():
+    assert scaled_size((512, 683), (2048, 512)) == (512, 683)
+    assert scaled_size((300, 2000), (2048, 512)) == (307, 2048)
+    mask = tv_tensors.Mask(torch.zeros(64, 64, dtype=torch.int64))
+    mask[:, 60:] = 1
+    torch.manual_seed(0)
+    shares = [(CappedCrop((16, 16), 0.9)(mask) == 0).float().mean() for _ in range(40)]
+    plain = [(CappedCrop((16, 16), 1.0)(mask) == 0).float().mean() for _ in range(40)]
+    assert np.mean(shares) < np.mean(plain)
+    sizes = {RatioResize((64, 64), (0.5, 2.0))(mask).shape[0] for _ in range(20)}
+    assert 32 <= min(sizes) < 50 < max(sizes) <= 128
+
+
+def test_photometric_changes_the_image_only():
+    image, mask = (
+        tv_tensors.Image(torch.randint(0, 256, (3, 8, 8), dtype=torch.uint8)),
+        tv_tensors.Mask(torch.ones(8, 8)),
+    )
+    torch.manual_seed(1)
+    outputs = [Photometric()(image, mask) for _ in range(8)]
+    assert all((y == 1).all() and x.min() >= 0 and x.max() <= 1 for x, y in outputs)
+    assert len({round(x.mean().item(), 5) for x, _ in outputs}) > 3
+
+
+# windows, metrics and losses
+
+
+def test_windows_cover_the_image_and_average():
+    assert window_starts(1024, 512, 341) == [0, 341, 512]
+    assert window_starts(300, 512, 341) == [0]
+    assert window_starts(512, 512, 341) == [0]
+
+    class Where(torch.nn.Module):
+        def forward(self, x):
+            return x[:, :1] * 2 + 1
+
+    x = torch.randn(2, 3, 37, 50)
+    torch.testing.assert_close(slide(Where(), x, (16, 16), (10, 7), batch_size=5), x[:, :1] * 2 + 1)
+    torch.testing.assert_close(slide(Where(), x, (64, 16), (10, 16)), x[:, :1] * 2 + 1)
+
+
+def test_metrics_equal_torchmetrics():
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_jaccard_index
+
+    torch.manual_seed(0)
+    truth, predicted = torch.randint(0, 5, (3, 20, 30)), torch.randint(0, 5, (3, 20, 30))
+    predicted[truth == 2] = 2
+    truth[:, :3] = IGNORE
+    counts = Confusion(6)  # the sixth class does not occur
+    for each in zip(truth, predicted, strict=True):
+        counts.add(*each)
+    options = dict(num_classes=6, ignore_index=IGNORE)
+    metrics = counts.metrics()
+    per_class = multiclass_jaccard_index(predicted, truth, average="none", **options)
+    torch.testing.assert_close(counts.ious()[:5].float(), per_class[:5])
+    macro = multiclass_jaccard_index(predicted, truth, average="macro", **options)
+    assert metrics["miou"] == pytest.approx(100 * macro.item(), abs=1e-4)
+    micro = multiclass_accuracy(predicted, truth, average="micro", **options)
+    assert metrics["pixel_accuracy"] == pytest.approx(100 * micro.item(), abs=1e-4)
+    assert metrics["mean_accuracy"] == pytest.approx(100 * counts.recalls()[:5].mean().item())
+    assert [row["iou"] is None for row in counts.rows("abcdef")] == [False] * 5 + [True]
+
+
+def test_losses_against_their_formulas():
+    logits, mask = torch.randn(2, 4, 8, 8, dtype=torch.float64), torch.randint(0, 4, (2, 16, 16))
+    mask[0, :5] = IGNORE
+    big = F.interpolate(logits, (16, 16), mode="bilinear", align_corners=False).float()
+    torch.testing.assert_close(pixel_cross_entropy(logits, mask), F.cross_entropy(big, mask, ignore_index=IGNORE))
+    assert pixel_cross_entropy(logits, torch.full_like(mask, IGNORE)) == 0
+    student, teacher = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5)
+    expected = 0.0
+    for b in range(2):
+        for k in range(3):
+            target, own = teacher[b, k].flatten().softmax(0), student[b, k].flatten().log_softmax(0)
+            expected -= (target * own).sum() / (3 * 2)
+    torch.testing.assert_close(channel_distillation(student, teacher), expected)
+
+
+# runs
+
+
+def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
+    assert {"miou", "mean_accuracy", "pixel_accuracy", "images", "loss"} <= run.metrics.keys()
+    assert run.metrics["images"] == 2
+    rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [1, 2]  # three steps are two passes, the second cut short
+    model = iso.load(run.folder / "model.safetensors")
+    assert model.pretrained_cfg["task"]["crop"] == [32, 32]
+    assert model.pretrained_cfg["label_names"] == ["ground", "square"]
+    done = isomorph("evaluate", run.folder, "--root", folder, "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    first, *classes = json.loads(done.stdout)["rows"]
+    assert first["miou"] == pytest.approx(run.metrics["miou"])
+    assert [row["class"] for row in classes] == ["ground", "square"]
+
+
+def test_steps_resume_and_equal_an_uninterrupted_run(run, folder, tmp_path):
+    fields = [*SMALL, f"data.root={folder}", "iterations=3", f"out={tmp_path / 'again'}"]
+    recipe = iso.load_recipe(write_recipe(tmp_path), fields)
+    again = iso.train(recipe, show=False)
+    first, second = run.model.state_dict(), again.model.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert iso.train(recipe, show=False).metrics == again.metrics
+
+
+def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
+    from isomorph.training.run.open import open_run
+
+    fields = [*SMALL, f"data.root={folder}", f"task.teacher={run.folder / 'model.safetensors'}", "epochs=1"]
+    opened = open_run(iso.load_recipe(write_recipe(tmp_path), [*fields, f"out={tmp_path / 'r'}"]), ALONE)
+    images, masks, _ = opened.next_part()
+    losses = opened.task(images, masks)
+    losses["loss"].backward()
+    parts = losses["task_loss"] + 0.4 * losses["auxiliary_loss"] + 10 * losses["kd_loss"]
+    torch.testing.assert_close(losses["loss"], parts)
+    assert not opened.task.train().teacher.training
+    assert all(p.grad is None for p in opened.task.teacher.parameters())
+
+
+def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
+    image, out = folder / "val" / "images" / "4.png", tmp_path / "y.png"
+    done = isomorph("predict", run.folder, "--image", image, "--out", out, "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert sum(row["share"] for row in rows) == pytest.approx(100)
+    assert Image.open(out).size == (64, 48)
+    mask = np.asarray(Image.open(tmp_path / "y-mask.png"))
+    assert mask.shape == (48, 64)
+    assert set(np.unique(mask)) <= {0, 1}
+
+
+def test_schedules_by_iteration():
+    from isomorph.training.optim import build_optimizer, build_scheduler
+    from isomorph.training.recipe.fields import OptimPart
+
+    def rates(steps, iterations=None, **fields):
+        optim = OptimPart(lr=1.0, name="sgd", **fields)
+        optimizer = build_optimizer(torch.nn.Linear(2, 2), optim)
+        scheduler = build_scheduler(optimizer, optim, 4, 5, iterations)
+        found = []
+        for step in range(steps):
+            scheduler.step_update(step)
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    poly = rates(20, 20, schedule="poly", power=2.0, schedule_from="start", warmup_iterations=4, warmup_start=1e-6)
+    assert poly[0] == pytest.approx(1e-6)
+    assert poly[4:] == pytest.approx([(1 - t / 20) ** 2 for t in range(4, 20)])
+    assert rates(20, 20, schedule="step", milestones=[10, 15]) == pytest.approx([1] * 10 + [0.1] * 5 + [0.01] * 5)
+    by_epoch = rates(20, schedule="step", milestones=[2, 3], decay_rate=0.5)
+    assert by_epoch == pytest.approx([1] * 10 + [0.5] * 5 + [0.25] * 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (["task.crop=0,32"], "task.crop"),
+        (["task.stride=64,64"], "must not be above crop"),
+        (["model.name=cifar_resnet20", "model.kwargs={}"], "give --model.name upernet"),
+        (["optim.schedule=step"], "milestones"),
+        (["iterations=10", "optim.warmup_epochs=1"], "warmup_iterations"),
+        (["data.source=camvid"], "is not a folder|no training images"),
+        (["task.teacher=nothing.safetensors"], "nothing.safetensors"),
+        (["scale.parallel=fsdp"], "use ddp"),
+        (["data.size=[32, 32]"], "see task.crop"),
+        (["augment.mixup=0.2"], "augment does not apply"),
+    ],
+)
+def test_wrong_recipes_are_one_line(folder, tmp_path, fields, message):
+    root = "/nowhere" if "data.source=camvid" in fields else folder
+    every = [*SMALL, f"data.root={root}", f"out={tmp_path / 'run'}", *fields]
+    with pytest.raises(iso.UserError, match=message) as error:
+        iso.train(iso.load_recipe(write_recipe(tmp_path), every), show=False)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_masks_of_an_unknown_format():
+    with pytest.raises(iso.UserError, match="is not a folder"):
+        open_masks("voc", "train", Path("/nowhere"))
