@@ -74,10 +74,14 @@ def as_results(found: dict[str, Tensor], record: ImageRecord, category_ids: Sequ
         for box, label, score in zip(boxes, found["labels"].tolist(), found["scores"].tolist(), strict=True)
     ]
     if "masks" in found:
-        codec = mask_codec()
         for entry, mask in zip(entries, found["masks"], strict=True):
-            entry["segmentation"] = codec.encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
+            entry["segmentation"] = encode_mask(mask)
     return entries
+
+
+def encode_mask(mask: Tensor) -> dict[str, Any]:
+    """Return a mask as COCO's RLE, size and counts. Shape: (H, W) bool"""
+    return mask_codec().encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
 
 
 def average_precision(

@@ -13,8 +13,9 @@ from isomorph.data.sources import decode, explain_decode_errors
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.detection.annotations import ImageRecord
-from isomorph.tasks.detection.metrics import to_image
+from isomorph.tasks.detection.metrics import encode_mask, to_image
 from isomorph.tasks.detection.transforms import TestTransform
+from isomorph.training.task import Prediction
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 """Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito)."""
@@ -32,17 +33,35 @@ def detect_image(model: nn.Module, image: Image.Image) -> dict[str, Tensor]:
     return to_image({name: value.cpu() for name, value in found.items()}, record, inside)
 
 
-def detect_file(model: nn.Module, path: Path) -> dict[str, Tensor]:
-    """Return the detections in an image file. Raises: UserError when it cannot be read."""
+def predict_file(model: nn.Module, path: Path) -> Prediction:
+    """Return the objects in an image file: rows of those shown, the image with them, and all of them as JSON.
+
+    Raises: UserError when it cannot be read.
+    """
     with explain_decode_errors(lambda: str(path)):
         image = decode(path)
-    return detect_image(model, image)
+    found, names = detect_image(model, image), label_names(model)
+    entries = as_json(found, names)
+    rows = [
+        {"class": each["name"], "probability": 100 * each["score"], "box": " ".join(f"{n:g}" for n in each["box"])}
+        for each in entries
+        if each["score"] >= _SHOWN_SCORE
+    ]
+    return Prediction(rows, {".png": draw_objects(image, found, names), ".json": entries})
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Return the names of a detector's classes, as its checkpoint recorded them."""
+    return list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
 
 
 def as_json(found: dict[str, Tensor], names: list[str]) -> list[dict[str, Any]]:
-    """Return detections as plain values: label, name, score, and box as left, top, right, bottom in pixels."""
+    """Return detections as plain values, best first.
+
+    label, name, score, and box as left, top, right, bottom in pixels; with masks also the outline as COCO's RLE.
+    """
     rows = zip(found["labels"].tolist(), found["scores"].tolist(), found["boxes"].tolist(), strict=True)
-    return [
+    entries: list[dict[str, Any]] = [
         {
             "label": label,
             "name": class_name(label, names),
@@ -51,6 +70,10 @@ def as_json(found: dict[str, Tensor], names: list[str]) -> list[dict[str, Any]]:
         }
         for label, score, box in rows
     ]
+    for entry, mask in zip(entries, found.get("masks", ()), strict=False):
+        coded = encode_mask(mask)
+        entry["segmentation"] = {"size": list(coded["size"]), "counts": coded["counts"].decode("ascii")}
+    return entries
 
 
 def class_name(label: int, names: list[str]) -> str:

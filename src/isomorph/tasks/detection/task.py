@@ -19,7 +19,7 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.training.recipe.part import Count, NotNegative, Part, Positive
-from isomorph.training.task import EvaluationOptions, Task
+from isomorph.training.task import EvaluationOptions, Prediction, Task
 
 if TYPE_CHECKING:
     from isomorph.tasks.detection.dataset import DetectionSource
@@ -160,10 +160,10 @@ class Detection(Task):
             source = self._open(Path(given), "test", own.test, own.test_images)
         return _first_drawn(source, options.max_images)
 
-    def predict(self, model: nn.Module, path: Path) -> Any:
-        from isomorph.tasks.detection.predict import detect_file
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        from isomorph.tasks.detection.predict import predict_file
 
-        return detect_file(model, path)
+        return predict_file(model, path)
 
 
 def collate(examples: Sequence[Any]) -> tuple[torch.Tensor, list[Any], list[str]]:
