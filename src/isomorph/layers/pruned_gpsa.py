@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.gated_mix import attend_positions, gated_mix, gated_mix_by_axis
+from isomorph.layers.gated_mix import attend_positions, gated_mix
 from isomorph.layers.position_gates import position_axis_maps
 from isomorph.layers.positional_attention import kronecker
 from isomorph.layers.token_heads import TokenHeads, softmax_map
@@ -119,16 +119,18 @@ class PrunedGPSA(TokenHeads):
         p, n_p, n_b = self.prefix_tokens, self.counts["p"], self.counts["b"]
         v = self.split_heads(self.v(x))  # (B, N, nh, hd), sorted
         parts = {}
+        if n_p + n_b:  # heads of letters p and b in one product
+            gated = rows * F.pad(torch.sigmoid(self.gate.to(rows.dtype)), (n_p, 0), value=1.0)[:, None, None]
+            placed = attend_positions(v[:, p:, : n_p + n_b], gated, columns)  # (B, H W, n_p + n_b, hd)
         if n_p:
-            values = v[:, p:, :n_p]
-            parts["p"] = self.add_prefix(x, attend_positions(values, rows[:n_p], columns[:n_p]), v[:, :, :n_p])
+            parts["p"] = self.add_prefix(x, placed[:, :, :n_p], v[:, :, :n_p])
         if self.qk is not None:
             q, k = self.split_queries_keys(x, x, self.qk)
             content = F.scaled_dot_product_attention(q, k, v[:, :, n_p:].transpose(1, 2)).transpose(1, 2)
             parts["c"] = content[:, :, n_b:]  # (B, N, n_c, hd)
             if n_b:
-                gated, values = content[:, p:, :n_b], v[:, p:, n_p : n_p + n_b]
-                mixed = gated_mix_by_axis(gated, values, rows[n_p:], columns[n_p:], self.gate)
+                weight = torch.sigmoid(-self.gate.to(rows.dtype)).to(content.dtype)[:, None]  # (n_b, 1)
+                mixed = content[:, p:, :n_b] * weight + placed[:, :, n_p:]
                 parts["b"] = torch.cat([content[:, :p, :n_b], mixed], dim=1) if p else mixed
         return self.proj_drop(self.proj(self.join_heads(parts, dim=2).flatten(2)))
 

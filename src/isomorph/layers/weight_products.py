@@ -21,6 +21,9 @@ VARIANCE_FLOOR_ULPS = 4
 LARGEST_STACKED = 2**16
 """Entries of the largest matrices that are stacked on a CPU; larger ones are multiplied one by one."""
 
+LARGEST_RECOMPUTED = 2**18
+"""Entries of the largest weight A whose product A S is computed again for the backward pass, instead of saved."""
+
 
 def _stacks(like: Tensor) -> bool:
     """True if matrices of this size are better copied into one than multiplied one by one."""
@@ -66,12 +69,12 @@ def _sum_products(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 class _RowVariances(torch.autograd.Function):
-    """Compute diag(A S A^T) of the rows of all weights A, saving A S for the backward pass.
+    """Compute diag(A S A^T) of the rows of all weights A; of large weights, save A S for the backward pass.
 
     The result is at least a few rounding units of diag(A diag(S) A^T). Without that floor, channels that cancel almost
     exactly would get variance 0, and BatchNorm would amplify them. A row at the floor gets no gradient.
 
-    Shape: covariance S (G, C, C), weights A (G, rows, C) -> variance (G, R), a mask of the rows above the floor, A S
+    Shape: covariance S (G, C, C), weights A (G, rows, C) -> variance (G, R), a mask of rows above the floor, A S
     """
 
     generate_vmap_rule = True
@@ -85,23 +88,24 @@ class _RowVariances(torch.autograd.Function):
         variance = _join([(product * weight).sum(-1) for weight, product in pairs])  # (G, R)
         floor = _join([(weight.square() @ spread).squeeze(-1) for weight in matrices])
         floor = floor * (VARIANCE_FLOOR_ULPS * torch.finfo(covariance.dtype).eps)
-        return torch.maximum(variance, floor), variance >= floor, *products
+        saved = products if weights[0].numel() > LARGEST_RECOMPUTED else []
+        return torch.maximum(variance, floor), variance >= floor, *saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)  # no zeros for A S
         ctx.save_for_backward(*output[1:], *inputs)
-        ctx.products = len(output) - 2
+        ctx.saved_products = len(output) - 2
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         above_floor, *saved = ctx.saved_tensors
-        products, covariance, weights = saved[: ctx.products], saved[ctx.products], saved[ctx.products + 1 :]
+        products, (covariance, *weights) = saved[: ctx.saved_products], saved[ctx.saved_products :]
         if grad is None:
             return None, *(None for _ in weights)
         matrices = _merge_rows(weights)
-        if torch.is_grad_enabled():  # a second derivative needs how the products follow from the weights
+        if torch.is_grad_enabled() or not products:  # a second derivative needs how they follow from the weights
             products = [weight @ covariance for weight in matrices]
         rows = [weight.shape[-2] for weight in matrices]
         slopes = (grad * above_floor).unsqueeze(-1).split(rows, -2)  # (G, rows, 1) each
@@ -125,30 +129,38 @@ def _join(vectors: Sequence[Tensor]) -> Tensor:
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors), -1)
 
 
-class _ScaledProduct(torch.autograd.Function):
-    """Compute (W diag(scale)) A, saving only W, scale and A.
+class _ScaledProducts(torch.autograd.Function):
+    """Compute (W diag(scale)) A of several factors of equal shape as one product, saving only the factors.
 
-    Shape: W (G, out, hidden), scale (G, hidden), A (G, hidden, C) -> (G, out, C)
+    Shape: n of W (G, out, hidden), then of scale (G, hidden), then of A (G, hidden, C) -> (n, G, out, C)
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(weight: Tensor, scale: Tensor, inner: Tensor) -> Tensor:
+    def forward(*factors: Tensor) -> Tensor:
+        weight, scale, inner = _stack_thirds(factors)
         return (weight * scale.unsqueeze(-2)) @ inner
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight, scale, inner = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        weight, scale, inner = _stack_thirds(ctx.saved_tensors)
         d_inner = (weight * scale.unsqueeze(-2)).mT @ grad
         d_weight = grad @ inner.mT  # of W diag(scale)
         d_scale = (d_weight * weight).sum(-2)
         d_weight = d_weight * scale.unsqueeze(-2) if torch.is_grad_enabled() else d_weight.mul_(scale.unsqueeze(-2))
-        return d_weight, d_scale, d_inner
+        return *d_weight.unbind(), *d_scale.unbind(), *d_inner.unbind()
+
+
+def _stack_thirds(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return each third of a sequence of tensors as one; a single tensor is not copied. Shape: n of (*) -> (n, *)"""
+    count = len(tensors) // 3
+    thirds = (tensors[start : start + count] for start in range(0, len(tensors), count))
+    return [each[0].unsqueeze(0) if count == 1 else torch.stack(list(each)) for each in thirds]
 
 
 def row_variances(weights: Sequence[Tensor], covariance: Tensor) -> Tensor:
@@ -169,10 +181,9 @@ def scaled_products(factors: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Te
         alike.setdefault((weight.shape, inner.shape), []).append(index)
     found: dict[int, Tensor] = {}
     for members in alike.values():
-        if len(members) > 1 and _stacks(factors[members[0]][0]):
-            stacked = [torch.stack(each) for each in zip(*(factors[i] for i in members), strict=True)]
-            products: Sequence[Tensor] = _ScaledProduct.apply(*stacked).unbind()
-        else:
-            products = [_ScaledProduct.apply(*factors[i]) for i in members]
-        found |= dict(zip(members, products, strict=True))
+        together = [members] if _stacks(factors[members[0]][0]) else [[index] for index in members]
+        for part in together:
+            columns = zip(*(factors[index] for index in part), strict=True)
+            products = _ScaledProducts.apply(*(each for column in columns for each in column)).unbind()
+            found |= dict(zip(part, products, strict=True))
     return [found[index] for index in range(len(factors))]
