@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+import torch.nn.utils.prune
 from torch import nn
 
 import isomorph as iso
@@ -86,3 +87,23 @@ def test_modules_without_a_truth_value_are_left_alone():
     with pytest.raises(TypeError):
         bool(net[1])
     assert isinstance(iso.recast(net, iso.LinearToPyramid(), "0")[0], iso.layers.PyramidConv2d)
+
+
+def test_a_result_that_a_layer_keeps_is_named():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.cache = nn.Conv2d(4, 4, 3, padding=1, bias=False), {}
+
+        def forward(self, x):
+            self.cache["bias"] = self.conv.weight.sum()
+            return self.conv(x) + self.cache["bias"]
+
+    model = nn.Sequential(Keeps())
+    model(torch.randn(1, 4, 8, 8))
+    with pytest.raises(iso.UserError, match=r"cannot be copied .*; 0 keeps a result of its last call: call model"):
+        iso.recast(model, iso.ConvToGPSA(), "0.conv")
+    pruned = torch.nn.utils.prune.identity(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False))[0], "weight")
+    pruned(torch.randn(1, 4, 8, 8))
+    with pytest.raises(iso.UserError, match=r"cannot be copied .*; make pruning and weight norms permanent first"):
+        iso.recast(nn.Sequential(pruned, nn.Conv2d(4, 4, 3, padding=1)), iso.ConvToGPSA(), "1")

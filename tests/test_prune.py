@@ -15,6 +15,7 @@ from command_line import isomorph
 from isomorph.layers import GPSA, ContentConv2d, GPSA2d, PositionalConv2d, PrunedGPSA, PrunedGPSA2d, ViTGPSA
 from isomorph.layers.content_heads import group_rows_by_head
 from isomorph.layers.prune_heads import closed_heads, current_heads, prune_heads
+from isomorph.surgery.prune import PruneHeads
 from test_gpsa import assert_equal, output_and_gradients, perturbed
 
 GRIDS = [  # height, width, channels, kernel, stride, padding
@@ -259,6 +260,11 @@ def test_prunable_heads_are_listed():
         (3, "content only"),
     ]
     assert all(head.layer == "blocks.0.attn" and head.was == "position and content" for head in heads)
+
+
+def test_verify_accepts_ten_times_the_tolerance_but_at_most_a_tenth_of_the_output():
+    bounds = {0.0: 1e-4, 0.001: 0.01, 0.01: 0.1, 0.3: 0.1}
+    assert {tolerance: PruneHeads("p", tolerance).atol for tolerance in bounds} == pytest.approx(bounds)
 
 
 def test_bad_arguments_are_one_clear_line():

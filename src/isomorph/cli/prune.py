@@ -58,7 +58,7 @@ def prune(
         File for the pruned checkpoint; by default NAME-pruned.safetensors in the same folder.
     atol
         Largest difference of the outputs allowed, relative to the largest output where that is above 1; by default ten
-        times the tolerance, as what the heads leave out adds up.
+        times the tolerance, as what the heads leave out adds up, and at most 0.1.
     data
         Compare on test images of this data source or folder instead of random inputs.
     root

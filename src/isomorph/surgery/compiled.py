@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.surgery.attachments import hooks_on
@@ -72,7 +72,20 @@ def _deepcopy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:
-        raise UserError(
-            f"the model cannot be copied ({' '.join(str(error).split())[:120]}); make pruning and weight norms "
-            "permanent first (prune.remove, remove_weight_norm)"
-        ) from None
+        reason = f"the model cannot be copied ({' '.join(str(error).split())[:120]}); "
+        if kept := _result_of_call(model):
+            advice = f"{kept} keeps a result of its last call: call model.train(), and call it under torch.no_grad()"
+        else:
+            advice = "make pruning and weight norms permanent first (prune.remove, remove_weight_norm)"
+        raise UserError(reason + advice) from None
+
+
+def _result_of_call(model: nn.Module) -> str | None:
+    """Return the name of a layer that stores what a call computed, as timm's LeViT does; not a weight's own value."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            held = value.values() if isinstance(value, dict) else (value,)
+            computed = any(isinstance(each, Tensor) and not each.is_leaf for each in held)
+            if computed and not {f"{key}_orig", f"{key}_g"} & module._parameters.keys():  # not a pruned weight
+                return name or type(model).__name__
+    return None

@@ -23,6 +23,9 @@ from isomorph.surgery.where import Where, describe_where, matches_where
 TOLERANCE = (0.0, 0.5)
 """Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open."""
 
+LARGEST_ATOL = 0.1
+"""Largest difference of outputs that `verify` accepts by default, whatever the tolerance."""
+
 
 @dataclass(frozen=True)
 class PruneHeads(ExplainedRule):
@@ -48,8 +51,8 @@ class PruneHeads(ExplainedRule):
 
     @property
     def atol(self) -> float:
-        """Largest difference that `verify` accepts by default: what nine heads leave out adds up."""
-        return max(1e-4, 10 * self.tolerance)
+        """Largest difference that `verify` accepts by default: what heads and layers leave out adds up."""
+        return min(max(1e-4, 10 * self.tolerance), LARGEST_ATOL)
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be pruned, or None if it can."""
@@ -147,7 +150,8 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
       layer of which all heads are open becomes timm's Attention.
 
     The new layers train, save, load and export like any other; pruning again after training removes more. Compare with
-    `verify(model, pruned, images)`, whose default is `10 * tolerance` here. `prunable_heads` lists what is removed.
+    `verify(model, pruned, images)`, whose default is `10 * tolerance` here, and at most 0.1. `prunable_heads` lists
+    what is removed.
 
     Raises: UserError for a tolerance out of range, if `where` selects no gated attention layer, or if no head is closed
         or open.
