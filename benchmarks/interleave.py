@@ -18,17 +18,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9) -> dict[str, float]:
-    """Median milliseconds of each contender over interleaved rounds, after two warm-up rounds."""
+def interleaved(
+    contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9, cpu_time: bool = False
+) -> dict[str, float]:
+    """Median milliseconds of each contender over interleaved rounds, after two warm-up rounds.
+
+    Time of the processor, over all threads, says more than that of the clock where other programs use the same cores.
+    """
+    clock = time.process_time if cpu_time else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(rounds + 2):
         for name, run in contenders.items():
             synchronize(device)
-            start = time.perf_counter()
+            start = clock()
             run()
             synchronize(device)
             if i >= 2:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -94,6 +100,17 @@ def write(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
     about = {"machine": processor(), "torch": torch.__version__, "python": platform.python_version()}
     path.write_text(json.dumps({**about, **tables}, indent=1) + "\n")
     return path
+
+
+def update(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
+    """Writes the tables with those of earlier runs that are not measured again; "runs" has the machine of each."""
+    path = RESULTS / f"{name}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    earlier = {title: rows for title, rows in found.items() if isinstance(rows, list)}
+    old = f"{found.get('machine')}, torch {found.get('torch')}"
+    new = f"{processor()}, torch {torch.__version__}"
+    runs = dict.fromkeys(earlier, old) | found.get("runs", {}) | dict.fromkeys(tables, new)
+    return write(name, {**earlier, **tables, "runs": runs})
 
 
 def show(title: str, rows: list[dict[str, object]]) -> None:

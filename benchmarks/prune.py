@@ -9,15 +9,13 @@ prunes it at several tolerances, and measures top-1 on the test images.
 
 import argparse
 import copy
-import json
-import sys
 
 import timm
 import torch
 from timm.layers import Attention
 
 import isomorph as iso
-from interleave import RESULTS, forward, interleaved, processor, saved_mib, show, step, write
+from interleave import forward, interleaved, saved_mib, show, step, update
 from isomorph.data.sources import spaced_images
 from isomorph.evaluation import count_macs, count_parameters
 from isomorph.layers import GPSA, GPSA2d
@@ -93,7 +91,8 @@ def networks(device):
         whole = timm.create_model(name).eval().to(device)
         rival = timm.models.VisionTransformer(embed_dim=width, depth=12, num_heads=heads).eval().to(device)
         half, closed = (iso.prune(with_gates(whole, gates), 0.01) for gates in ([9.0, 0.0], [9.0]))
-        yield name, 2, {"0%": whole, "50%": half, "100%": closed, "rival": rival}
+        models = {"0%": whole, "50%": half, "100%": closed, "rival": rival}
+        yield from ((name, batch, models) for batch in (2, 8))
 
 
 def network_table(device, rounds):
@@ -135,11 +134,12 @@ def trained_table(device, rounds):
     for key, model in models.items():
         pruned = len(iso.surgery.prunable_heads(tcnn, float(key))) if key[0] == "0" else 0
         other = tcnn if key[0] == "0" else model
-        difference = iso.surgery.compare_outputs(other, model, images[:100]).fp32
+        (difference,) = iso.surgery.compare_outputs(other, model, images[:100]).inputs
         layers = sum(type(part).__name__ == "PositionalConv2d" for part in model.modules())
         rows.append(
             {"tolerance": key, "heads pruned": pruned, "layers without content": layers}
-            | {"top-1": iso.evaluate(model, loader)["top1"], "max |diff| of logits": f"{difference:.1e}"}
+            | {"top-1": iso.evaluate(model, loader)["top1"], "max |diff| of logits": f"{difference.fp32:.1e}"}
+            | {"relative to the largest": f"{difference.fp32 / difference.scale:.1e}"}
             | {"forward / CNN": run[key] / run["CNN"], "parameters": count_parameters(model)}
         )
     return rows
@@ -169,9 +169,6 @@ TABLES = {
     "trained": {"A T-CNN fine-tuned on CIFAR-10, then pruned": trained_table},
 }
 
-RUNS = "Runs"
-"""Key of the result file: the arguments and the machine of each table."""
-
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,18 +182,13 @@ def main():
     torch.manual_seed(0)
     WEIGHTS[:] = filter(None, [options.weights])
     IMAGES[0] = options.images
-    result = RESULTS / f"{options.name}.json"
-    found = json.loads(result.read_text()) if options.only and result.exists() else {}
-    found = {
-        title: found[title] for title in (*(t for tables in TABLES.values() for t in tables), RUNS) if title in found
-    }
+    found = {}
     for group, tables in TABLES.items():
         for title, table in tables.items():
             if options.only in (None, group):
                 found[title] = table(torch.device(options.device), options.rounds)
                 show(title, found[title])
-                found[RUNS] = found.get(RUNS, {}) | {title: f"{' '.join(sys.argv[1:])} on {processor()}"}
-    print(f"\nwrote {write(options.name, found)}")
+    print(f"\nwrote {update(options.name, found)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """ViT-Ti with pyramids (P-W2S on q, k, v and the MLP) in closed form, branch by branch, and plain.
 
     python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--tables training] [--name NAME]
+    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, on a busy machine: times of the CPU
 
 The closed form is exact, with the statistics of all tokens, or sampled, with those of a quarter of them.
 
@@ -14,7 +15,7 @@ import timm
 import torch
 
 import isomorph as iso
-from interleave import forward, interleaved, memory_mib, saved_mib, show, step, write
+from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
 from naive import branch_by_branch
 
 MEMORY_MIB = 12 * 1024
@@ -68,6 +69,23 @@ def training_table(device, rounds, batches):
     return rows
 
 
+def blocks_table(device, rounds, batches):
+    """One training step of three blocks, without the branches, in seconds of the processor."""
+    plain, closed = (timm.create_model("tdrl_vit_ti", depth=3, layout=layout) for layout in ("plain", "P-W2S"))
+    sampled = timm.create_model("tdrl_vit_ti", depth=3, statistics=1 / 4)
+    sampled.load_state_dict(closed.state_dict())
+    forms = {"plain": plain, "closed": closed, "sampled": sampled}
+    rows = []
+    for batch in batches:
+        x = torch.randn(batch, 3, 224, 224, device=device)
+        runs = {name: step(model.to(device), x) for name, model in forms.items()}
+        times = interleaved(runs, device, rounds, cpu_time=True)
+        ratios = {name: times[name] / times["plain"] for name in ("closed", "sampled")}
+        rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], **ratios})
+        show(f"so far, batch {batch}", rows[-1:])
+    return rows
+
+
 def parts_table(device, rounds, batches):
     """Where the time goes: a training step with pyramids in some of the layers only, smallest batch."""
     x = torch.randn(min(batches), 3, 224, 224, device=device)
@@ -98,6 +116,7 @@ def inference_table(device, rounds, batches):
 
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
+    "Blocks; training step of three blocks, CPU time": blocks_table,
     "By part": parts_table,
     "Inference": inference_table,
 }
@@ -119,7 +138,7 @@ def main():
             continue
         found[title] = table(device, options.rounds, options.batches)
         show(title, found[title])
-    print(f"\nwrote {write(options.name or f'tdrl_{options.device}', found)}")
+    print(f"\nwrote {update(options.name or f'tdrl_{options.device}', found)}")
 
 
 if __name__ == "__main__":
