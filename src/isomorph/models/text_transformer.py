@@ -1,0 +1,341 @@
+"""Transformer encoders for text, built on transformers: BERT, ELECTRA, RoBERTa, DistilBERT and their relatives.
+
+With `num_classes` 0 a network predicts the words at masked positions, for pre-training; otherwise it classifies
+sequences, or sentence pairs, by their first token.
+"""
+
+import dataclasses
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import Tensor, nn
+
+from isomorph.errors import UserError, install_hint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bert_small": dict(
+        family="electra",
+        embedding_size=128,
+        hidden_size=256,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        intermediate_size=1024,
+    ),
+    "bert_base": dict(family="bert"),
+    "roberta_base": dict(
+        family="roberta", vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, layer_norm_eps=1e-5
+    ),
+    "distilbert_base": dict(family="distilbert"),
+    "text_transformer": {},
+}
+"""Arguments of each registered network; BERT-Small is that of ELECTRA, whose architecture projects its embeddings."""
+
+_HUB_NAMES = {
+    "bert_base": "google-bert/bert-base-uncased",
+    "roberta_base": "FacebookAI/roberta-base",
+    "distilbert_base": "distilbert/distilbert-base-uncased",
+}
+"""Pretrained weights on the Hugging Face Hub."""
+_EXAMPLE_LENGTH = 64
+"""Length of the sequences in example inputs, of networks that take as many tokens."""
+
+
+class WordHead(nn.Module):
+    """Predict words from the tokens' vectors: a layer to the width of the embeddings, then the embeddings as weights.
+
+    y = LayerNorm(GELU(W x + b)) E^T + c, with the table E of the word embeddings.
+
+    Shape: x (..., C), table (V, D) -> (..., V)
+    Source: BERT (Devlin et al., 2018), masked LM
+    """
+
+    def __init__(self, width: int, table: Tensor) -> None:
+        super().__init__()
+        self.dense = nn.Linear(width, table.shape[1])
+        self.norm = nn.LayerNorm(table.shape[1], eps=1e-12)
+        self.bias = nn.Parameter(torch.zeros(table.shape[0]))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return F.linear(self.norm(F.gelu(self.dense(x))), table, self.bias)
+
+
+class ClassHead(nn.Module):
+    """Classify a sequence by the vector of its first token, with dropout before the layer. Shape: (B, N, C) -> (B, K)
+
+    Source: ELECTRA (Clark et al., 2020), its code for fine-tuning
+    """
+
+    def __init__(self, width: int, num_classes: int, drop: float) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(drop)
+        self.fc = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.drop(x[:, 0]))
+
+
+class TextTransformer(nn.Module):
+    """Encoder of token sequences, any of transformers' that are trained with masked words, with a head.
+
+    `family` is transformers' name of the architecture; the further arguments are the fields of its configuration, such
+    as hidden_size. Instead of both, `config` names a folder with a config.json, or a model on the Hugging Face Hub.
+    With `positions`, words are predicted at these positions only, which saves most of the work.
+
+    Shape: input_ids (B, N), attention_mask (B, N), 1 for real tokens, token_type_ids (B, N), positions (B, K)
+    -> (B, num_classes), or with num_classes 0 (B, N, V), or (B, K, V) at positions
+    Raises: UserError without transformers, for an unknown family or field, and for sequences longer than `max_length`.
+
+    >>> net = timm.create_model("bert_small", num_hidden_layers=1, num_classes=3)
+    >>> net(torch.tensor([[101, 7592, 102]])).shape
+    torch.Size([1, 3])
+    """
+
+    in_chans: None = None
+    """It has no input channels, for code that asks every model of timm's registry."""
+
+    def __init__(
+        self, family: str | None = None, num_classes: int = 0, config: str | None = None, **fields: Any
+    ) -> None:
+        super().__init__()
+        _require_transformers()
+        from transformers import AutoModel
+
+        settings = _read_config(config) if config else build_config(family or "bert", fields)
+        self.body = AutoModel.from_config(settings)
+        if hasattr(self.body, "pooler"):
+            self.body.pooler = None  # the head reads the first token itself
+        self.family, self.num_classes = settings.model_type, num_classes
+        self.num_features = self.head_hidden_size = settings.hidden_size
+        self.head = self._new_head()
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that create this network, without reference to a folder or the hub."""
+        return {"family": self.family, **_changed_fields(self.body.config), "num_classes": self.num_classes}
+
+    @property
+    def table(self) -> Tensor:
+        """The word embeddings. Shape: -> (V, D)"""
+        return self.body.get_input_embeddings().weight
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a sequence."""
+        positions = getattr(getattr(self.body, "embeddings", None), "position_embeddings", None)
+        if positions is None:
+            return getattr(self.body.config, "max_position_embeddings", 2**20)
+        return positions.num_embeddings - (0 if positions.padding_idx is None else positions.padding_idx + 1)
+
+    def _new_head(self) -> nn.Module:
+        """Return a new head for the number of classes."""
+        config = self.body.config
+        drop = getattr(config, "hidden_dropout_prob", getattr(config, "dropout", 0.1))
+        if self.num_classes:
+            head: nn.Module = ClassHead(self.num_features, self.num_classes, drop)
+        else:
+            head = WordHead(self.num_features, self.table)
+        for layer in head.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.normal_(layer.weight, std=getattr(config, "initializer_range", 0.02))
+                nn.init.zeros_(layer.bias)
+        return head.to(self.table.device, self.table.dtype)
+
+    def forward_features(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the vectors of the tokens. Shape: (B, N) -> (B, N, C)"""
+        if input_ids.shape[1] > self.max_length:
+            raise UserError(f"a sequence of {input_ids.shape[1]} tokens is longer than the network's {self.max_length}")
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if getattr(self.body.config, "type_vocab_size", 0) > 1:
+            inputs["token_type_ids"] = token_type_ids
+        return self.body(**inputs).last_hidden_state
+
+    def forward_head(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the class logits, or those of the words. Shape: x (B, N, C) -> (B, num_classes) or (B, N or K, V)"""
+        if isinstance(self.head, ClassHead):
+            return self.head(x)
+        if positions is not None:
+            x = x.gather(1, positions[..., None].expand(-1, -1, x.shape[-1]))  # (B, K, C)
+        return self.head(x, self.table)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        return self.forward_head(self.forward_features(input_ids, attention_mask, token_type_ids), positions)
+
+    def example_inputs(self, batch: int, size: tuple[int, int] | None = None) -> dict[str, Tensor]:
+        """Return random sequences of unequal lengths, the same at every call; a size (1, N) has the length N.
+
+        Shape: -> input_ids and attention_mask (batch, N)
+        """
+        N = size[-1] if size else min(_EXAMPLE_LENGTH, self.max_length)
+        generator = torch.Generator().manual_seed(0)
+        vocabulary, padding = self.table.shape[0], getattr(self.body.config, "pad_token_id", None) or 0
+        ids = torch.randint(padding + 1, vocabulary, (batch, N), generator=generator)
+        mask = torch.arange(N) < torch.linspace(N, max(1, N // 2), batch).round()[:, None]
+        return {"input_ids": ids.where(mask, torch.tensor(padding)), "attention_mask": mask.long()}
+
+    def get_classifier(self) -> nn.Module:
+        """Return the head."""
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the head by a new one for another number of classes; 0 predicts words."""
+        self.num_classes = num_classes
+        self.head = self._new_head()
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns of parameter names by layer, for layer decay: embeddings 0, block i is i + 1, then a head."""
+        return dict(
+            stem=r"^body\.embeddings", blocks=[(r"^body\.\w+\.layer\.(\d+)", None), (r"^(?:head|body)\.", (99998,))]
+        )
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations in the backward pass, to save memory."""
+        (self.body.gradient_checkpointing_enable if enable else self.body.gradient_checkpointing_disable)()
+
+
+def _require_transformers() -> None:
+    """Raise UserError if transformers is not installed."""
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise UserError(f"text transformers need the package transformers; {install_hint('nlp')}") from None
+
+
+def build_config(family: str, fields: dict[str, Any]) -> "PreTrainedConfig":
+    """Return transformers' configuration of a family with these fields.
+
+    Raises: UserError for a family that is not trained with masked words, or a field that it does not have.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    if family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        known = "bert, electra, roberta, distilbert or another that transformers trains with masked words"
+        raise UserError(f"family {family!r} is not an encoder of text with masked words; choose {known}")
+    kind = CONFIG_MAPPING[family]
+    names = [field.name for field in dataclasses.fields(kind)] + list(kind.attribute_map)
+    for name in fields:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(sorted(_own_fields(kind)))}"
+            raise UserError(f"{name} is not a field of {family}; {hint}")
+    try:
+        return kind(**{"use_cache": False, **fields} if "use_cache" in names else fields)
+    except Exception as error:  # transformers raises many types
+        raise UserError(f"{family} does not take these fields: {' '.join(str(error).split())[:200]}") from None
+
+
+def _read_config(source: str) -> "PreTrainedConfig":
+    """Return the configuration in a folder, or of a model on the hub, with its own fields alone.
+
+    Raises: UserError if there is none.
+    """
+    from transformers import AutoConfig
+
+    try:
+        found = AutoConfig.from_pretrained(source)
+    except Exception as error:  # those of the hub, of json, and of transformers
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"config {source!r} is not a folder with a config.json, nor on the hub: {reason}") from None
+    return build_config(found.model_type, _changed_fields(found))
+
+
+def _own_fields(kind: Any) -> set[str]:
+    """Return the names of the fields that a class of configurations adds to transformers' base class."""
+    from transformers import PreTrainedConfig
+
+    base = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # type: ignore[arg-type]
+    return {field.name for field in dataclasses.fields(kind)} - base | {"pad_token_id"}
+
+
+def _changed_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a configuration that describe the architecture and differ from their defaults."""
+    plain, values = type(config)(), config.to_dict()
+    names = sorted(_own_fields(type(config)) - {"use_cache"})
+    return {name: values[name] for name in names if name in values and values[name] != getattr(plain, name, None)}
+
+
+def checkpoint_filter_fn(state: dict[str, Tensor], model: TextTransformer) -> dict[str, Tensor]:
+    """Return a checkpoint of transformers, or of this network with another head, in the names of this network.
+
+    Tensors of heads of another kind are left out, and the model's own take their place.
+    """
+    prefix = f"{model.body.base_model_prefix}."
+    if not any(name.startswith("body.") for name in state):
+        inside = any(name.startswith(prefix) for name in state)
+        given = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix) or not inside}
+        state = {f"body.{_modern_name(name)}": tensor for name, tensor in given.items()}
+    own = model.state_dict()
+    unused = ("body.pooler.", "body.embeddings.position_ids", "body.embeddings.token_type_ids", "head.")
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(unused)}
+    head = {name: state[name] for name in state if name.startswith("head.")}
+    if head.keys() != {name for name in own if name.startswith("head.")}:
+        head = {name: tensor for name, tensor in own.items() if name.startswith("head.")}
+    return kept | head
+
+
+def _modern_name(name: str) -> str:
+    """Return the name of a tensor in today's BERT: those of the first checkpoints call a norm's weights otherwise."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _cfg(hub_name: str | None = None) -> dict[str, Any]:
+    """Return the configuration of timm for a network of this file."""
+    source = {"hf_hub_id": hub_name} if hub_name else {"url": ""}
+    return source | {"num_classes": 0, "input_size": None, "classifier": "head", "first_conv": None}
+
+
+default_cfgs = generate_default_cfgs({name: _cfg(_HUB_NAMES.get(name)) for name in VARIANTS})
+
+
+def _create(variant: str, pretrained: bool = False, **kwargs: Any) -> TextTransformer:
+    """Build a network with its defaults, which `kwargs` override."""
+    arguments = VARIANTS[variant] | kwargs
+    return build_model_with_cfg(
+        TextTransformer, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn, kwargs_filter=None, **arguments
+    )
+
+
+@register_model
+def bert_small(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
+    """BERT-Small of ELECTRA: 12 layers of width 256, embeddings of width 128, 13.5M parameters (Refiner Table 6)."""
+    return _create("bert_small", pretrained, **kwargs)
+
+
+@register_model
+def bert_base(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
+    """BERT-Base, uncased: 12 layers of width 768."""
+    return _create("bert_base", pretrained, **kwargs)
+
+
+@register_model
+def roberta_base(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
+    """RoBERTa-Base: 12 layers of width 768, with a vocabulary of 50,265 byte pairs."""
+    return _create("roberta_base", pretrained, **kwargs)
+
+
+@register_model
+def distilbert_base(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
+    """DistilBERT-Base, uncased: 6 layers of width 768."""
+    return _create("distilbert_base", pretrained, **kwargs)
+
+
+@register_model
+def text_transformer(pretrained: bool = False, **kwargs: Any) -> TextTransformer:
+    """Return any encoder of transformers that is trained with masked words, by family and fields, or by config."""
+    return _create("text_transformer", pretrained, **kwargs)

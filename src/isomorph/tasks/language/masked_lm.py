@@ -1,0 +1,143 @@
+"""Pre-training by masked language modelling, from text files or the sentences of GLUE."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from isomorph.data.formats.registry import data_root
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.layers.eval_mode import eval_mode
+from isomorph.tasks.language.corpus import IGNORED, PackedTexts, find_text_files, pack, read_lines
+from isomorph.tasks.language.glue import training_sentences
+from isomorph.tasks.language.task import LanguagePart, LanguageTask
+from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.objectives.objective import Objective
+from isomorph.training.recipe.part import Rate
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.run.step import to_device
+from isomorph.training.task import EvaluationOptions, Prediction
+
+TEST_PART = 0.01
+"""Part of the sequences to test on, where there is no text file for it."""
+
+
+class MaskedLMPart(LanguagePart):
+    """Options of the task masked_lm: predict the words at masked positions of packed sequences."""
+
+    masked: Rate = 0.15
+    """Share of the positions whose words are predicted: 80% of them are masked, 10% replaced, 10% shown."""
+
+
+class MaskedWords(PretrainingTask):
+    """Masked language modelling: cross-entropy of the words at masked positions.
+
+    Source: BERT (Devlin et al., 2018), section 3.1
+    """
+
+    def forward(self, input: dict[str, Tensor], target: Tensor) -> dict[str, Tensor]:
+        logits = self.trainable_module(**input)  # (B, K, V)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), target.flatten(), ignore_index=IGNORED)}
+
+
+class MaskedLM(LanguageTask):
+    """Pre-training of a text transformer on masked words, in packed sequences of one length."""
+
+    fields = MaskedLMPart
+    sources = ("text", "glue")
+    printed = {"masked_loss": ".4f", "masked_accuracy": ".2f"}
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        super().check_recipe(recipe)
+        if recipe.model.num_classes:
+            raise ValueError("model.num_classes does not apply to masked_lm, which predicts words; leave it out")
+
+    def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
+        root = data_root(recipe.data.root)
+        if recipe.data.source == "glue":
+            train, test = training_sentences(root), []
+        else:
+            files, test_files = find_text_files(root)
+            train, test = read_lines(files), read_lines(test_files)
+        packed = self._pack(train, root)
+        train_set, test_set = self.split(recipe, packed, self._pack(test, root) if test else None, TEST_PART)
+        test_set.fixed = True
+        return train_set, test_set
+
+    def _pack(self, texts: list[str], root: Path) -> PackedTexts:
+        """Return texts as packed sequences. Raises: UserError if they fill no two sequences."""
+        rows = pack(texts, self.tokenizer, self.options.length)
+        if len(rows) < 2:
+            raise UserError(
+                f"the text in {root} fills {len(rows)} sequences of task.length {self.options.length}; give more text"
+            )
+        return PackedTexts(rows, self.tokenizer, self.options.masked)
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        super().check_model(recipe, model, config)
+        if model.num_classes:
+            raise UserError(f"the network has {model.num_classes} classes, and masked_lm needs one that predicts words")
+
+    def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
+        return Objective(MaskedWords(model, device), self.measure, lambda metrics: -metrics["masked_loss"])
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+        """Return loss and accuracy on masked words, which are masked alike at every call."""
+        device, sums = next(model.parameters()).device, torch.zeros(4, dtype=torch.float64)
+        with eval_mode(model):
+            for inputs, targets, repeated in loader:
+                with runtime.autocast():
+                    logits = model(**to_device(inputs, device)).float()  # (B, K, V)
+                count = len(targets) - len(repeated)
+                sums += _masked_sums(logits[:count], targets[:count].to(device)).cpu()
+        loss, right, words, sequences = torch.stack(runtime.gather(sums)).sum(0).tolist()
+        mean = loss / max(words, 1)
+        perplexity = math.exp(min(mean, 700))
+        accuracy = 100 * right / max(words, 1)
+        return {"masked_loss": mean, "masked_accuracy": accuracy, "perplexity": perplexity, "sequences": sequences}
+
+    def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> PackedTexts:
+        if source == "glue":
+            texts = training_sentences(root)
+        else:
+            files, test_files = find_text_files(root)
+            texts = read_lines(test_files or files)
+        packed = self._pack(texts, root)
+        packed.fixed = True
+        return packed
+
+    @torch.no_grad()
+    def predict(self, model: nn.Module, path: Path) -> Prediction:
+        """Return the most probable words for every [MASK] in a text file."""
+        tokenizer, rows = self.tokenizer, []
+        device = next(model.parameters()).device
+        for text in read_lines([path]):
+            ids = tokenizer(text, truncation=True, max_length=self.options.length, return_tensors="pt")["input_ids"]
+            positions = (ids == tokenizer.mask_token_id).nonzero()[:, 1][None]  # (1, K)
+            if not positions.numel():
+                raise UserError(f"{path}: a line has no {tokenizer.mask_token} for a word to predict: {text[:60]}")
+            with eval_mode(model):
+                share = model(ids.to(device), positions=positions.to(device))[0].float().softmax(-1)  # (K, V)
+            rows += [_describe_words(text, number, each, tokenizer) for number, each in enumerate(share, start=1)]
+        return Prediction(rows, {".json": rows})
+
+
+def _describe_words(text: str, number: int, share: Tensor, tokenizer: Any) -> dict[str, Any]:
+    """Return the five most probable words for one mask of a text."""
+    best = share.topk(min(5, len(share)))
+    words = tokenizer.convert_ids_to_tokens(best.indices.tolist())
+    return {"text": text, "mask": number, "words": " ".join(words), "probability": best.values[0].item()}
+
+
+def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return sums: loss, right predictions, words, sequences. Shape: logits (B, K, V), targets (B, K) -> (4,)"""
+    counted = targets != IGNORED
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    right = ((logits.argmax(-1) == targets) & counted).sum()
+    return torch.stack([loss.double(), right.double(), counted.sum().double(), loss.new_tensor(len(targets)).double()])

@@ -1,0 +1,163 @@
+"""What pre-training and fine-tuning on text share: tokeniser, fields of a recipe that apply, loaders with padding."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from isomorph.checkpoints.rebuild import record_base
+from isomorph.data.formats.registry import data_root
+from isomorph.data.loaders import IsolatedDataLoader, SeededDataset, batch_ranges, ignore_stop_signals
+from isomorph.data.sampler import TrainSampler
+from isomorph.data.sources import random_indices
+from isomorph.distributed import Runtime
+from isomorph.errors import UserError
+from isomorph.seeding import derive_seed
+from isomorph.tasks.language.sentences import PadBatch
+from isomorph.tasks.language.tokenizer import check_tokenizer, open_tokenizer
+from isomorph.training.recipe.part import Part
+from isomorph.training.recipe.recipe import Recipe
+from isomorph.training.task import EvaluationOptions, Task
+
+_FOR_IMAGES = ("images", "classes", "size", "test_crop", "crop_pct", "shuffle_shards")
+"""Fields of data that are for images."""
+
+
+class LanguagePart(Part):
+    """Options that all tasks on text have."""
+
+    tokenizer: str = "google-bert/bert-base-uncased"
+    """A vocabulary of BERT (vocab.txt), a folder with a tokenizer of transformers, or its name on the hub."""
+    lower_case: bool = True
+    """Convert texts to lower case, with a vocabulary file; a folder or hub name says itself what it does."""
+    length: Annotated[int, Field(ge=8, le=2**14)] = 128
+    """Most tokens of a sequence, special tokens included."""
+
+
+class TestShare(Dataset[Any]):
+    """One process's share of the test examples; the first is repeated until all processes have the same number."""
+
+    __test__ = False  # it is no test of pytest
+
+    def __init__(self, examples: Any, runtime: Runtime) -> None:
+        self.examples = examples
+        own = list(range(runtime.rank, len(examples), runtime.world))
+        repeats = -(-len(examples) // runtime.world) - len(own)
+        self.own = [(index, True) for index in own] + [(0, False)] * repeats
+
+    def __len__(self) -> int:
+        return len(self.own)
+
+    def __getitem__(self, position: int) -> tuple[dict[str, Tensor], Tensor, list[str]]:
+        index, counts = self.own[position]
+        return (*self.examples[index], [] if counts else ["repeated"])
+
+
+class LanguageTask(Task):
+    """Base of the tasks on text."""
+
+    fields = LanguagePart
+    unused = ("augment", "loss", "distill", "token_labels", "map_similarity", "mask", "monitor_every", "drop_path")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokeniser of the options. Raises: UserError if it cannot be opened."""
+        return open_tokenizer(self.options.tokenizer, self.options.lower_case)
+
+    def check_recipe(self, recipe: Recipe) -> None:
+        for name in _FOR_IMAGES:
+            if getattr(recipe.data, name) is not None:
+                raise ValueError(f"data.{name} is for images; leave it out")
+
+    def split(self, recipe: Recipe, examples: Any, test: Any | None, default: float | None = None) -> tuple[Any, Any]:
+        """Return the examples to train on and to test on, with the fractions and numbers that the recipe asks for.
+
+        With data.split, or a `default` where there is no test file, a part of the training examples is tested on, the
+        same for every seed.
+        """
+        data = recipe.data
+        part = data.split or (default if test is None else None)
+        if part:
+            order = np.random.default_rng(derive_seed("test part")).permutation(len(examples))
+            count = max(1, round(part * len(examples)))
+            examples, test = examples.subset(np.sort(order[count:])), examples.subset(np.sort(order[:count]))
+        if data.fraction < 1:
+            seed = derive_seed("fraction", recipe.seed if data.draw == "seeded" else 0)
+            order = np.random.default_rng(seed).permutation(len(examples))
+            order = np.arange(len(examples)) if data.draw == "first" else order
+            examples = examples.subset(np.sort(order[: max(1, round(data.fraction * len(examples)))]))
+        return examples, limit(test, data.test_images)
+
+    def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
+        model: Any = super().build_model(recipe, train, recast_now)
+        if "config" in recipe.model.kwargs and hasattr(model, "arguments"):
+            record_base(model, {"name": recipe.model.name, **model.arguments})  # without the folder, which may move
+        return model
+
+    def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
+        return {"padding": self.tokenizer.pad_token_id}
+
+    def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
+        check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
+
+    def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
+        return None
+
+    def train_loader(
+        self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
+    ) -> DataLoader[Any]:
+        return IsolatedDataLoader(
+            SeededDataset(train, recipe.data.unreadable),
+            batch_sampler=sampler,
+            num_workers=recipe.data.workers,
+            collate_fn=PadBatch(config["padding"]),
+            worker_init_fn=ignore_stop_signals,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+    def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
+        return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
+
+    def share_loader(self, test: Any, batch_size: int, workers: int, runtime: Runtime) -> DataLoader[Any]:
+        """Return the loader of one process's share of the test examples. Raises: UserError if there are too few."""
+        if len(test) < runtime.world:
+            raise UserError(f"{len(test)} test examples are too few for {runtime.world} processes; start fewer")
+        share = TestShare(test, runtime)
+        return IsolatedDataLoader(
+            share,
+            batch_sampler=batch_ranges(len(share), batch_size),  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=PadBatch(self.tokenizer.pad_token_id),
+            worker_init_fn=ignore_stop_signals,
+        )
+
+    def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> Any:
+        """Return the examples to evaluate a trained model on."""
+        raise NotImplementedError
+
+    def measure(self, model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
+        """Return the test metrics over all processes."""
+        raise NotImplementedError
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        if options.size:
+            raise UserError("--size is for images; leave it out for this model")
+        recorded = (getattr(model, "pretrained_cfg", None) or {}).get("source")
+        source = options.data if options.data in self.sources else recorded or self.sources[0]
+        folder = options.data if options.data not in self.sources else None
+        check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
+        test = self.open_test(model, options, source, data_root(options.root or folder))
+        loader = self.share_loader(limit(test, options.max_images), options.batch_size, options.workers, runtime)
+        return [self.measure(model, loader, runtime)]
+
+
+def limit(examples: Any, count: int | None) -> Any:
+    """Return up to `count` examples, drawn once and the same at every call."""
+    if count is None or count >= len(examples):
+        return examples
+    return examples.subset(np.sort(random_indices(len(examples), count)))

@@ -1,0 +1,372 @@
+"""Language: networks in timm's registry, published TSV files, packed and masked texts, pre-training and fine-tuning."""
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import isomorph as iso
+from isomorph.checkpoints.files import read_header
+from isomorph.cli.evaluate_task import evaluate_task
+from isomorph.distributed import ALONE, Runtime
+from isomorph.recipes import RECIPES
+from isomorph.recipes.language import TABLE_6
+from isomorph.tasks.language.classify import TextClassificationPart
+from isomorph.tasks.language.corpus import IGNORED, PackedTexts, pack
+from isomorph.tasks.language.glue import GLUE, read_tsv, training_sentences
+from isomorph.tasks.language.metrics import compute_metrics
+from isomorph.tasks.language.sentences import PadBatch, Sentences
+from isomorph.tasks.language.task import TestShare
+from isomorph.tasks.language.tokenizer import open_tokenizer
+from isomorph.training.optim import learning_rate_scales
+from isomorph.training.recipe.recipe import validate
+from isomorph.training.task import EvaluationOptions, task_of
+from stopping import stopped_run
+
+transformers = pytest.importorskip("transformers")
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *LETTERS, *(f"##{letter}" for letter in LETTERS)]
+NETWORK = dict(
+    hidden_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    intermediate_size=32,
+    vocab_size=len(WORDS),
+    max_position_embeddings=32,
+)
+REFINED = dict(rule="AttentionToRefined", ratio=2, where="*.attention.self")
+FILES = {
+    "RTE": "index\tsentence1\tsentence2\tlabel\n0\ta b c\tb c\tentailment\n1\td e\tf g h i\tnot_entailment\n",
+    "CoLA": 'gj04\t1\t\ta b c d\ngj04\t0\t*\tb "c\n',
+    "STS-B": "index\tgenre\tsentence1\tsentence2\tscore\n0\tnews\ta b\tc d\t2.5\n1\tnews\ta\ta\t5.000\n",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder with a vocabulary, a text file, and small files of GLUE tasks as published."""
+    folder = tmp_path_factory.mktemp("language")
+    (folder / "vocab.txt").write_text("\n".join(WORDS))
+    generator = np.random.default_rng(0)
+    lines = [" ".join(generator.choice(list(LETTERS), 9)) for _ in range(60)]
+    (folder / "text.txt").write_text("\n\n".join(lines))
+    for name, content in FILES.items():
+        (folder / name).mkdir()
+        header, rows = ("", content) if name == "CoLA" else content.split("\n", 1)
+        for split, times in (("train", 12), ("dev", 5)):
+            (folder / name / f"{split}.tsv").write_text((header + "\n") * bool(header) + rows * times)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root):
+    return open_tokenizer(str(root / "vocab.txt"))
+
+
+def pretraining(root, **changes):
+    values = dict(
+        name="pre",
+        model=dict(name="text_transformer", kwargs=NETWORK),
+        task=dict(name="masked_lm", tokenizer=str(root / "vocab.txt"), length=16),
+        data=dict(source="text", root=str(root / "text.txt"), batch_size=8, split=0.2),
+        optim=dict(lr=1e-3),
+        epochs=2,
+        checkpoint_minutes=0,
+    )
+    return {**values, **changes}
+
+
+def fine_tuning(root, dataset="rte", **changes):
+    values = dict(
+        name="fine",
+        model=dict(name="text_transformer", kwargs=NETWORK),
+        task=dict(name="text_classification", dataset=dataset, tokenizer=str(root / "vocab.txt"), length=16),
+        data=dict(source="glue", root=str(root), batch_size=4),
+        optim=dict(lr=1e-3, layer_decay=0.8),
+        epochs=1,
+    )
+    return {**values, **changes}
+
+
+class TestNetworks:
+    def test_heads_and_inputs(self):
+        words = timm.create_model("text_transformer", **NETWORK).eval()
+        inputs = words.example_inputs(3)
+        assert inputs["attention_mask"].sum(1).tolist() == [32, 24, 16]
+        logits = words(**inputs)
+        assert logits.shape == (3, 32, len(WORDS))
+        positions = torch.tensor([[1, 5]] * 3)
+        torch.testing.assert_close(words(**inputs, positions=positions), logits[:, [1, 5]])
+        words.reset_classifier(4)
+        assert words(**inputs).shape == (3, 4)
+        with pytest.raises(iso.UserError, match="40 tokens is longer than the network's 32"):
+            words(torch.ones(1, 40, dtype=torch.long))
+
+    def test_layer_decay_goes_by_depth(self):
+        for family, layer in (("bert", "encoder"), ("distilbert", "transformer")):
+            fields = {name: value for name, value in NETWORK.items() if name != "intermediate_size"}
+            net = timm.create_model(
+                "text_transformer", family=family, num_classes=2, **fields | {"num_hidden_layers": 2}
+            )
+            rates = learning_rate_scales(net, 0.5)
+            assert rates["body.embeddings.word_embeddings.weight"] == 0.125
+            assert {r for n, r in rates.items() if f"{layer}.layer.1." in n} == {0.5}
+            assert rates["head.fc.weight"] == 1
+
+    def test_a_recast_network_is_verified_saved_and_loaded(self, tmp_path):
+        net = timm.create_model("bert_small", embedding_size=8, **NETWORK).eval()
+        refined = iso.recast(net, iso.AttentionToRefined(ratio=2), where="*.attention.self")
+        assert iso.verify(net, refined, net.example_inputs(2)).passed
+        iso.save(refined, tmp_path / "net.safetensors")
+        inputs = net.example_inputs(2)
+        loaded = iso.load(tmp_path / "net.safetensors").eval()
+        assert torch.equal(loaded(**inputs), refined(**inputs))
+
+    def test_weights_of_transformers_and_of_another_head_load(self, tmp_path):
+        config = transformers.RobertaConfig(**NETWORK, pad_token_id=1)
+        theirs = transformers.RobertaForMaskedLM(config).eval()
+        theirs.save_pretrained(tmp_path)
+        net = timm.create_model("text_transformer", config=str(tmp_path), num_classes=2).eval()
+        new = iso.load_weights(net, tmp_path / "model.safetensors", fresh_head=True)
+        assert new == ["head.fc.weight", "head.fc.bias"]
+        ids = torch.randint(2, len(WORDS), (2, 9))
+        torch.testing.assert_close(net.forward_features(ids), theirs.roberta(ids).last_hidden_state)
+        assert net.max_length == 30
+        twin = timm.create_model("text_transformer", **net.arguments)
+        assert twin.state_dict().keys() == net.state_dict().keys()
+
+    def test_the_published_sizes(self):
+        with torch.device("meta"):
+            small = timm.create_model("bert_small", num_classes=2)
+        assert sum(p.numel() for p in small.parameters()) == 13_483_522
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (dict(family="gpt2"), "'gpt2' is not an encoder of text with masked words; choose bert, electra"),
+            (dict(hiden_size=8), "hiden_size is not a field of bert; did you mean hidden_size"),
+            (dict(config="/nowhere"), "'/nowhere' is not a folder with a config.json"),
+            (dict(hidden_size=10, num_attention_heads=4), "timm cannot create text_transformer: .*heads"),
+        ],
+    )
+    def test_impossible_networks(self, arguments, message):
+        with pytest.raises(iso.UserError, match=message):
+            iso.models.create("text_transformer", **arguments)
+
+
+class TestPublishedFiles:
+    @pytest.mark.parametrize(
+        ("name", "train", "dev", "first"),
+        [
+            ("rte", 2490, 277, 1),
+            ("cola", 8551, 1043, 1),
+            ("sst2", 67_349, 872, 0),
+            ("mrpc", 3667, None, 1),
+        ],
+    )
+    def test_counts(self, data_root, name, train, dev, first):
+        task = GLUE[name]
+        rows = read_tsv(data_root / "glue" / task.folder / "train.tsv", task)
+        assert (len(rows), rows[0][1]) == (train, first)
+        assert {len(texts) for texts, _ in rows} == {len(task.texts)}
+        assert {label for _, label in rows} == {0, 1}
+        if dev:
+            assert len(read_tsv(data_root / "glue" / task.folder / "dev.tsv", task)) == dev
+
+    def test_columns_by_name_and_number(self, root):
+        assert read_tsv(root / "CoLA" / "dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
+        assert read_tsv(root / "STS-B" / "dev.tsv", GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
+        assert len(training_sentences(root)) == 2 * 12 * 2 + 2 * 12 + 2 * 12 * 2
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("rte", "", "is empty, and RTE needs the column 'sentence1'"),
+            (
+                "rte",
+                "index\tsentence1\tlabel\n",
+                "has the columns index, sentence1, label, and RTE needs .*'sentence2'",
+            ),
+            ("rte", "index\tsentence1\tsentence2\tlabel\n", "is empty: it has no examples of RTE"),
+            ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
+            (
+                "rte",
+                "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n",
+                "line 2: label 'maybe' is unknown; use ent",
+            ),
+            ("cola", "x\t2\t\ta\n", "line 1: label '2' is unknown; use 0, 1"),
+            ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: 'high' is not a score; give a number"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, tmp_path, name, content, message):
+        path = tmp_path / "train.tsv"
+        path.write_text(content)
+        with pytest.raises(iso.UserError, match=message):
+            read_tsv(path, GLUE[name])
+
+    def test_the_recipes_name_all_tasks(self):
+        names = TextClassificationPart.model_json_schema()["properties"]["dataset"]["enum"]
+        assert sorted(names) == sorted(GLUE) == sorted(TABLE_6)
+        assert all(f"glue_{name}" in RECIPES and f"glue_{name}_refined" in RECIPES for name in GLUE)
+
+
+class TestTexts:
+    def test_packed_sequences_hold_the_text_in_order(self, tokenizer):
+        rows = pack(["a b c", "d", "e f g h"], tokenizer, 6)
+        first = [tokenizer.convert_ids_to_tokens(row.tolist()) for row in rows]
+        assert first == [["[CLS]", "a", "b", "c", "[SEP]", "[SEP]"], ["[CLS]", "d", "[SEP]", "e", "f", "[SEP]"]]
+
+    def test_masks_hide_a_share_of_the_words(self, tokenizer):
+        rows = np.tile(np.array([2, *range(5, 5 + 38), 3], dtype=np.int32), (400, 1))
+        texts = PackedTexts(rows, tokenizer, masked=0.15)
+        torch.manual_seed(0)
+        shown, kinds = [], {"mask": 0, "kept": 0, "other": 0}
+        for i in range(len(texts)):
+            inputs, targets = texts[i]
+            assert len(targets) == 6
+            assert torch.equal(torch.from_numpy(rows[i]).long()[inputs["positions"]], targets)
+            assert inputs["input_ids"][0] == 2
+            new = inputs["input_ids"][inputs["positions"]]
+            shown.append(inputs["input_ids"])
+            kinds["mask"] += int((new == 4).sum())
+            kinds["kept"] += int((new == targets).sum())
+        assert abs(kinds["mask"] / 2400 - 0.8) < 0.03
+        assert abs(kinds["kept"] / 2400 - 0.1) < 0.03
+        texts.fixed = True
+        assert torch.equal(texts[3][0]["input_ids"], texts[3][0]["input_ids"])
+        _, targets = PackedTexts(np.full((1, 20), 3, dtype=np.int32), tokenizer)[0]
+        assert targets.tolist() == [IGNORED] * 3
+
+    def test_batches_are_padded_to_their_longest(self, tokenizer):
+        rows = [(("a b c d", "e"), 1.0), (("a", "b"), 0.0)]
+        examples = Sentences(rows, ("x", "y"), tokenizer, 16)
+        batch, labels, messages = PadBatch(0)([(*examples[i], []) for i in range(2)])
+        assert batch["input_ids"].shape == (2, 8)
+        assert batch["attention_mask"].sum(1).tolist() == [8, 5]
+        assert batch["token_type_ids"][0].tolist() == [0] * 6 + [1] * 2
+        assert (labels.tolist(), messages) == ([1, 0], [])
+        assert "attention_mask" not in PadBatch(0)([examples[1]])[0]
+
+    def test_processes_have_equal_shares(self, tokenizer):
+        examples = Sentences([(("a",), 0.0)] * 5, ("x", "y"), tokenizer, 8)
+
+        def messages(rank):
+            share = TestShare(examples, Runtime(torch.device("cpu"), False, rank, 2))
+            return [share[i][2] for i in range(len(share))]
+
+        assert messages(0) == [[], [], []]
+        assert messages(1) == [[], [], ["repeated"]]
+
+    def test_metrics(self):
+        predicted, labels = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])
+        found = compute_metrics(("accuracy", "f1", "matthews"), predicted, labels)
+        assert found == {
+            "accuracy": pytest.approx(60),
+            "f1": pytest.approx(200 / 3),
+            "matthews": pytest.approx(100 / 6),
+            "examples": 5,
+        }
+        scores = compute_metrics(("spearman", "pearson"), np.array([1.0, 2.0, 9.0]), np.array([0.0, 1.0, 2.0]))
+        assert scores["spearman"] == pytest.approx(100)
+        assert 90 < scores["pearson"] < 100
+        assert compute_metrics(("spearman", "matthews"), np.ones(3), np.array([0, 1, 1]))["spearman"] == 0
+
+
+@pytest.fixture(scope="module")
+def pretrained(root, tmp_path_factory):
+    """The folder of a refined network's pre-training."""
+    out = tmp_path_factory.mktemp("pre")
+    values = pretraining(root)
+    iso.train(validate({**values, "model": {**values["model"], "recast": REFINED}, "out": str(out)}), show=False)
+    return out
+
+
+class TestRuns:
+    def test_pretraining_resumes_bit_for_bit(self, root, tmp_path, pretrained):
+        values = pretraining(root)
+        values["model"] = {**values["model"], "recast": REFINED}
+        stopped_run(tmp_path, 5, values)
+        result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
+        states = [iso.load(path / "model.safetensors").state_dict() for path in (tmp_path, pretrained)]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        assert result.metrics["masked_loss"] < 5
+        assert result.metrics["sequences"] == 8
+
+    def test_fine_tuning_starts_from_it(self, root, tmp_path, pretrained, capsys):
+        values = fine_tuning(root)
+        values["model"] |= dict(weights=str(pretrained / "model.safetensors"), recast=REFINED)
+        result = iso.train(validate({**values, "out": str(tmp_path)}), show=False)
+        assert result.metrics.keys() >= {"accuracy", "examples", "loss"}
+        model = iso.load(tmp_path / "model.safetensors")
+        assert "EditedBertSelfAttention" in {type(module).__name__ for module in model.modules()}
+        assert iso.evaluate(model, root)["accuracy"] == result.metrics["accuracy"]
+        assert '"label_names": ["entailment", "not_entailment"]' in read_header(tmp_path / "model.safetensors")["data"]
+        pairs = tmp_path / "pairs.txt"
+        pairs.write_text("a b\tc\nd\te\n")
+        rows = task_of(model).predict(model, pairs).rows
+        assert [row["text"] for row in rows] == ["a b | c", "d | e"]
+        evaluate_task(task_of(model), model, "fine", EvaluationOptions(str(root)), ALONE, json_=False)
+        assert "accuracy (%)" in capsys.readouterr().out
+
+    def test_a_regression_and_a_split(self, root, tmp_path):
+        values = fine_tuning(root, "stsb")
+        values["data"] |= dict(split=0.25)
+        metrics = iso.train(validate({**values, "out": str(tmp_path)}), show=False).metrics
+        assert metrics["examples"] == 6
+        assert -100 <= metrics["spearman"] <= 100
+
+    def test_words_are_predicted(self, tmp_path, pretrained):
+        model = iso.load(pretrained / "model.safetensors")
+        (tmp_path / "masked.txt").write_text("a [MASK] c [MASK]")
+        rows = task_of(model).predict(model, tmp_path / "masked.txt").rows
+        assert [row["mask"] for row in rows] == [1, 2]
+        assert len(rows[0]["words"].split()) == 5
+        (tmp_path / "more.txt").write_text("\n".join(["a b c d e f g"] * 4))
+        assert iso.evaluate(model, tmp_path / "more.txt")["sequences"] == 2
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda v, r: v["task"].update(length=64), "task.length 64 is longer than the network's 32 positions"),
+            (
+                lambda v, r: v["model"]["kwargs"].update(vocab_size=400),
+                "does not belong to this network: it has 57 tok",
+            ),
+            (lambda v, r: v["model"]["kwargs"].update(vocab_size=20), "does not belong to this network: it has 57 tok"),
+            (lambda v, r: v["model"]["kwargs"].update(pad_token_id=3), "its padding is token 0, the network's 3"),
+            (lambda v, r: v["task"].update(tokenizer=str(r / "text.txt")), "not a vocabulary of BERT.*no \\[PAD\\]"),
+            (lambda v, r: v["task"].update(tokenizer=str(r / "no")), "not a vocabulary file, a folder or a name"),
+            (lambda v, r: v["data"].update(root=str(r / "RTE")), "there are no text files"),
+            (lambda v, r: v["data"].update(root=str(r / "empty.txt")), "empty.txt is empty"),
+            (lambda v, r: v["data"].update(size=[8, 8]), "data.size is for images"),
+            (lambda v, r: v["data"].update(source="digits"), "data.source digits is not for masked_lm"),
+            (lambda v, r: v.update(model=dict(name="cifar_resnet20")), "CifarResNet is not a network for text"),
+            (lambda v, r: v["model"].update(num_classes=3), "model.num_classes does not apply to masked_lm"),
+            (lambda v, r: v.update(drop_path=0.1), "drop_path does not apply"),
+        ],
+    )
+    def test_pretraining(self, root, tmp_path, change, message):
+        (root / "empty.txt").write_text("\n")
+        values = pretraining(root)
+        values = {n: {**v} if isinstance(v, dict) else v for n, v in values.items()} | {"out": str(tmp_path / "run")}
+        values["model"]["kwargs"] = {**NETWORK}
+        change(values, root)
+        with pytest.raises(iso.UserError, match=message):
+            iso.train(validate(values), show=False)
+        assert not (tmp_path / "run" / "model.safetensors").exists()
+
+    def test_fine_tuning(self, root, tmp_path):
+        for dataset, message in (("mrpc", "there is no MRPC/train.tsv"), ("wnli", "task.dataset: .*'rte'")):
+            with pytest.raises(iso.UserError, match=message):
+                iso.train(validate({**fine_tuning(root, dataset), "out": str(tmp_path)}), show=False)
+
+    def test_the_extra_is_named(self, root, monkeypatch):
+        monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+        with pytest.raises(iso.UserError, match=r"need the package transformers.*nlp"):
+            iso.models.create("text_transformer", **NETWORK)
+        open_tokenizer.cache_clear()
+        with pytest.raises(iso.UserError, match=r"need the package transformers.*nlp"):
+            open_tokenizer(str(root / "vocab.txt"))
