@@ -20,6 +20,7 @@ import torch
 
 import isomorph as iso
 from interleave import RESULTS
+from isomorph.surgery.attention_classes import NO_MAP_REASONS
 from isomorph.surgery.coverage import cover_models, family_of, summarise_coverage, timm_models
 from isomorph.surgery.rules.registry import RULES
 
@@ -181,6 +182,7 @@ def write(counted, verified):
         "models": len(counted),
         "of": len(timm_models()),
         "errors": {name: row["error"] for name, row in counted.items() if "error" in row},
+        "goals": goals(counted.values()),
         "families": summarise_coverage(counted.values()),
         "verified": {row["family"]: {k: v for k, v in row.items() if k != "family"} for row in verified.values()},
         "sample": {name: counted[name] for name in sample if name in counted},
@@ -188,6 +190,39 @@ def write(counted, verified):
     (RESULTS / "coverage.json").write_text(json.dumps(result, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(MARKS[0])
     PAGE.write_text(f"{before}{MARKS[0]}\n\n{markdown(result)}\n\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+
+
+def goals(rows):
+    """How far the rules reach: CNNs with a layer for ConvToGPSA, families whose maps are all edited, linear layers."""
+    rows = [row for row in rows if "error" not in row]
+    families = summarise_coverage(rows)
+    found = {"cnns": cnns_taken(rows)}
+    for rule in ("AttentionToRefined", "AttentionToGPSA"):
+        complete, forming = [], []
+        for family, counts in families.items():
+            total = counts["rules"][rule]
+            maps = total["modules"] - sum(n for reason, n in total["reasons"].items() if has_no_map(reason))
+            forming += [family] * (maps > 0)
+            complete += [family] * (0 < maps == total["accepted"])
+        found[rule] = {"every": len(complete), "of": len(forming), "not": sorted(set(forming) - set(complete))}
+    for rule in ("ConvToGPSA", "LinearToPyramid"):
+        totals = [counts["rules"][rule] for counts in families.values()]
+        reasons = sum((Counter(total["reasons"]) for total in totals), Counter())
+        found[rule] = {name: sum(total[name] for total in totals) for name in ("accepted", "modules")}
+        found[rule]["reasons"] = dict(reasons.most_common())
+    return found
+
+
+def cnns_taken(rows):
+    """Of the models with convolutions beyond a patch embedding and without attention: those with one that is taken."""
+    cnns = [row["rules"] for row in rows if row["rules"]["AttentionToRefined"][1] == 0]
+    taken = [rules["ConvToGPSA"][0] > 0 for rules in cnns if rules["ConvToGPSA"][1] > 1]
+    return {"some": sum(taken), "of": len(taken)}
+
+
+def has_no_map(reason):
+    """True for the reason of a layer that is called attention but has no map from queries to keys."""
+    return any(text in reason for text in (*NO_MAP_REASONS.values(), "with no queries and keys"))
 
 
 def cell(total):

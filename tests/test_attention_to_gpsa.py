@@ -176,18 +176,28 @@ def test_anneals_open():
         iso.Anneal(1.5)
 
 
-@pytest.mark.parametrize(
-    ("attention", "reason"),
-    [
-        (Attention(24, 3, gated=True), "gated or normalised"),
-        (Attention(24, 3, attn_drop=0.1), "attn_drop is 0.1"),
-        (Attention(24, 3, dim_out=12), "24 in, 24 inside, 12 out"),
+@pytest.mark.parametrize("options", [dict(gated=True), dict(scale_norm=True), dict(attn_drop=0.1), dict(dim_out=12)])
+def test_attention_with_further_parts_keeps_its_class(options):
+    layer, x = nn.Sequential(Attention(24, 3, norm_layer=nn.LayerNorm, **options)).eval(), torch.randn(2, 21, 24)
+    new = iso.recast(layer, iso.AttentionToGPSA(grid_size=(4, 5), prefix_tokens=1), "0")
+    assert isinstance(new[0], Attention)
+    torch.testing.assert_close(new(x), layer(x), atol=1e-5, rtol=1e-5)
+    new[0].map_edit.edit.set_gating(locality=1.0, gate=0.0)
+    assert (new(x) - layer(x)).abs().max() > 1e-4
+
+
+def test_reasons_are_one_line():
+    hooked = Attention(24, 3)
+    hooked.attn_drop.register_forward_hook(print)
+    odd = Attention(24, 3)
+    odd.attn_drop = nn.AlphaDropout()
+    for layer, reason in (
         (Attention(24, 3), "grid of its tokens is unknown"),
-    ],
-)
-def test_refusals_say_why(attention, reason):
-    with pytest.raises(iso.UserError, match=reason):
-        iso.recast(nn.Sequential(attention), iso.AttentionToGPSA(), "0")
+        (hooked, r"its attn_drop has .*, which fused attention never calls; remove them first"),
+        (odd, "its attn_drop is a AlphaDropout, not an nn.Dropout"),
+    ):
+        with pytest.raises(iso.UserError, match=reason):
+            iso.recast(nn.Sequential(layer), iso.AttentionToGPSA(), "0")
 
 
 def test_a_grid_can_be_given():

@@ -259,10 +259,7 @@ def chain(*layers):
 
 
 REFUSED = {
-    "ByHead orders the outputs by head": (ByHead(), "qkv"),
-    "a convolution named qkv": (nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)}), "qkv"),
     "Beit reads its weight": (Beit(), "qkv"),
-    "10 outputs cannot be split into 3": (nn.ModuleDict({"qkv": nn.Linear(4, 10)}), "qkv"),
     "is not 'zeros'": (nn.Sequential(nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular")), "0"),
     "pads one side more": (nn.Sequential(nn.Conv2d(3, 4, 2, padding="same")), "0"),
     "parametrized": (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), "0"),
@@ -296,9 +293,11 @@ def test_what_is_no_chain_is_left_alone(name):
 
 
 def test_any_joint_projection_is_taken_as_one_pyramid():
-    for model in (ByHead(), nn.ModuleDict({"qkv": nn.Conv2d(4, 12, 1)})):
-        wide = iso.recast(model, iso.LinearToPyramid(rectify="batchnorm"), "qkv")
-        assert wide.get_submodule("qkv").rectify == "batchnorm"
+    joint = (nn.Conv2d(4, 12, 1), nn.Linear(4, 10))  # a convolution, and one without three equal parts
+    for model in (ByHead(), *(nn.ModuleDict({"qkv": layer}) for layer in joint)):
+        for rectify, found in (("paper", "batchnorm"), ("rescale", "rescale")):
+            wide = iso.recast(model, iso.LinearToPyramid(rectify=rectify), "qkv")
+            assert wide.get_submodule("qkv").rectify == found
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """Edits of the map of any attention: the same function at first, then a refined or gated map, never across a mask."""
 
 import copy
+import math
 import pickle
 
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 import torchvision
 from timm.layers import Attention, MultiQueryAttention2d
 from timm.layers.diff_attention import DiffAttention
+from timm.layers.halo_attn import HaloAttn
 from timm.models import (
     beit,
     cait,
@@ -47,6 +50,7 @@ from isomorph.layers import GPSA, GatedMap, MapCall, RefinedMap, Refiner
 from isomorph.layers.map_edit import convolve_within
 from isomorph.layers.map_grid import fit_grid
 from isomorph.surgery.edited_attention import EditedAttention
+from isomorph.surgery.token_places import halo_places, mask_unit_places, row_mean_places
 
 C, SIZE = 16, (4, 4)
 TOKENS = (torch.randn(2, 16, C),)
@@ -71,6 +75,8 @@ LAYERS = {
     "twins, windows": (lambda: twins.LocallyGroupedAttn(C, 4, ws=3), (torch.randn(2, 24, C), (4, 6))),
     "twins, pooled": (lambda: twins.GlobalSubSampleAttn(C, 4, sr_ratio=2), (torch.randn(2, 24, C), (4, 6))),
     "next vit": (lambda: nextvit.EfficientAttention(C, head_dim=4), TOKENS),
+    "next vit, pooled": (lambda: nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2), TOKENS),
+    "halo": (lambda: HaloAttn(C, num_heads=4, block_size=4, halo_size=1), (torch.randn(2, C, 4, 8),)),
     "tnt": (lambda: tnt.Attention(C, C, 4), TOKENS),
     "convit": (lambda: convit.GPSA(C, 4), TOKENS),
     "cait": (lambda: cait.TalkingHeadAttn(C, 4), TOKENS),
@@ -94,7 +100,6 @@ LAYERS = {
     "iformer": (lambda: iformer.SHMA(C), CHANNELS_FIRST),
     "shvit": (lambda: shvit.SHSA(C, 8, 8, nn.BatchNorm2d), CHANNELS_FIRST),
 }
-ONE_QUERY = {"class attention", "crossvit"}
 REFINED, GATED = iso.AttentionToRefined(ratio=1), iso.AttentionToGPSA()
 
 
@@ -125,7 +130,7 @@ def train_edits(model):
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_class_keeps_its_function_learns_and_goes_back(name):
     layer, inputs = build(name)
-    for rule in [REFINED] if name in ONE_QUERY or name == "hiera" else [REFINED, GATED]:
+    for rule in (REFINED, GATED):
         with torch.no_grad():  # a layer may keep a bias of its last call, which cannot be copied with its gradient
             new = check_equality(layer, iso.recast(layer, rule, "0"), inputs)
             before = call(layer, inputs)
@@ -259,6 +264,49 @@ def test_the_grid_of_tokens_is_found(count, shapes, prefix, grid):
     assert fit_grid(count, shapes, prefix) == grid
 
 
+@pytest.mark.parametrize("size", [(32, 64), (64, 32)])
+def test_the_places_of_hieras_tokens_are_those_of_its_unrolling(size):
+    arguments = dict(img_size=size, stages=(1, 1, 1, 1), embed_dim=16, num_heads=1, num_classes=3)
+    model = timm.create_model("hiera_tiny_224", **arguments).eval()
+    H, W = (n // 4 for n in size)
+    coordinates = torch.cartesian_prod(torch.arange(float(H)), torch.arange(float(W)))  # (H W, 2), row by row
+    unrolled = model.unroll(coordinates[None])[0]
+    for block in model.blocks:
+        layer, count = block.attn, block.attn.window_size * block.attn.q_stride
+        units = (1, 1) if layer.use_mask_unit_attn else (H // 8, W // 8)
+        tokens = unrolled.unflatten(0, (-1, H // 8 * (W // 8)))[:, 0] if layer.use_mask_unit_attn else unrolled
+        keys = tokens.unflatten(0, (-1, count * math.prod(units))).mean(0)  # of the patches that a token stands for
+        queries, found = mask_unit_places(layer, [(H, W)], layer.window_size * math.prod(units), len(keys))
+        scale = 8 / math.sqrt(count)  # patches in a step of the keys
+        torch.testing.assert_close(found * scale + (scale - 1) / 2, keys)
+        pooled = keys.unflatten(0, (layer.q_stride, -1)).mean(0)
+        torch.testing.assert_close(queries * scale + (scale - 1) / 2, pooled)
+
+
+def test_the_places_of_pooled_and_haloed_keys():
+    pooled = nextvit.EfficientAttention(C, head_dim=4, sr_ratio=2)
+    queries, keys = row_mean_places(pooled, [(4, 6)], 24, 6)
+    torch.testing.assert_close(keys[0] * 2, torch.tensor([0, 1.5]))
+    torch.testing.assert_close(keys[1] * 2, torch.tensor([[0, 4], [0, 5], [1, 0], [1, 1]]).float().mean(0))
+    torch.testing.assert_close(queries * 2, torch.cartesian_prod(torch.arange(4.0), torch.arange(6.0)))
+    halo = HaloAttn(C, num_heads=4, block_size=4, halo_size=3, stride=2)
+    queries, keys = halo_places(halo, (), 4, 100)
+    assert queries.tolist() == [[0, 0], [0, 2], [2, 0], [2, 2]]
+    assert (keys[0].tolist(), keys[-1].tolist()) == ([-3, -3], [6, 6])
+
+
+def test_a_class_token_that_is_the_only_query_is_in_the_middle():
+    edit = GatedMap(4).double()
+    edit.set_gating(locality=2.0, gate=30.0)
+    maps = torch.full((1, 4, 1, 16), 1 / 16, dtype=torch.float64)
+    alone, with_itself = (edit(m, MapCall(shapes=((3, 5),), prefix=1))[0, 0, 0] for m in (maps[..., 1:], maps))
+    torch.testing.assert_close(with_itself, F.pad(alone, (1, 0)))
+    centre = edit.centre[0]
+    offsets = torch.cartesian_prod(torch.arange(3.0) - 1, torch.arange(5.0) - 2).double()
+    slow = (-2 * (offsets - centre).square().sum(-1)).softmax(-1)
+    torch.testing.assert_close(alone, slow)
+
+
 def test_tokens_without_a_grid_are_named():
     with pytest.raises(ValueError, match=r"8 tokens do not fill a grid of the proportions of 24 x 24; give grid_size"):
         fit_grid(8, [(24, 24)])
@@ -382,8 +430,7 @@ def test_attention_of_torchvision():
     [
         (lambda: xcit.XCA(C, 4), REFINED, "XCA attends between channels, so it has no map over tokens"),
         (lambda: volo.OutlookAttention(C, 4), REFINED, "mixes the neighbours of each position"),
-        (lambda: cait.ClassAttn(C, 4), GATED, "only its class token is a query, and has no position"),
-        (LAYERS["hiera"][0], GATED, "its tokens are in the order of its mask units"),
+        (LAYERS["hiera"][0], iso.AttentionToRefined(span="spatial"), "its tokens are in the order of its mask units"),
         (LAYERS["swin"][0], iso.AttentionToRefined(reduce=False), "reduce=False needs a projection of all maps"),
         (LAYERS["shvit"][0], iso.AttentionToRefined(recompute=True), "would count each batch twice in the BatchNorm"),
     ],

@@ -48,8 +48,15 @@ class TokenGrid(NamedTuple):
 
 def image_grid(model: nn.Module, batch: Tensor) -> tuple[int, int] | None:
     """Return the grid of patches that the model makes of these images, or None."""
-    owners = embedding_models(model)
-    return owners[0].patch_embed.dynamic_feat_size(tuple(batch.shape[-2:])) if len(owners) == 1 else None
+    size, owners = tuple(batch.shape[-2:]), embedding_models(model)
+    if len(owners) == 1:
+        return owners[0].patch_embed.dynamic_feat_size(size)
+    convs = (module for module in model.modules() if isinstance(module, nn.Conv2d))
+    patches = next(convs, None) if hasattr(getattr(model, "config", None), "patch_size") else None  # of transformers
+    if patches is None:
+        return None
+    H, W = ((n - k) // s + 1 for n, k, s in zip(size, patches.kernel_size, patches.stride, strict=True))
+    return H, W
 
 
 def _called_grid(layer: Any, *args: Any, grid_size: Any = None, **kwargs: Any) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """Edits of an attention map between the softmax and the values, for any layer that forms its map.
 
-A layer gets an edit by replacing the dropout of its map by a `MapEdit`. The layer around it sets mask and grid of the
-running call in `RUNNING`: a dropout receives the map only.
+A `MapEdit` takes the place of the dropout of the map. A dropout receives the map only, so the layer around it sets the
+mask and the grid of the running call in `RUNNING`.
 
 Letters: B images or windows, H or nh heads, Nq queries, Nk keys, k kernel size.
 """
@@ -27,7 +27,7 @@ BLOCKED_SCORE = -100.0
 
 
 class MapCall(NamedTuple):
-    """What an edit knows about the running call of its layer.
+    """Mask, grid and prefix tokens of one call of a layer, for the edit of its map.
 
     `mask` is the layer's attention mask, or None. `shapes` are sizes of windows, feature maps or the image. The tokens
     cover one of them evenly, from which their grid follows. `prefix` tokens come before the grid. `places`, for tokens
@@ -45,11 +45,11 @@ class MapCall(NamedTuple):
 
 
 RUNNING = threading.local()
-"""The call of the layer that this thread is running, `call`, and whether its map was edited, `edited`."""
+"""Of the layer that this thread is running: its call (`call`), and whether its map has been edited (`edited`)."""
 
 
 def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
-    """Return where a layer's mask allows attention, from any form in which timm's layers take it.
+    """Return where a mask allows attention, for any kind of mask that timm's layers take.
 
     Shape: mask (B, Nk), (Nq, Nk), (windows, Nq, Nk) or (B, 1, Nq, Nk), boolean or added to the scores; maps
     (B, nh, Nq, Nk) -> (B or 1, 1 or nh, Nq, Nk)

@@ -1,6 +1,6 @@
-"""Classes of attention: where each forms its map, in which layout, and which of them have no map over positions.
+"""Classes of attention: where each forms its map, in which layout, and which have no map over positions.
 
-A class that passes its map through a submodule `attn_drop` after the softmax, as most of timm's do, needs no entry.
+A class that passes its map through a submodule `attn_drop` after the softmax, as most of timm's do, is not listed.
 """
 
 import ast
@@ -51,7 +51,7 @@ def _own_mask(given: dict[str, Any]) -> Any:
 
 
 class AttentionForm(NamedTuple):
-    """How a class of attention forms its map, and what an edit of the map has to know about it.
+    """How a class of attention forms its map, and what an edit of the map needs of it.
 
     `place` is the submodule that receives the map; None adds one after every softmax over keys in the source of the
     class. `form` is a subclass whose forward calls `attn_drop` with the map, for a class that does not. `interface`:
@@ -217,7 +217,7 @@ def cached_by_class(function: Callable[[type], T]) -> Callable[[type], T]:
 
 @cached_by_class
 def forward_source(kind: type) -> ast.Module | None:
-    """Return the source of the forward of a class, parsed, or None if it is not at hand."""
+    """Return the source of the forward of a class, parsed, or None if it is not available."""
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))  # type: ignore[attr-defined]
     except (OSError, TypeError, SyntaxError, AttributeError):

@@ -3,7 +3,7 @@
 A group is a producer (a norm, convolution or linear layer that gives each channel its own weight) and all layers that
 read its output, with nothing in between but operations that commute with a positive factor per channel: ReLU, pooling,
 permutations. Dividing a channel of the producer by s and multiplying the readers' weights for it by s changes nothing.
-They are read from the graph of `torch.export`, so that they hold for any code that the model is made of.
+Groups are read from the graph that `torch.export` traces, whatever modules and functions the model consists of.
 """
 
 import math

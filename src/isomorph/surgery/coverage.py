@@ -45,7 +45,7 @@ class RuleCoverage(NamedTuple):
 
 
 def _reason_kind(reason: str) -> str:
-    """Return a reason without the numbers of one module."""
+    """Return a reason with N in place of every number, so that the reasons of similar modules are counted together."""
     return re.sub(r"\d+(\.\d+)?", "N", reason)
 
 

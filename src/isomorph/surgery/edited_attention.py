@@ -1,7 +1,7 @@
 """Attention layers of any class with an edited map: the layer's own forward, with an edit between softmax and values.
 
-The class of the layer becomes a subclass that tells the edit about mask and grid of every call, and the dropout of the
-map becomes a `MapEdit`. All weights keep their names.
+The class of the layer becomes a subclass that gives the edit the mask and the grid of every call, and the dropout of
+the map becomes a `MapEdit`. All weights keep their names.
 """
 
 import ast
@@ -38,7 +38,7 @@ SIZE_NAMES = ("feat_size", "size", "resolution")
 
 
 class _Original(NamedTuple):
-    """What the way back needs: the class of the layer, whether it was fused, had the place, and its configuration."""
+    """The layer before the edit: its class, whether it was fused, whether it had the place, and its configuration."""
 
     kind: type[nn.Module]
     fused: bool | None
@@ -68,8 +68,8 @@ def own_shapes(layer: nn.Module, given: dict[str, Any]) -> list[GridSize]:
 class EditedAttention:
     """Mixin of the classes of attention layers whose map is edited.
 
-    `grid_size` is the size of the image or its grid of patches, which follows every image in a recast model, and is
-    used for layers whose own arguments and window do not say it.
+    `grid_size` is the size of the image or of its grid of patches. In a recast model it follows every image. Layers
+    with a window, or with the size of the feature map among their arguments, use those first.
     """
 
     original: _Original
@@ -80,14 +80,14 @@ class EditedAttention:
     recompute: bool
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
-        """Return what the edit has to know about a call, from its arguments by name."""
+        """Return mask, grid and prefix tokens of a call, from its arguments by name."""
         grid = grid_size or self.grid_size
         shapes = [] if self.form.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
         places = partial(self.form.places, self, shapes) if self.form.places else None
         return MapCall(self.form.mask(given), tuple(shapes), self.prefix_tokens, places)
 
     def _run(self, call: MapCall, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer's own forward, with its edit knowing about the call."""
+        """Call the layer's own forward, with `call` set for its edit."""
         before = getattr(RUNNING, "call", None)
         RUNNING.call, RUNNING.edited = call, False
         try:
@@ -142,7 +142,7 @@ class EditedAttention:
         return plain
 
     def __reduce__(self) -> Any:
-        """Pickle by the original class: this one is made when it is needed."""
+        """Pickle by the original class: this class is made at run time."""
         return _new_edited, (self.original.kind,), self.__dict__
 
 
@@ -167,7 +167,7 @@ class _AddPlace(ast.NodeTransformer):
 def _with_place(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward is that of the class, with every softmax over keys passed through `attn_drop`.
 
-    Raises: UserError if the source of the class is not at hand, or refers to variables of an enclosing function.
+    Raises: UserError if the source of the class is not available, or refers to variables of an enclosing function.
     """
     source, forward = forward_source(kind), inspect.unwrap(kind.forward)
     if source is None or forward.__code__.co_freevars:

@@ -39,4 +39,4 @@ def interface_reason(layer: Any) -> str | None:
 def interface_grid_reason(layer: Any) -> str | None:
     """Return why the keys of an attention layer of transformers have no positions on a grid, or None if they do."""
     has_image = any(hasattr(layer.config, name) for name in _IMAGE_FIELDS)
-    return None if has_image else "its tokens are words in a row, which is not a grid; give span='map'"
+    return None if has_image else "its tokens are words in a row, which is not a grid"

@@ -1,0 +1,76 @@
+"""Layers of timm that are plain ones in another form: standardised weights, SAME padding, biases outside of a qkv."""
+
+import pytest
+import timm
+import timm.layers
+import torch
+from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
+from timm.layers.conv2d_same import Conv2dSame
+from timm.models import beit, eva, swin_transformer_v2
+from torch import nn
+
+import isomorph as iso
+from isomorph.layers import SamePadding
+
+CONVS = {
+    "same": lambda: Conv2dSame(4, 6, 3),
+    "same, stride 2": lambda: Conv2dSame(4, 6, 3, 2),
+    "same, 1x1": lambda: Conv2dSame(4, 6, 1, 2),
+    "same, depthwise": lambda: Conv2dSame(4, 8, 5, 2, groups=4),
+    "standardised": lambda: StdConv2d(4, 6, 3, 2, 1),
+    "standardised, same": lambda: StdConv2dSame(4, 6, 3, 2, padding="SAME"),
+    "scaled": lambda: ScaledStdConv2d(4, 6, 3, padding=1),
+    "scaled, same": lambda: ScaledStdConv2dSame(4, 6, 3, 2, padding="same"),
+}
+
+
+@pytest.mark.parametrize("name", CONVS)
+@pytest.mark.parametrize(
+    ("rule", "back", "atol"), [(iso.ConvToGPSA(), iso.revert, 2e-5), (iso.LinearToPyramid(), iso.fuse, 1e-10)]
+)
+def test_convolutions_of_another_form_keep_their_function(name, rule, back, atol):
+    torch.manual_seed(0)
+    model = nn.Sequential(CONVS[name]()).double().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    new = iso.recast(model, rule, "0")
+    plain = back(new)
+    assert {type(module) for module in plain.modules()} <= {nn.Sequential, nn.Conv2d, SamePadding}
+    for size in ((8, 8), (9, 7), (10, 11)):
+        x = torch.randn(2, 4, *size, dtype=torch.float64)
+        torch.testing.assert_close(new(x), model(x), atol=atol, rtol=0)
+        torch.testing.assert_close(plain(x), model(x), atol=atol, rtol=0)
+
+
+def test_a_linear_layer_of_timm_is_plain():
+    model, x = nn.Sequential(timm.layers.Linear(4, 5)).eval(), torch.randn(3, 4)
+    wide = iso.recast(model, iso.LinearToPyramid(), "0")
+    torch.testing.assert_close(iso.fuse(wide)(x), model(x))
+
+
+def test_a_parametrized_convolution_is_still_rejected():
+    conv = nn.utils.parametrizations.weight_norm(Conv2dSame(4, 6, 3))
+    with pytest.raises(iso.UserError, match="its weight is parametrized"):
+        iso.recast(nn.Sequential(conv), iso.LinearToPyramid(), "0")
+
+
+ATTENTION = {
+    "beit": (lambda: beit.Attention(16, 4, qkv_bias=True, window_size=(4, 4)), torch.randn(2, 17, 16)),
+    "eva": (lambda: eva.EvaAttention(16, 4, scale_norm=False), torch.randn(2, 17, 16)),
+    "swin v2": (lambda: swin_transformer_v2.WindowAttention(16, (4, 4), 4), torch.randn(2, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("where", ["0.qkv", "0.v"])
+def test_a_qkv_with_separate_biases_becomes_a_pyramid_that_is_called(name, where):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(ATTENTION[name][0]()).eval(), ATTENTION[name][1]
+    for parameter in model.parameters():
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    wide = iso.recast(model, iso.LinearToPyramid(), where)
+    torch.testing.assert_close(wide(x), model(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(iso.fuse(wide)(x), model(x), atol=1e-5, rtol=1e-5)
+    wide.train()(x).square().sum().backward()
+    gradients = [p.grad for n, p in wide.named_parameters() if ".branches." in n and p.grad is not None]
+    assert max(gradient.abs().max() for gradient in gradients) > 0
