@@ -49,6 +49,8 @@ def evaluate_(
     rfc: tuple[float, ...] = (),
     rfc_fill: Literal["zero", "black"] = "zero",
     per_class: Path | None = None,
+    page: Path | None = None,
+    overwrite: Annotated[bool, Parameter(negative="", help="Replace --per-class or --page if they exist.")] = False,
     device: Device = "auto",
     cost: bool = True,
     json_: Json = False,
@@ -87,37 +89,47 @@ def evaluate_(
         Padding of --rfc: zero after normalisation (the mean colour), or black before it.
     per_class
         File for the accuracy of every class (.csv).
+    page
+        File for a page (.html) of a model for segmentation or detection: its predictions next to the truth, the worst
+        images first, with the metrics of every class.
     cost
         Also measure MACs and throughput.
     """
     if batch_size < 1 or workers < 0:
         raise UserError("--batch-size must be at least 1 and --workers at least 0")
     _check_options(bool(suite), classes is not None, partial)
+    _check_page(page, overwrite)
     sizes = tuple(size or ())
     with loading():
         from isomorph.cli.evaluate_run import measure, open_test_sets
-        from isomorph.cli.evaluate_task import check_options as check_task_options
-        from isomorph.cli.evaluate_task import evaluate_task
+        from isomorph.cli.evaluate_task import evaluate_own_task
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
         from isomorph.suites.imagenet.suites import find_suites
         from isomorph.suites.sweep import Sweep, check_csv_path
         from isomorph.suites.test_data import default_data
-        from isomorph.training.task import EvaluationOptions, task_of
-    check_csv_path(per_class)
+        from isomorph.training.task import EvaluationOptions
+    check_csv_path(per_class, overwrite)
     locations = find_suites(suite or [], root, data)
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
-    if task := task_of(net):
-        check_task_options(suite=suite, split=split, classes=classes, rfc=rfc, per_class=per_class, partial=partial)
-        options = EvaluationOptions(data, root, batch_size, workers, sizes[0] if sizes else None, max_images)
-        evaluate_task(task, net, model, options, runtime, json_)
+    classifiers = dict(suite=suite, split=split, classes=classes, rfc=rfc, per_class=per_class, partial=partial)
+    own = EvaluationOptions(data, root, batch_size, workers, sizes[0] if sizes else None, max_images, page)
+    if evaluate_own_task(net, model, own, runtime, json_, classifiers):
         return
     test_sets = open_test_sets(net, locations, partial, data, root, split, classes, sizes, max_images)
     rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost, runtime)
     if runtime.is_main:
         head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
         _print_results(head | ({} if pretrained else {"weights": "random"}), suite, sizes, rows, costs, json_)
+
+
+def _check_page(page: Path | None, overwrite: bool) -> None:
+    """Raise UserError for a page that is not .html, or that exists, without --overwrite."""
+    if page and page.suffix != ".html":
+        raise UserError(f"--page {page} must end in .html")
+    if page and page.exists() and not overwrite:
+        raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
 
 
 def _check_options(suite: bool, classes: bool, partial: bool) -> None:

@@ -8,14 +8,28 @@ from torch import nn
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.terminal_tables import METRIC_FORMATS, metric_table, print_table
-from isomorph.training.task import EvaluationOptions, Task
+from isomorph.training.task import EvaluationOptions, Task, task_of
 
 
-def check_options(**given: Any) -> None:
-    """Raise UserError for options of image classification that were given."""
-    for name, value in given.items():
+def evaluate_own_task(
+    model: nn.Module, name: str, options: EvaluationOptions, runtime: Runtime, json_: bool, classifiers: dict[str, Any]
+) -> bool:
+    """Print the metrics of a model of another task than image classification; return False for a classifier.
+
+    `classifiers` are the values of the options for image classifiers.
+
+    Raises: UserError for an option of the other kind of model.
+    """
+    task = task_of(model)
+    if task is None:
+        if options.page:
+            raise UserError("--page is for detectors and segmentation networks; for a classifier use isomorph analyze")
+        return False
+    for option, value in classifiers.items():
         if value:
-            raise UserError(f"--{name.replace('_', '-')} is for image classifiers; leave it out for this model")
+            raise UserError(f"--{option.replace('_', '-')} is for image classifiers; leave it out for this model")
+    evaluate_task(task, model, name, options, runtime, json_)
+    return True
 
 
 def evaluate_task(
@@ -31,6 +45,8 @@ def evaluate_task(
     print_table(metric_table(name, rows[0]))
     if rows[1:]:
         print_table(_row_table(rows[1:]))
+    if options.page:
+        print(f"page: {options.page}")
 
 
 def _row_table(rows: list[dict[str, Any]]) -> list[list[str]]:

@@ -159,8 +159,13 @@ def measure_costs(model: nn.Module, sizes: Sequence[Size], images: int = 32) -> 
     return rows
 
 
-def check_csv_path(path: Path | None) -> None:
-    """Create the folder of a CSV file before the work begins. Raises: UserError when the file cannot be written."""
+def check_csv_path(path: Path | None, overwrite: bool = False) -> None:
+    """Create the folder of a CSV file before the work begins.
+
+    Raises: UserError when the file exists and is not to be replaced, or cannot be written.
+    """
+    if path and path.is_file() and not overwrite:
+        raise UserError(f"--per-class {path} exists; give --overwrite to replace it, or another file")
     if path and (path.suffix != ".csv" or path.is_dir()):
         raise UserError(f"cannot write {path}; give a file that ends in .csv")
     try:

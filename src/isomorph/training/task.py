@@ -53,6 +53,8 @@ class EvaluationOptions(NamedTuple):
     workers: int = 0
     size: tuple[int, int] | None = None
     max_images: int | None = None
+    page: Path | None = None
+    """File for a page with the predictions of single images, the worst first."""
 
 
 class Prediction(NamedTuple):

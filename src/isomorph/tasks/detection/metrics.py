@@ -3,7 +3,7 @@
 import contextlib
 import io
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,19 +24,23 @@ STATISTICS = ("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large")
 """The first of pycocotools' numbers: AP over IoU .5 to .95, at .5, at .75, and by size of the objects."""
 
 
+class Results(NamedTuple):
+    """Detections in COCO's format for results, and the numbers of the images that were processed, of all processes."""
+
+    entries: list[dict[str, Any]]
+    image_ids: list[int]
+
+
 @torch.no_grad()
-def measure_detections(
+def collect_detections(
     model: nn.Module, loader: Iterable[Any], source: DetectionSource, runtime: Runtime, size: Sequence[int]
-) -> dict[str, float]:
-    """Return AP in percent of a model's boxes, and masks if it has them, over the images of all processes.
+) -> Results:
+    """Return a model's detections in the images of all processes.
 
     `loader` yields images and their indices in `source`, of this process's share; those with the index -1 do not count.
     `size` is the height and width of the input.
-
-    Raises: UserError when there is no image.
     """
-    results: list[dict[str, Any]] = []
-    seen: list[int] = []
+    own = Results([], [])
     device = next(model.parameters()).device
     with eval_mode(model):
         for images, indices in runtime.pad_batches(loader):
@@ -47,12 +51,10 @@ def measure_detections(
             for number, record, height_width, each in zip(numbers, records, inside, found, strict=True):
                 if number >= 0:
                     in_image = to_image({k: v.cpu() for k, v in each.items()}, record, height_width)
-                    results += as_results(in_image, record, source.annotations.category_ids)
-                    seen.append(record.id)
-    gathered = runtime.gather((results, seen))
-    return average_precision(
-        source, [r for part, _ in gathered for r in part], [i for _, part in gathered for i in part]
-    )
+                    own.entries.extend(as_results(in_image, record, source.annotations.category_ids))
+                    own.image_ids.append(record.id)
+    gathered = runtime.gather(tuple(own))
+    return Results([each for part, _ in gathered for each in part], [i for _, part in gathered for i in part])
 
 
 def to_image(found: dict[str, Tensor], record: ImageRecord, inside: tuple[int, int]) -> dict[str, Tensor]:
@@ -84,25 +86,39 @@ def encode_mask(mask: Tensor) -> dict[str, Any]:
     return mask_codec().encode(np.asfortranarray(mask.numpy().astype(np.uint8)))
 
 
-def average_precision(
-    source: DetectionSource, results: list[dict[str, Any]], image_ids: Sequence[int] | None = None
-) -> dict[str, float]:
+def average_precision(source: DetectionSource, results: Results) -> dict[str, float]:
     """Return AP in percent: box_ap, box_ap50, ..., and mask_ap, ... where the source has masks; and images.
 
-    A size of objects that the data does not have has no number. `image_ids` are the images that were processed.
+    A size of objects that the data does not have has no number.
 
     Raises: UserError when there is no image.
     """
-    ids = [record.id for record in source.images] if image_ids is None else list(image_ids)
-    if not ids:
+    metrics: dict[str, float] = {}
+    for name, run in _evaluations(source, results).items():
+        metrics |= {f"{name}_{key}": 100 * float(n) for key, n in zip(STATISTICS, run.stats, strict=False) if n >= 0}
+    return {**metrics, "images": len(results.image_ids)}
+
+
+def class_precision(source: DetectionSource, results: Results) -> list[dict[str, Any]]:
+    """Return AP and AP50 of every class that the images have, in percent. Raises: UserError when there is no image."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, run in _evaluations(source, results).items():
+        precision = run.eval["precision"][:, :, :, 0, -1]  # (IoU, recall, class), all sizes, most detections
+        for label, title in enumerate(source.classes):
+            found = precision[:, :, label]
+            if (found >= 0).any():
+                means = {f"{name}_ap": 100 * found.mean(), f"{name}_ap50": 100 * found[0].mean()}
+                rows.setdefault(title, {"class": title}).update({key: float(n) for key, n in means.items()})
+    return list(rows.values())
+
+
+def _evaluations(source: DetectionSource, results: Results) -> dict[str, Any]:
+    """Return pycocotools' evaluations of boxes, and of masks where source and results have them."""
+    if not results.image_ids:
         raise UserError("there is nothing to evaluate: the data has no images")
     truth = ground_truth(source)
-    metrics: dict[str, float] = {}
-    for kind, name in KINDS.items():
-        if kind == "bbox" or (source.masks and all("segmentation" in each for each in results)):
-            found = _evaluate(truth, results, kind, ids)
-            metrics |= {f"{name}_{key}": 100 * float(n) for key, n in zip(STATISTICS, found, strict=False) if n >= 0}
-    return {**metrics, "images": len(ids)}
+    masks = source.masks and all("segmentation" in each for each in results.entries)
+    return {name: _evaluate(truth, results, kind) for kind, name in KINDS.items() if kind == "bbox" or masks}
 
 
 def ground_truth(source: DetectionSource) -> Any:
@@ -127,17 +143,21 @@ def ground_truth(source: DetectionSource) -> Any:
     return coco
 
 
-def _evaluate(truth: Any, results: list[dict[str, Any]], kind: str, image_ids: list[int]) -> Sequence[float]:
-    """Return pycocotools' statistics of results."""
-    if not results:
-        return [0.0] * 3  # nothing was found: no precision at any size
-    _, evaluation = evaluator()
+def _evaluate(truth: Any, results: Results, kind: str) -> Any:
+    """Return pycocotools' evaluation of results."""
+    coco, evaluation = evaluator()
+    other = "bbox" if kind == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
+    given = [{key: value for key, value in each.items() if key != other} for each in results.entries]
     with contextlib.redirect_stdout(io.StringIO()):
-        other = "bbox" if kind == "segm" else "segmentation"  # pycocotools would take the size of a mask from its box
-        given = [{key: value for key, value in each.items() if key != other} for each in results]
-        run = evaluation(truth, truth.loadRes(given), kind)
-        run.params.imgIds = sorted(image_ids)
+        if given:
+            found = truth.loadRes(given)
+        else:  # it takes no empty list
+            found = coco()
+            found.dataset = {**truth.dataset, "annotations": []}
+            found.createIndex()
+        run = evaluation(truth, found, kind)
+        run.params.imgIds = sorted(results.image_ids)
         run.evaluate()
         run.accumulate()
         run.summarize()
-    return run.stats
+    return run

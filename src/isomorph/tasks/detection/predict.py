@@ -19,7 +19,7 @@ from isomorph.training.task import Prediction
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#999999")
 """Colours of classes, which people with a colour deficiency can tell apart (Okabe and Ito)."""
-_SHOWN_SCORE = 0.3
+SHOWN_SCORE = 0.3
 """Detections below this score are in the JSON and not in the picture."""
 
 
@@ -45,7 +45,7 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
     rows = [
         {"class": each["name"], "probability": 100 * each["score"], "box": " ".join(f"{n:g}" for n in each["box"])}
         for each in entries
-        if each["score"] >= _SHOWN_SCORE
+        if each["score"] >= SHOWN_SCORE
     ]
     return Prediction(rows, {".png": draw_objects(image, found, names), ".json": entries})
 
@@ -87,7 +87,7 @@ def draw_objects(image: Image.Image, found: dict[str, Tensor], names: list[str])
     Detections with a score are drawn from a score of .3; objects without scores are all drawn.
     """
     if "scores" in found:
-        shown = found["scores"] >= _SHOWN_SCORE
+        shown = found["scores"] >= SHOWN_SCORE
         found = {name: value[shown] for name, value in found.items()}
     labels = found["labels"].tolist()
     colours: list[Any] = [COLOURS[label % len(COLOURS)] for label in labels]

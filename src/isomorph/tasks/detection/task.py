@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from isomorph.training.recipe.recipe import Recipe
 
 
+_LARGEST_BATCH = 8
+"""Test images at once: they are large."""
+
+
 class DetectionPart(Part):
     """Fields of detection and instance segmentation."""
 
@@ -144,10 +148,17 @@ class Detection(Task):
         return Objective(task, measure, lambda metrics: metrics["box_ap"], lambda module: module.student)  # type: ignore[return-value, arg-type]
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        from isomorph.tasks.detection.metrics import average_precision, class_precision
+        from isomorph.tasks.detection.page import write_detections
+
         source = self.test_data(options)
         config = evaluation_config(model, options.size)
-        batches = TestBatches(source, config, min(options.batch_size, 8), options.workers, runtime)
-        return [measure(model.to(runtime.device), batches, runtime)]
+        batches = TestBatches(source, config, min(options.batch_size, _LARGEST_BATCH), options.workers, runtime)
+        results = batches.detections(model.to(runtime.device), runtime)
+        rows = [average_precision(source, results), *class_precision(source, results)]
+        if options.page and runtime.is_main:
+            write_detections(options.page, source, results, rows)
+        return rows
 
     def test_data(self, options: EvaluationOptions) -> "DetectionSource":
         """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's."""
@@ -209,9 +220,15 @@ class TestBatches:
             worker_init_fn=ignore_stop_signals,
         )
 
+    def detections(self, model: nn.Module, runtime: Runtime) -> Any:
+        """Return a model's detections in the images of all processes."""
+        from isomorph.tasks.detection.metrics import collect_detections
+
+        return collect_detections(model, self.loader, self.source, runtime, self.size)
+
 
 def measure(model: nn.Module, batches: Any, runtime: Runtime) -> dict[str, float]:
     """Return AP over the images of all processes."""
-    from isomorph.tasks.detection.metrics import measure_detections
+    from isomorph.tasks.detection.metrics import average_precision
 
-    return measure_detections(model, batches.loader, batches.source, runtime, batches.size)
+    return average_precision(batches.source, batches.detections(model, runtime))

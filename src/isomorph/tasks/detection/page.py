@@ -1,0 +1,143 @@
+"""The page of a detector's test: AP, AP of every class, and images with truth and detections, the worst first."""
+
+import base64
+import io
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torchvision.ops import box_iou
+
+from isomorph.report.html import ImageCard, Section, write_page
+from isomorph.tasks.detection.dataset import DetectionSource
+from isomorph.tasks.detection.extra import mask_codec
+from isomorph.tasks.detection.metrics import Results
+from isomorph.tasks.detection.predict import SHOWN_SCORE, draw_objects
+from isomorph.terminal_tables import METRIC_FORMATS
+
+SHOWN_IMAGES = 24
+"""Images on the page."""
+_WIDTH = 420
+"""Largest width of each of the two pictures of an image, in pixels."""
+_IOU = 0.5
+"""Overlap from which a detection of the right class has found an object."""
+
+
+class ImageScore(NamedTuple):
+    """What was found in an image: objects found, missed, and detections that are no object or one found already."""
+
+    index: int
+    found: int
+    missed: int
+    wrong: int
+
+    @property
+    def f1(self) -> float:
+        """Share of what is right, of objects and detections together; 1 for an image without either."""
+        total = 2 * self.found + self.missed + self.wrong
+        return 2 * self.found / total if total else 1.0
+
+
+def write_detections(path: Path, source: DetectionSource, results: Results, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the page of a test. `rows` are the metrics of all images, and then of every class.
+
+    Raises: UserError when it cannot be written, or an image cannot be read.
+    """
+    by_image = group_results(source, results)
+    index_of = {record.id: index for index, record in enumerate(source.images)}
+    scores = [score_image(source, index_of[number], by_image[number]) for number in results.image_ids]
+    worst = sorted(scores, key=lambda score: (score.f1, -score.missed - score.wrong, score.index))[:SHOWN_IMAGES]
+    cards = [_card(source, score, by_image[source.images[score.index].id]) for score in worst]
+    overall, classes = rows[0], rows[1:]
+    found, objects = sum(s.found for s in scores), sum(s.found + s.missed for s in scores)
+    wrong = sum(s.wrong for s in scores)
+    lead = (
+        f"Box AP50 is {overall.get('box_ap50', 0):.1f} on {len(scores)} images. From a score of {SHOWN_SCORE}, "
+        f"{found} of {objects} objects are found, and {wrong} detections are wrong."
+    )
+    sections = [
+        Section("Precision", "Average precision over all images.", table=_metric_rows([overall])),
+        Section("By class", "Average precision of every class.", table=_metric_rows(classes)),
+        Section(
+            "Images, the worst first",
+            f"Left: the truth; right: the detections from a score of {SHOWN_SCORE}. An object is found by a "
+            f"detection of its class that overlaps it by half (IoU {_IOU}).",
+            images=cards,
+        ),
+    ]
+    write_page(path, "Detections", lead, sections)
+
+
+def group_results(source: DetectionSource, results: Results) -> dict[int, dict[str, Tensor]]:
+    """Return the detections of every image, by its number: boxes, labels, scores, and masks where there are any."""
+    entries: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for entry in results.entries:
+        entries[entry["image_id"]].append(entry)
+    return {number: _as_tensors(source, entries[number]) for number in results.image_ids}
+
+
+def _as_tensors(source: DetectionSource, entries: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    boxes = torch.tensor([each["bbox"] for each in entries], dtype=torch.float32).reshape(-1, 4)
+    boxes[:, 2:] += boxes[:, :2]
+    labels = torch.tensor([source.annotations.label_of[e["category_id"]] for e in entries], dtype=torch.int64)
+    found = {"boxes": boxes, "labels": labels, "scores": torch.tensor([float(e["score"]) for e in entries])}
+    if entries and "segmentation" in entries[0]:
+        codec = mask_codec()
+        masks = [torch.from_numpy(codec.decode(each["segmentation"])) for each in entries]
+        found["masks"] = torch.stack(masks).bool()
+    return found
+
+
+def score_image(source: DetectionSource, index: int, detections: Mapping[str, Tensor]) -> ImageScore:
+    """Match the detections of an image with its objects, best first, each object once."""
+    truth = source.objects(index)
+    shown = torch.where(detections["scores"] >= SHOWN_SCORE)[0]
+    shown = shown[detections["scores"][shown].argsort(descending=True)]
+    free = torch.ones(len(truth["labels"]), dtype=torch.bool)
+    overlaps = box_iou(detections["boxes"], truth["boxes"])
+    for number in shown.tolist():
+        fits = free & (truth["labels"] == detections["labels"][number]) & (overlaps[number] >= _IOU)
+        if fits.any():
+            free[torch.where(fits, overlaps[number], -1).argmax()] = False
+    found = int((~free).sum())
+    return ImageScore(index, found, int(free.sum()), len(shown) - found)
+
+
+def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tensor]) -> ImageCard:
+    """Return an image twice, with the truth and with the detections, and what was found in it."""
+    image, names = source.image(score.index), list(source.classes)
+    pictures = [draw_objects(image, each, names) for each in (source.objects(score.index), detections)]
+    total = score.found + score.missed
+    lines = [f"found {score.found} of {total}, wrong {score.wrong}"]
+    return ImageCard(_side_by_side(pictures), source.images[score.index].file, lines)
+
+
+def _side_by_side(pictures: Sequence[Image.Image]) -> str:
+    """Return pictures of one size next to each other as a data: URI."""
+    for picture in pictures:
+        picture.thumbnail((_WIDTH, 4 * _WIDTH))
+    width, height = pictures[0].size
+    canvas = Image.new("RGB", (2 * width + 8, height), "white")
+    for column, picture in enumerate(pictures):
+        canvas.paste(picture, (column * (width + 8), 0))
+    written = io.BytesIO()
+    canvas.save(written, "JPEG", quality=85)
+    return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
+
+
+def _metric_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a table of metrics with a head."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
+    return [heads, *([_cell(name, row) for name in names] for row in rows)]
+
+
+def _cell(name: str, row: Mapping[str, Any]) -> str:
+    """Return a value of a row as text; a dash where it has none."""
+    if name not in row:
+        return "-"
+    return METRIC_FORMATS[name][1](row[name]) if name in METRIC_FORMATS else str(row[name])

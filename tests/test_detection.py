@@ -1,0 +1,426 @@
+"""Detection: COCO's format and what is wrong with it, joint transforms, AP equal to pycocotools', runs, predictions."""
+
+import contextlib
+import io
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from pycocotools import mask as codec
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+import isomorph as iso
+from command_line import isomorph
+from isomorph.recipes import RECIPES, load_recipe
+from isomorph.tasks.detection.annotations import read_annotations
+from isomorph.tasks.detection.dataset import draw_masks, open_split
+from isomorph.tasks.detection.metrics import Results, as_results, average_precision, class_precision
+from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_losses
+from isomorph.tasks.detection.page import group_results, score_image
+from isomorph.tasks.detection.transforms import TestTransform, TrainTransform
+from isomorph.training.recipe.recipe import validate
+
+CONFIG = dict(input_size=(3, 48, 64), mean=(0.5,) * 3, std=(0.5,) * 3)
+SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]
+
+
+def coco(images=1, **changes):
+    """Annotations of images with a square and a crowd each."""
+    content = {
+        "images": [{"id": i, "file_name": f"{i}.png", "width": 64, "height": 48} for i in range(images)],
+        "annotations": [],
+        "categories": [{"id": 7, "name": "cell"}, {"id": 3, "name": "square"}],
+    }
+    for i in range(images):
+        crowd = {"size": [48, 64], "counts": [0, 48 * 10, 48 * 54]}
+        content["annotations"] += [
+            {"id": 2 * i, "image_id": i, "category_id": 3, "bbox": [10, 10, 20, 20], "segmentation": [SQUARE]},
+            {
+                "id": 2 * i + 1,
+                "image_id": i,
+                "category_id": 7,
+                "bbox": [0, 0, 9, 48],
+                "iscrowd": 1,
+                "segmentation": crowd,
+            },
+        ]
+    return {**content, **changes}
+
+
+def write(root, content=None, split="train", images=1):
+    content = coco(images) if content is None else content
+    (root / f"{split}.json").write_text(json.dumps(content) if isinstance(content, dict) else content)
+    (root / "images").mkdir(exist_ok=True)
+    for image in content["images"] if isinstance(content, dict) else ():
+        picture = np.zeros((48, 64, 3), np.uint8)
+        picture[10:30, 10:30] = 255
+        Image.fromarray(picture).save(root / "images" / image["file_name"])
+    return root
+
+
+def changed(**fields):
+    content = coco()
+    content["annotations"][0].update(fields)
+    return content
+
+
+class TestData:
+    def test_objects_of_an_image(self, tmp_path):
+        source = open_split(write(tmp_path), "train", masks=True)
+        image, objects = source[0]
+        assert image.size == (64, 48)
+        assert source.classes == ("square", "cell")  # by number: 3, 7
+        assert objects["labels"].tolist() == [0]  # the crowd is left out
+        assert objects["boxes"].tolist() == [[10, 10, 30, 30]]
+        assert objects["masks"].sum() == 400
+        assert torch.equal(objects["masks"][0].bool(), torch.tensor(np.asarray(image)[..., 0] > 0))
+
+    def test_masks_from_polygons_and_rle(self):
+        mask = np.zeros((48, 64), np.uint8)
+        mask[10:30, 10:30] = 1
+        compact = codec.encode(np.asfortranarray(mask))
+        text = {"size": [48, 64], "counts": compact["counts"].decode()}
+        counts = {"size": [48, 64], "counts": [10 * 48 + 10, *[20, 28] * 19, 20, 48 * 34 + 18]}
+        for outline in ([SQUARE], text, counts):
+            assert torch.equal(draw_masks([outline], 48, 64)[0], torch.from_numpy(mask))
+        assert draw_masks([], 4, 5).shape == (0, 4, 5)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", r"cannot read .*train.json"),
+            ({**coco(), "annotations": None}, r"train.json has no list 'annotations'"),
+            ({**coco(), "annotations": []}, r"train.json has no annotations"),
+            (changed(bbox=[10, 10, 0, 20]), r"annotation 0 has bbox \[10, 10, 0, 20\] in 0.png, which has no area"),
+            (changed(bbox=[50, 10, 20, 20]), r"annotation 0 has bbox .*, outside 0.png of 64 x 48 pixels"),
+            (changed(bbox=[1, 2]), r"annotation 0 has bbox \[1, 2\], which is not left, top, width and height"),
+            (changed(category_id=90), r"annotation 0 has the unknown category_id 90; the file's categories are 3, 7"),
+            (changed(image_id=4), r"annotation 0 is of image 4, which the file does not have"),
+            (changed(segmentation=[[1, 2, 3, 4]]), r"annotation 0 has a polygon with fewer than three points"),
+            (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
+            (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
+            ({**coco(), "images": [{"id": 0}]}, r"image 0 needs an id, a file_name"),
+            ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
+            ({**coco(), "categories": [{"id": 3}, {"id": 3}]}, r"categories must have an id each"),
+        ],
+    )
+    def test_what_is_wrong_is_said(self, tmp_path, content, message):
+        (tmp_path / "train.json").write_text(content if isinstance(content, str) else json.dumps(content))
+        with pytest.raises(iso.UserError, match=message) as error:
+            read_annotations(tmp_path / "train.json", masks=True)
+        assert "\n" not in str(error.value)
+
+    def test_missing_and_damaged_files(self, tmp_path):
+        with pytest.raises(iso.UserError, match="there is no folder"):
+            open_split(tmp_path / "none", "train", masks=False)
+        with pytest.raises(iso.UserError, match=r"has none of .*train.json.*give task.train a file"):
+            open_split(tmp_path, "train", masks=False)
+        source = open_split(write(tmp_path, images=3), "train", masks=False)
+        (tmp_path / "images/1.png").write_bytes(b"")
+        with pytest.raises(iso.UserError, match=r"cannot read .*1.png"):
+            source[1]
+        Image.new("RGB", (8, 8)).save(tmp_path / "images/2.png")
+        with pytest.raises(iso.UserError, match=r"2.png has 8 x 8 pixels, and its annotations .* say 64 x 48"):
+            source[2]
+        for name in ("1.png", "2.png"):
+            (tmp_path / "images" / name).unlink()
+        with pytest.raises(iso.UserError, match=r"has no file 1.png and 1 more, of the images in .*train.json"):
+            open_split(tmp_path, "train", masks=False)
+
+    def test_bad_boxes_may_be_left_out(self, tmp_path):
+        content = coco(2)
+        content["annotations"][0]["bbox"] = [10, 10, 0, 20]
+        (tmp_path / "a.json").write_text(json.dumps(content))
+        found = read_annotations(tmp_path / "a.json", masks=False, skip=1)
+        assert found.skipped == 1
+        assert [len(image.objects) for image in found.images] == [1, 2]
+
+    def test_real_numbers_of_categories(self, data_root):
+        source = open_split(data_root / "coco_mini", "train", masks=False)
+        assert (len(source.classes), max(source.annotations.category_ids)) == (80, 90)
+        named = {c["id"]: c["name"] for c in json.loads(source.annotations.path.read_text())["categories"]}
+        for index in range(len(source)):
+            wanted = [named[each["category_id"]] for each in source.images[index].objects]
+            assert [source.classes[label] for label in source.objects(index)["labels"]] == wanted
+
+    def test_real_polygons(self, data_root):
+        source = open_split(data_root / "fruits_nuts", "train", masks=True)
+        truth = COCO_of(source.annotations.path)
+        objects, record = source.objects(3), source.images[3]
+        for mask, each in zip(objects["masks"], record.objects, strict=True):
+            assert torch.equal(mask, torch.from_numpy(truth.annToMask(each)))
+
+
+class TestTransforms:
+    def test_scale_1_without_a_flip_fits_the_image(self):
+        image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 64, 3), np.uint8))
+        objects = {"boxes": torch.tensor([[8.0, 4, 24, 20]]), "labels": torch.tensor([1])}
+        x, left = TrainTransform(CONFIG, (1.0, 1.0), 0.0)(image, objects)
+        expected, inside = TestTransform(CONFIG)(image)
+        torch.testing.assert_close(x, expected)
+        assert inside == (24, 64)
+        assert left["boxes"].tolist() == [[8, 4, 24, 20]]
+        assert (x[:, 24:] == 0).all()  # padded below
+
+    def test_a_flip_moves_boxes_and_masks(self):
+        image = Image.new("RGB", (64, 48))
+        masks = draw_masks([[SQUARE]], 48, 64)
+        objects = {"boxes": torch.tensor([[10.0, 10, 30, 30]]), "labels": torch.tensor([1]), "masks": masks}
+        _, left = TrainTransform(CONFIG, (1.0, 1.0), 1.0)(image, objects)
+        assert left["boxes"].tolist() == [[34, 10, 54, 30]]
+        assert torch.equal(left["masks"], masks.flip(-1))
+
+    def test_boxes_follow_masks_through_random_crops(self):
+        picture = np.zeros((48, 64, 3), np.uint8)
+        picture[10:30, 10:30] = 255
+        seen = set()
+        for seed in range(12):
+            torch.manual_seed(seed)
+            masks = draw_masks([[SQUARE], [[0, 0, 5, 0, 5, 5, 0, 5]]], 48, 64)
+            objects = {"boxes": torch.zeros(2, 4), "labels": torch.tensor([1, 2]), "masks": masks}
+            x, left = TrainTransform(CONFIG, (0.5, 4.0), 0.5)(Image.fromarray(picture), objects)
+            seen.add(len(left["labels"]))
+            assert x.shape == (3, 48, 64)
+            for box, label, mask in zip(left["boxes"].int(), left["labels"], left["masks"], strict=True):
+                rows, columns = torch.where(mask)
+                assert box.tolist() == [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+                if label == 1 and len(rows) > 50:  # the square is white
+                    assert x[0][mask.bool()].mean() > 0.6
+        assert {0, 2} & seen
+        assert len(seen) > 1  # some crops leave objects out
+
+    def test_boxes_alone_are_cut_and_left_out(self):
+        objects = {"boxes": torch.tensor([[0.0, 0, 4, 4], [20, 10, 60, 40]]), "labels": torch.tensor([0, 1])}
+        for seed in range(8):
+            torch.manual_seed(seed)
+            _, left = TrainTransform(CONFIG, (3.0, 3.0), 0.0)(Image.new("RGB", (64, 48)), objects)
+            sides = left["boxes"][:, 2:] - left["boxes"][:, :2]
+            assert (sides >= 1).all()
+            assert (left["boxes"] <= torch.tensor([64, 48, 64, 48])).all()
+
+
+def COCO_of(path):
+    with contextlib.redirect_stdout(io.StringIO()):
+        return COCO(str(path))
+
+
+def random_results(source, seed=0):
+    """The truth, moved and mixed with noise."""
+    generator = torch.Generator().manual_seed(seed)
+    entries = []
+    for index, record in enumerate(source.images):
+        objects = source.objects(index)
+        n = len(objects["labels"])
+        boxes = objects["boxes"] + 6 * torch.randn(n, 4, generator=generator)
+        boxes = torch.cat([torch.minimum(boxes[:, :2], boxes[:, 2:] - 1), boxes[:, 2:]], 1).clamp(min=0)
+        wrong = torch.rand(n, generator=generator) < 0.2
+        labels = torch.where(wrong, (objects["labels"] + 1) % len(source.classes), objects["labels"])
+        found = {"boxes": boxes, "labels": labels, "scores": torch.rand(n, generator=generator)}
+        if source.masks:
+            found["masks"] = objects["masks"].roll(4, -1).bool()
+        entries += as_results(found, record, source.annotations.category_ids)
+    return Results(entries, [record.id for record in source.images])
+
+
+@pytest.mark.parametrize(("name", "masks"), [("fruits_nuts", True), ("coco_mini", False), ("bccd", False)])
+def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name, masks):
+    source = open_split(data_root / name, "train", masks)
+    results = random_results(source)
+    metrics = average_precision(source, results)
+    truth = COCO_of(source.annotations.path)
+    for kind, prefix in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
+        other = {"bbox": "segmentation", "segm": "bbox"}[kind]
+        given = [{k: v for k, v in each.items() if k != other} for each in results.entries]
+        with contextlib.redirect_stdout(io.StringIO()):
+            run = COCOeval(truth, truth.loadRes(given), kind)
+            run.evaluate()
+            run.accumulate()
+            run.summarize()
+        for key, expected in zip(("ap", "ap50", "ap75", "ap_small", "ap_medium", "ap_large"), run.stats, strict=False):
+            if expected >= 0:
+                assert metrics[f"{prefix}_{key}"] == pytest.approx(100 * expected, abs=1e-9)
+            else:
+                assert f"{prefix}_{key}" not in metrics
+    classes = class_precision(source, results)
+    assert np.mean([row["box_ap"] for row in classes]) == pytest.approx(metrics["box_ap"])
+    assert metrics["images"] == len(source)
+
+
+def test_nothing_found_has_no_precision(tmp_path):
+    source = open_split(write(tmp_path), "train", masks=True)
+    assert average_precision(source, Results([], [0]))["box_ap"] == 0
+    with pytest.raises(iso.UserError, match="nothing to evaluate"):
+        average_precision(source, Results([], []))
+
+
+def test_scores_of_an_image(tmp_path):
+    source = open_split(write(tmp_path), "train", masks=False)
+    entry = {"image_id": 0, "category_id": 3, "bbox": [10, 10, 20, 20], "score": 0.9}
+    twice = Results([entry, {**entry, "score": 0.8}, {**entry, "score": 0.1}], [0])
+    score = score_image(source, 0, group_results(source, twice)[0])
+    assert (score.found, score.missed, score.wrong) == (1, 0, 1)
+    other = Results([{**entry, "category_id": 7}], [0])
+    score = score_image(source, 0, group_results(source, other)[0])
+    assert (score.found, score.missed, score.wrong, score.f1) == (0, 1, 1, 0)
+
+
+NETWORK = dict(
+    name="mask_rcnn",
+    kwargs=dict(
+        backbone="tdrl_vit_ti",
+        backbone_kwargs=dict(embed_dim=24, num_heads=3, depth=1),
+        channels=16,
+        features=32,
+        proposals=30,
+        samples=16,
+    ),
+)
+TINY = dict(
+    name="squares",
+    model=NETWORK,
+    task={"name": "detection", "scales": [0.8, 1.5]},
+    data={"source": "coco", "size": [48, 64], "batch_size": 4},
+    optim={"lr": 3e-3},
+    epochs=2,
+    checkpoint_minutes=0,
+)
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory):
+    """A folder of images, and a run on it."""
+    root = write(write(tmp_path_factory.mktemp("squares"), images=8), split="val", images=4)
+    (root / "images/3.png").write_bytes(b"damaged")
+    content = coco(3)  # the test data has no damaged file
+    (root / "val.json").write_text(json.dumps(content))
+    values = {**TINY, "out": str(root / "run"), "data": {**TINY["data"], "root": str(root), "unreadable": 9}}
+    return root, iso.train(validate(values), show=False)
+
+
+class TestRun:
+    def test_it_learns_and_counts_what_is_damaged(self, squares):
+        _, result = squares
+        rows = [json.loads(line) for line in (result.folder / "log.jsonl").read_text().splitlines()]
+        assert rows[1]["loss"] < rows[0]["loss"]
+        assert rows[1]["unreadable"] == 1
+        assert result.metrics["images"] == 3
+        assert 0 <= result.metrics["mask_ap"] <= 100
+
+    def test_its_file_knows_task_and_classes(self, squares):
+        root, result = squares
+        model = iso.load(result.folder / "model.safetensors")
+        assert model.pretrained_cfg["label_names"] == ["square", "cell"]
+        assert tuple(model.pretrained_cfg["input_size"]) == (3, 48, 64)
+        metrics = iso.evaluate(model, root)
+        assert metrics == {name: value for name, value in result.metrics.items() if name != "loss"}
+        fused = iso.evaluate(iso.fuse(model.eval()), root / "val.json")
+        assert fused["images"] == 3
+
+    def test_the_commands(self, squares, tmp_path):
+        root, result = squares
+        done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")
+        assert not done.returncode, done.stderr
+        assert Image.open(tmp_path / "y.png").size == (64, 48)
+        entries = json.loads((tmp_path / "y.json").read_text())
+        for each in entries:
+            assert set(each) == {"label", "name", "score", "box", "segmentation"}
+            assert codec.decode(each["segmentation"]).shape == (48, 64)
+        done = isomorph("evaluate", result.folder, "--data", root)
+        assert not done.returncode, done.stderr
+        assert "box AP50 (%)" in done.stdout
+
+    def test_masks_need_a_network_and_data_with_masks(self, squares, tmp_path):
+        root, _ = squares
+        values = {**TINY, "out": str(tmp_path), "data": {**TINY["data"], "root": str(root)}}
+        values["model"] = {**NETWORK, "kwargs": {**NETWORK["kwargs"], "masks": False}}
+        with pytest.raises(iso.UserError, match=r"has not a head for masks, and task\.masks is True"):
+            iso.train(validate(values), show=False)
+        values["model"] = {"name": "cifar_resnet20"}
+        with pytest.raises(iso.UserError, match="cifar_resnet20"):
+            iso.train(validate(values), show=False)
+
+    def test_other_categories_in_the_test_data(self, tmp_path):
+        write(
+            write(tmp_path), {**coco(), "categories": [{"id": 3, "name": "circle"}, {"id": 7, "name": "cell"}]}, "val"
+        )
+        values = {**TINY, "out": str(tmp_path / "run"), "data": {**TINY["data"], "root": str(tmp_path)}}
+        with pytest.raises(iso.UserError, match=r"category 3 is 'square' in .*train.json and 'circle' in .*val.json"):
+            iso.train(validate(values), show=False)
+        assert not (tmp_path / "run").exists()
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"data": {**TINY["data"], "split": 0.2}}, "data.split does not apply to detection"),
+            ({"task": {"name": "detection", "scales": [2, 1]}}, "task.scales must be the smallest and the largest"),
+            ({"task": {"name": "detection", "flip": 2}}, "task.flip"),
+            ({"augment": {"mixup": 0.2}}, "augment does not apply to detection"),
+        ],
+    )
+    def test_fields_that_do_not_fit(self, changes, message):
+        with pytest.raises(iso.UserError, match=message):
+            validate({**TINY, **changes})
+
+
+class TestDistillation:
+    def test_the_losses_of_a_map(self):
+        generator = torch.Generator().manual_seed(0)
+        adapted, theirs = torch.randn(2, 2, 3, 4, 5, generator=generator, dtype=torch.float64)
+        scores, wanted = torch.randn(2, 2, 2, 4, 5, generator=generator, dtype=torch.float64)
+        top = bottom = below = 0.0
+        for b in range(2):
+            for i in range(4):
+                for j in range(5):
+                    m = max(wanted[b, a, i, j].sigmoid() for a in range(2))
+                    bottom += m
+                    top += m * sum((theirs[b, c, i, j] - adapted[b, c, i, j]) ** 2 for c in range(3))
+                    for a in range(2):
+                        s, t = scores[b, a, i, j].sigmoid(), wanted[b, a, i, j].sigmoid()
+                        below -= m * (t * s.log() + (1 - t) * (1 - s).log())
+        features, objectness = guided_losses(adapted, scores, theirs, wanted)
+        assert features.item() == pytest.approx((top / bottom).item(), rel=1e-5)
+        assert objectness.item() == pytest.approx((below / bottom).item(), rel=1e-5)
+
+    def test_a_frozen_teacher_guides_and_the_weights_grow(self):
+        student, teacher = (
+            timm.create_model(
+                "mask_rcnn", num_classes=2, masks=False, img_size=64, **{**NETWORK["kwargs"], "channels": c}
+            )
+            for c in (16, 24)
+        )
+        task = ProposalDistillationTask(student, teacher, torch.device("cpu"), ramp=2).train()
+        assert not teacher.training
+        targets = [{"boxes": torch.tensor([[3.0, 4, 40, 50]]), "labels": torch.tensor([1])}]
+        x = torch.randn(1, 3, 64, 64)
+        shares = []
+        for _ in range(4):
+            losses = task(x, targets)
+            shares.append(losses["loss_features"].item() > 0)
+        assert shares == [False, True, True, True]
+        losses["loss"].backward()
+        assert all(p.grad is not None for p in task.trainable_module.parameters())
+        assert all(p.grad is None for p in teacher.parameters())
+        named = dict(task.trainable_module.named_parameters())
+        from isomorph.training.optim import learning_rate_scales
+
+        scales = learning_rate_scales(task.trainable_module, 0.5)
+        assert scales.keys() == named.keys()
+        assert scales["adapt.0.weight"] == 1
+        assert scales["student.backbone.patch_embed.proj.weight"] == 0.25
+
+    def test_a_teacher_that_is_no_detector(self):
+        student = timm.create_model("mask_rcnn", masks=False, **NETWORK["kwargs"])
+        with pytest.raises(iso.UserError, match="give a Mask R-CNN"):
+            ProposalDistillationTask(student, timm.create_model("cifar_resnet20"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith(("vitdet", "mask_rcnn"))])
+def test_recipes_build(name):
+    recipe = load_recipe(name)
+    with torch.device("meta"):
+        model = timm.create_model(recipe.model.name, masks=recipe.task.task.options.masks, **recipe.model.kwargs)
+    assert model.has_masks == recipe.task.task.options.masks

@@ -1,0 +1,207 @@
+"""Mask R-CNN: published sizes, any backbone and any rectangle, surgery on the whole network, its checkpoints."""
+
+import math
+
+import pytest
+import timm
+import torch
+from torchvision.ops import roi_align
+
+import isomorph as iso
+from isomorph.layers import DecomposedAttention
+from isomorph.models.region_features import PyramidRoIAlign
+from isomorph.models.windowed_vit import WindowedViT, default_global_blocks
+from isomorph.training.optim import learning_rate_scales
+
+SMALL = dict(num_classes=3, channels=16, features=32, proposals=30, samples=16, img_size=64)
+VIT = dict(embed_dim=24, num_heads=3, depth=2)
+
+
+def detector(backbone="tdrl_vit_ti", **kwargs):
+    torch.manual_seed(0)
+    own = {"backbone_kwargs": VIT} if "vit" in backbone else {}
+    return timm.create_model("mask_rcnn", backbone=backbone, **{**SMALL, **own, **kwargs})
+
+
+def count(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("heads", "fused", "training"), [(3, 27_732_325, 70_874_725), (12, 27_662_821, 70_805_221)])
+def test_the_published_sizes(heads, fused, training):
+    with torch.device("meta"):
+        plain = timm.create_model("mask_rcnn", backbone_kwargs=dict(layout="plain", num_heads=heads))
+        wide = timm.create_model("mask_rcnn", backbone_kwargs=dict(num_heads=heads))
+    assert count(plain) == fused  # 27.7M in TDRL Table 2
+    assert count(wide) == training  # 70.8M
+    assert [block.attn.window for block in plain.backbone.blocks].count(None) == 4
+    assert plain.backbone.blocks[2].attn.rel_pos_h.shape == (127, 192 // heads)
+    assert plain.backbone.blocks[0].attn.rel_pos_h.shape == (27, 192 // heads)
+
+
+def test_global_blocks_end_the_quarters():
+    assert default_global_blocks(12) == (2, 5, 8, 11)
+    assert default_global_blocks(2) == (0, 1)
+
+
+@pytest.mark.parametrize("backbone", ["tdrl_vit_ti", "resnet18", "convit_ti"])
+def test_losses_and_detections_on_odd_rectangles(backbone):
+    model = detector(backbone)
+    x = torch.randn(2, 3, 70, 45)
+    targets = [
+        {
+            "boxes": torch.tensor([[3.0, 4, 40, 50]]),
+            "labels": torch.tensor([2]),
+            "masks": torch.ones(1, 70, 45, dtype=torch.uint8),
+        },
+        {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64), "masks": torch.zeros(0, 70, 45)},
+    ]
+    losses = model(x, targets)
+    assert set(losses) == {"loss_objectness", "loss_rpn_box_reg", "loss_classifier", "loss_box_reg", "loss_mask"}
+    sum(losses.values()).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    model.eval()
+    found = model.detect(x, [(70, 45), (30, 45)])
+    for each in found:
+        n = len(each["labels"])
+        assert each["boxes"].shape == (n, 4)
+        assert each["masks"].shape == (n, 1, 28, 28)
+        assert ((each["labels"] >= 0) & (each["labels"] < 3)).all()
+        assert (each["scores"].diff() <= 0).all()
+    assert len(found[1]["labels"])
+    assert found[1]["boxes"][:, 3].max() <= 30  # nothing in the padding
+
+
+def test_a_backbone_keeps_one_map_of_each_resolution():
+    assert detector("cifar_resnet20", masks=False).strides == (1, 2, 4, 8)
+    with torch.device("meta"):
+        assert detector("t_resnet50d", masks=False).strides == (4, 8, 16, 32)  # two stages have stride 16
+        assert isinstance(detector("vit_tiny_patch16_224").backbone, WindowedViT)
+        assert not isinstance(detector("vit_tiny_patch16_224", window=0).backbone, WindowedViT)
+
+
+def test_a_window_network_is_the_vit_where_the_window_covers_the_image():
+    vit = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", dynamic_img_size=True, **VIT)
+    vit.eval()
+    x = torch.randn(1, 3, 224, 224)
+    expected = vit.forward_intermediates(x, indices=1, norm=False, intermediates_only=True)[0]
+    torch.testing.assert_close(WindowedViT(vit, (224, 224), 14)(x)[0], expected)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return detector(backbone_kwargs={**VIT, "layout": "plain"}).eval()
+
+
+class TestSurgery:
+    def test_recast_verify_fuse_of_the_whole_network(self, plain, tmp_path):
+        x = torch.randn(1, 3, 50, 70)
+        wide = iso.recast(plain, iso.LinearToPyramid(), where=["backbone.blocks.*.mlp.fc?", "roi_heads.box_head.5"])
+        report = iso.verify(plain, wide, x)
+        assert report.passed
+        assert len(report.targets) == 5
+        fused = iso.fuse(wide)
+        iso.verify(plain, fused, x)
+        for model, name in ((wide, "wide"), (fused, "fused")):
+            iso.save(model, tmp_path / f"{name}.safetensors")
+            torch.testing.assert_close(iso.load(tmp_path / f"{name}.safetensors").eval()(x), model(x))
+
+    def test_verify_sees_a_change_in_any_head(self, plain):
+        other = iso.recast(plain, iso.LinearToPyramid(), where="roi_heads.box_head.5")
+        with torch.no_grad():
+            other.roi_heads.mask_predictor.mask_fcn_logits.bias += 0.1
+        with pytest.raises(iso.UserError, match="NOT equal"):
+            iso.verify(plain, other, torch.randn(1, 3, 64, 64))
+
+    def test_a_network_with_pyramids_fuses_to_its_plain_form(self, tmp_path):
+        wide = detector().eval()
+        x = torch.randn(1, 3, 64, 64)
+        fused = iso.fuse(wide)
+        assert count(fused) == count(detector(backbone_kwargs={**VIT, "layout": "plain"}))
+        iso.verify(wide, fused, x, atol=1e-3)
+        iso.save(fused, tmp_path / "fused.safetensors")
+        loaded = iso.load(tmp_path / "fused.safetensors")
+        assert type(loaded.backbone.blocks[0].mlp.fc1) is torch.nn.Linear
+        torch.testing.assert_close(loaded.eval()(x), fused(x))
+
+    def test_windows_accept_no_other_attention_rule(self, plain):
+        with pytest.raises(iso.UserError, match="DecomposedAttention"):
+            iso.recast(plain, iso.AttentionToGPSA(), where="backbone.blocks.0.attn")
+
+
+class TestWeights:
+    def test_a_classifier_fills_the_backbone(self, tmp_path):
+        vit = timm.create_model("vit_tiny_patch16_224", img_size=96, num_classes=7, **VIT)
+        iso.save(vit, tmp_path / "vit.safetensors")
+        model = detector("vit_tiny_patch16_224", backbone_kwargs={**VIT, "img_size": 96})
+        new = iso.load_weights(model, tmp_path / "vit.safetensors", fresh_head=True)
+        assert any(name.startswith("rpn.") for name in new)
+        assert {name.rpartition(".")[2] for name in new if "backbone" in name} == {"rel_pos_h", "rel_pos_w"}
+        torch.testing.assert_close(model.backbone.blocks[1].mlp.fc1.weight, vit.blocks[1].mlp.fc1.weight)
+        torch.testing.assert_close(model.backbone.pos_embed, vit.pos_embed[:, 1:])  # without the class token's
+        larger = detector("vit_tiny_patch16_224")
+        iso.load_weights(larger, tmp_path / "vit.safetensors", fresh_head=True)
+        assert larger.backbone.pos_embed.shape == (1, 196, 24)
+
+    def test_a_classifier_with_pyramids_and_one_without_fill_pyramids(self, tmp_path):
+        for layout in ("P-W2S", "plain"):
+            vit = timm.create_model("tdrl_vit_ti", num_classes=7, layout=layout, **VIT).eval()
+            iso.save(vit, tmp_path / f"{layout}.safetensors")
+            model = detector().eval()
+            iso.load_weights(model, tmp_path / f"{layout}.safetensors", fresh_head=True)
+            tokens = torch.randn(5, 24)
+            torch.testing.assert_close(
+                model.backbone.blocks[0].mlp.fc1(tokens), vit.blocks[0].mlp.fc1(tokens), atol=1e-4, rtol=1e-4
+            )
+
+    def test_a_hierarchical_classifier_fills_its_stages(self, tmp_path):
+        cnn = timm.create_model("cifar_resnet20")
+        iso.save(cnn, tmp_path / "cnn.safetensors")
+        model = detector("cifar_resnet20", masks=False)
+        iso.load_weights(model, tmp_path / "cnn.safetensors", fresh_head=True)
+        torch.testing.assert_close(model.backbone.layer3[2].conv2.weight, cnn.layer3[2].conv2.weight)
+
+    def test_weights_of_another_network(self, tmp_path):
+        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")
+        with pytest.raises(iso.UserError, match=r"backbone|does not fit"):
+            iso.load_weights(detector(), tmp_path / "cnn.safetensors", fresh_head=True)
+
+
+def test_layer_decay_counts_blocks():
+    scales = learning_rate_scales(detector(backbone_kwargs={**VIT, "depth": 12, "layout": "plain"}), 0.7)
+    steps = {name: round(math.log(scale) / math.log(0.7)) for name, scale in scales.items()}
+    assert steps["backbone.patch_embed.proj.weight"] == steps["backbone.pos_embed"] == 13
+    assert [steps[f"backbone.blocks.{i}.norm1.weight"] for i in (0, 5, 11)] == [12, 7, 1]
+    assert steps["rpn.head.cls_logits.bias"] == steps["pyramid.levels.0.1.0.weight"] == 0
+
+
+def test_boxes_read_the_map_of_their_size():
+    pool = PyramidRoIAlign(7, (4, 8, 16, 32))
+    maps = {str(i): torch.randn(2, 5, 256 // s, 256 // s) for i, s in enumerate((4, 8, 16, 32))}
+    boxes = [torch.tensor([[3.0, 5, 90, 80], [0, 0, 250, 250]]), torch.tensor([[10.0, 10, 200, 120]])]
+    assert pool.levels_of(torch.cat(boxes)).tolist() == [0, 2, 1]
+    y = pool(maps, boxes)
+    expected = roi_align(maps["2"], [boxes[0][1:], boxes[1][:0]], 7, 1 / 16, -1, aligned=True)
+    torch.testing.assert_close(y[1:2], expected)
+
+
+def test_boxes_are_in_float32_under_autocast(plain):
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        out = plain(torch.randn(1, 3, 64, 64))
+    assert {tensor.dtype for each in out.values() for tensor in ([each] if torch.is_tensor(each) else each)} == {
+        torch.float32
+    }
+
+
+def test_errors(plain):
+    with pytest.raises(iso.UserError, match="eval mode"):
+        detector(masks=False).detect(torch.zeros(1, 3, 32, 32))
+    with pytest.raises(iso.UserError, match="train mode"):
+        plain(torch.zeros(1, 3, 32, 32), [])
+    with pytest.raises(iso.UserError, match="no backbone 'vitt'"):
+        detector("vitt")
+    with pytest.raises(iso.UserError, match="global_blocks"):
+        detector(global_blocks=[5])
+    with pytest.raises(iso.UserError, match="num_classes 0"):
+        detector(num_classes=0)
+    assert isinstance(plain.backbone.blocks[0].attn, DecomposedAttention)
