@@ -12,11 +12,11 @@ from isomorph.layers.vit_relative_attention import add_prefix_bias
 from isomorph.models.upernet_head import UPerHead, average_cells
 from isomorph.training.optim import learning_rate_scales
 
-VIT = dict(depth=4, embed_dim=24, num_heads=2)
+VIT = dict(depth=2, embed_dim=24, num_heads=2)
 BACKBONES = {
     "tdrl_vit_ti": VIT | dict(relative_bias=True),
     "vit_tiny_patch16_224": VIT,
-    "convit_ti": dict(depth=4, embed_dim=24, local_up_to_layer=2),
+    "convit_ti": dict(depth=2, embed_dim=24, local_up_to_layer=1),
     "refined_vit_b": VIT,
     "coatnet_0": dict(depths=(2, 1, 1, 1, 1), widths=(8, 8, 16, 16, 16), head_dim=8),
     "swin_tiny_patch4_window7_224": dict(depths=(1, 1, 1, 1), embed_dim=8, num_heads=(1, 1, 1, 1)),
@@ -123,9 +123,8 @@ def test_surgery_and_files_of_the_whole_network(network, tmp_path):
     thin = iso.fuse(network)
     assert iso.verify(network, thin, x).passed
     assert type(thin.backbone.blocks[0].attn.qkv) is nn.Linear
-    for name, model in {"wide": network, "thin": thin}.items():
-        iso.save(model, tmp_path / f"{name}.safetensors")
-        torch.testing.assert_close(iso.load(tmp_path / f"{name}.safetensors")(x), model(x))
+    iso.save(thin, tmp_path / "thin.safetensors")
+    torch.testing.assert_close(iso.load(tmp_path / "thin.safetensors")(x), thin(x))
     plain = build("vit_tiny_patch16_224").eval()
     relative = iso.recast(plain, iso.AttentionToRelative(prefix_bias=True), where="backbone.blocks.*.attn")
     wide = iso.recast(relative, iso.LinearToPyramid(), where="backbone.blocks.*.mlp.fc?")
@@ -147,8 +146,8 @@ def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
 
 def test_layers_for_layer_decay(network):
     scales = learning_rate_scales(network, 0.5)
-    assert scales["backbone.pos_embed"] == 0.5**5
-    assert scales["backbone.blocks.2.attn.relative_bias"] == 0.5**2
+    assert scales["backbone.pos_embed"] == 0.5**3
+    assert scales["backbone.blocks.0.attn.relative_bias"] == 0.5**2
     assert scales["head.classifier.weight"] == scales["neck.scales.1.weight"] == 1
     assert "backbone.blocks.0.attn.prefix_bias" in network.no_weight_decay()
 

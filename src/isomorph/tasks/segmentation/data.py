@@ -12,13 +12,13 @@ from torch.utils.data import DataLoader
 
 from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, train_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import hash_to_unit, random_indices, spaced_indices
+from isomorph.data.sources import hash_to_unit, random_indices
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.formats import FORMATS, open_masks
-from isomorph.tasks.segmentation.pairs import MAX_CLASSES, MaskedImages
+from isomorph.tasks.segmentation.pairs import MAX_CLASSES, MaskedImages, spaced_numbers
 from isomorph.training.recipe.recipe import Recipe
 
 
@@ -81,7 +81,7 @@ def open_test_pairs(source: str, root: Path, fraction: float | None, max_images:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
     test = None if fraction else open_masks(source, "test", root)
     pairs = test if test is not None else open_splits(source, root, fraction)[1]
-    return pairs if max_images is None else pairs.subset(spaced_indices(len(pairs), max_images))
+    return pairs if max_images is None else pairs.subset(spaced_numbers(len(pairs), max_images))
 
 
 def build_train_loader(

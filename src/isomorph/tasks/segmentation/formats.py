@@ -211,7 +211,7 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
 def _largest_value(path: Path) -> int:
     """Return the largest class in a mask, -1 if no pixel has one."""
     with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
-        values = np.asarray(opened)
+        values = np.asarray(opened).astype(np.int64)
     if values.ndim != 2:
         raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
     return int(values[values != IGNORE].max(initial=-1))

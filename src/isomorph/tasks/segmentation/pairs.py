@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.sources import decode, explain_decode_errors, spaced_indices
+from isomorph.data.sources import decode, explain_decode_errors
 from isomorph.errors import UserError
 
 IGNORE = 255
@@ -39,6 +38,11 @@ def lookup_table(values: Sequence[int] | range) -> np.ndarray:
     table[IGNORE] = IGNORE
     table[list(values)] = np.arange(len(values))
     return table
+
+
+def spaced_numbers(length: int, count: int) -> list[int]:
+    """Return up to `count` numbers below `length`, spaced evenly."""
+    return np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
 
 
 class MaskedImages(Dataset[Any]):
@@ -120,8 +124,8 @@ class MaskedImages(Dataset[Any]):
             sizes = [_size_of(path) for path in (image, mask)]
             if sizes[0] != sizes[1]:
                 raise _size_error(mask, sizes[1], image, sizes[0])
-        for index in spaced_indices(len(self), CHECKED_MASKS):
-            self.mask(int(index))
+        for index in spaced_numbers(len(self), CHECKED_MASKS):
+            self.mask(index)
 
 
 def _size_of(path: Path) -> tuple[int, int]:
@@ -134,12 +138,3 @@ def _size_error(mask: Path, own: tuple[int, ...], image: Path, given: tuple[int,
     """Return the error for a mask of another size than its image."""
     sizes = ["{} x {}".format(*size) for size in (own, given)]
     return UserError(f"{mask} is {sizes[0]} pixels wide and high, and {image.name} is {sizes[1]}; make them equal")
-
-
-def class_shares(pairs: MaskedImages, images: int = 100) -> Tensor:
-    """Return the share of the pixels that each class has, in up to `images` masks. Shape: -> (K,)"""
-    counts = np.zeros(len(pairs.classes), np.int64)
-    for index in spaced_indices(len(pairs), images):
-        values = pairs.mask(int(index))
-        counts += np.bincount(values[values != IGNORE], minlength=len(counts))
-    return torch.from_numpy(counts / max(1, counts.sum()))

@@ -1,12 +1,13 @@
 """Semantic segmentation as a task of the training loop."""
 
 from collections.abc import Iterable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
@@ -30,6 +31,7 @@ from isomorph.tasks.segmentation.figures import class_colours, index_image, over
 from isomorph.tasks.segmentation.formats import FORMATS
 from isomorph.tasks.segmentation.metrics import Confusion
 from isomorph.tasks.segmentation.objective import SegmentationTask, check_network, open_teacher
+from isomorph.tasks.segmentation.page import SHOWN_IMAGES, WorstImages, write_masks
 from isomorph.tasks.segmentation.pairs import MaskedImages
 from isomorph.tasks.segmentation.predict import measure, predict_mask
 from isomorph.training.build import build_model
@@ -119,8 +121,19 @@ class Segmentation(Task):
             raise UserError("--size does not apply to segmentation, which resizes images as in training; leave it out")
         pairs = self.test_pairs(model, options)
         loader = build_test_loader(self.options, evaluation_config(model), pairs, runtime, options.workers)
-        counts, images = measure(model.to(runtime.device), loader, self.options, len(pairs.classes), runtime)
-        return [{**counts.metrics(), "images": images}, *counts.rows(pairs.classes)]
+        worst, own = WorstImages(), count(runtime.rank, runtime.world)
+
+        def handle(truth: Tensor, predicted: Tensor, counts: Confusion) -> None:
+            worst.add(next(own), predicted.numpy().astype(np.uint8), counts)
+
+        chosen = {"handle": handle} if options.page else {}
+        counts, images = measure(model.to(runtime.device), loader, self.options, len(pairs.classes), runtime, **chosen)
+        rows = [{**counts.metrics(), "images": images}, *counts.rows(pairs.classes)]
+        if options.page:
+            scores = [score for part in runtime.gather(worst.scores) for score in part]
+            if runtime.is_main:
+                write_masks(options.page, pairs, counts, sorted(scores, key=lambda s: s.miou)[:SHOWN_IMAGES], rows)
+        return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         with explain_decode_errors(lambda: str(path)):
@@ -134,6 +147,3 @@ class Segmentation(Task):
         counts = np.bincount(mask.flatten(), minlength=len(names))
         rows = [{"class": names[i], "share": 100 * counts[i] / mask.size} for i in np.argsort(-counts) if counts[i]]
         return Prediction(rows, {".png": overlay(image, mask, colours), "-mask.png": index_image(mask, colours)})
-
-
-__all__ = ["Confusion", "Segmentation"]

@@ -1,0 +1,130 @@
+"""The page of a segmentation test: IoU of every class, confusion between classes, and images, the worst first."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from isomorph.report.charts import Matrix
+from isomorph.report.html import ImageCard, Section, write_page
+from isomorph.tasks.segmentation.figures import class_colours, overlay
+from isomorph.tasks.segmentation.metrics import Confusion
+from isomorph.tasks.segmentation.pairs import IGNORE, MaskedImages
+from isomorph.terminal_tables import METRIC_FORMATS
+
+SHOWN_IMAGES = 16
+"""Images on the page."""
+SHOWN_CLASSES = 25
+"""Classes in the confusion matrix, those that are confused most."""
+_WIDTH, _GAP = 420, 6
+"""Largest width of each picture of an image, and the gap between them, in pixels."""
+_WORST_CLASSES = 3
+
+
+class ImageScore(NamedTuple):
+    """The mean IoU of one image, in percent, its counts, and the predicted classes. Shape: mask (H, W)"""
+
+    index: int
+    miou: float
+    counts: Confusion
+    mask: np.ndarray
+
+
+class WorstImages:
+    """Keeps the images with the lowest mean IoU."""
+
+    def __init__(self, count: int = SHOWN_IMAGES) -> None:
+        self.count, self.scores = count, list[ImageScore]()
+
+    def add(self, index: int, mask: np.ndarray, counts: Confusion) -> None:
+        """Take an image into account, by its index in the data."""
+        miou = counts.metrics()["miou"]
+        if miou == miou:  # an image without any class has none
+            self.scores.append(ImageScore(index, miou, counts, mask))
+        self.scores = sorted(self.scores, key=lambda score: (score.miou, score.index))[: self.count]
+
+
+def write_masks(
+    path: Path, pairs: MaskedImages, total: Confusion, worst: Sequence[ImageScore], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the page of a test. `rows` are the metrics of all images, and then of every class.
+
+    Raises: UserError when it cannot be written, or an image cannot be read.
+    """
+    overall, classes = rows[0], sorted(rows[1:], key=lambda row: -1 if row["iou"] is None else row["iou"])
+    known = [row for row in classes if row["iou"] is not None]
+    lead = (
+        f"The mean IoU over {len(known)} classes is {overall['miou']:.1f}% on {overall['images']} images, from "
+        f"{known[0]['iou']:.1f}% ({known[0]['class']}) to {known[-1]['iou']:.1f}% ({known[-1]['class']})."
+    )
+    colours = class_colours(len(pairs.classes), pairs.colours)
+    sections = [
+        Section("Metrics", "Over all images together.", table=_metric_table([overall])),
+        Section(
+            "By class",
+            "The lowest IoU first. The accuracy is the share of a class's pixels that were found.",
+            table=_metric_table(classes),
+        ),
+        _confusion_section(total, pairs.classes),
+        Section(
+            "Images, the worst first",
+            "Left: the truth; right: the prediction. Pixels without a class are not coloured.",
+            images=[_card(pairs, score, colours) for score in worst],
+        ),
+    ]
+    write_page(path, "Segmentation", lead, sections)
+
+
+def _metric_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return rows of metrics with their labels as a head."""
+
+    def cell(name: str, value: Any) -> str:
+        return "-" if value is None else METRIC_FORMATS[name][1](value) if name in METRIC_FORMATS else str(value)
+
+    names = list(rows[0])
+    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
+    return [heads, *([cell(name, row[name]) for name in names] for row in rows)]
+
+
+def _confusion_section(total: Confusion, names: Sequence[str]) -> Section:
+    """Return the shares of each true class's pixels that were predicted as each class."""
+    counts = total.counts.double()
+    shares = 100 * counts / counts.sum(1, keepdim=True).clamp_min(1)  # (K, K)
+    wrong = counts - torch.diag(counts.diagonal())
+    chosen = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True)[:SHOWN_CLASSES].sort().values
+    labels = [names[i] for i in chosen.tolist()]
+    chart = Matrix(
+        "Share of a class's pixels, %", "true class", "predicted class", labels, labels,
+        shares[chosen][:, chosen].tolist(), 0.0, 100.0,
+    )  # fmt: skip
+    which = f"The {SHOWN_CLASSES} classes that are confused most. " if len(names) > SHOWN_CLASSES else ""
+    return Section("Confusion", f"{which}A row shows what the pixels of a class were taken for.", charts=[chart])
+
+
+def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageCard:
+    """Return the truth and the prediction of an image next to each other, with its worst classes."""
+    image, truth = pairs.image(score.index), pairs.mask(score.index)
+    shown = np.where(truth == IGNORE, IGNORE, score.mask)
+    pictures = [_small(overlay(image, mask, colours)) for mask in (truth, shown)]
+    canvas = Image.new("RGB", (pictures[0].width * 2 + _GAP, pictures[0].height), "white")
+    canvas.paste(pictures[0], (0, 0))
+    canvas.paste(pictures[1], (pictures[0].width + _GAP, 0))
+    buffer = io.BytesIO()
+    canvas.save(buffer, format="JPEG", quality=88)
+    uri = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
+    lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
+    text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
+    return ImageCard(uri, pairs.images[score.index].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"])
+
+
+def _small(image: Image.Image) -> Image.Image:
+    """Return an image reduced to at most the width of a card."""
+    if image.width <= _WIDTH:
+        return image
+    return image.resize((_WIDTH, max(1, round(image.height * _WIDTH / image.width))), Image.Resampling.LANCZOS)
