@@ -55,9 +55,9 @@ class TestSummaries:
         found, maps = iso.analysis.logit_stats(model, x)["0"], layer.attention(x)
         torch.testing.assert_close(found.max_attention, maps.amax((2, 3)).mean(0))
         torch.testing.assert_close(found.entropy, torch.special.entr(maps).sum(-1).mean((0, 2)))
-        q, k = layer.queries_padded_keys(x)
+        q, k, _ = layer.content_scores(x)
         assert k.shape[2] == 7 * 9
-        torch.testing.assert_close(found.max_logit, (q @ k.mT / q.shape[-1] ** 0.5).amax((2, 3)).mean(0))
+        torch.testing.assert_close(found.max_logit, (q @ k.mT).amax((2, 3)).mean(0))
 
     def test_identity_and_one_hot_maps(self):
         N = 9

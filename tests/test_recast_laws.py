@@ -25,6 +25,8 @@ CONVS = [
     nn.Conv2d(4, 6, 1),
     nn.Conv2d(4, 6, 3, stride=(2, 1), padding=(1, 0)),
     nn.Conv2d(2, 3, 3, padding=2),
+    nn.Conv2d(6, 4, 3, padding=1, groups=2),
+    nn.Conv2d(6, 6, 5, stride=2, padding=2, groups=6),
 ]
 SIZES = [(7, 7), (9, 12), (13, 8)]
 
@@ -201,7 +203,6 @@ REFUSED = {
     "parametrized": nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
     "even": nn.Conv2d(4, 4, 2),
     "not square": nn.Conv2d(4, 4, (3, 5)),
-    "groups=4": nn.Conv2d(4, 4, 3, groups=4),
     "dilation": nn.Conv2d(4, 4, 3, dilation=2),
     "padding_mode='reflect'": nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
 }

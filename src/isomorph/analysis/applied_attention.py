@@ -196,8 +196,7 @@ def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
 @scores.register
 def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
     """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
-    q, keys = layer.queries_padded_keys(x)
-    return Scores(q * q.shape[-1] ** -0.5, keys)
+    return Scores(*layer.content_scores(x))
 
 
 @scores.register

@@ -47,6 +47,11 @@ class ContentHeads(TapHeads):
     query: nn.Linear
     key: nn.Linear
 
+    @property
+    def content_options(self) -> dict[str, tuple[int, int]]:
+        """The arguments that say where heads attend by content, for a layer with the same attention."""
+        return {}
+
     def add_queries_keys(self) -> None:
         """Create `query` and `key`: C rows for all taps, and whole heads for some of them."""
         rows = self.in_channels if self.has_all_taps else self.num_heads * self.head_width
@@ -94,23 +99,24 @@ class ContentHeads(TapHeads):
         bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
         return F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)
 
-    def queries_padded_keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a query per window and a key per position of the padded grid.
+    def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries, divided by sqrt(hd), the keys of the padded grid, and a score added to each key, or None.
 
-        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd)
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
         ph, pw = self.padding
         q, k = self.queries_keys(x)
         keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
-        return q, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3)
+        return q * q.shape[-1] ** -0.5, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3), None
 
     def content_attention(self, x: Tensor) -> Tensor:
         """Return the map of content attention over the zero-padded keys, every row of which sums to 1.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        q, keys = self.queries_padded_keys(x)
-        return torch.softmax(q @ keys.transpose(-2, -1) * q.shape[-1] ** -0.5, dim=-1)
+        q, keys, bias = self.content_scores(x)
+        scores = q @ keys.transpose(-2, -1)
+        return torch.softmax(scores if bias is None else scores + bias, dim=-1)
 
 
 @register_notrace_module
@@ -123,7 +129,8 @@ class ContentConv2d(ContentHeads):
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
     Source: T-CNN eq. 7 with gate 0
-    Raises: ValueError for an even or non-positive kernel size, or a feature map smaller than the window.
+    Raises: ValueError for an even or non-positive kernel size, groups that do not divide the channels, or a feature map
+        smaller than the window.
 
     Example:
         >>> layer = iso.layers.ContentConv2d(8, 16, kernel_size=3, padding=1, num_heads=2)
@@ -140,8 +147,9 @@ class ContentConv2d(ContentHeads):
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
         num_heads: int | None = None,
+        groups: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads)
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
         self.add_queries_keys()
         nn.init.kaiming_uniform_(self.weight, mode="fan_out")
 

@@ -57,13 +57,17 @@ class GPSA2d(ContentHeads, PositionHeads):
     convolution. Training can lower the gates and localities, so that heads attend further away and by content. Keys are
     zero-padded as the input of the convolution is: padding receives attention and contributes zeros.
 
+    With `groups`, the filters are those of a grouped or depthwise convolution. All groups share the heads' attention,
+    and the filters contain the values.
+
     Gating parameters, per head: `gate` (sigmoid: the share of position attention), `locality` (its sharpness, positive
     through softplus of `raw_locality`), `centre` (row, column). W_qry, W_key and W_val are C x C; the rows of the first
     two are assigned to heads in turn, as k*k rarely divides C.
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
     Source: T-CNN eq. 4-7; differs: 1/sqrt(hd) on the content scores, and the sign of the footnote's softplus corrected
-    Raises: ValueError for an even or non-positive kernel size, or a feature map smaller than the window.
+    Raises: ValueError for an even or non-positive kernel size, groups that do not divide the channels, or a feature map
+        smaller than the window.
 
     Example:
         >>> layer = iso.layers.GPSA2d(8, 16, kernel_size=3, padding=1)
@@ -83,11 +87,13 @@ class GPSA2d(ContentHeads, PositionHeads):
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
         num_heads: int | None = None,
+        groups: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads)
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
         self.gate = nn.Parameter(torch.empty(self.num_heads))
         self.add_queries_keys()
-        self.value = nn.Linear(in_channels, in_channels, bias=False) if num_heads is None else None
+        has_values = num_heads is None and groups == 1
+        self.value = nn.Linear(in_channels, in_channels, bias=False) if has_values else None
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         self.reset_attention()
 
@@ -153,6 +159,9 @@ class GPSA2d(ContentHeads, PositionHeads):
         return gated_mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
 
     def folded_filters(self) -> Tensor:
-        """Return the filter of every head times the values, weight_h W_val, in float64. Shape: -> (C_out, C, nh)"""
+        """Return the filter of every head times the values, weight_h W_val, in float64.
+
+        Shape: -> (C_out, C / groups, nh)
+        """
         filters = super().folded_filters()
         return filters if self.value is None else torch.einsum("och,cd->odh", filters, self.value.weight.double())

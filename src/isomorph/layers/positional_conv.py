@@ -5,7 +5,6 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.positional_attention import compute_dtype, kronecker
-from isomorph.layers.soft_taps import soft_taps
 from isomorph.layers.tap_heads import PositionHeads
 
 
@@ -17,11 +16,13 @@ class PositionalConv2d(PositionHeads):
 
     It is `GPSA2d` with all gates at 1 and without its values, which the filters contain. P_h is separable in rows and
     columns, and the same for every image: no map is formed, and cost is linear in the number of positions. With high
-    localities it is a convolution. Arguments as in `GPSA2d`.
+    localities it is a convolution, at the cost of one. Arguments as in `GPSA2d`; with `groups` equal to the number of
+    channels, it is a depthwise convolution with soft taps.
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
     Source: T-CNN eq. 4 without its content attention
-    Raises: ValueError for an even or non-positive kernel size, or a feature map smaller than the window.
+    Raises: ValueError for an even or non-positive kernel size, groups that do not divide the channels, or a feature map
+        smaller than the window.
 
     Example:
         >>> layer = iso.layers.PositionalConv2d(8, 16, kernel_size=3, padding=1)
@@ -41,8 +42,9 @@ class PositionalConv2d(PositionHeads):
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
         num_heads: int | None = None,
+        groups: int = 1,
     ) -> None:
-        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads)
+        super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         self.centre_on_taps()
         self.set_gating(locality=1.0)
@@ -53,9 +55,8 @@ class PositionalConv2d(PositionHeads):
         return torch.ones_like(self.raw_locality)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype = compute_dtype(x)
-        y = soft_taps(x.to(dtype), *self.unpadded_axis_maps(x, dtype), self.weight.flatten(2).to(dtype))
-        return y if self.bias is None else y + self.bias[:, None, None].to(dtype)
+        y = self.position_taps(x.to(compute_dtype(x)))
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map over the zero-padded keys, the same for every image.

@@ -14,7 +14,7 @@ from isomorph.layers.gpsa import GPSA
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.pruned_gpsa import LETTERS, PrunedGPSA, PrunedViTGPSA
-from isomorph.layers.pruned_gpsa2d import PART_CLASSES, PrunedGPSA2d
+from isomorph.layers.pruned_gpsa2d import PrunedGPSA2d, part_class
 from isomorph.layers.tap_heads import PositionHeads, TapHeads, nearest_taps
 from isomorph.layers.vit_gpsa import ViTGPSA
 
@@ -134,13 +134,14 @@ def _prune_map_layer(layer: MapLayer, heads: str) -> nn.Module:
     tensors, first = map_head_tensors(layer), _layers_of_heads(layer)[0]
     size = (first.in_channels, first.out_channels, first.kernel_size, first.stride, first.padding)
     bias = next((part.bias for part in _layers_of_heads(layer) if part.bias is not None), None)
+    content = next((part.content_options for part in _layers_of_heads(layer) if isinstance(part, ContentHeads)), {})
     kinds = "".join(dict.fromkeys("p" if letter == "t" else letter for letter in heads))
     whole: nn.Module
     if len(kinds) == 1:
-        whole = PART_CLASSES[kinds](*size, bias=bias is not None)
+        whole = part_class(kinds, content)(*size, bias=bias is not None, groups=first.groups)
         parts = {kinds: whole}
     else:
-        whole = PrunedGPSA2d(heads, *size, bias=bias is not None)
+        whole = PrunedGPSA2d(heads, *size, bias is not None, first.groups, **content)
         parts = whole.parts()
     whole.to(first.weight.device, first.weight.dtype)
     for letter, part in parts.items():

@@ -3,23 +3,37 @@
 A head is described by a letter: p (position only), c (content only), b (both), or t (position, on a single tap).
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.content_heads import ContentConv2d
 from isomorph.layers.gpsa2d import GPSA2d
+from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
+from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
 
-PART_CLASSES: dict[str, type[PositionalConv2d | ContentConv2d | GPSA2d]] = {
-    "p": PositionalConv2d,
-    "c": ContentConv2d,
-    "b": GPSA2d,
+PartClass = type[PositionalConv2d | ContentConv2d | GPSA2d]
+
+PART_CLASSES: dict[str, dict[str, PartClass]] = {
+    "global": {"p": PositionalConv2d, "c": ContentConv2d, "b": GPSA2d},
+    "window": {"p": PositionalConv2d, "c": WindowContentConv2d, "b": WindowGPSA2d},
+    "cells": {"p": PositionalConv2d, "c": PooledContentConv2d, "b": PooledGPSA2d},
 }
-"""Layer that computes the heads of each letter."""
+"""Layer that computes the heads of each letter, by where they attend by content."""
 
 PARTS = {"p": "position", "c": "content", "b": "both"}
 """Attribute of the layer of the heads of each letter."""
+
+
+def part_class(letter: str, content: dict[str, Any]) -> Callable[..., PositionalConv2d | ContentConv2d | GPSA2d]:
+    """Return the layer of the heads of a letter, made with the arguments that say where they attend by content."""
+    kind = PART_CLASSES[next(iter(content), "global")][letter]
+    return kind if letter == "p" else partial(kind, **content)
 
 
 class PrunedGPSA2d(nn.Module):
@@ -30,7 +44,8 @@ class PrunedGPSA2d(nn.Module):
     `heads` has a letter for each tap of the kernel, in row-major order: p for position only, c for content only, b for
     both with a gate. Heads of one letter are one layer: `position` (`PositionalConv2d`), `content` (`ContentConv2d`)
     and `both` (`GPSA2d`). Position costs work linear in the number of positions. The values are part of the filters.
-    The other arguments are those of `GPSA2d`.
+    With `window` or `cells`, the layers are those of `WindowGPSA2d` or `PooledGPSA2d`. The other arguments are those of
+    `GPSA2d`.
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
     Source: T-CNN eq. 7, with gates at 0 or 1 for some heads
@@ -53,9 +68,11 @@ class PrunedGPSA2d(nn.Module):
         stride: int | tuple[int, int] = 1,
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
+        groups: int = 1,
+        **content: int | tuple[int, int],
     ) -> None:
         super().__init__()
-        if len(heads) != kernel_size**2 or set(heads) - set(PART_CLASSES):
+        if len(heads) != kernel_size**2 or set(heads) - set(PARTS):
             raise ValueError(f"heads {heads!r} must be {kernel_size**2} letters of p, c and b, one for each tap")
         self.heads, self.num_heads = heads, len(heads)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
@@ -64,7 +81,7 @@ class PrunedGPSA2d(nn.Module):
         for letter, name in PARTS.items():
             if letter in heads:
                 size = (in_channels, out_channels, kernel_size, stride, padding)
-                part = PART_CLASSES[letter](*size, bias=bias, num_heads=heads.count(letter))
+                part = part_class(letter, content)(*size, bias=bias, num_heads=heads.count(letter), groups=groups)
                 self.add_module(name, part)
                 bias = False  # the first part has it
 

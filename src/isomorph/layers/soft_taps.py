@@ -5,12 +5,13 @@
 The heads are computed one after the other, so that a working set of the size of x stays in a CPU's cache; the backward
 pass computes what each head has read again, and keeps only x. Work and memory are linear in the number of positions.
 
-Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads.
+Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads, G groups of channels, N = Hq Wq B.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MIN_CHANNELS = 16
@@ -26,15 +27,45 @@ def _read(rows: Tensor, columns: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
     return halfway, torch.bmm(columns.expand(rows.shape[0], -1, -1), halfway)
 
 
-def _by_head(filters: Tensor) -> Tensor:
-    """Return a copy with one matrix after the other. Shape: filters (C_out, C, nh) -> (nh, C, C_out)"""
-    return filters.permute(2, 1, 0).contiguous()
+def _by_head(filters: Tensor, channels: int) -> Tensor:
+    """Return a copy with one matrix after the other. Shape: (C_out, C / G, nh) -> (nh, G, C / G, C_out / G)"""
+    groups = channels // filters.shape[1]
+    return filters.unflatten(0, (groups, -1)).permute(3, 0, 2, 1).contiguous()
+
+
+def _to_groups(values: Tensor, groups: int) -> Tensor:
+    """Return the channels of each group. Shape: values (N, C) -> (G, N, C / G)"""
+    return values.unflatten(1, (groups, -1)).transpose(0, 1)
+
+
+def _from_groups(values: Tensor) -> Tensor:
+    """Undo `_to_groups`. Shape: values (G, N, C / G) -> (N, C)"""
+    return values.transpose(0, 1).flatten(1)
+
+
+def _apply(read: Tensor, taps: Tensor) -> Tensor:
+    """Apply the filter of one head. Shape: read (N, C), taps (G, C / G, C_out / G) -> (N, C_out)"""
+    if len(taps) == 1:
+        return torch.mm(read, taps[0])
+    if taps.shape[1:] == (1, 1):  # one filter for each channel
+        return read * taps.flatten()
+    return _from_groups(torch.bmm(_to_groups(read, len(taps)), taps))
+
+
+def _filter_gradient(grad: Tensor, read: Tensor, groups: int) -> Tensor:
+    """Return the gradient of one head's filter. Shape: grad (N, C_out), read (N, C) -> (C_out, C / G)"""
+    if groups == 1:
+        return torch.mm(grad.t(), read)
+    if groups == read.shape[1] == grad.shape[1]:
+        return (grad * read).sum(0)[:, None]
+    products = torch.bmm(_to_groups(grad, groups).transpose(1, 2), _to_groups(read, groups))
+    return products.flatten(0, 1)
 
 
 class _SoftTaps(torch.autograd.Function):
     """Compute the sum over heads of what each reads times its filter, keeping only the arguments.
 
-    Shape: grid (H, W, B, C), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C, nh) -> (Hq, Wq, B, C_out)
+    Shape: grid (H, W, B, C), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C / G, nh) -> (Hq, Wq, B, C_out)
     """
 
     generate_vmap_rule = True
@@ -43,9 +74,12 @@ class _SoftTaps(torch.autograd.Function):
     def forward(grid: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
         flat, (B, C) = grid.flatten(2), grid.shape[2:]
         total = None
-        for row, column, taps in zip(rows, columns, _by_head(filters), strict=True):
+        for row, column, taps in zip(rows, columns, _by_head(filters, grid.shape[3]), strict=True):
             read = _read(row, column, flat)[1].view(-1, C)  # (Hq Wq B, C)
-            total = torch.mm(read, taps) if total is None else total.addmm_(read, taps)
+            if total is not None and len(taps) == 1:
+                total.addmm_(read, taps[0])
+            else:
+                total = _apply(read, taps) if total is None else total.add_(_apply(read, taps))
         assert total is not None
         return total.view(rows.shape[1], columns.shape[1], B, filters.shape[0])
 
@@ -59,10 +93,10 @@ class _SoftTaps(torch.autograd.Function):
         flat, dy = grid.flatten(2), grad.flatten(0, 2)  # (H, W, B C), (Hq Wq B, C_out)
         size = (rows.shape[1], columns.shape[1], flat.shape[2])
         d_grid, others = None, []
-        for row, column, taps in zip(rows, columns, _by_head(filters), strict=True):
+        for row, column, taps in zip(rows, columns, _by_head(filters, grid.shape[3]), strict=True):
             halfway, read = _read(row, column, flat)
-            d_taps = torch.mm(dy.t(), read.reshape(dy.shape[0], -1))
-            d_read = torch.mm(dy, taps.t()).view(size)  # (Hq, Wq, B C)
+            d_taps = _filter_gradient(dy, read.reshape(dy.shape[0], -1), len(taps))
+            d_read = _apply(dy, taps.transpose(1, 2)).reshape(size)  # (Hq, Wq, B C)
             d_halfway = torch.bmm(column.t().expand(size[0], -1, -1), d_read)  # (Hq, W, B C)
             d_column = torch.bmm(d_read, halfway.transpose(1, 2)).sum(0)
             d_row = torch.mm(d_halfway.flatten(1), flat.flatten(1).t())
@@ -83,11 +117,15 @@ def _soft_columns(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
     """Return the convolution of x with soft taps.
 
-    Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C, nh) -> (B, C_out, Hq, Wq)
+    The channels have as many groups as the filters' second axis fits into them.
+
+    Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """
+    groups = x.shape[1] // filters.shape[1]
     if x.shape[1] < MIN_CHANNELS:
-        read = _soft_columns(x, rows, columns)
-        return torch.matmul(filters.flatten(1), read).unflatten(-1, (rows.shape[1], columns.shape[1]))
+        read, taps = _soft_columns(x, rows, columns), filters.flatten(1)
+        y = torch.matmul(taps, read) if groups == 1 else F.conv1d(read, taps[:, :, None], groups=groups)
+        return y.unflatten(-1, (rows.shape[1], columns.shape[1]))
     grid = x.permute(2, 3, 0, 1).contiguous()  # (H, W, B, C)
     y = _SoftTaps.apply(grid, rows, columns, filters)  # (Hq, Wq, B, C_out)
     return y.permute(2, 3, 0, 1).contiguous()

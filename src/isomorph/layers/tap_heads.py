@@ -13,8 +13,11 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from isomorph.layers.grid import axis_offsets, conv_output_size, window_centres
-from isomorph.layers.positional_attention import centred_axis_attention, geometry_dtype
+from isomorph.layers.folded_taps import folded_reach, folded_taps
+from isomorph.layers.grid import conv_output_size, window_centres
+from isomorph.layers.positional_attention import geometry_dtype
+from isomorph.layers.soft_taps import soft_taps
+from isomorph.layers.tap_axis import TapAxis
 
 SOFTPLUS_BETA = 5.0
 """Sharpness of the softplus that keeps localities positive (T-CNN, footnote 1, where its sign is a misprint)."""
@@ -35,8 +38,9 @@ class TapHeads(nn.Module):
     """Base of layers that replace a convolution by attention heads, one for each tap of the filter.
 
     With `num_heads`, the layer has only some of the taps, as pruning leaves them; `weight` is then (C_out, C, nh).
+    With `groups`, a filter reads only the channels of its group, as in nn.Conv2d; all groups share the attention.
 
-    Raises: ValueError for an even or non-positive kernel size.
+    Raises: ValueError for an even or non-positive kernel size, or groups that do not divide the channels.
     """
 
     def __init__(
@@ -48,17 +52,21 @@ class TapHeads(nn.Module):
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
         num_heads: int | None = None,
+        groups: int = 1,
     ) -> None:
         super().__init__()
+        if groups < 1 or in_channels % groups or out_channels % groups:
+            raise ValueError(f"groups {groups} do not divide {in_channels} input and {out_channels} output channels")
         if kernel_size < 1 or kernel_size % 2 == 0:
             raise ValueError(f"kernel_size {kernel_size} has no centre; use an odd number above 0")
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, kernel_size
         self.stride: tuple[int, int] = to_2tuple(stride)
         self.padding: tuple[int, int] = to_2tuple(padding)
+        self.groups = groups
         self.has_all_taps = num_heads is None
         self.num_heads = kernel_size**2 if num_heads is None else num_heads
         taps = (kernel_size, kernel_size) if num_heads is None else (num_heads,)
-        self.weight = nn.Parameter(torch.empty(out_channels, in_channels, *taps))
+        self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *taps))
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
 
     @property
@@ -85,12 +93,13 @@ class TapHeads(nn.Module):
 
     def apply_filters(self, columns: Tensor, H: int, W: int) -> Tensor:
         """Apply each head's filter to what it has gathered. Shape: columns (B, C nh, Nq) -> (B, C_out, Hq, Wq)"""
-        filters = self.weight.flatten(1)[:, :, None]  # (C_out, C nh, 1)
-        return F.conv1d(columns, filters, self.bias).unflatten(-1, self.query_grid(H, W))
+        filters = self.weight.flatten(1)[:, :, None]  # (C_out, C nh / groups, 1)
+        return F.conv1d(columns, filters, self.bias, groups=self.groups).unflatten(-1, self.query_grid(H, W))
 
     def extra_repr(self) -> str:
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"
         heads = "" if self.has_all_taps else f", num_heads={self.num_heads}"
+        heads += "" if self.groups == 1 else f", groups={self.groups}"
         return f"{size}, stride={self.stride}, padding={self.padding}, bias={self.bias is not None}{heads}"
 
 
@@ -127,19 +136,22 @@ class PositionHeads(TapHeads):
         """
         return F.softplus(self.raw_locality.to(geometry_dtype(self.raw_locality)), beta=SOFTPLUS_BETA)
 
+    def axes(self, H: int, W: int) -> tuple[TapAxis, TapAxis]:
+        """Return the geometry of the heads along rows and along columns of an H x W map."""
+        centres, locality = self.centre.to(geometry_dtype(self.centre)).unbind(1), self.locality
+        rows, columns = (
+            TapAxis(size, self.kernel_size, self.stride[axis], self.padding[axis], centres[axis], locality)
+            for axis, size in enumerate((H, W))
+        )
+        return rows, columns
+
     def axis_maps(self, H: int, W: int) -> tuple[Tensor, Tensor]:
         """Return the position attention maps along rows and along columns, over the zero-padded keys.
 
         Shape: -> (nh, Hq, H + 2 pad), (nh, Wq, W + 2 pad)
         """
-        dtype, device = geometry_dtype(self.centre), self.centre.device
-        centres = self.centre.to(dtype).unbind(1)
-        maps = []
-        for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
-            padded = keys + 2 * self.padding[axis]
-            offsets = axis_offsets(queries, padded, self.kernel_size // 2, self.stride[axis], device, dtype)
-            maps.append(centred_axis_attention(offsets, centres[axis], self.locality))
-        return maps[0], maps[1]
+        rows, columns = self.axes(H, W)
+        return rows.maps(), columns.maps()
 
     def unpadded_axis_maps(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the axis maps without the padded keys, whose values are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
@@ -147,6 +159,18 @@ class PositionHeads(TapHeads):
         rows, columns = self.axis_maps(H, W)
         ph, pw = self.padding
         return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
+
+    def position_taps(self, values: Tensor, share: Tensor | None = None) -> Tensor:
+        """Return the sum over heads of position attention times values times filter, scaled by a share of each head.
+
+        Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
+        filters = filters.to(values.dtype)
+        axes = self.axes(*values.shape[-2:])
+        if reach := folded_reach(values, *axes, filters):
+            return folded_taps(values, *axes, reach, filters)
+        return soft_taps(values, *self.unpadded_axis_maps(values, values.dtype), filters)
 
     @torch.no_grad()
     def centre_on_taps(self) -> None:
@@ -159,7 +183,7 @@ class PositionHeads(TapHeads):
 
     @torch.no_grad()
     def folded_filters(self) -> Tensor:
-        """Return the filter of every head on the input itself, in float64. Shape: -> (C_out, C, nh)"""
+        """Return the filter of every head on the input itself, in float64. Shape: -> (C_out, C / groups, nh)"""
         return self.weight.flatten(2).double()
 
     @torch.no_grad()
@@ -187,6 +211,7 @@ class PositionHeads(TapHeads):
             self.kernel_size,
             self.stride,
             self.padding,
+            groups=self.groups,
             bias=self.bias is not None,
             device=self.weight.device,
             dtype=self.weight.dtype,

@@ -29,10 +29,10 @@ def acceptance(model: nn.Module, rule: Rule, where: Where = "*") -> Acceptance:
 
     Raises: UserError if the model is not a model.
 
-    >>> cnn = timm.create_model("mobilenetv3_small_050")
+    >>> cnn = timm.create_model("convnext_atto")
     >>> found = iso.surgery.acceptance(cnn, iso.ConvToGPSA())
-    >>> found.rejected["blocks.0.0.conv_dw"]
-    'groups=16 is not 1: the heads share one value projection'
+    >>> found.rejected["stem.0"]
+    'the 4x4 kernel has even sides, so no tap lies in its middle'
     """
     check_model(model)
     model = unwrap_compiled(model)

@@ -9,9 +9,10 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA2d, PositionalConv2d
-from isomorph.surgery.field_checks import GATE, LOCALITY, check_choice, check_number
+from isomorph.layers import GPSA2d, PooledGPSA2d, PositionalConv2d, WindowGPSA2d
+from isomorph.surgery.field_checks import CELLS, GATE, LOCALITY, WINDOW, check_choice, check_int, check_number
 from isomorph.surgery.layer_checks import layer_mismatch
+from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.registry import register_rule
 
@@ -50,7 +51,14 @@ def check_gating(locality: float, gate: float) -> None:
     check_number("gate", gate, GATE)
 
 
-CONTENT: Mapping[str, type[GPSA2d] | type[PositionalConv2d]] = {"global": GPSA2d, "none": PositionalConv2d}
+GatedLayer = GPSA2d | PositionalConv2d
+
+CONTENT: Mapping[str, type[GatedLayer]] = {
+    "global": GPSA2d,
+    "window": WindowGPSA2d,
+    "pooled": PooledGPSA2d,
+    "none": PositionalConv2d,
+}
 """Layer for every value of `content` of ConvToGPSA."""
 
 
@@ -59,13 +67,15 @@ CONTENT: Mapping[str, type[GPSA2d] | type[PositionalConv2d]] = {"global": GPSA2d
 class ConvToGPSA(ExplainedRule):
     """Replace a k x k convolution by gated positional self-attention with k*k heads (T-CNN eq. 4-7).
 
-    Accepts any nn.Conv2d with an odd square kernel, groups=1, dilation=1 and zero padding, with any stride, with or
-    without bias. With `init="exact"` the layer computes the convolution within `atol`; with `init="paper"` (locality 1,
-    gate 1) each head puts about 0.23 of its attention on its tap, and the model needs fine-tuning.
+    Accepts any nn.Conv2d with an odd square kernel, dilation=1 and zero padding, with any stride and groups (depthwise
+    too: groups share the heads), with or without bias. With `init="exact"` the layer computes the convolution within
+    `atol`; with `init="paper"` (locality 1, gate 1) each head puts about 0.23 of its attention on its tap, and the
+    model needs fine-tuning.
     `GPSA2d.to_conv()`, or `iso.revert`, converts back while the gates are closed.
 
-    With `content="none"` heads attend by position only: a convolution whose taps can move and widen
-    (`PositionalConv2d`), linear in the number of positions.
+    `content` says where heads attend by content. With "global" (`GPSA2d`) cost grows with the square of the number of
+    positions: use it for late stages. With "window" (`WindowGPSA2d`), "pooled" (`PooledGPSA2d`) and "none"
+    (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage.
 
     Source: T-CNN section 2.
     Raises: UserError for a field out of range; from `recast`, for a convolution that it does not accept.
@@ -88,8 +98,15 @@ class ConvToGPSA(ExplainedRule):
     gate: float | None = None
     """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
 
-    content: Literal["global", "none"] = "global"
-    """What heads attend to by content: the whole feature map (global), or nothing, so that only position is left."""
+    content: Literal["global", "window", "pooled", "none"] = "global"
+    """What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
+    of the whole map (pooled), or nothing, so that only position is left."""
+
+    window: int | None = None
+    """Height and width of the window in positions, odd; by default 7. For content="window"."""
+
+    cells: int | None = None
+    """Most cells along each axis of the map; by default 7. For content="pooled"."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
@@ -104,9 +121,23 @@ class ConvToGPSA(ExplainedRule):
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
             raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
+        for name, content, bounds in (("window", "window", WINDOW), ("cells", "pooled", CELLS)):
+            if (size := getattr(self, name)) is not None:
+                check_int(name, size, bounds)
+                if self.content != content:
+                    raise UserError(f"{name} {size} has no effect with content={self.content!r}; use {content!r}")
+        if self.window is not None and self.window % 2 == 0:
+            raise UserError(f"window {self.window} has no position in its middle; use an odd number")
+
+    @property
+    def _content_options(self) -> dict[str, int]:
+        """The arguments of the layer that say where it attends by content, without defaults."""
+        given = {"window": self.window, "cells": self.cells}
+        return {name: size for name, size in given.items() if size is not None}
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
+        module = plain_layer(module)
         if not isinstance(module, nn.Conv2d):
             return f"{type(module).__name__} is not an nn.Conv2d"
         if reason := layer_mismatch(module, nn.Conv2d, "nn.Conv2d"):
@@ -116,8 +147,6 @@ class ConvToGPSA(ExplainedRule):
             return f"the {kh}x{kw} kernel is not square"
         if kh % 2 == 0:
             return f"the {kh}x{kw} kernel has even sides, so no tap lies in its middle"
-        if module.groups != 1:
-            return f"groups={module.groups} is not 1: the heads share one value projection"
         if module.dilation != (1, 1):
             return f"dilation={module.dilation} is not 1: the taps must be neighbouring pixels"
         if module.padding_mode != "zeros":
@@ -125,12 +154,16 @@ class ConvToGPSA(ExplainedRule):
         return None
 
     @torch.no_grad()
-    def build(self, module: nn.Module) -> GPSA2d | PositionalConv2d:
-        """Return the attention that replaces a convolution.
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the attention that replaces a convolution, after its SAME padding, if any.
 
         Raises: UserError with the reason if the module is not accepted.
         """
         self.check_accepted(module)
+        return with_same_padding(module, self._build_attention(plain_layer(module)))
+
+    def _build_attention(self, module: nn.Module) -> GatedLayer:
+        """Return the attention that replaces a plain convolution."""
         assert isinstance(module, nn.Conv2d)
         named_padding = {"same": module.kernel_size[0] // 2, "valid": 0}
         gpsa = CONTENT[self.content](
@@ -140,6 +173,8 @@ class ConvToGPSA(ExplainedRule):
             to_2tuple(module.stride),
             named_padding[module.padding] if isinstance(module.padding, str) else to_2tuple(module.padding),
             bias=module.bias is not None,
+            groups=module.groups,
+            **self._content_options,
         )
         locality, gate = initial_gating(self.init, self.locality, self.gate)
         gpsa.set_gating(locality, gate)

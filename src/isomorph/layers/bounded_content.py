@@ -1,0 +1,73 @@
+"""Content attention of tap heads that reads a bounded number of keys: the base of windows and pooled cells.
+
+The layers compute y = sum_h A_h V weight_h + bias in two sums, position and content, each scaled by its share in the
+gate. Heads without query rows (where there are more taps than channels) attend uniformly: they are one head, whose
+filter is the sum of theirs.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isomorph.layers.content_heads import ContentConv2d, ContentHeads, group_rows_by_head
+from isomorph.layers.gpsa2d import GPSA2d
+from isomorph.layers.positional_attention import compute_dtype
+
+
+class BoundedContentHeads(ContentHeads):
+    """Base of layers whose heads attend by content to a window of the map, or to pooled cells."""
+
+    @property
+    def distinct_heads(self) -> int:
+        """Number of heads with queries, and one more for all heads without."""
+        without = self.has_all_taps and self.num_heads > self.in_channels
+        return self.in_channels + 1 if without else self.num_heads
+
+    def distinct_rows(self, weight: Tensor) -> Tensor:
+        """Return the rows of a projection by distinct head. Shape: weight (rows, C) -> (heads, hd, C)"""
+        rows = group_rows_by_head(weight, self.num_heads).unflatten(0, (self.num_heads, -1))
+        return rows[: self.distinct_heads]
+
+    def distinct_filters(self, share: Tensor | None = None) -> Tensor:
+        """Return the filters of the distinct heads, scaled by a share of each head.
+
+        Shape: share (nh,) -> (C_out, C / groups, heads)
+        """
+        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
+        own = self.distinct_heads - 1
+        if own == self.num_heads - 1:
+            return filters
+        return torch.cat([filters[..., :own], filters[..., own:].sum(-1, keepdim=True)], dim=-1)
+
+    def scaled_queries(self, x: Tensor) -> Tensor:
+        """Return a query per window and distinct head, divided by sqrt(hd). Shape: x (B, C, H, W) -> (B, Hq, Wq, n)"""
+        rows = self.distinct_rows(self.query.weight) * self.head_width**-0.5
+        return F.linear(self.query_positions(x).permute(0, 2, 3, 1).contiguous(), rows.flatten(0, 1))
+
+    def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
+        """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
+
+        Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        raise NotImplementedError
+
+    def with_bias(self, y: Tensor) -> Tensor:
+        """Add the bias, if there is one."""
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
+
+
+class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
+    """Base of gated attention whose content is bounded: the sum of the position and the content of every head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.map_values(x).unflatten(-1, x.shape[-2:])
+        position = self.position_taps(values, self.position_share)
+        content = self.content_taps(x, values, torch.sigmoid(-self.gate))
+        return self.with_bias(position + content)
+
+
+class BoundedContentConv2d(BoundedContentHeads, ContentConv2d):
+    """Base of attention by bounded content alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.with_bias(self.content_taps(x, x.to(compute_dtype(x))))

@@ -1,0 +1,122 @@
+"""Gated attention on feature maps whose content attention reads a window around every query."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from timm.layers import register_notrace_module, to_2tuple
+from torch import Tensor
+
+from isomorph.layers.bounded_content import BoundedContentConv2d, BoundedContentHeads, BoundedGPSA2d
+from isomorph.layers.window_tiles import axis_tiles, window_taps
+
+WINDOW = 7
+"""Default height and width of the window."""
+
+
+def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
+    height, width = to_2tuple(window)
+    if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
+        raise ValueError(f"window {height} x {width} has no centre; use odd numbers above 0")
+    return height, width
+
+
+class WindowHeads(BoundedContentHeads):
+    """Base of layers whose heads attend by content to a window around the query, clipped at the padding's border."""
+
+    window: tuple[int, int]
+
+    @property
+    def content_options(self) -> dict[str, tuple[int, int]]:
+        """The size of the window."""
+        return {"window": self.window}
+
+    def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
+        """Return the sum over heads of content attention times values times filter, scaled by a share of each head.
+
+        Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
+        """
+        (H, W), (ph, pw) = x.shape[-2:], self.padding
+        queries = self.query_grid(H, W)
+        rows, columns = (
+            axis_tiles(n, size + 2 * padding, self.kernel_size // 2, stride, window, x.device)
+            for n, size, padding, stride, window in zip(
+                queries, (H, W), self.padding, self.stride, self.window, strict=True
+            )
+        )
+        tokens, v = (F.pad(t, (pw, pw, ph, ph)).permute(0, 2, 3, 1).contiguous() for t in (x, values))  # (B, H, W, C)
+        k = F.linear(tokens, self.distinct_rows(self.key.weight).flatten(0, 1))  # (B, H, W, nh hd)
+        q = self.scaled_queries(x)  # (B, Hq, Wq, nh hd)
+        return window_taps(q, k, v, (rows, columns), self.distinct_filters(share))
+
+    def window_mask(self, H: int, W: int, device: torch.device) -> Tensor:
+        """Return True for the padded keys in the window of a query. Shape: -> (Nq, (H + 2 pad) (W + 2 pad))"""
+        near = []
+        for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
+            padded = torch.arange(keys + 2 * self.padding[axis], device=device)
+            positions = self.kernel_size // 2 + self.stride[axis] * torch.arange(queries, device=device)
+            near.append((padded - positions[:, None]).abs() <= self.window[axis] // 2)
+        return (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
+
+    def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries and the keys of the padded grid, and a score of -inf for keys outside of the window.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
+        """
+        q, keys, _ = super().content_scores(x)
+        mask = self.window_mask(*x.shape[-2:], x.device)
+        return q, keys, torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
+
+
+@register_notrace_module
+class WindowGPSA2d(WindowHeads, BoundedGPSA2d):
+    """Gated attention on feature maps whose heads attend by content to a window around the query.
+
+        y = sum_h A_h V weight_h + bias
+        A_h = (1 - sigma(gate_h)) softmax_window(q_h k_h^T / sqrt(hd)) + sigma(gate_h) softmax(position_h)
+
+    It is `GPSA2d` with the softmax of content over the keys of a window of `window` positions (height and width, odd)
+    around the query. The window is clipped at the border of the zero-padded map; one that covers the map gives GPSA2d.
+    No map is formed: work and memory are linear in the number of positions, so early stages can be recast too. The
+    other arguments are those of `GPSA2d`.
+
+    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
+    Source: T-CNN eq. 4-7; differs: the window, besides what differs in GPSA2d
+    Raises: ValueError for an even window, or as GPSA2d.
+
+    Example:
+        >>> layer = iso.layers.WindowGPSA2d(8, 16, kernel_size=3, padding=1, window=5)
+        >>> layer(torch.randn(2, 8, 20, 30)).shape
+        torch.Size([2, 16, 20, 30])
+        >>> layer.set_gating(locality=30.0, gate=20.0)  # so local that it is a convolution
+        >>> layer.to_conv()
+        Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
+    """
+
+    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.window = odd_window(window)
+
+
+@register_notrace_module
+class WindowContentConv2d(WindowHeads, BoundedContentConv2d):
+    """Attention on feature maps by content alone, to a window around the query: what pruning leaves of opened heads.
+
+        y = sum_h softmax_window(q_h k_h^T / sqrt(hd)) x weight_h + bias
+
+    Arguments as in `WindowGPSA2d`, of which these are the heads with gates at 0.
+
+    Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
+    Source: T-CNN eq. 7 with gate 0, in a window
+    Raises: ValueError as WindowGPSA2d.
+
+    Example:
+        >>> layer = iso.layers.WindowContentConv2d(8, 16, kernel_size=3, padding=1, num_heads=2, window=5)
+        >>> layer(torch.randn(2, 8, 6, 6)).shape
+        torch.Size([2, 16, 6, 6])
+    """
+
+    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.window = odd_window(window)

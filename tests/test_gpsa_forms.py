@@ -1,0 +1,277 @@
+"""Gated attention in every stage: windows, pooled cells, groups of channels, and positions as one convolution."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import isomorph as iso
+import references
+from isomorph.layers import folded_taps as folded
+from isomorph.layers import window_tiles
+from isomorph.layers.gpsa2d import GPSA2d
+from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
+from isomorph.layers.positional_conv import PositionalConv2d
+from isomorph.layers.prune_heads import closed_heads, prune_heads
+from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
+from isomorph.surgery.rules import gated
+from test_gpsa import assert_equal, output_and_gradients, perturbed
+
+CASES = {  # layer, its options, height, width, channels, out, kernel, stride, padding, groups
+    "window": (WindowGPSA2d, dict(window=5), (7, 9, 10, 6, 3, 1, 1, 1)),
+    "few channels": (WindowGPSA2d, dict(window=(3, 7)), (6, 7, 4, 6, 3, 2, 1, 1)),
+    "one position": (WindowGPSA2d, dict(window=1), (4, 6, 6, 4, 3, 1, 2, 2)),
+    "one tap": (WindowGPSA2d, dict(window=3), (6, 5, 4, 4, 1, 2, 1, 4)),
+    "pooled": (PooledGPSA2d, dict(cells=3), (7, 5, 10, 6, 3, 1, 0, 1)),
+    "oblong cells": (PooledGPSA2d, dict(cells=(2, 4)), (7, 6, 8, 8, 5, (2, 1), (1, 2), 4)),
+    "one cell": (PooledGPSA2d, dict(cells=1), (5, 4, 6, 6, 3, 2, 1, 6)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_content_forms_are_the_formula(case, monkeypatch):
+    monkeypatch.setattr(window_tiles, "TILE", 3)
+    monkeypatch.setattr(window_tiles, "MAX_ENTRIES", 5000)
+    kind, options, (H, W, channels, *sizes, groups) = CASES[case]
+    layer = perturbed(kind(channels, *sizes, groups=groups, **options).double())
+    x = torch.randn(2, channels, H, W, dtype=torch.float64, requires_grad=True)
+    maps = references.gpsa2d_attention(layer, x)
+    torch.testing.assert_close(layer.attention(x), maps, rtol=1e-11, atol=1e-12)
+    monkeypatch.setattr(references, "gpsa2d_attention", lambda layer, x: maps)  # computed once
+    expected = output_and_gradients(lambda x: references.gpsa2d(layer, x), x, layer)
+    assert_equal(output_and_gradients(layer, x, layer), expected)
+
+
+@pytest.mark.parametrize(("kind", "options"), [(WindowGPSA2d, dict(window=31)), (PooledGPSA2d, dict(cells=99))])
+def test_content_of_the_whole_map_is_gpsa2d(kind, options):
+    whole = perturbed(GPSA2d(10, 6, 3, 2, 1).double())
+    layer = kind(10, 6, 3, 2, 1, **options).double()
+    layer.load_state_dict(whole.state_dict())
+    x = torch.randn(2, 10, 11, 14, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), whole(x), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(4, 2), (18, 3), (18, 18)])
+def test_groups_of_positions_and_of_global_content(channels, groups):
+    x = torch.randn(2, channels, 4, 5, dtype=torch.float64, requires_grad=True)
+    for kind, reference in ((PositionalConv2d, references.positional_conv), (GPSA2d, references.gpsa2d)):
+        layer = perturbed(kind(channels, channels, 3, 1, 1, groups=groups).double())
+        assert layer.weight.shape == (channels, channels // groups, 3, 3)
+        expected = output_and_gradients(lambda x, layer=layer, by=reference: by(layer, x), x, layer)
+        assert_equal(output_and_gradients(layer, x, layer), expected)
+
+
+@pytest.mark.parametrize(
+    "grid", [(8, 7, 6, 3, 1, 1, 1), (11, 9, 3, 5, 2, 2, 1), (9, 7, 6, 3, (2, 1), (0, 2), 3)], ids=str
+)
+@pytest.mark.parametrize("locality", [60.0, 14.0])
+def test_positions_as_one_convolution_are_the_formula(grid, locality, monkeypatch):
+    monkeypatch.setattr(folded, "BY_HEAD_COST", 10**9)
+    H, W, channels, *sizes, groups = grid
+    layer = PositionalConv2d(channels, 6, *sizes, groups=groups).double()
+    layer.set_gating(locality=locality)
+    layer.centre.data += 0.4 * torch.randn_like(layer.centre)
+    layer.raw_locality.data += torch.rand_like(layer.raw_locality)
+    x = torch.randn(2, channels, H, W, dtype=torch.float64, requires_grad=True)
+    assert folded.folded_reach(x, *layer.axes(H, W), layer.weight.flatten(2))
+    expected = output_and_gradients(lambda x: references.positional_conv(layer, x), x, layer)
+    assert_equal(output_and_gradients(layer, x, layer), expected)
+
+
+def test_a_reach_is_the_distance_beyond_which_weights_vanish():
+    layer = PositionalConv2d(4, 4, 3, 1, 1)
+    rows = layer.axes(9, 9)[0]._replace(centre=torch.tensor([0.3]), locality=torch.tensor([2.0]))
+    reach = int(folded.head_reach(rows))
+    weights = torch.softmax(-2.0 * (torch.arange(-40, 41, dtype=torch.float64) - 0.3) ** 2, 0)
+    left_out = weights[: 40 - reach].sum() + weights[41 + reach :].sum()
+    assert left_out < torch.finfo(torch.float32).eps < weights[40 + reach - 2]
+    x = torch.randn(1, 4, 9, 9)
+    for locality in (math.nan, math.inf, 1e-9):
+        axes = [axis._replace(locality=torch.full((9,), locality)) for axis in layer.axes(9, 9)]
+        assert (folded.folded_reach(x, *axes, layer.weight.flatten(2)) is None) == (locality != math.inf)
+
+
+def test_a_layer_on_its_taps_is_exactly_its_convolution():
+    conv = nn.Conv2d(8, 6, 3, 2, 1)
+    layer, x = iso.ConvToGPSA(content="none").build(conv), torch.randn(2, 8, 13, 10)
+    torch.testing.assert_close(layer(x), conv(x), rtol=1e-6, atol=1e-6)  # float32: one rounding of the kernel
+
+
+CITIZENS = {
+    "window": (lambda: WindowGPSA2d(20, 6, 3, 1, 1, window=3), (2, 20, 10, 9)),
+    "window, few channels": (lambda: WindowGPSA2d(3, 6, 5, 2, 2), (2, 3, 12, 9)),
+    "pooled": (lambda: PooledGPSA2d(20, 6, 3, 1, 1, cells=3), (2, 20, 10, 9)),
+    "pooled, depthwise": (lambda: PooledGPSA2d(20, 20, 3, 1, 1, cells=3, groups=20), (2, 20, 10, 9)),
+    "positions, depthwise": (lambda: PositionalConv2d(20, 20, 3, 1, 1, groups=20), (2, 20, 10, 9)),
+    "window content": (lambda: WindowContentConv2d(20, 6, 3, 1, 1, num_heads=4, window=3), (2, 20, 10, 9)),
+    "pooled content": (lambda: PooledContentConv2d(20, 6, 3, 1, 1, num_heads=4, cells=3), (2, 20, 10, 9)),
+}
+
+
+@pytest.mark.parametrize("name", CITIZENS)
+class TestTorchCitizens:
+    @pytest.fixture(autouse=True)
+    def prepare(self, name):
+        make, shape = CITIZENS[name]
+        self.layer, self.x = perturbed(make()), torch.randn(shape)
+
+    def test_autocast_and_bfloat16(self):
+        expected = self.layer(self.x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layer(self.x)
+        y.float().sum().backward()
+        assert y.dtype == torch.bfloat16
+        assert all(p.grad.isfinite().all() for p in self.layer.parameters())
+        assert (y - expected).abs().max() < 0.04 * expected.abs().max()  # bfloat16 has 8 bits
+        z = copy.deepcopy(self.layer).bfloat16()(self.x.bfloat16())
+        assert (z - expected).abs().max() < 0.04 * expected.abs().max()
+
+    def test_copies_pickles_and_builds_on_meta(self):
+        for twin in (copy.deepcopy(self.layer), pickle.loads(pickle.dumps(self.layer))):
+            assert torch.equal(twin(self.x), self.layer(self.x))
+        assert self.layer.to("meta")(self.x.to("meta")).shape[0] == 2
+
+    def test_an_empty_batch(self):
+        assert self.layer(self.x[:0]).shape == (0, *self.layer(self.x).shape[1:])
+
+
+class SmallNet(nn.Module):
+    """A stem with stride, a grouped and a depthwise convolution, and one with more taps than channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 12, 7, 2, 3, bias=False)
+        self.grouped = nn.Conv2d(12, 18, 3, padding=1, groups=3)
+        self.depthwise = nn.Conv2d(18, 18, 3, 2, 1, groups=18)
+        self.last = nn.Conv2d(18, 4, 3, padding=1)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x.mean((2, 3))
+
+
+CONTENTS = [dict(content="window", window=5), dict(content="pooled", cells=3), dict(content="none"), dict()]
+
+
+@pytest.mark.parametrize("fields", CONTENTS, ids=lambda fields: fields.get("content", "global"))
+def test_a_whole_network_in_every_form(fields):
+    cnn, x = SmallNet().eval(), torch.randn(2, 3, 21, 30)
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(**fields))
+    assert [type(layer) for layer in tcnn.children()] == [gated.CONTENT[fields.get("content", "global")]] * 4
+    assert iso.verify(cnn, tcnn, x, atol=2e-5).passed
+    back = iso.revert(tcnn)
+    assert [type(layer) for layer in back.children()] == [nn.Conv2d] * 4
+    iso.verify(cnn, back, x, atol=1e-5)
+    assert [type(layer) for layer in iso.prune(tcnn).children()] == [nn.Conv2d] * 4
+    tcnn(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in tcnn.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns about itself
+def test_compiles_as_one_graph():
+    layer = perturbed(nn.Sequential(WindowGPSA2d(3, 6, 3, 2, 1), PooledGPSA2d(6, 6, 3, 1, 1, cells=3, groups=6)))
+    x = torch.randn(2, 3, 12, 9)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+    compiled(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+
+
+GATES = torch.tensor([60.0, 60.0, 0.3, -60.0, 60.0, 0.1, 60.0, -60.0, 60.0])
+
+
+@pytest.mark.parametrize(("kind", "options"), [(WindowGPSA2d, dict(window=3)), (PooledGPSA2d, dict(cells=2))])
+@pytest.mark.parametrize("groups", [1, 10])
+def test_pruned_heads_keep_their_content(kind, options, groups):
+    whole = perturbed(kind(20, 10, 3, 2, 1, groups=groups, **options).double())
+    whole.gate.data = GATES.double()
+    x = torch.randn(2, 20, 9, 8, dtype=torch.float64)
+    for gates in (GATES.double(), torch.full((9,), -60.0).double()):
+        whole.gate.data = gates
+        pruned = prune_heads(whole, closed_heads(whole, 1e-6))
+        torch.testing.assert_close(pruned(x), whole(x), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(pruned.attention(x), whole.attention(x), rtol=1e-11, atol=1e-12)
+    assert type(pruned) in (WindowContentConv2d, PooledContentConv2d)
+    assert pruned.content_options == whole.content_options
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the exporter warns about itself
+def test_windows_and_cells_export_at_any_size(tmp_path):
+    net = nn.Sequential(
+        WindowGPSA2d(3, 8, 3, 2, 1, window=5),
+        PooledGPSA2d(8, 8, 3, 1, 1, cells=3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    )
+    net = perturbed(net).eval()
+    for name in ("net.pt2", "net.onnx"):
+        report = iso.export(net, tmp_path / name, dynamic="batch,size", size=(24, 32))
+        assert report.deviation.passed
+
+
+def test_analysis_sees_bounded_content():
+    net, x = (
+        nn.Sequential(WindowGPSA2d(6, 4, 3, 1, 1, window=3), PooledGPSA2d(4, 4, 3, 1, 1, cells=2)),
+        torch.randn(2, 6, 5, 7),
+    )
+    maps = iso.attention_maps(net, x)
+    assert maps["0"].shape == maps["1"].shape == (2, 9, 35, 63)
+    stats = iso.analysis.logit_stats(net, x)
+    with torch.no_grad():
+        content = net[0].content_attention(x)
+    torch.testing.assert_close(stats["0"].entropy, torch.special.entr(content).sum(-1).mean((0, 2)))
+    assert (content > 0).sum(-1).max() == 9  # a window of 3 x 3
+    assert iso.nonlocality(net, x)["1"].shape == (9,)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: WindowGPSA2d(6, 1, 3, 1, 1, window=3), lambda: PooledGPSA2d(6, 1, 3, 1, 1, cells=2)]
+)
+def test_functional_gradients_and_second_derivatives(make):
+    layer = make().double()
+    x = torch.randn(1, 6, 3, 2, dtype=torch.float64, requires_grad=True)
+    parameters = dict(layer.named_parameters())
+
+    def loss(p, x):
+        return torch.func.functional_call(layer, p, (x,)).square().sum()
+
+    loss(parameters, x).backward()
+    for name, gradient in torch.func.grad(loss)(parameters, x).items():
+        torch.testing.assert_close(gradient, parameters[name].grad)
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.randn(2, 1, 6, 3, 2).double())
+    assert each["gate"].shape == (2, 9)
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+def test_windows_keep_no_maps():
+    """What a window keeps for the backward pass, in numbers of the input: a map alone would be 9 x 1024 of them."""
+    layer, kept = WindowGPSA2d(16, 16, 3, 1, 1), {}
+    for side in (16, 32):
+        kept[side] = iso.evaluation.saved_bytes(layer, (16, side, side), 8) / (16 * side * side * 4)
+    assert kept[32] < 1.2 * kept[16] < 20
+
+
+def test_wrong_sizes_are_refused_in_words():
+    with pytest.raises(ValueError, match="window 4 x 3 has no centre; use odd numbers above 0"):
+        WindowGPSA2d(4, 4, 3, window=(4, 3))
+    with pytest.raises(ValueError, match="cells 0 x 0 must be above 0"):
+        PooledGPSA2d(4, 4, 3, cells=0)
+    with pytest.raises(ValueError, match="groups 3 do not divide 4 input and 6 output channels"):
+        PositionalConv2d(4, 6, 3, groups=3)
+
+
+def test_a_window_is_saved_with_the_model(tmp_path):
+    rule = iso.ConvToGPSA(content="window", window=5)
+    tcnn = iso.recast(timm.create_model("cifar_resnet20"), rule, "layer1.0.conv?")
+    iso.save(tcnn, tmp_path / "tcnn.safetensors")
+    again = iso.load(tmp_path / "tcnn.safetensors")
+    assert iso.edits(again)[0].rule == rule
+    x = torch.randn(1, 3, 32, 32)
+    assert torch.equal(again.eval()(x), tcnn.eval()(x))
