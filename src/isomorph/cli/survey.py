@@ -1,6 +1,7 @@
 """The survey command."""
 
 from pathlib import Path
+from typing import Literal
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import (
@@ -32,8 +33,10 @@ def survey(
     data: str | None = None,
     root: Root = None,
     split: Split = None,
+    classes: WholeNumber | None = None,
     where: tuple[str, ...] = ("*",),
     setting: list[tuple[float, float]] | None = None,
+    content: Literal["global", "window", "pooled", "none"] = "global",
     loss: float = 1.0,
     max_images: WholeNumber = 500,
     out: Path | None = None,
@@ -61,11 +64,16 @@ def survey(
     data
         A folder of images with one folder per class, or a data source: cifar10, cifar100, digits or imagefolder; by
         default the one the model was trained on.
+    classes
+        Use only the first N classes of the data, as data.classes does in training.
     where
         Globs over the convolutions, for example 'layer4.*'. May be given several times; by default all.
     setting
         Locality and gate (the logit of the share of positional attention) to try, from hard to soft, for example
         --setting 5 6 --setting 2 3; by default seven from 8 8 to 1 1.
+    content
+        What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
+        of the map (pooled), or nothing (none). All but global are fast enough for early layers.
     loss
         Points of top-1 that may be lost in the advice.
     max_images
@@ -95,8 +103,8 @@ def survey(
         from isomorph.cli.survey_run import measure, write_survey
         from isomorph.distributed import open_runtime
         from isomorph.suites.survey import SETTINGS, conv_rules
-    rules = conv_rules(SETTINGS if setting is None else setting)
+    rules = conv_rules(SETTINGS if setting is None else setting, content=content)
     net = open_classifier(model, checkpoint, weights, pretrained, open_runtime(device).device)
-    images = (data, root, split, max_images, size, batch_size)
+    images = (data, root, split, classes, max_images, size, batch_size)
     result = measure(net, images, rules, where, loss, seconds, results, display_name(model, pretrained))
     write_survey(result, out, figures, json_)

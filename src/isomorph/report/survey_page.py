@@ -34,6 +34,7 @@ def survey_lead(result: Result) -> str:
     best = max(labels, key=lambda label: counts[label])
     start = "" if result["top1"] is None else f"The model has {result['top1']:.2f}% top-1 on "
     images = count_noun(result["images"], "image")
+    images += f", with {result['shared']}" if "shared" in result else ""
     opening = f"{start}{images}. " if start else f"Measured on {images}. "
     if not counts[best]:
         return f"{opening}No layer can be recast at {labels[0]} without losing {_limit(result)}."

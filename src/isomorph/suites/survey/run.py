@@ -15,7 +15,7 @@ from isomorph.suites.robustness.results import weights_hash
 from isomorph.suites.survey.advice import loss_of
 from isomorph.suites.survey.costs import layer_costs
 from isomorph.suites.survey.measure import Batch, Reference, read_batches
-from isomorph.suites.survey.rules import SurveyedRule, conv_rules, label_rules
+from isomorph.suites.survey.rules import SurveyedRule, conv_rules, label_rules, shared_fields
 from isomorph.surgery import Rule, acceptance, recast
 from isomorph.surgery.where import Where, describe_where
 
@@ -27,6 +27,7 @@ _IDENTITY_NAMES = {
     "data": "other images",
     "rules": "other rules",
     "rule_class": "other rules",
+    "shared": "other rules",
     "surveyed": "other layers",
 }
 ProgressCallback = Callable[[float, int, str], None]
@@ -64,9 +65,9 @@ def survey(
         name: Name of the model in the result; by default its class.
         progress: Called with the number of finished cells, of all cells, and the current step.
 
-    Returns a dictionary: `model`, `images`, `top1` (None without labels), `rules` (labels), `layers` (name and module),
-    `rejected` (reasons by name), `costs` (see `layer_costs`), `cells` (kind, rule, layers, and what changed: see
-    `Reference.compare`), and `loss`.
+    Returns a dictionary: `model`, `images`, `top1` (None without labels), `rules` (labels; `shared` is what is the same
+    for all and not the default), `layers` (name and module), `rejected` (reasons by name), `costs` (see `layer_costs`),
+    `cells` (kind, rule, layers, and what changed: see `Reference.compare`), and `loss`.
 
     Raises: UserError when no layer is accepted, the loader yields no batch, or `out` holds another survey.
 
@@ -151,7 +152,8 @@ def _identity(
     digest = hashlib.sha256()
     for images, labels in batches:
         digest.update(images.cpu().numpy().tobytes() + labels.numpy().tobytes())
-    return {
+    shared = shared_fields([entry.rule for entry in rules])
+    return ({"shared": shared} if shared else {}) | {
         "model": name or type(model).__name__,
         "weights": weights_hash(model),
         "data": digest.hexdigest()[:16],
@@ -164,7 +166,7 @@ def _identity(
 def _check_same_survey(path: object, saved: Line, identity: Line) -> None:
     """Raise UserError unless the saved lines are of this model, these images, rules and layers."""
     for key, what in _IDENTITY_NAMES.items():
-        if saved.get(key) != identity[key]:
+        if saved.get(key) != identity.get(key):
             raise UserError(f"{path} is a survey of {what}; give another file, or remove it")
 
 
