@@ -1,5 +1,7 @@
 """Denoising diffusion: training, sampling, and the distance of generated images from real ones."""
 
+from isomorph.tasks.diffusion.image_distance import image_distances
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
+from isomorph.tasks.diffusion.sampling import sample
 
-__all__ = ["NoiseSchedule"]
+__all__ = ["NoiseSchedule", "image_distances", "sample"]

@@ -15,7 +15,8 @@ from isomorph.data.loaders import eval_loader, eval_transform, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime
-from isomorph.errors import UserError
+from isomorph.suites.test_data import default_data
+from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error
 from isomorph.training.build import build_model, build_test_loader, open_sources
@@ -91,7 +92,7 @@ class Diffusion(Task):
         return build_test_loader(recipe, config, test, runtime)
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
-        schedule = self.schedule(model)
+        schedule = NoiseSchedule(int(model.time_steps), self.options.beta_start, self.options.beta_end)  # type: ignore[arg-type]
 
         def measure(trained: nn.Module, loader: Iterable[Any], runtime: Runtime) -> dict[str, float]:
             return mean_error(denoising_errors(trained, runtime.pad_batches(loader), schedule, runtime))
@@ -99,21 +100,17 @@ class Diffusion(Task):
         task = DenoisingTask(model, schedule, recipe.data.batch_size, device)
         return Objective(task, measure, lambda metrics: -metrics["denoising"])
 
-    def schedule(self, model: nn.Module) -> NoiseSchedule:
-        """Return the noise schedule of a network."""
-        return NoiseSchedule(int(model.time_steps), self.options.beta_start, self.options.beta_end)  # type: ignore[arg-type]
-
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""
         config = dict(model.pretrained_cfg)  # type: ignore[arg-type]
         if options.size:
             config["input_size"] = (config["input_size"][0], *options.size)
             check_denoiser_size(model, config["input_size"])
-        source = open_source(options.data or config.get("source", "imagefolder"), "test", options.root)
+        source = open_source(options.data or default_data(model), "test", options.root)
         source = spaced_images(_without_classes(source), options.max_images)
         own = source.subset(range(len(source))[runtime.share]) if runtime.world > 1 else source
         loader = runtime.pad_batches(eval_loader(own, config, options.batch_size, options.workers))
-        schedule = self.schedule(model)
+        schedule = noise_schedule(model)
         sums = denoising_errors(model, loader, schedule, runtime)
         return [mean_error(sums), *errors_by_time(sums, schedule.time_steps)]
 
@@ -123,20 +120,3 @@ def _without_classes(source: Any) -> Source:
     source = copy.copy(source)
     source.classes = ()
     return source
-
-
-def require_denoiser(model: nn.Module, name: str) -> None:
-    """Raise UserError for a model that does not predict the noise in images at time steps."""
-    if not isinstance(getattr(model, "time_steps", None), int):
-        raise UserError(f"{name} does not predict noise at time steps; diffusion takes ddpm_unet")
-
-
-@torch.no_grad()
-def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
-    """Raise UserError if the model does not take images of this size (channels, height, width)."""
-    parameter = next(model.parameters())
-    try:
-        model(torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype), 0)
-    except (RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the network does not take the images, {'x'.join(map(str, size))}: {reason}") from None

@@ -1,0 +1,105 @@
+"""The sample command."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+from isomorph.cli.app import app, loading
+from isomorph.cli.options import CheckpointOptions, Device, Json, Overwrite, WholeNumber, check_limits
+from isomorph.cli.sizes import Sizes
+from isomorph.errors import UserError
+
+MAX_GRID = 4096
+"""Largest number of images in one grid."""
+
+
+@app.command
+@check_limits
+def sample(
+    model: str,
+    /,
+    *,
+    out: Path,
+    images: WholeNumber = 64,
+    sampler: Literal["ancestral", "ddim"] = "ancestral",
+    steps: WholeNumber | None = None,
+    seed: WholeNumber = 0,
+    size: Sizes = None,
+    batch_size: WholeNumber = 64,
+    device: Device = "auto",
+    overwrite: Overwrite = False,
+    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    json_: Json = False,
+) -> None:
+    """Generate images with a diffusion model, as a grid in one PNG or as a folder of PNGs.
+
+    Example: isomorph sample runs/ddpm_cifar10 --images 64 --out grid.png
+
+    Parameters
+    ----------
+    model
+        The folder of a run of the task diffusion, or a checkpoint of a ddpm_unet.
+    out
+        A file NAME.png for a grid, or a folder for one file per image, for example for `isomorph fid`.
+    images
+        Number of images.
+    sampler
+        ancestral: the model's random steps (Ho et al.); ddim: fewer steps, without noise (Song et al.).
+    steps
+        Number of steps; by default all time steps of the model for ancestral, 50 for ddim.
+    seed
+        Seed of the noise. Image N of a seed is the same for every number of images and batch size.
+    size
+        Height and width of the images; by default those that the model was trained on.
+    batch_size
+        Images that are generated at the same time.
+    """
+    _check_options(out, images, steps, batch_size, seed, overwrite)
+    with loading():
+        from isomorph.cli.open_models import open_given
+        from isomorph.cli.progress import progress_bar
+        from isomorph.distributed import open_runtime
+        from isomorph.tasks.diffusion.denoiser import require_denoiser
+        from isomorph.tasks.diffusion.sampling import sample as generate
+        from isomorph.tasks.diffusion.write_images import check_replaceable, write_folder, write_grid
+    target = open_runtime(device).device
+    net = open_given(model, checkpoint)
+    require_denoiser(net, model)
+    if size and len(size) > 1:
+        raise UserError("--size is given several times; give one height and width")
+    if out.is_dir():
+        check_replaceable(out)
+    with progress_bar("sampling") as update:
+        pixels = generate(
+            net.to(target),
+            images,
+            sampler,
+            steps,
+            seed=seed,
+            batch_size=batch_size,
+            size=size[0] if size else None,
+            progress=lambda done, total: update(done, total, "sampling"),
+        )
+    (write_grid if out.suffix == ".png" else write_folder)(pixels, out)
+    made = {"out": str(out), "images": images, "sampler": sampler, "seed": seed, "size": list(pixels.shape[-2:])}
+    print(json.dumps(made) if json_ else f"wrote {out}: {images:,} images of {pixels.shape[-2]} x {pixels.shape[-1]}")
+
+
+def _check_options(out: Path, images: int, steps: int | None, batch_size: int, seed: int, overwrite: bool) -> None:
+    """Raise UserError for numbers that are too small, or an --out that exists or is neither a PNG nor a folder."""
+    given = {"--images": images, "--batch-size": batch_size, "--steps": 1 if steps is None else steps}
+    for option, number in given.items():
+        if number < 1:
+            raise UserError(f"{option} {number} must be at least 1")
+    if seed < 0:
+        raise UserError(f"--seed {seed} must be at least 0")
+    if out.suffix not in (".png", ""):
+        raise UserError(f"--out {out} must end in .png for a grid, or have no ending for a folder")
+    if out.suffix and images > MAX_GRID:
+        raise UserError(f"--images {images:,} are too many for one grid, at most {MAX_GRID:,}; give a folder as --out")
+    if out.suffix and out.is_dir():
+        raise UserError(f"--out {out} is a folder; give a file in it, or a name without .png")
+    if not out.suffix and out.is_file():
+        raise UserError(f"--out {out} is a file; give a folder")
+    if out.exists() and not overwrite:
+        raise UserError(f"--out {out} exists; give --overwrite to replace it, or another name")

@@ -1,0 +1,159 @@
+"""Sampling of images from a trained diffusion model, step by step from noise."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from isomorph.errors import UserError, install_hint
+from isomorph.layers.eval_mode import eval_mode
+from isomorph.seeding import derive_seed
+from isomorph.surgery import fuse, fusible_modules
+from isomorph.tasks.diffusion.denoiser import noise_schedule, require_denoiser
+from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
+
+Sampler = Literal["ancestral", "ddim"]
+DDIM_STEPS = 50
+"""Steps of the fast sampler by default."""
+
+
+def sample(
+    model: nn.Module,
+    images: int,
+    sampler: Sampler = "ancestral",
+    steps: int | None = None,
+    *,
+    seed: int = 0,
+    batch_size: int = 64,
+    size: tuple[int, int] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Tensor:
+    """Generate images with a diffusion model, from noise that depends on the seed and the number of the image alone.
+
+    `ancestral` draws x_(t-1) from the model's mean and variance beta_t, by default in all time steps of the model;
+    `ddim` is deterministic after the first noise, and takes 50 steps by default. The model is fused first, on its own
+    device.
+
+    Args:
+        size: Height and width of the images; by default the model's own.
+        progress: Called after every step with the number of network passes so far and in all.
+
+    Shape: -> (images, C, H, W), uint8
+    Source: Ho et al. (2020), algorithm 2, without clipping before the end; Song et al. (2021), eq. 12 with sigma = 0
+    Raises: UserError for a model that does not predict noise, without diffusers, for a number of images or steps that
+        is too small or too large, an unknown sampler, or a size that the model does not take.
+
+    >>> from isomorph.tasks.diffusion import sample
+    >>> net = timm.create_model("ddpm_unet", channels=(8, 8), blocks=1, groups=4, attention=(), time_steps=4)
+    >>> sample(net, images=2, size=(8, 12)).shape
+    torch.Size([2, 3, 8, 12])
+    """
+    require_denoiser(model, type(model).__name__)
+    if images < 1 or batch_size < 1:
+        raise UserError(f"{images} images in batches of {batch_size} cannot be sampled; give at least 1 of each")
+    schedule = noise_schedule(model)
+    steps = check_steps(sampler, steps, schedule.time_steps)
+    height, width = size or model.pretrained_cfg["input_size"][-2:]  # type: ignore[index]
+    with eval_mode(model):
+        net = fuse(model) if fusible_modules(model) else model
+    shape, batches, done = (int(model.in_chans), height, width), [], 0  # type: ignore[arg-type]
+    total = -(-images // batch_size) * steps
+    with eval_mode(net):
+        for start in range(0, images, batch_size):
+            numbers = range(start, min(start + batch_size, images))
+            x = denoise(
+                net,
+                numbers,
+                shape,
+                sampler,
+                schedule,
+                steps,
+                seed,
+                lambda step, before=done: progress(before + step, total),
+            )
+            done += steps
+            batches.append(to_pixels(x))
+    return torch.cat(batches)
+
+
+def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
+    """Return the number of steps of a sampler. Raises: UserError for an unknown sampler, or another number of steps."""
+    if sampler not in get_args(Sampler):
+        raise UserError(f"the sampler {sampler!r} is unknown; choose {' or '.join(get_args(Sampler))}")
+    steps = steps if steps is not None else time_steps if sampler == "ancestral" else min(DDIM_STEPS, time_steps)
+    if not 2 <= steps <= time_steps:
+        raise UserError(f"{steps:,} steps are out of range; the model takes 2 to {time_steps:,}")
+    return steps
+
+
+def spaced_times(time_steps: int, steps: int) -> list[int]:
+    """Return evenly spaced time steps from the noisiest to 0."""
+    return torch.linspace(time_steps - 1, 0, steps, dtype=torch.float64).round().int().tolist()
+
+
+Step = Callable[[Tensor, int, Tensor], Tensor]
+"""(predicted noise, number of the step, x) -> the next x."""
+
+
+def ancestral_step(schedule: NoiseSchedule, times: Sequence[int], generators: list[torch.Generator]) -> Step:
+    """Return the random step of Ho et al., diffusers' `DDPMScheduler`: it adds noise of variance beta but in the end.
+
+    Raises: UserError without diffusers.
+    """
+    try:
+        from diffusers import DDPMScheduler
+    except ImportError:
+        raise UserError(f"sampling needs diffusers; {install_hint('diffusion')}") from None
+    scheduler = DDPMScheduler(
+        num_train_timesteps=schedule.time_steps,
+        beta_start=schedule.beta_start,
+        beta_end=schedule.beta_end,
+        beta_schedule="linear",
+        variance_type="fixed_large",
+        clip_sample=False,
+    )
+    scheduler.set_timesteps(timesteps=list(times))
+    return lambda noise, number, x: scheduler.step(noise, times[number], x, generator=generators).prev_sample
+
+
+def ddim_step(schedule: NoiseSchedule, times: Sequence[int]) -> Step:
+    """Return the step of Song et al. without noise: the image that the noise implies, with the noise of the next time.
+
+    diffusers' `DDIMScheduler` takes steps of equal length, which miss their times unless they divide all time steps.
+    """
+    signal = [*schedule.signal()[torch.tensor(times)].tolist(), 1.0]
+
+    def step(noise: Tensor, number: int, x: Tensor) -> Tensor:
+        now, then = signal[number], signal[number + 1]
+        image = (x - (1 - now) ** 0.5 * noise) / now**0.5
+        return then**0.5 * image + (1 - then) ** 0.5 * noise
+
+    return step
+
+
+@torch.no_grad()
+def denoise(
+    net: nn.Module,
+    numbers: range,
+    shape: tuple[int, int, int],
+    sampler: str,
+    schedule: NoiseSchedule,
+    steps: int,
+    seed: int,
+    after_step: Callable[[int], None] = lambda step: None,
+) -> Tensor:
+    """Return the images of these numbers, with values from about -1 to 1. Shape: (C, H, W) -> (B, C, H, W)"""
+    parameter, times = next(net.parameters()), spaced_times(schedule.time_steps, steps)
+    generators = [torch.Generator().manual_seed(derive_seed("sample", seed, number)) for number in numbers]
+    x = torch.stack([torch.randn(shape, generator=generator) for generator in generators]).to(parameter)
+    step = ancestral_step(schedule, times, generators) if sampler == "ancestral" else ddim_step(schedule, times)
+    for number, t in enumerate(times):
+        x = step(net(x, torch.full((len(x),), t, device=x.device)), number, x)
+        after_step(number + 1)
+    return x
+
+
+def to_pixels(x: Tensor) -> Tensor:
+    """Return images with values from -1 to 1 as pixels; values beyond are clipped. Shape: any -> the same, uint8"""
+    return ((x.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).cpu()

@@ -1,0 +1,427 @@
+"""Denoising diffusion: noise schedule, loss, sampling, distances of images, runs that resume, and the commands."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from torch import nn
+
+import isomorph as iso
+from command_line import isomorph
+from isomorph.cli.fid import fid
+from isomorph.cli.sample import sample as sample_command
+from isomorph.distributed import ALONE
+from isomorph.models.ddpm_unet import ATTENTION_PROJECTIONS
+from isomorph.recipes.diffusion import PYRAMIDS
+from isomorph.seeding import derive_seed
+from isomorph.tasks.diffusion import NoiseSchedule, sample
+from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
+from isomorph.tasks.diffusion.image_distance import image_distances
+from isomorph.tasks.diffusion.image_features import Extractor, open_extractor
+from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors
+from isomorph.tasks.diffusion.sampling import ddim_step, denoise, spaced_times
+from isomorph.training.task import task_of
+from stopping import stopped_run
+
+TINY = dict(channels=[8, 16], blocks=1, groups=4, attention=[1], time_steps=10, drop_rate=0.1)
+RUN = [
+    *("epochs=2", "data.fraction=0.1", "data.test_images=20", "data.batch_size=32", "optim.warmup_epochs=0"),
+    *(f"model.kwargs.{name}={json.dumps(value)}" for name, value in TINY.items()),
+]
+
+
+class PixelNoise(nn.Module):
+    """A network that knows the answer: the noise of x_t for the image c everywhere."""
+
+    in_chans = 1
+
+    def __init__(self, schedule, image=0.5):
+        super().__init__()
+        self.schedule, self.time_steps = schedule, schedule.time_steps
+        self.image = nn.Parameter(torch.tensor(image))
+
+    def forward(self, x, t):
+        signal = self.schedule.signal().to(x)[t][:, None, None, None]
+        return (x - signal.sqrt() * self.image) / (1 - signal).sqrt()
+
+
+class Filter(nn.Module):
+    """A network that computes anything, another thing at every time step."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 1, 3, padding=1)
+
+    def forward(self, x, t):
+        return self.conv(x) * (1 + t[:, None, None, None])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run with pyramids and averaged weights."""
+    folder = tmp_path_factory.mktemp("diffusion") / "run"
+    recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}", "ema=0.5"]
+    return iso.train(iso.load_recipe("ddpm_digits", [*RUN, *recast, f"out={folder}"]), show=False)
+
+
+class TestSchedule:
+    def test_signal_is_the_product_of_what_every_step_keeps(self):
+        schedule, left = NoiseSchedule(7, 0.1, 0.3), 1.0
+        for t in range(7):
+            left *= 1 - (0.1 + 0.2 * t / 6)
+            assert math.isclose(schedule.signal()[t].item(), left)
+
+    def test_noise_is_added_by_time(self):
+        schedule = NoiseSchedule()
+        x, noise, t = torch.ones(2, 1, 1, 1), torch.full((2, 1, 1, 1), 2.0), torch.tensor([0, 999])
+        mixed = schedule.add_noise(x, noise, t).flatten()
+        for i, step in enumerate(t):
+            a = schedule.signal()[step].item()
+            assert math.isclose(mixed[i].item(), a**0.5 + 2 * (1 - a) ** 0.5, rel_tol=1e-6)
+
+
+class TestLoss:
+    def test_it_is_the_sum_over_a_batch_divided_by_1000_whichever_part_is_taken(self):
+        net, images = PixelNoise(NoiseSchedule(10)), torch.zeros(6, 1, 4, 4)
+        torch.manual_seed(3)
+        loss = DenoisingTask(net, net.schedule, 6, torch.device("cpu"))(images)["loss"]
+        torch.manual_seed(3)
+        t, noise = torch.randint(10, (6,)), torch.randn(6, 1, 4, 4)
+        expected = (net(net.schedule.add_noise(images, noise, t), t) - noise).square().sum() / 1000
+        torch.testing.assert_close(loss, expected)
+        torch.manual_seed(3)
+        half = DenoisingTask(net, net.schedule, 12, torch.device("cpu"))(images)["loss"]
+        torch.testing.assert_close(half, 2 * expected)  # the mean of two such parts is the sum over twelve images
+
+    def test_errors_on_test_images_depend_on_the_image_alone(self):
+        net = PixelNoise(NoiseSchedule(10), 0.25)
+        images, labels = torch.rand(11, 1, 4, 4), torch.zeros(11, dtype=torch.long)
+
+        def errors(*sizes):
+            return denoising_errors(
+                net, zip(images.split(sizes), labels.split(sizes), strict=True), net.schedule, ALONE
+            )
+
+        torch.testing.assert_close(errors(4, 4, 3), errors(11))
+        assert errors(11)[:, 1].sum() == 11
+        assert errors(11)[0, 0] > errors(11)[-1, 0] > 0
+
+
+class TestSampling:
+    @pytest.mark.parametrize(("sampler", "steps"), [("ancestral", 30), ("ancestral", 7), ("ddim", 30), ("ddim", 4)])
+    def test_a_network_that_knows_the_noise_gives_the_image(self, sampler, steps):
+        net = PixelNoise(NoiseSchedule(30, 1e-3, 0.4))
+        images = denoise(net, range(3), (1, 4, 4), sampler, net.schedule, steps, seed=0)
+        torch.testing.assert_close(images, torch.full((3, 1, 4, 4), 0.5), atol=1e-4, rtol=0)
+
+    def test_ddim_is_diffusers_where_its_steps_meet_their_times(self):
+        from diffusers import DDIMScheduler
+
+        schedule, x = NoiseSchedule(12, 0.01, 0.3), torch.randn(2, 1, 4, 4)
+        theirs = DDIMScheduler(12, 0.01, 0.3, "linear", clip_sample=False)
+        theirs.set_timesteps(12)
+        times = spaced_times(12, 12)
+        assert times == theirs.timesteps.tolist()
+        step = ddim_step(schedule, times)
+        for number, t in enumerate(times):
+            noise = torch.randn(2, 1, 4, 4)
+            torch.testing.assert_close(step(noise, number, x), theirs.step(noise, t, x).prev_sample)
+        assert spaced_times(1000, 4) == [999, 666, 333, 0]
+
+    def test_ancestral_steps_are_the_published_ones(self):
+        """Mean from the noise, variance beta, no noise in the last step: algorithm 2, written out."""
+        torch.manual_seed(0)
+        net, schedule = Filter(), NoiseSchedule(6, 0.05, 0.3)
+        found = denoise(net, range(1), (1, 4, 4), "ancestral", schedule, 6, seed=5)
+        generator = torch.Generator().manual_seed(derive_seed("sample", 5, 0))
+        x, betas = torch.randn(1, 4, 4, generator=generator)[None], torch.linspace(0.05, 0.3, 6, dtype=torch.float64)
+        for t in reversed(range(6)):
+            a = schedule.signal()[t].item()
+            x = (x - betas[t].item() / (1 - a) ** 0.5 * net(x, torch.tensor([t]))) / (1 - betas[t].item()) ** 0.5
+            if t:
+                x = x + betas[t].item() ** 0.5 * torch.randn(1, 1, 4, 4, generator=generator)
+        torch.testing.assert_close(found, x.detach(), atol=1e-5, rtol=1e-5)
+
+    def test_images_depend_on_seed_and_number_alone(self, run):
+        all_at_once = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8))
+        assert all_at_once.shape == (5, 3, 8, 8)
+        in_batches = sample(run.model, 5, "ddim", 3, seed=1, size=(8, 8), batch_size=2)
+        assert (all_at_once.int() - in_batches.int()).abs().max() <= 1
+        assert not torch.equal(sample(run.model, 1, "ddim", 3, seed=2, size=(8, 8))[0], all_at_once[0])
+
+    def test_a_fused_network_gives_the_same_images(self, run):
+        calls = []
+        images = sample(run.model, 2, size=(8, 8), progress=lambda *done: calls.append(done))
+        assert (sample(iso.fuse(run.model), 2, size=(8, 8)).int() - images.int()).abs().max() <= 1
+        assert calls == [(i, 10) for i in range(1, 11)]
+        assert any(type(m).__name__ == "PyramidLinear" for m in run.model.modules())
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (dict(images=0), "at least 1"),
+            (dict(images=1, steps=11), "2 to 10"),
+            (dict(images=1, steps=1), "2 to 10"),
+            (dict(images=1, sampler="euler"), "choose ancestral or ddim"),
+            (dict(images=1, size=(9, 8)), "multiples of 2"),
+        ],
+    )
+    def test_what_cannot_be_sampled(self, run, arguments, message):
+        with pytest.raises(iso.UserError, match=message):
+            sample(run.model, **arguments)
+        with pytest.raises(iso.UserError, match="does not predict the noise"):
+            sample(timm.create_model("cifar_resnet20"), 1)
+
+
+class TestRun:
+    def test_it_trains_and_its_file_says_what_it_is_for(self, run):
+        model = iso.load(run.folder / "model.safetensors")
+        assert type(task_of(model)).__name__ == "Diffusion"
+        assert model.pretrained_cfg["task"]["beta_end"] == 0.2
+        assert 0.5 < run.metrics["denoising"] < 1.1
+        assert run.metrics["images"] == 20
+        assert iso.evaluate(model, "digits")["images"] == 450
+
+    def test_it_resumes_bit_for_bit(self, tmp_path, run):
+        recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}"]
+        recipe = iso.load_recipe("ddpm_digits", [*RUN, *recast, "ema=0.5", f"out={tmp_path}"])
+        stopped_run(tmp_path, 3, recipe.model_dump(mode="json"))
+        again = iso.train(recipe, show=False)
+        assert again.metrics == run.metrics
+        for name, tensor in run.model.state_dict().items():
+            assert torch.equal(again.model.state_dict()[name], tensor), name
+
+    def test_it_starts_from_weights_before_or_after_the_recast(self, run, tmp_path):
+        weights = run.folder / "model.safetensors"
+        recipe = iso.load_recipe(
+            "ddpm_digits",
+            [
+                *RUN,
+                "epochs=1",
+                "data.fraction=0.05",
+                f"out={tmp_path / 'b'}",
+                f"model.weights={weights}",
+                "model.name=null",
+                "model.kwargs={}",
+            ],
+        )
+        assert iso.train(recipe, show=False).metrics["denoising"] < 1.1
+
+    def test_recalibrate_takes_inputs_by_name(self, run):
+        batches = [{"x": torch.randn(8, 3, 8, 8), "t": torch.full((8,), t)} for t in (0, 5, 9)]
+        moved = iso.recalibrate(run.model, batches)
+        norms = [
+            (a, b)
+            for (n, a), (_, b) in zip(run.model.named_buffers(), moved.named_buffers(), strict=True)
+            if n.endswith("running_mean")
+        ]
+        assert norms
+        assert any(not torch.equal(a, b) for a, b in norms)
+
+    @pytest.mark.parametrize(
+        ("override", "message"),
+        [
+            ("augment.mixup=0.2", "augment.mixup does not apply to diffusion"),
+            ("task.beta_start=0.5", "beta_start 0.5 must be at most beta_end"),
+            ("model.num_classes=3", "model.num_classes does not apply"),
+            ("loss=sigmoid", "loss does not apply"),
+            ("data.source=huggingface-stream", "is not for diffusion"),
+        ],
+    )
+    def test_fields_that_do_not_apply(self, override, message):
+        with pytest.raises(iso.UserError, match=message):
+            iso.load_recipe("ddpm_digits", [override])
+
+    @pytest.mark.parametrize(
+        ("overrides", "message"),
+        [
+            (["data.size=[9,8]"], "9 x 8 do not fit this U-Net; its sides must be multiples of 2"),
+            (["model.name=cifar_resnet20", "model.kwargs={}"], "cifar_resnet20 does not predict the noise"),
+        ],
+    )
+    def test_networks_that_do_not_fit_are_found_before_the_run(self, tmp_path, overrides, message):
+        with pytest.raises(iso.UserError, match=message):
+            iso.train(iso.load_recipe("ddpm_digits", [*RUN, *overrides, f"out={tmp_path / 'x'}"]), show=False)
+        assert not (tmp_path / "x").exists()
+
+    def test_published_recipes_have_the_published_network(self):
+        for name, where in (("ddpm_cifar10", None), ("ddpm_cifar10_tdrl", list(ATTENTION_PROJECTIONS))):
+            recipe = iso.load_recipe(name)
+            assert (recipe.model.recast and recipe.model.recast.where) == where
+            assert (recipe.data.batch_size, recipe.epochs, recipe.optim.clip_grad) == (80, 200, 1.0)
+
+
+def write_images(folder, count, seed, size=(8, 8)):
+    rng = np.random.default_rng(seed)
+    folder.mkdir()
+    for i in range(count):
+        blocks = rng.integers(0, 256, (2, 2, 3)).repeat(size[0] // 2, 0).repeat(size[1] // 2, 1)
+        Image.fromarray(np.clip(blocks + rng.integers(-20, 20, (*size, 3)), 0, 255).astype(np.uint8)).save(
+            folder / f"{i:03d}.png"
+        )
+    return folder
+
+
+class Colours(nn.Module):
+    """A stand-in for Inception: means and deviations of the colours. Shape: (B, 3, H, W) uint8 -> (B, 6)"""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1 / 255))
+
+    def forward(self, x):
+        x = x.float() * self.scale
+        return torch.cat([x.mean((2, 3)), x.std((2, 3))], 1)
+
+
+class TestDistance:
+    def test_it_is_torch_fidelitys(self, tmp_path):
+        from torch_fidelity import calculate_metrics, register_feature_extractor
+        from torch_fidelity.feature_extractor_base import FeatureExtractorBase
+
+        class Registered(FeatureExtractorBase):
+            def __init__(self, name, features_list, **kwargs):
+                super().__init__(name, features_list)
+                self.colours = Colours()
+
+            @staticmethod
+            def get_provided_features_list():
+                return ("colours",)
+
+            @staticmethod
+            def get_default_feature_layer_for_metric(metric):
+                return "colours"
+
+            @staticmethod
+            def can_be_compiled():
+                return False
+
+            def forward(self, x):
+                return (self.colours(x),)
+
+        register_feature_extractor("colours", Registered)
+        one, two = write_images(tmp_path / "one", 30, 0), write_images(tmp_path / "two", 40, 1)
+        theirs = calculate_metrics(
+            **dict(input1=str(one), input2=str(two), feature_extractor="colours", fid=True, kid=True, prc=True),
+            **dict(kid_subset_size=30, cuda=False, verbose=False, cache=False, save_cpu_ram=True, batch_size=16),
+        )
+        extractor = Extractor("inception", Colours(), "")
+        ours = compare_folder(one, open_real_images(str(two), "train"), extractor, batch_size=7, cache=tmp_path / "c")
+        assert ours["fid"] == pytest.approx(theirs["frechet_inception_distance"], abs=1e-6)
+        assert ours["kid"] == pytest.approx(theirs["kernel_inception_distance_mean"], abs=1e-6)
+        assert (ours["precision"], ours["recall"]) == (theirs["precision"], theirs["recall"])
+        assert (ours["images"], ours["real_images"]) == (30, 40)
+
+    def test_features_of_real_images_are_cached_until_anything_changes(self, tmp_path):
+        one, two, cache = write_images(tmp_path / "one", 6, 0), write_images(tmp_path / "two", 6, 1), tmp_path / "cache"
+
+        def compare(fingerprint="a"):
+            passes = []
+            extractor = Extractor("other", Colours(), fingerprint)
+            found = compare_folder(
+                one, open_real_images(str(two), "train"), extractor, 3, cache, lambda *x: passes.append(x[2])
+            )
+            return found, passes.count("real images")
+
+        first, passes = compare()
+        assert passes == 2
+        assert compare() == (first, 0)
+        assert compare("other weights") == (first, 2)
+        write_images(tmp_path / "three", 1, 2)
+        (tmp_path / "three" / "000.png").replace(two / "000.png")
+        changed, passes = compare()
+        assert passes == 2
+        assert changed["frechet_distance"] != first["frechet_distance"]
+
+    def test_other_features_are_not_called_fid(self):
+        features = torch.randn(20, 3)
+        found = image_distances(features, features + 1, "cifar_resnet20")
+        assert found["features"] == "cifar_resnet20"
+        assert found["frechet_distance"] == pytest.approx(3, abs=1e-4)
+        assert not {"fid", "kid"} & found.keys()
+        with pytest.raises(iso.UserError, match="4 images are too few"):
+            image_distances(features[:4], features)
+
+    def test_features_of_a_classifier_are_those_before_its_head(self, tmp_path):
+        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "net.safetensors")
+        extractor = open_extractor(str(tmp_path / "net.safetensors"), None, torch.device("cpu"))
+        assert extractor.extract([torch.zeros(2, 3, 32, 32, dtype=torch.uint8)]).shape == (2, 64)
+
+    def test_weights_that_are_none(self, tmp_path, monkeypatch):
+        from urllib.error import URLError
+
+        def offline(*arguments, **options):
+            raise URLError("no network")
+
+        monkeypatch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", offline)
+        with pytest.raises(iso.UserError, match=r"cannot be downloaded; give torch-fidelity's file weights-incep"):
+            open_extractor("inception", None, torch.device("cpu"))
+        (tmp_path / "bad.pth").write_bytes(b"nothing")
+        with pytest.raises(iso.UserError, match="is not a file of weights"):
+            open_extractor("inception", tmp_path / "bad.pth", torch.device("cpu"))
+        torch.save({"weight": torch.zeros(1)}, tmp_path / "other.pth")
+        with pytest.raises(iso.UserError, match="does not have the weights of torch-fidelity's Inception"):
+            open_extractor("inception", tmp_path / "other.pth", torch.device("cpu"))
+
+    def test_images_of_several_sizes_and_folders_without_any(self, tmp_path):
+        one = write_images(tmp_path / "one", 5, 0)
+        Image.new("RGB", (4, 8)).save(one / "999.png")
+        extractor = Extractor("other", Colours(), "")
+        with pytest.raises(iso.UserError, match=r"999.png is 8 x 4, and .*000.png is 8 x 8; give images of one size"):
+            compare_folder(one, open_real_images(str(one), "train"), extractor, 3, tmp_path)
+        (tmp_path / "empty").mkdir()
+        with pytest.raises(iso.UserError, match="no images in"):
+            open_real_images(str(tmp_path / "empty"), "train")
+
+
+class TestCommands:
+    def test_a_grid_a_folder_and_their_distance(self, run, tmp_path, capsys):
+        sample_command(str(run.folder), out=tmp_path / "grid.png", images=5, seed=3, json_=True)
+        assert json.loads(capsys.readouterr().out)["images"] == 5
+        with Image.open(tmp_path / "grid.png") as grid:
+            assert grid.size == (3 * 10 + 2, 2 * 10 + 2)
+        sample_command(str(run.folder), out=tmp_path / "images", images=6, sampler="ddim", steps=2, batch_size=4)
+        assert sorted(path.name for path in (tmp_path / "images").iterdir())[5] == "000005.png"
+        weights = tmp_path / "net.safetensors"
+        iso.save(timm.create_model("cifar_resnet20"), weights)
+        shared = dict(data="digits", features=str(weights), max_images=12, cache=tmp_path / "cache")
+        capsys.readouterr()
+        fid(tmp_path / "images", **shared, json_=True)
+        found = json.loads(capsys.readouterr().out)
+        assert found["features"] == str(weights)
+        assert (found["images"], found["real_images"]) == (6, 12)
+        fid(tmp_path / "images", **shared)
+        assert "Frechet distance" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--out", "grid.png", "--images", "0"], "--images 0 must be at least 1"),
+            (["--out", "grid.jpg"], "must end in .png"),
+            (["--out", "old.png"], "exists; give --overwrite"),
+            (["--out", "grid.png", "--images", "5000"], "too many for one grid"),
+            (["--out", "grid.png", "--steps", "0"], "--steps 0 must be at least 1"),
+            (["--out", "folder.png"], "is a folder"),
+        ],
+    )
+    def test_wrong_options_of_sample(self, tmp_path, arguments, message):
+        (tmp_path / "old.png").write_bytes(b"")
+        (tmp_path / "folder.png").mkdir()
+        done = isomorph("sample", "none.safetensors", *arguments, folder=tmp_path)
+        assert done.returncode == 2
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+
+    def test_other_models_and_folders_with_other_files(self, tmp_path):
+        iso.save(timm.create_model("cifar_resnet20"), tmp_path / "net.safetensors")
+        done = isomorph("sample", "net.safetensors", "--out", "grid.png", folder=tmp_path)
+        assert "net.safetensors does not predict the noise in images" in done.stderr
+        done = isomorph("sample", "net.safetensors", "--out", ".", "--overwrite", folder=tmp_path)
+        assert done.returncode == 2
+        assert (tmp_path / "net.safetensors").exists()
+        done = isomorph("fid", "nowhere", "--data", "digits", folder=tmp_path)
+        assert "there is no folder nowhere" in done.stderr
