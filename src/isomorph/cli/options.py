@@ -74,6 +74,7 @@ LIMITS: dict[str, float] = {
     "severity": 5,
     "size": 2**13,
     "split": 1,
+    "steps": 10**6,
     "tolerance": 0.5,
     "workers": 256,
 }

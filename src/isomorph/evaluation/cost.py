@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from isomorph.evaluation.random_inputs import inputs_like, run_model
+from isomorph.evaluation.random_inputs import inputs_like
 from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.model_inputs import run_model
 
 _COUNTED_BATCH = 2
 """Size of the smaller of the two counted batches: enough for BatchNorm in training mode."""

@@ -1,15 +1,11 @@
 """Random inputs of a model: images, or what the model itself gives as an example of its inputs."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
-
-Inputs = Tensor | dict[str, Tensor]
-"""A batch of images, or the keyword arguments of a model with other inputs."""
+from isomorph.surgery.model_inputs import Inputs
 
 
 def random_images(batch: int, model: nn.Module, size: tuple[int, int] | None = None) -> Tensor:
@@ -28,11 +24,6 @@ def random_inputs(batch: int, model: nn.Module, size: tuple[int, int] | None = N
     if batch < 1:
         raise UserError(f"a batch of {batch} has no inputs; give at least 1")
     return own(batch, size)
-
-
-def run_model(model: nn.Module, inputs: Inputs) -> Any:
-    """Return the model's output for inputs of `random_inputs`."""
-    return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
 
 def inputs_like(model: nn.Module, batch: int, input_size: tuple[int, ...], device: torch.device | str) -> Inputs:

@@ -13,6 +13,7 @@ from isomorph.layers.eval_mode import eval_mode
 from isomorph.layers.moments import measure_moments
 from isomorph.layers.pyramid import Pyramid
 from isomorph.surgery.compiled import copy_model
+from isomorph.surgery.model_inputs import run_model
 from isomorph.surgery.recast import outermost_modules
 
 
@@ -25,7 +26,8 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
 
     Args:
         model: a model with BatchNorm.
-        batches: images (B, C, H, W), or (images, labels), as from a loader.
+        batches: images (B, C, H, W), or (images, labels), as from a loader; or dictionaries of a model's inputs by
+            name.
         keep_function: change the weights and biases of BatchNorm so that eval mode computes the same function with the
             new statistics. Train mode then nearly does too: use it for pyramids with `init="same-function"`.
 
@@ -48,33 +50,33 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         )
     if isinstance(batches, Tensor):
         raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
-    images = (batch if isinstance(batch, Tensor) else batch[0] for batch in batches)
+    inputs = (batch if isinstance(batch, Tensor | dict) else batch[0] for batch in batches)
     with eval_mode(model):
         count = (
-            _recompute_keeping_function(model, images)
+            _recompute_keeping_function(model, inputs)
             if keep_function
-            else _recompute_running_statistics(model, norms, images)
+            else _recompute_running_statistics(model, norms, inputs)
         )
     if not count:
         raise UserError("recalibrate needs at least one batch")
     return model
 
 
-def _recompute_running_statistics(model: nn.Module, norms: list[_BatchNorm], images: Iterable[Tensor]) -> int:
+def _recompute_running_statistics(model: nn.Module, norms: list[_BatchNorm], inputs: Iterable[Any]) -> int:
     """Recompute running statistics with every BatchNorm in train mode, and return the number of batches."""
     momenta, count = [norm.momentum for norm in norms], 0
     for norm in norms:
         norm.reset_running_stats()
         norm.momentum, norm.training = None, True  # torch: momentum None is the mean over all batches
-    for batch in images:
-        model(batch)
+    for batch in inputs:
+        run_model(model, batch)
         count += 1
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     return count
 
 
-def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> int:
+def _recompute_keeping_function(model: nn.Module, inputs: Iterable[Any]) -> int:
     """Set the statistics that every BatchNorm receives in eval mode, and return the number of batches.
 
     One pass is enough: the function stays the same, and so do the inputs of every BatchNorm.
@@ -88,8 +90,8 @@ def _recompute_keeping_function(model: nn.Module, images: Iterable[Tensor]) -> i
     layers = outermost_modules(model, lambda module: isinstance(module, Pyramid | JointPyramid | _BatchNorm))
     handles, count = [module.register_forward_pre_hook(hook) for module in layers.values()], 0
     try:
-        for batch in images:
-            model(batch)
+        for batch in inputs:
+            run_model(model, batch)
             count += 1
     finally:
         for handle in handles:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
+from isomorph.surgery.model_inputs import run_model
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import edits_since
 
@@ -234,11 +235,6 @@ def _redraw(batch: Batch, generator: torch.Generator) -> Batch:
     return _map_floats(batch, lambda x: torch.randn(x.shape, generator=generator).to(x.device))
 
 
-def _call(model: nn.Module, batch: Batch) -> Any:
-    """Return the output of a model for a batch."""
-    return model(batch) if isinstance(batch, Tensor) else model(**batch)
-
-
 def _describe_shape(batch: Batch) -> str:
     """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
     if isinstance(batch, Tensor):
@@ -285,7 +281,7 @@ def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], bat
     differences, scale = {}, 0.0
     for dtype, (a, b) in models.items():
         x = _cast(batch, dtype)
-        differences[dtype], scale = _output_difference(_call(a, x), _call(b, x))
+        differences[dtype], scale = _output_difference(run_model(a, x), run_model(b, x))
     return InputDeviation(_describe_shape(batch), differences[torch.float32], differences[torch.float64], scale, what)
 
 
@@ -319,8 +315,8 @@ def _target_deviations(original: nn.Module, recast: nn.Module, batch: Batch) -> 
         if name in present and name in left
     ]
     try:
-        _call(recast, batch)  # sets grid_size of the layers that are called outside their model below
-        _call(original, batch)
+        run_model(recast, batch)  # sets grid_size of the layers that are called outside their model below
+        run_model(original, batch)
     finally:
         for handle in handles:
             handle.remove()
