@@ -1,6 +1,6 @@
 """Recompute the BatchNorm statistics of a model on given data, for example after averaging weights."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any], keep_function: bool = 
         )
     if isinstance(batches, Tensor):
         raise UserError("recalibrate takes a list of batches or a loader, not one tensor; give [images]")
-    inputs = (batch if isinstance(batch, Tensor | dict) else batch[0] for batch in batches)
+    inputs = (batch if isinstance(batch, Tensor | Mapping) else batch[0] for batch in batches)
     with eval_mode(model):
         count = (
             _recompute_keeping_function(model, inputs)
