@@ -57,4 +57,7 @@ def _row_table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def _cell(name: str, value: Any) -> str:
+    """Return a value with its metric's format; a dash for none."""
+    if value is None:
+        return "-"
     return METRIC_FORMATS[name][1](value) if name in METRIC_FORMATS else str(value)

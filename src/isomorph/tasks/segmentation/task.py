@@ -61,7 +61,7 @@ class Segmentation(Task):
 
     def build_model(self, recipe: Recipe, train: MaskedImages, recast_now: bool) -> nn.Module:
         part = recipe.model
-        if part.name is not None:  # positions are created for the crops
+        if part.name == "upernet":  # positions are created for the crops
             part = part.model_copy(update={"kwargs": {"img_size": list(self.options.crop), **part.kwargs}})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
 
