@@ -147,6 +147,7 @@ class TestData:
             wanted = [named[each["category_id"]] for each in source.images[index].objects]
             assert [source.classes[label] for label in source.objects(index)["labels"]] == wanted
 
+    @pytest.mark.filterwarnings("ignore:__array__ implementation")  # pycocotools' own, with NumPy 2
     def test_real_polygons(self, data_root):
         source = open_split(data_root / "fruits_nuts", "train", masks=True)
         truth = COCO_of(source.annotations.path)
@@ -320,6 +321,7 @@ class TestRun:
         fused = iso.evaluate(iso.fuse(model.eval()), root / "val.json")
         assert fused["images"] == 3
 
+    @pytest.mark.filterwarnings("ignore:__array__ implementation")
     def test_the_commands(self, squares, tmp_path):
         root, result = squares
         done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")

@@ -13,13 +13,14 @@ from isomorph.models.region_features import PyramidRoIAlign
 from isomorph.models.windowed_vit import WindowedViT, default_global_blocks
 from isomorph.training.optim import learning_rate_scales
 
-SMALL = dict(num_classes=3, channels=16, features=32, proposals=30, samples=16, img_size=64)
-VIT = dict(embed_dim=24, num_heads=3, depth=2)
+SMALL = dict(num_classes=3, channels=8, features=16, proposals=30, samples=16, img_size=64)
+VIT = dict(embed_dim=12, num_heads=3, depth=2)
 
 
 def detector(backbone="tdrl_vit_ti", **kwargs):
     torch.manual_seed(0)
     own = {"backbone_kwargs": VIT} if "vit" in backbone else {}
+    own |= {"backbone_kwargs": VIT | {"local_up_to_layer": 1}} if backbone == "convit_ti" else {}
     return timm.create_model("mask_rcnn", backbone=backbone, **{**SMALL, **own, **kwargs})
 
 
@@ -141,7 +142,7 @@ class TestWeights:
         torch.testing.assert_close(model.backbone.pos_embed, vit.pos_embed[:, 1:])  # without the class token's
         larger = detector("vit_tiny_patch16_224")
         iso.load_weights(larger, tmp_path / "vit.safetensors", fresh_head=True)
-        assert larger.backbone.pos_embed.shape == (1, 196, 24)
+        assert larger.backbone.pos_embed.shape == (1, 196, 12)
 
     def test_a_classifier_with_pyramids_and_one_without_fill_pyramids(self, tmp_path):
         for layout in ("P-W2S", "plain"):
@@ -149,7 +150,7 @@ class TestWeights:
             iso.save(vit, tmp_path / f"{layout}.safetensors")
             model = detector().eval()
             iso.load_weights(model, tmp_path / f"{layout}.safetensors", fresh_head=True)
-            tokens = torch.randn(5, 24)
+            tokens = torch.randn(5, 12)
             torch.testing.assert_close(
                 model.backbone.blocks[0].mlp.fc1(tokens), vit.blocks[0].mlp.fc1(tokens), atol=1e-4, rtol=1e-4
             )
@@ -163,7 +164,7 @@ class TestWeights:
 
     def test_weights_of_another_network(self, tmp_path):
         iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")
-        with pytest.raises(iso.UserError, match=r"backbone|does not fit"):
+        with pytest.raises(iso.UserError, match="not those of a WindowedViT: no tensor"):
             iso.load_weights(detector(), tmp_path / "cnn.safetensors", fresh_head=True)
 
 

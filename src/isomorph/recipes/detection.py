@@ -83,7 +83,7 @@ RECIPES["mask_rcnn_bccd"] = dict(
     task=dict(name="detection", masks=False, scales=[0.8, 1.25]),
     data=dict(source="coco", batch_size=4, size=[192, 256]),
     optim=dict(lr=2e-3, warmup_epochs=1, clip_grad=5.0),
-    epochs=24,
-    evaluate_every=3,
+    epochs=14,
+    evaluate_every=2,
     source="isomorph: boxes of blood cells, a narrow network for a CPU",
 )

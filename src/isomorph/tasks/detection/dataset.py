@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from isomorph.data.sources import decode, explain_decode_errors
 from isomorph.errors import UserError
 from isomorph.tasks.detection.annotations import Annotations, ImageRecord, read_annotations
-from isomorph.tasks.detection.extra import mask_codec
+from isomorph.tasks.detection.extra import decode_masks, mask_codec
 
 Objects = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom, labels (n,), and where wanted masks (n, H, W)."""
@@ -94,7 +94,7 @@ def draw_masks(outlines: Sequence[Any], height: int, width: int) -> Tensor:
         codec.merge(codec.frPyObjects(each, height, width)) if isinstance(each, list) else each for each in outlines
     ]
     coded = [codec.frPyObjects(each, height, width) if isinstance(each["counts"], list) else each for each in coded]
-    return torch.stack([torch.from_numpy(codec.decode(each)) for each in coded])
+    return torch.from_numpy(decode_masks(coded))
 
 
 def open_split(

@@ -1,6 +1,10 @@
 """pycocotools, which is an optional package."""
 
+import warnings
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from isomorph.errors import UserError, install_hint
 
@@ -11,6 +15,14 @@ def mask_codec() -> Any:
     from pycocotools import mask
 
     return mask
+
+
+def decode_masks(coded: Sequence[Any]) -> np.ndarray:
+    """Return masks from COCO's RLE. Shape: n masks -> (n, H, W) uint8"""
+    codec = mask_codec()
+    with warnings.catch_warnings():  # of NumPy 2, about pycocotools' own arrays
+        warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+        return np.stack([codec.decode(each) for each in coded])
 
 
 def evaluator() -> tuple[Any, Any]:

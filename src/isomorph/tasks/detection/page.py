@@ -14,7 +14,7 @@ from torchvision.ops import box_iou
 
 from isomorph.report.html import ImageCard, Section, write_page
 from isomorph.tasks.detection.dataset import DetectionSource
-from isomorph.tasks.detection.extra import mask_codec
+from isomorph.tasks.detection.extra import decode_masks
 from isomorph.tasks.detection.metrics import Results
 from isomorph.tasks.detection.predict import SHOWN_SCORE, draw_objects
 from isomorph.terminal_tables import METRIC_FORMATS
@@ -86,9 +86,7 @@ def _as_tensors(source: DetectionSource, entries: Sequence[Mapping[str, Any]]) -
     labels = torch.tensor([source.annotations.label_of[e["category_id"]] for e in entries], dtype=torch.int64)
     found = {"boxes": boxes, "labels": labels, "scores": torch.tensor([float(e["score"]) for e in entries])}
     if entries and "segmentation" in entries[0]:
-        codec = mask_codec()
-        masks = [torch.from_numpy(codec.decode(each["segmentation"])) for each in entries]
-        found["masks"] = torch.stack(masks).bool()
+        found["masks"] = torch.from_numpy(decode_masks([each["segmentation"] for each in entries])).bool()
     return found
 
 
