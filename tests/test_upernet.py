@@ -171,8 +171,8 @@ def test_export_with_open_size(network, tmp_path):
         (dict(backbone="vit_nano"), "there is no backbone 'vit_nano'"),
         (dict(backbone_kwargs=dict(pretrained=True)), "give pretrained=True of the network"),
         (dict(backbone_kwargs=dict(colour=1)), "timm cannot create the backbone"),
-        (dict(out_indices=(1, 12)), "has feature maps 0 to 11"),
-        (dict(out_indices=(1, 3)), "name four blocks"),
+        (dict(feature_indices=(1, 12)), "has feature maps 0 to 11"),
+        (dict(feature_indices=(1, 3)), "name four blocks"),
     ],
 )
 def test_errors(arguments, message):

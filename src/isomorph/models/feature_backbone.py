@@ -37,7 +37,7 @@ def build_backbone(
     name: str,
     in_chans: int = 3,
     img_size: int | tuple[int, int] | None = None,
-    out_indices: Sequence[int] | None = None,
+    feature_indices: Sequence[int] | None = None,
     pretrained: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> FeatureBackbone:
@@ -56,7 +56,7 @@ def build_backbone(
     except TypeError as error:
         raise UserError(f"timm cannot create the backbone {name}: {' '.join(str(error).split())[:200]}") from error
     info = _feature_info(name, model)
-    indices = _choose_indices(name, info, out_indices)
+    indices = _choose_indices(name, info, feature_indices)
     if hasattr(model, "prune_intermediate_layers"):
         model.prune_intermediate_layers(sorted(set(indices)), prune_norm=True, prune_head=True)
     chosen = [info[index] for index in indices]
@@ -80,8 +80,8 @@ def _check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
         "pretrained": "pretrained=True of the network",
         "num_classes": "num_classes of the network",
         "in_chans": "in_chans of the network",
-        "features_only": "out_indices of the network",
-        "out_indices": "out_indices of the network",
+        "features_only": "feature_indices of the network",
+        "out_indices": "feature_indices of the network",
     }.items():
         if reserved in arguments:
             raise UserError(f"{reserved} is not an argument of the backbone; give {instead}")
@@ -113,7 +113,9 @@ def _choose_indices(name: str, info: Sequence[Mapping[str, Any]], given: Sequenc
     count = len(info)
     if given is not None:
         if not given or any(type(index) is not int or not -count <= index < count for index in given):
-            raise UserError(f"out_indices {list(given)}: {name} has feature maps 0 to {count - 1}; choose among them")
+            raise UserError(
+                f"feature_indices {list(given)}: {name} has feature maps 0 to {count - 1}; choose among them"
+            )
         return tuple(feature_take_indices(count, [index])[0][0] for index in given)
     if len({each["reduction"] for each in info}) == 1:
         return tuple(max(0, round(count * part / 12) - 1) for part in (4, 6, 8, 12))

@@ -42,7 +42,7 @@ class UPerNet(nn.Module):
     A hierarchical backbone gives the maps of its last four resolutions. A plain ViT gives those of four blocks, which
     `PlainNeck` enlarges or pools. `channels` is the width of the head, by default that of a plain ViT, else 512.
     `auxiliary` adds a second classifier, used in training only, on the last map but one. `backbone_kwargs` are
-    arguments of the backbone, `out_indices` the feature maps that it gives, `img_size` the size that its positions are
+    arguments of the backbone, `feature_indices` the feature maps that it gives, `img_size` the size that its positions are
     made for. Images may have any size: for a ViT they are padded with zeros to whole patches, and the logits cut again.
 
     Shape: x (B, in_chans, h, w) -> (B, num_classes, h, w); with `coarse` CoarseLogits, not enlarged
@@ -57,7 +57,7 @@ class UPerNet(nn.Module):
         in_chans: int = 3,
         img_size: int | tuple[int, int] = 512,
         channels: int | None = None,
-        out_indices: Sequence[int] | None = None,
+        feature_indices: Sequence[int] | None = None,
         pool_sizes: Sequence[int] = (1, 2, 3, 6),
         drop_rate: float = 0.1,
         drop_path_rate: float = 0.0,
@@ -68,7 +68,7 @@ class UPerNet(nn.Module):
     ) -> None:
         super().__init__()
         arguments = {**({"drop_path_rate": drop_path_rate} if drop_path_rate else {}), **(backbone_kwargs or {})}
-        built = build_backbone(backbone, in_chans, img_size, out_indices, backbone_pretrained, arguments)
+        built = build_backbone(backbone, in_chans, img_size, feature_indices, backbone_pretrained, arguments)
         self.backbone, self.backbone_name, self.indices = built.module, backbone, built.indices
         self.backbone_kwargs = dict(backbone_kwargs or {})
         self.num_classes, self.in_chans = num_classes, in_chans
@@ -156,7 +156,7 @@ class UPerNet(nn.Module):
 def _check_four_maps(indices: Sequence[int]) -> None:
     """Raise UserError unless a plain ViT gives four maps."""
     if len(indices) != 4:
-        raise UserError(f"out_indices {list(indices)}: a plain ViT must give four feature maps; name four blocks")
+        raise UserError(f"feature_indices {list(indices)}: a plain ViT must give four feature maps; name four blocks")
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: UPerNet) -> dict[str, Any]:
