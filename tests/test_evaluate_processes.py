@@ -37,7 +37,7 @@ def test_evaluation_equals_that_of_one_process(model, tmp_path):
         (2, ["--batch-size", "32", "--max-images", "200"]),
         (3, ["--batch-size", "40", "--max-images", "50"]),
     ):
-        wanted = ["evaluate", model, "--data", "digits", "--no-cost", *options, "--per-class"]
+        wanted = ["evaluate", model, "--data", "digits", "--no-cost", *options, "--overwrite", "--per-class"]
         one = answer(*wanted, tmp_path / "one.csv")
         assert one["nll"] > 0.1
         assert answer(*wanted, tmp_path / "many.csv", processes=processes) == one

@@ -427,6 +427,7 @@ class TestCommand:
             (["--suite", "imagenet-a", "--root", "nowhere"], "no folder of imagenet-a in nowhere"),
             (["--data", "digits", "--per-class", "x.txt"], "cannot write x.txt; give a file that ends in .csv"),
             (["--data", "digits", "--per-class", f"{__file__}/x.csv"], "x.csv: "),
+            (["--data", "digits", "--per-class", __file__], "exists; give --overwrite to replace it"),
         ],
     )
     def test_wrong_requests_are_one_line(self, weights, capsys, flags, expected):

@@ -232,6 +232,7 @@ def test_command_writes_a_page(tmp_path):
         (["--loss", "-1"], "--loss and --seconds"),
         (["--max-images", "0"], "--max-images 0 must be at least 1"),
         (["--data", "nosuch"], "nosuch"),
+        (["--classes", "3"], "the model has 10 classes, the data has 3"),
     ],
 )
 def test_command_explains_wrong_values(tmp_path, options, message):

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from isomorph.checkpoints.files import write_atomically
 from isomorph.cli.progress import track_steps
 from isomorph.deployment import Artefact
 from isomorph.distributed import Runtime
@@ -60,7 +61,7 @@ def measure(
     progress = track_steps if runtime.is_main else no_progress
     rows, class_rows = run_sweep(model, test_sets, sweep, batch_size, workers, progress, runtime)
     if per_class and runtime.is_main:
-        write_csv(per_class, class_rows)
+        write_atomically(per_class, lambda file: write_csv(file, class_rows))
     images = sum(len(test_set.source) for test_set in test_sets)
     if not (cost and runtime.is_main):
         return rows, []

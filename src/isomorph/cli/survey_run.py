@@ -17,8 +17,8 @@ from isomorph.suites.test_data import evaluation_data, sample_images
 from isomorph.surgery import Rule
 from isomorph.terminal_tables import print_table
 
-ImageOptions = tuple[str | None, Path | None, float | None, int, tuple[int, int] | None, int]
-"""Data source, its folder, the fraction to test on, number of images, their size, and images per batch."""
+ImageOptions = tuple[str | None, Path | None, float | None, int | None, int, tuple[int, int] | None, int]
+"""Data source, its folder, the fraction to test on, classes, number of images, their size, and images per batch."""
 
 
 def measure(
@@ -32,8 +32,8 @@ def measure(
     name: str,
 ) -> dict[str, Any]:
     """Survey a model on random test images, with a progress bar."""
-    data, root, split, count, size, batch_size = images
-    source, config = evaluation_data(model, data, root, size, None, split)
+    data, root, split, classes, count, size, batch_size = images
+    source, config = evaluation_data(model, data, root, size, classes, split)
     fitted = fit_to_size(model, size) if size else model
     loader = eval_loader(sample_images(source, count), config, batch_size)
     with progress_bar("cells") as update:
