@@ -24,6 +24,8 @@ from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import save
 from isomorph.checkpoints.rebuild import is_same_network, rebuild
+from isomorph.deployment.artefact import open_artefact
+from isomorph.deployment.artefact_card import artefact_card
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
@@ -40,7 +42,7 @@ _ATOL = 1e-4
 
 
 def push(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     name: str,
     *,
     run: str | Path | None = None,
@@ -57,6 +59,7 @@ def push(
     The files are those of `save_for_hub`, in one commit. The repository is created if there is none.
 
     Args:
+        model: A model, or the path of an exported file (.onnx or .pt2), which is uploaded as it is.
         run: Folder or checkpoint of the run that trained the model: its recipe, command and last metrics go into the
             model card.
         results: Other metrics for the model card, by name.
@@ -133,7 +136,7 @@ def _explain_rejection(name: str) -> Iterator[None]:
 
 
 def save_for_hub(
-    model: nn.Module,
+    model: nn.Module | str | Path,
     folder: str | Path,
     name: str = "OWNER/NAME",
     *,
@@ -147,7 +150,10 @@ def save_for_hub(
     recipe.yaml if a `run` is given. `timm.create_model("local-dir:FOLDER", pretrained=True)` loads the model too, if
     timm can build it. Otherwise config.json names no architecture of timm, so that timm ends with an error.
 
+    Of an exported file (.onnx or .pt2) the files are itself and a model card that says how to run it.
+
     Args:
+        model: A model, or the path of an exported file.
         name: The model's name on the hub, for the model card.
         run: Folder or checkpoint of the run that trained the model.
         results: Other metrics for the model card, by name.
@@ -161,13 +167,20 @@ def save_for_hub(
     >>> iso.load("shared/model.safetensors").num_classes
     3
     """
-    model, folder = unwrap_compiled(model), Path(folder)
+    folder = Path(folder)
     training = cards.read_training(Path(run)) if run else None
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
-        save(model, written / WEIGHTS, base)
-        in_timm = _write_config(model, written, name)
-        (written / CARD).write_text(cards.model_card(model, name, training, results or {}, in_timm), encoding="utf-8")
+        if isinstance(model, nn.Module):
+            model = unwrap_compiled(model)
+            save(model, written / WEIGHTS, base)
+            in_timm = _write_config(model, written, name)
+            card = cards.model_card(model, name, training, results or {}, in_timm)
+        else:
+            artefact, file = open_artefact(model), Path(model)
+            shutil.copyfile(file, written / file.name)
+            card = artefact_card(artefact, file.name, name, training, results or {})
+        (written / CARD).write_text(card, encoding="utf-8")
         if training:
             (written / RECIPE).write_text(training.recipe_text(), encoding="utf-8")
         for path in sorted(written.iterdir()):

@@ -110,8 +110,8 @@ def model_card(
         f"---\n{_metadata(model, name, measured, in_timm)}---\n\n# {name.rpartition('/')[2]}\n\n{_summary(model)}",
         _method(edits(model)),
         _usage(model, name, in_timm),
-        _results(model, measured, training, results),
-        _training(training),
+        results_section(model, measured, training, results),
+        training_section(training),
     ]
     return "\n\n".join(filter(None, parts)) + "\n"
 
@@ -123,12 +123,20 @@ def _metadata(model: nn.Module, name: str, measured: Mapping[str, float], in_tim
     accuracy = (
         [] if top1 is None else [EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)")]
     )
+    library = "timm" if in_timm else "isomorph"
+    return card_metadata(library, ["timm"] * in_timm, name.rpartition("/")[2] if accuracy else None, accuracy or None)
+
+
+def card_metadata(
+    library: str, tags: Sequence[str], name: str | None = None, accuracy: list[EvalResult] | None = None
+) -> str:
+    """Return the metadata of a card as YAML: the library that loads the model, more tags, and measured accuracy."""
     card = ModelCardData(
-        library_name="timm" if in_timm else "isomorph",
+        library_name=library,
         pipeline_tag=_TASK,
-        tags=[_TASK, "isomorph", *(["timm"] if in_timm else [])],
-        model_name=name.rpartition("/")[2] if accuracy else None,
-        eval_results=accuracy or None,
+        tags=[_TASK, "isomorph", *tags],
+        model_name=name,
+        eval_results=accuracy,
     )
     return card.to_yaml() + "\n"
 
@@ -137,15 +145,21 @@ def _summary(model: nn.Module) -> str:
     """Return a sentence on the architecture, its size and its images."""
     config = getattr(model, "pretrained_cfg", None) or {}
     kind = config.get("architecture") or type(model).__name__
-    images = evaluation_config(model)
-    channels, height, width = images["input_size"]
     classes = getattr(model, "num_classes", 0)
     return (
         f"A `{kind}` with {count_parameters(model):,} parameters"
         + (f" and {classes:,} classes" if classes else "")
-        + f", for images of {height} x {width} with {channels} channels (mean {_numbers(images['mean'])}, standard "
-        f"deviation {_numbers(images['std'])}, {images['interpolation']}, crop {images['crop_pct']:g}). Written by "
-        f"isomorph {own_version()}."
+        + f", for {describe_images(model)}. Written by isomorph {own_version()}."
+    )
+
+
+def describe_images(model: nn.Module) -> str:
+    """Return in words which images a model expects."""
+    images = evaluation_config(model)
+    channels, height, width = images["input_size"]
+    return (
+        f"images of {height} x {width} with {channels} channels (mean {_numbers(images['mean'])}, standard deviation "
+        f"{_numbers(images['std'])}, {images['interpolation']}, crop {images['crop_pct']:g})"
     )
 
 
@@ -196,7 +210,7 @@ def _number(key: str, value: float) -> str:
     return f"{value:.2f}" if _METRICS.get(key, "").endswith("(%)") else f"{value:.4g}"
 
 
-def _results(
+def results_section(
     model: nn.Module, measured: Mapping[str, float], training: Training | None, given: Mapping[str, float]
 ) -> str:
     """Return the measured metrics as a table."""
@@ -211,7 +225,7 @@ def _results(
     return "\n".join([f"## Results\n\n{where}{when}.{by}\n\n| metric | value |", "|---|---|", *rows])
 
 
-def _training(training: Training | None) -> str:
+def training_section(training: Training | None) -> str:
     """Return recipe, command and versions."""
     if training is None:
         return ""

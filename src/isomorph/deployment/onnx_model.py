@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from isomorph.deployment.constants import optimize_graph
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
 from isomorph.deployment.program import name_failure, prepare, quiet, trace
@@ -79,10 +80,10 @@ def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "Mode
     """Convert a traced model to ONNX. Raises: UserError that names the operator when there is no ONNX form of it."""
     try:
         with quiet():
-            made = torch.onnx.export(
-                program, input_names=[INPUT], output_names=[OUTPUT], opset_version=opset, dynamo=True, verbose=False
-            )
+            names = dict(input_names=[INPUT], output_names=[OUTPUT])
+            made = torch.onnx.export(program, **names, opset_version=opset, dynamo=True, verbose=False, optimize=False)
             assert made is not None
+            optimize_graph(made.model)
             proto = made.model_proto
     except Exception as error:  # the exporter raises errors of torch, onnxscript and onnx
         raise UserError(f"ONNX cannot express the model: {name_failure(error)}; export a .pt2 file") from error

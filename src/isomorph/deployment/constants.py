@@ -1,0 +1,40 @@
+"""Computing the constants of an ONNX graph when it is written, or leaving them to the runtime."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from onnx_ir import Model, Node
+
+_REARRANGING = ("Pad", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators that rearrange a weight: the quantiser rounds weights only if these are computed."""
+_SMALL = 1024
+"""Elements that a constant may always have."""
+_GROWTH = 2
+"""Largest ratio of the size of a computed constant to the sizes of those that it is computed from."""
+
+
+def optimize_graph(model: "Model") -> None:
+    """Simplify a graph in place, computing constants where the result takes about as much space as its inputs.
+
+    A constant that is much larger stays a product of small ones, such as a map of position attention with the maps
+    along its two axes. onnxruntime computes it once, when it opens the file.
+    """
+    from onnxscript.optimizer import optimize_ir
+
+    optimize_ir(model, should_fold=_should_compute)
+
+
+def _should_compute(node: "Node") -> bool | None:
+    """Return whether to compute a node whose inputs are constants; None leaves it to the rules of onnxscript."""
+    inputs = [value for value in node.inputs if value is not None and value.const_value is not None]
+    shape = node.outputs[0].shape
+    if shape is None or not shape.is_static():
+        return None
+    size = 1
+    for length in shape.numpy():
+        size *= length
+    read = sum(value.const_value.size for value in inputs if value.const_value is not None)
+    if size > max(_SMALL, _GROWTH * read):
+        return False
+    alone = all(len(value.uses()) == 1 or value.const_value.size <= _SMALL for value in inputs if value.const_value)
+    return True if node.op_type in _REARRANGING and alone else None
