@@ -18,14 +18,12 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def interleaved(
-    contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9, cpu_time: bool = False
-) -> dict[str, float]:
+def interleaved(contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9) -> dict[str, float]:
     """Median milliseconds of each contender over interleaved rounds, after two warm-up rounds.
 
-    Time of the processor, over all threads, says more than that of the clock where other programs use the same cores.
+    With one thread on a CPU, what the processor spent on it: other programs on the machine take no part of that.
     """
-    clock = time.process_time if cpu_time else time.perf_counter
+    clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(rounds + 2):
         for name, run in contenders.items():

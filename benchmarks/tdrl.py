@@ -1,7 +1,7 @@
 """ViT-Ti with pyramids (P-W2S on q, k, v and the MLP) in closed form, branch by branch, and plain.
 
     python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--tables training] [--name NAME]
-    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, on a busy machine: times of the CPU
+    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, also on a busy machine
 
 The closed form is exact, with the statistics of all tokens, or sampled, with those of a quarter of them.
 
@@ -70,7 +70,7 @@ def training_table(device, rounds, batches):
 
 
 def blocks_table(device, rounds, batches):
-    """One training step of three blocks, without the branches, in seconds of the processor."""
+    """One training step of three blocks, without the branches."""
     plain, closed = (timm.create_model("tdrl_vit_ti", depth=3, layout=layout) for layout in ("plain", "P-W2S"))
     sampled = timm.create_model("tdrl_vit_ti", depth=3, statistics=1 / 4)
     sampled.load_state_dict(closed.state_dict())
@@ -79,7 +79,7 @@ def blocks_table(device, rounds, batches):
     for batch in batches:
         x = torch.randn(batch, 3, 224, 224, device=device)
         runs = {name: step(model.to(device), x) for name, model in forms.items()}
-        times = interleaved(runs, device, rounds, cpu_time=True)
+        times = interleaved(runs, device, rounds)
         ratios = {name: times[name] / times["plain"] for name in ("closed", "sampled")}
         rows.append({"batch": batch, "rounds": rounds, "plain ms": times["plain"], **ratios})
         show(f"so far, batch {batch}", rows[-1:])
@@ -116,7 +116,7 @@ def inference_table(device, rounds, batches):
 
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
-    "Blocks; training step of three blocks, CPU time": blocks_table,
+    "Blocks: training step of three blocks": blocks_table,
     "By part": parts_table,
     "Inference": inference_table,
 }
