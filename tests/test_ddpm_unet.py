@@ -258,3 +258,8 @@ def test_tools_that_make_inputs_themselves_give_it_images_and_time_steps(unet, w
     fuse(tmp_path / "wide.safetensors", out=tmp_path / "thin.safetensors")  # in this process, which has diffusers
     verify(str(tmp_path / "wide.safetensors"), str(tmp_path / "thin.safetensors"), batch=3, size=[(16, 16)])
     assert "equal within 0.0001" in capsys.readouterr().out
+
+
+def test_tools_for_models_of_images_say_what_they_lack(unet, tmp_path):
+    with pytest.raises(iso.UserError, match="its inputs are x and t, not images alone"):
+        iso.export(unet, tmp_path / "net.pt2")

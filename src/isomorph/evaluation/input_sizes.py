@@ -150,6 +150,8 @@ def input_size_problem(model: nn.Module, size: Sequence[int]) -> str:
 def _find_problem(model: nn.Module, size: Sequence[int], native: bool) -> str:
     """Return why the model does not take an image of this size, which may be its `native` one; empty if it does."""
     parameter = next(model.parameters())
+    if inputs := getattr(model, "example_inputs", None):
+        return f"its inputs are {' and '.join(inputs(1))}, not images alone"
     if problem := _patch_embed_problem(model, size, native):
         return problem
     try:

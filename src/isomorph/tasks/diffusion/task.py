@@ -15,6 +15,7 @@ from isomorph.data.loaders import eval_loader, eval_transform, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime
+from isomorph.errors import UserError
 from isomorph.suites.test_data import default_data
 from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
@@ -102,6 +103,8 @@ class Diffusion(Task):
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         """Return the mean error of the predicted noise on test images, and a row of it for each interval of times."""
+        if options.page:
+            raise UserError("--page is not for diffusion models; see their images with `isomorph sample`")
         config = dict(model.pretrained_cfg)  # type: ignore[arg-type]
         if options.size:
             config["input_size"] = (config["input_size"][0], *options.size)
