@@ -28,7 +28,7 @@ from isomorph.deployment.artefact import open_artefact
 from isomorph.deployment.artefact_card import artefact_card
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.evaluation.random_inputs import random_images
+from isomorph.evaluation.random_inputs import random_inputs
 from isomorph.hub_names import check_repository
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.download import is_connection_error, is_reachable
@@ -240,7 +240,7 @@ def _timm_loads(model: nn.Module, folder: Path) -> bool:
     if json.dumps(evaluation_config(model)) != json.dumps(evaluation_config(loaded)):
         return False
     own = copy.deepcopy(model).cpu().float()
-    images = random_images(1, own)
+    inputs = random_inputs(1, own)
     with torch.no_grad(), eval_mode(own), eval_mode(loaded):
-        expected, found = own(images), loaded(images)
+        expected, found = run_model(own, inputs), run_model(loaded, inputs)
     return torch.allclose(expected, found, rtol=0, atol=_ATOL * max(1.0, expected.abs().max().item()))
