@@ -42,8 +42,9 @@ class UPerNet(nn.Module):
     A hierarchical backbone gives the maps of its last four resolutions. A plain ViT gives those of four blocks, which
     `PlainNeck` enlarges or pools. `channels` is the width of the head, by default that of a plain ViT, else 512.
     `auxiliary` adds a second classifier, used in training only, on the last map but one. `backbone_kwargs` are
-    arguments of the backbone, `feature_indices` the feature maps that it gives, `img_size` the size that its positions are
-    made for. Images may have any size: for a ViT they are padded with zeros to whole patches, and the logits cut again.
+    arguments of the backbone, `feature_indices` the feature maps that it gives, `img_size` the size for which its
+    positions are made. Images have any size: for a ViT they are padded with zeros to whole patches, and the logits cut
+    again.
 
     Shape: x (B, in_chans, h, w) -> (B, num_classes, h, w); with `coarse` CoarseLogits, not enlarged
     Source: UPerNet (Xiao et al., 2018); for plain ViTs BEiT (Bao et al., 2022), as published; TDRL section 4.3

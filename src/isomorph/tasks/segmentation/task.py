@@ -51,6 +51,8 @@ class Segmentation(Task):
     def check_recipe(self, recipe: Recipe) -> None:
         if recipe.scale.parallel == "fsdp":
             raise ValueError("segmentation is tested image by image, which fsdp does not support; use ddp")
+        if recipe.data.batch_size // recipe.scale.accumulate < 2:
+            raise ValueError("segmentation needs two images at once for its BatchNorms; lower scale.accumulate")
         if recipe.data.classes or recipe.data.size or recipe.data.test_crop or recipe.data.crop_pct:
             raise ValueError("data.classes, size, test_crop and crop_pct do not apply to segmentation; see task.crop")
 

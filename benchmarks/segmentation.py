@@ -1,0 +1,103 @@
+"""UPerNet on CamVid: eight images learnt by heart, then a narrow ViT with and without pyramids, and fused.
+
+    python benchmarks/segmentation.py [--root shared/data/camvid] [--out runs/segmentation] [--steps 300]
+        [--only eight plain pyramid]
+
+Eight training images at 160 x 120 are trained and tested on. The other runs train on the images of the training split,
+and test on those of the val split at their own size. Runs resume, so the script may be stopped at any time. Results,
+with the IoU of every class, are in benchmarks/results/segmentation.json.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from PIL import Image
+
+import isomorph as iso
+from interleave import show, update
+from isomorph.distributed import ALONE
+from isomorph.training import EvaluationOptions
+from isomorph.training.task import task_of
+
+NARROW = dict(depth=3, embed_dim=64, num_heads=4, patch_size=8)
+PLAIN = dict(layout="plain")
+WHOLE = dict(crop=[120, 160], resize=None, ratio=[1.0, 1.0], hflip=0.0, photometric=False, category_share=1.0)
+AUGMENTED = dict(crop=[96, 128], resize=[160, 120], ratio=[0.8, 1.5])
+COPIES = 8
+"""Copies of each of the eight images, which make an epoch of eight steps."""
+
+
+def recipe(name, root, out, steps, backbone, task, lr, **network):
+    """The recipe of a run: AdamW, ten steps of warm-up, then a linear decay."""
+    kwargs = dict(backbone="tdrl_vit_ti", channels=32, backbone_kwargs=NARROW | backbone) | network
+    optim = dict(lr=lr, schedule="poly", schedule_from="start", warmup_iterations=10, clip_grad=1.0)
+    return iso.Recipe(
+        name=name,
+        model=dict(name="upernet", kwargs=kwargs),
+        task=dict(name="segmentation") | task,
+        data=dict(source="camvid", batch_size=8, root=root),
+        optim=optim,
+        iterations=steps,
+        evaluate_every=25,
+        log_every=8,
+        checkpoint_minutes=60,
+        out=out / name,
+    )
+
+
+def eight_images(root, folder):
+    """Write eight images of the training split, reduced, for training (several copies) and for testing."""
+    for name in sorted(path.name for path in (root / "train").glob("*.png"))[3::8][:8]:
+        for kind, method in {"": Image.Resampling.LANCZOS, "annot": Image.Resampling.NEAREST}.items():
+            with Image.open(root / f"train{kind}" / name) as image:
+                small = image.resize((160, 120), method)
+            for split, copies in (("train", COPIES), ("val", 1)):
+                for copy in range(copies):
+                    path = folder / f"{split}{kind}" / f"{copy}-{name}"
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    small.save(path)
+    return folder
+
+
+def measured(name, model, root, run=None):
+    """The metrics of a model on the test images, of all classes together and of each."""
+    first, *classes = task_of(model).evaluate(model, EvaluationOptions(root=root), ALONE)
+    row = dict(network=name, parameters=sum(p.numel() for p in model.parameters()), **first)
+    row["iou"] = {each["class"]: each["iou"] for each in classes}
+    if run:
+        lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+        row["seconds"] = round(sum(line["seconds"] for line in lines))
+    return row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path("../shared/data/camvid"))
+    parser.add_argument("--out", type=Path, default=Path("runs/segmentation"))
+    parser.add_argument("--steps", type=int, default=300, help="of the runs on all images")
+    parser.add_argument(
+        "--only", nargs="+", default=["eight", "plain", "pyramid"], choices=["eight", "plain", "pyramid"]
+    )
+    given = parser.parse_args()
+    rows = []
+    for name in given.only:
+        root = eight_images(given.root, given.out / "images") if name == "eight" else given.root
+        options = {
+            "eight": dict(steps=800, backbone=PLAIN, task=WHOLE, lr=4e-3, auxiliary=False, drop_rate=0.0),
+            "plain": dict(steps=given.steps, backbone=PLAIN, task=AUGMENTED, lr=3e-3, auxiliary_channels=16),
+            "pyramid": dict(steps=given.steps, backbone={}, task=AUGMENTED, lr=3e-3, auxiliary_channels=16),
+        }[name]
+        chosen = recipe(name, root, given.out, **options)
+        iso.train(chosen)
+        model = iso.load(chosen.folder / "model.safetensors")
+        rows.append(dict(steps=chosen.iterations, **measured(name, model, root, chosen.folder)))
+        if name == "pyramid":
+            rows.append(dict(steps=chosen.iterations, **measured("fused", iso.fuse(model), root)))
+        update("segmentation", {row["network"]: [row] for row in rows})
+    show("Metrics", [{key: value for key, value in row.items() if key != "iou"} for row in rows])
+    show("IoU of each class (%)", [{"class": n} | {r["network"]: r["iou"][n] for r in rows} for n in rows[0]["iou"]])
+
+
+if __name__ == "__main__":
+    main()

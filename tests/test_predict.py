@@ -1,0 +1,51 @@
+"""`isomorph predict`: classes of an image, files written, and errors in one line."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from command_line import isomorph
+
+
+@pytest.fixture(scope="module")
+def photo(tmp_path_factory):
+    path = tmp_path_factory.mktemp("photo") / "x.png"
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), np.uint8)).save(path)
+    return path
+
+
+def predict(photo, *arguments):
+    image = () if "--image" in arguments else ("--image", photo)
+    return isomorph("predict", "cifar_resnet20", "--no-pretrained", "--device", "cpu", *image, *arguments)
+
+
+def test_the_five_likeliest_classes(photo):
+    done = predict(photo, "--out", photo.with_name("classes.json"), "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 5
+    shares = [row["probability"] for row in rows]
+    assert shares == sorted(shares, reverse=True)
+    assert json.loads(photo.with_name("classes.json").read_text()) == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--image", "nothing.png"], "--image nothing.png does not exist"),
+        (["--out", "{photo}"], "is the image itself"),
+        (["--out", "y.png"], "must end in .json for this model"),
+        (["--out", "{exists}"], "exists; give --overwrite"),
+    ],
+)
+def test_errors(photo, arguments, message):
+    exists = photo.with_name("there.json")
+    exists.write_text("{}")
+    before = sorted(photo.parent.iterdir())
+    done = predict(photo, *(argument.format(photo=photo, exists=exists) for argument in arguments))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(photo.parent.iterdir()) == before
