@@ -81,6 +81,13 @@ def test_a_backbone_keeps_one_map_of_each_resolution():
         assert not isinstance(detector("vit_tiny_patch16_224", window=0).backbone, WindowedViT)
 
 
+def test_images_are_normalised_as_for_the_backbone():
+    with torch.device("meta"):
+        config = detector("vit_tiny_patch16_224", img_size=(48, 64)).pretrained_cfg
+    assert config["mean"] == (0.5, 0.5, 0.5)
+    assert tuple(config["input_size"]) == (3, 48, 64)
+
+
 def test_a_window_network_is_the_vit_where_the_window_covers_the_image():
     vit = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", dynamic_img_size=True, **VIT)
     vit.eval()

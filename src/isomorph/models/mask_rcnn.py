@@ -81,7 +81,7 @@ class MaskRCNN(nn.Module):
         super().__init__()
         _check_numbers(num_classes=num_classes, channels=channels, features=features, proposals=proposals)
         self.num_classes, self.in_chans, self.has_masks = num_classes, in_chans, masks
-        self.backbone_name, self.backbone_kwargs = backbone, dict(backbone_kwargs or {})
+        self.backbone_kwargs, self.img_size = dict(backbone_kwargs or {}), to_2tuple(img_size)
         arguments = self.backbone_kwargs | ({} if drop_path_rate is None else {"drop_path_rate": drop_path_rate})
         found = build_backbone(backbone, in_chans, pretrained=pretrained_backbone, arguments=arguments)
         if not found.is_plain:
@@ -91,7 +91,7 @@ class MaskRCNN(nn.Module):
         if found.is_plain:
             self.indices = found.indices[-1:]
             if window and is_windowable(found.module):
-                self.backbone = WindowedViT(found.module, to_2tuple(img_size), window, global_blocks)  # type: ignore[arg-type]
+                self.backbone = WindowedViT(found.module, self.img_size, window, global_blocks)  # type: ignore[arg-type]
                 self.indices = None
             self.pyramid: nn.Module = SimpleFeaturePyramid(found.channels[-1], channels)
             stride = found.reductions[-1]
@@ -219,5 +219,14 @@ default_cfgs = generate_default_cfgs({"mask_rcnn": _cfg()})  # no weights of who
 
 @register_model
 def mask_rcnn(pretrained: bool = False, **kwargs: Any) -> MaskRCNN:
-    """Mask R-CNN around a timm backbone; `pretrained` loads the backbone's own weights."""
-    return build_model_with_cfg(MaskRCNN, "mask_rcnn", False, pretrained_backbone=pretrained, **kwargs)
+    """Mask R-CNN with any timm model as `backbone`: 27.66M parameters with a fused TDRL-ViT-Ti (TDRL Table 2).
+
+    `pretrained` gives the backbone its public weights; the network has none. Images are normalised as for the backbone.
+    """
+    overlay = kwargs.pop("pretrained_cfg_overlay", None) or {}
+    model = build_model_with_cfg(MaskRCNN, "mask_rcnn", False, pretrained_backbone=pretrained, **kwargs)
+    inner = getattr(model.backbone, "pretrained_cfg", None) or {}
+    own = {key: inner[key] for key in ("mean", "std") if inner.get(key) is not None and model.in_chans == 3}
+    own |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes}
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
+    return model

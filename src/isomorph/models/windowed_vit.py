@@ -59,6 +59,7 @@ class WindowedViT(nn.Module):
     ) -> None:
         super().__init__()
         depth, self.source_module = len(vit.blocks), type(vit).__module__
+        self.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
         chosen = default_global_blocks(depth) if global_blocks is None else tuple(global_blocks)
         if window < 1 or not all(0 <= block < depth for block in chosen):
             raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")

@@ -1,6 +1,6 @@
 """The losses of Mask R-CNN as a task of timm, alone or with a teacher of its proposals."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class ProposalDistillationTask(PretrainingTask):
         features: sum m (T - adapt(S))^2 / sum m,    objectness: sum m BCE(sigmoid(S), sigmoid(T)) / sum m
 
     Both are summed over maps and weighted; the weights grow from 0 over the first `ramp` passes. The teacher is in eval
-    mode and computes its proposals' head only.
+    mode, gets images in its own normalisation, and computes its proposals' head only.
 
     Source: G2SD (Huang et al., 2023), specific distillation for detection, as TDRL uses it; differs: the teacher's
     drop path is off
@@ -86,6 +86,9 @@ class ProposalDistillationTask(PretrainingTask):
         super().__init__(GuidedDetector(student, *widths, len(teacher.strides)), device)  # type: ignore[arg-type]
         self.teacher = teacher.requires_grad_(False).eval().to(device)
         self.weights, self.ramp = weights, ramp
+        scale, shift = renormalisation(student.pretrained_cfg, teacher.pretrained_cfg)  # type: ignore[arg-type]
+        self.register_buffer("scale", scale.to(device), persistent=False)
+        self.register_buffer("shift", shift.to(device), persistent=False)
 
     def train(self, mode: bool = True) -> "ProposalDistillationTask":
         super().train(mode)
@@ -96,7 +99,8 @@ class ProposalDistillationTask(PretrainingTask):
         losses = self.trainable_module(input, target)
         maps, objectness = losses.pop("maps"), losses.pop("objectness")
         with torch.no_grad():
-            theirs = list(self.teacher.pyramid_maps(input).values())  # type: ignore[operator]
+            images = input * self.scale + self.shift
+            theirs = list(self.teacher.pyramid_maps(images).values())  # type: ignore[operator]
             their_objectness = self.teacher.rpn.head(theirs)[0]  # type: ignore[union-attr, operator]
         pairs = [guided_losses(*each) for each in zip(maps, objectness, theirs, their_objectness, strict=True)]
         features, scores = zip(*pairs, strict=True)
@@ -105,6 +109,14 @@ class ProposalDistillationTask(PretrainingTask):
         losses["loss_features"] = share * self.weights[0] * torch.stack(features).sum()
         losses["loss_teacher_objectness"] = share * self.weights[1] * torch.stack(scores).sum()
         return {"loss": sum(losses.values()), **losses}
+
+
+def renormalisation(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return scale and shift from images in one normalisation to another. Shape: -> (C, 1, 1) each"""
+    (mean, std), (their_mean, their_std) = (
+        (torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std")) for config in (own, theirs)
+    )
+    return std / their_std, (mean - their_mean) / their_std
 
 
 def guided_losses(

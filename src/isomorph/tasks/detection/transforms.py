@@ -78,7 +78,7 @@ class TrainTransform(TestTransform):
             left = ((boxes[:, 2:] - boxes[:, :2]) >= _MIN_SIDE).all(1)
             return {"boxes": boxes[left], "labels": labels[left]}
         masks = sample["masks"].as_subclass(Tensor)
-        left = masks.flatten(1).any(1)
+        left = masks.flatten(1).any(1).bool()
         boxes = masks_to_boxes(masks[left])
         boxes[:, 2:] += 1  # the last pixel belongs to the object
         return {"boxes": boxes, "labels": labels[left], "masks": pad_to(masks[left], self.size)}
