@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
+from isomorph.checkpoints import ModelOptions, open_model
 from isomorph.cli.surgery import fuse, verify
 from isomorph.evaluation import count_macs
 from isomorph.evaluation.random_inputs import random_inputs
@@ -146,6 +147,11 @@ def test_a_released_checkpoint_loads_and_computes_the_published_network(tmp_path
     assert iso.load_weights(model, tmp_path / "released.pt") == []
     x, t = torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([0, 7, 19])
     torch.testing.assert_close(model(x, t), released(x, t), atol=1e-12, rtol=1e-12)
+    options = ModelOptions(
+        "ddpm_unet", None, {name: list(v) if isinstance(v, tuple) else v for name, v in SMALL.items()}
+    )
+    opened = open_model(str(tmp_path / "released.pt"), options=options).double()
+    torch.testing.assert_close(opened(x, t), released(x, t), atol=1e-5, rtol=1e-5)
     for m in (model, released):
         m(x, t).square().sum().backward()
     torch.testing.assert_close(model.unet.conv_in.weight.grad, released.head.weight.grad, rtol=1e-10, atol=1e-10)

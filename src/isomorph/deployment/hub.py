@@ -33,6 +33,7 @@ from isomorph.hub_names import check_repository
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.model_inputs import run_model
 
 CARD, RECIPE = "README.md", "recipe.yaml"
 _ABOUT_PUBLIC_WEIGHTS = {"tag", "license", "description", "origin_url", "paper_name", "paper_ids", "notes"}
