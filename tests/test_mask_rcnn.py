@@ -96,6 +96,17 @@ def test_a_window_network_is_the_vit_where_the_window_covers_the_image():
     torch.testing.assert_close(WindowedViT(vit, (224, 224), 14)(x)[0], expected)
 
 
+def test_checkpointing_changes_nothing():
+    backbone = detector(masks=False, backbone_kwargs={**VIT, "layout": "plain"}).backbone
+    x = torch.randn(1, 3, 32, 48)
+    expected = backbone(x)[0]
+    backbone.set_grad_checkpointing()
+    y = backbone(x)[0]
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    assert all(p.grad is not None for p in backbone.parameters())
+
+
 @pytest.fixture(scope="module")
 def plain():
     return detector(backbone_kwargs={**VIT, "layout": "plain"}).eval()

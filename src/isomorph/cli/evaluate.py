@@ -95,22 +95,15 @@ def evaluate_(
     cost
         Also measure MACs and throughput.
     """
-    if batch_size < 1 or workers < 0:
-        raise UserError("--batch-size must be at least 1 and --workers at least 0")
-    _check_options(bool(suite), classes is not None, partial)
+    _check_options(batch_size, workers, bool(suite), classes is not None, partial)
     _check_page(page, overwrite)
     sizes = tuple(size or ())
     with loading():
-        from isomorph.cli.evaluate_run import measure, open_test_sets
-        from isomorph.cli.evaluate_task import evaluate_own_task
+        from isomorph.cli.evaluate_run import Sweep, find_inputs, measure, open_test_sets
+        from isomorph.cli.evaluate_task import EvaluationOptions, evaluate_own_task
         from isomorph.cli.open_models import open_classifier
         from isomorph.distributed import open_runtime
-        from isomorph.suites.imagenet.suites import find_suites
-        from isomorph.suites.sweep import Sweep, check_csv_path
-        from isomorph.suites.test_data import default_data
-        from isomorph.training.task import EvaluationOptions
-    check_csv_path(per_class, overwrite)
-    locations = find_suites(suite or [], root, data)
+    locations = find_inputs(suite, root, data, per_class, overwrite)
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
     classifiers = dict(suite=suite, split=split, classes=classes, rfc=rfc, per_class=per_class, partial=partial)
@@ -120,8 +113,15 @@ def evaluate_(
     test_sets = open_test_sets(net, locations, partial, data, root, split, classes, sizes, max_images)
     rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost, runtime)
     if runtime.is_main:
-        head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
-        _print_results(head | ({} if pretrained else {"weights": "random"}), suite, sizes, rows, costs, json_)
+        _print_results(_head(model, net, data, bool(suite), pretrained), suite, sizes, rows, costs, json_)
+
+
+def _head(model: str, net: Any, data: str | None, suite: bool, pretrained: bool) -> dict[str, str]:
+    """Return what was evaluated: the model, the data unless it is suites, and random weights."""
+    from isomorph.suites.test_data import default_data
+
+    head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
+    return head | ({} if pretrained else {"weights": "random"})
 
 
 def _check_page(page: Path | None, overwrite: bool) -> None:
@@ -132,8 +132,10 @@ def _check_page(page: Path | None, overwrite: bool) -> None:
         raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
 
 
-def _check_options(suite: bool, classes: bool, partial: bool) -> None:
-    """Raise UserError for options that cannot be combined."""
+def _check_options(batch_size: int, workers: int, suite: bool, classes: bool, partial: bool) -> None:
+    """Raise UserError for options that are too small or cannot be combined."""
+    if batch_size < 1 or workers < 0:
+        raise UserError("--batch-size must be at least 1 and --workers at least 0")
     if suite and classes:
         raise UserError("--classes cannot be combined with --suite, whose classes are fixed")
     if partial and not suite:

@@ -12,10 +12,21 @@ from isomorph.deployment import Artefact
 from isomorph.distributed import Runtime
 from isomorph.evaluation import evaluation_config, throughput
 from isomorph.suites.imagenet.locate import SuiteLocation
-from isomorph.suites.imagenet.suites import NUM_CLASSES, Suite, open_located
-from isomorph.suites.sweep import Sweep, measure_costs, run_sweep, write_csv
+from isomorph.suites.imagenet.suites import NUM_CLASSES, Suite, find_suites, open_located
+from isomorph.suites.sweep import Sweep, check_csv_path, measure_costs, run_sweep, write_csv
 from isomorph.suites.test_data import evaluation_data
 from isomorph.suites.test_set import TestSet, check_num_classes, no_progress
+
+
+def find_inputs(
+    suites: list[str] | None, root: Path | None, data: str | None, per_class: Path | None, overwrite: bool
+) -> Mapping[SuiteLocation, Sequence[Suite]]:
+    """Return where the named test suites are, before a model is opened; and make the folder of `per_class`.
+
+    Raises: UserError for a suite that is not there, or a file that exists.
+    """
+    check_csv_path(per_class, overwrite)
+    return find_suites(suites or [], root, data)
 
 
 def open_test_sets(

@@ -113,6 +113,10 @@ class MaskRCNN(nn.Module):
         """Return the layers for layer-wise learning rates: patches, blocks, and everything after them."""
         return layer_groups()
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute activations of the backbone in the backward pass, to save memory."""
+        self.backbone.set_grad_checkpointing(enable)  # type: ignore[operator]
+
     def get_classifier(self) -> nn.Module:
         """Return the classifier of boxes."""
         return self.roi_heads.box_predictor.cls_score  # type: ignore[union-attr, return-value]

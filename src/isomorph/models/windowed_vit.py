@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 
 from timm.layers import Attention, resample_abs_pos_embed
+from timm.models import checkpoint_seq
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -59,7 +60,7 @@ class WindowedViT(nn.Module):
     ) -> None:
         super().__init__()
         depth, self.source_module = len(vit.blocks), type(vit).__module__
-        self.pretrained_cfg = getattr(vit, "pretrained_cfg", None)
+        self.pretrained_cfg, self.grad_checkpointing = getattr(vit, "pretrained_cfg", None), False
         chosen = default_global_blocks(depth) if global_blocks is None else tuple(global_blocks)
         if window < 1 or not all(0 <= block < depth for block in chosen):
             raise UserError(f"window {window} must be at least 1, and global_blocks {chosen} from 0 to {depth - 1}")
@@ -80,6 +81,10 @@ class WindowedViT(nn.Module):
         convert = getattr(sys.modules[self.source_module], "checkpoint_filter_fn", lambda state, _: state)
         return convert(_without_prefix_tokens(state), self)
 
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of the blocks in the backward pass, to save memory."""
+        self.grad_checkpointing = enable
+
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would change without need: the absolute positions."""
         return {"pos_embed"}
@@ -91,6 +96,5 @@ class WindowedViT(nn.Module):
             positions = resample_abs_pos_embed(self.pos_embed, grid, self.grid_size, num_prefix_tokens=0)
             x = x + positions.unflatten(1, grid)
         x = self.norm_pre(self.pos_drop(x))
-        for block in self.blocks:
-            x = block(x)
+        x = checkpoint_seq(self.blocks, x) if self.grad_checkpointing and self.training else self.blocks(x)
         return [x.permute(0, 3, 1, 2)]
