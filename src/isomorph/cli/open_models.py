@@ -19,6 +19,7 @@ from isomorph.hub_names import parse_hub_name
 from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
 from isomorph.training.recipe.parse import parse_value
+from isomorph.training.task import task_of
 
 
 def open_given(
@@ -73,6 +74,13 @@ def open_classifier(
             "model.safetensors as --model.weights of `isomorph train`"
         )
     return open_given(name, checkpoint, weights, pretrained).to(device)
+
+
+def require_classifier(model: nn.Module, name: str) -> None:
+    """Raise UserError for a model that was trained for another task than image classification."""
+    if task := task_of(model):
+        kind = type(task).__name__.lower()
+        raise UserError(f"{name} was trained for {kind}; this command is for image classifiers, see isomorph evaluate")
 
 
 def _open_exported(name: str, weights: Path | None, pretrained: bool) -> nn.Module:

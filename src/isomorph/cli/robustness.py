@@ -92,13 +92,14 @@ def robustness(
         Number of processes that load and corrupt images; 0 uses the main process.
     """
     with loading():
-        from isomorph.cli.open_models import open_classifier
+        from isomorph.cli.open_models import open_classifier, require_classifier
         from isomorph.cli.robustness_run import check_published_files, measure, print_result
         from isomorph.distributed import open_runtime
         from isomorph.suites.test_data import open_test_images
     check_published_files(suite, folder, corruption, severity, extra)
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
+    require_classifier(net, model)
     source = None if folder and data is None else open_test_images(net, data, root, classes, split)
     name = display_name(model, pretrained)
     options: dict[str, Any] = dict(name=name, folder=folder, extra=extra, out=out, baseline=baseline, cache=cache)
