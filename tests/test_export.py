@@ -210,6 +210,18 @@ def test_a_file_that_deviates_is_not_written(tmp_path):
     assert iso.export(model, tmp_path / "x.pt2", size=(8, 8), atol=2).deviation.passed
 
 
+def test_constants_stay_small_and_weights_are_constants():
+    """Of a T-CNN layer's position attention the file has the maps along its axes, not their product."""
+    layer = iso.layers.GPSA2d(12, 12, kernel_size=3, padding=1)  # 9 heads do not divide 12 channels
+    model = perturbed(nn.Sequential(nn.Conv2d(3, 12, 1), layer))
+    proto = build_onnx(model, shapes=plan_shapes(model, "batch", (8, 8)))
+    weights = {tensor.name: tensor for tensor in proto.graph.initializer}
+    assert max(np.prod(tensor.dims) for tensor in weights.values()) <= 12 * 12 * 9
+    products = [node for node in proto.graph.node if node.op_type in ("Conv", "Gemm", "MatMul")]
+    constant = [sum(name in weights for name in node.input[:2]) for node in products]
+    assert sorted(constant) == [0, 0, 1, 1, 1, 1, 1]  # the map, and its product with the values; and all layers
+
+
 def test_export_leaves_the_model_alone():
     model = Net(iso.layers.GPSA(8, num_heads=4)).train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

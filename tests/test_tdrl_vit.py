@@ -199,7 +199,7 @@ def test_the_monitor_watches_every_block(tmp_path):
     assert 1e-3 < max(angles) < 0.5  # at a rate of 1e-3
     assert angles[-1] < max(angles)  # the rate falls
     panels = {chart.title: chart for part in compare_sections(read_run_logs([tmp_path])) for chart in part.charts}
-    for title in ("Turn of the pyramids' scale-free weights in a step", "Similarity of the branches of pyramids"):
+    for title in ("Rotation of pyramid weights per step", "Similarity of the branches of pyramids"):
         (panel,) = (panel for name, panel in panels.items() if name.startswith(title))
         assert len(panel.lines[tmp_path.name].x) == len(rows)
 

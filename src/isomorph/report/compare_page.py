@@ -133,7 +133,7 @@ MONITOR_CURVES = (
     ("Largest attention logit, maximum over layers", "max_logit", max),
     ("Largest attention weight, maximum over layers", "max_attention", max),
     ("Attention entropy, mean over layers", "entropy", fmean),
-    ("Turn of the pyramids' scale-free weights in a step (radians), mean over layers", "angle", fmean),
+    ("Rotation of pyramid weights per step (radians), mean over layers", "angle", fmean),
     ("Similarity of the branches of pyramids (CKA), mean over layers", "branch_similarity", fmean),
 )
 """Title, key of the monitor's log, reduction over layers."""
