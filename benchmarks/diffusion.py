@@ -2,7 +2,7 @@
 
     python benchmarks/diffusion.py network
     python benchmarks/diffusion.py curves norms samples --runs runs [--epoch 1] [--images 1000] [--ddim-steps 20]
-    python benchmarks/diffusion.py curves --figure docs/guides/diffusion_loss.svg
+    python benchmarks/diffusion.py curves --figure docs/guides/diffusion_loss.svg --page docs/guides/diffusion.md
 
 The runs are those of `isomorph train ddpm_cifar10_small --keep_every 1` and `... ddpm_cifar10_small_tdrl`. Needs
 ISOMORPH_DATA with cifar10 and, for `samples`, the CIFAR-10 weights of cifar_resnet56. Results are added to
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from interleave import interleaved, show, update
+from interleave import RESULTS, interleaved, show, update
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE
@@ -196,15 +196,50 @@ def samples(args):
     return {"samples": [{k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()} for row in rows]}
 
 
+TITLES = {
+    "published network": "The published U-Net with random weights, images of 16 x 16: largest differences of the outputs",
+    "narrow step": "A training step of the narrow U-Net, 32 images, processor time",
+    "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds of a shared machine",
+    "statistics by time": "Statistics of the 20 BatchNorms of the pyramids at single time steps, against the running ones: "
+    "shift of the mean (in standard deviations, root mean square over channels; median and largest over norms) and ratio "
+    "of the variance",
+    "recalibrated": "Error of the predicted noise on 500 test images, fused, all and by time steps",
+    "samples": "Distance of samples from training images in the features of cifar_resnet56 (no FID)",
+}
+"""Captions of the tables, for the page."""
+
+
+def write_page(page):
+    """Puts the tables that have been measured between the marks of the page."""
+    found = json.loads((RESULTS / "diffusion.json").read_text())
+    parts = []
+    for title, caption in TITLES.items():
+        if rows := found.get(title):
+            heads = [name for name in rows[0] if name not in ("features", "kernel_distance_std")]
+            lines = [
+                "| " + " | ".join(map(str, row)) + " |"
+                for row in (heads, *([r.get(h, "") for h in heads] for r in rows))
+            ]
+            parts.append("\n".join([f"{caption}:\n", lines[0], "|" + "---|" * len(heads), *lines[1:]]))
+    if (page.parent / "diffusion_loss.svg").is_file():
+        parts.append("![Training error of the predicted noise by step](diffusion_loss.svg)")
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + rest.partition(END)[2])
+
+
+BEGIN, END = "<!-- tables: benchmarks/diffusion.py -->", "<!-- end of the tables -->"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="+", choices=("network", "step", "curves", "norms", "samples"))
+    parser.add_argument("parts", nargs="*", choices=("network", "step", "curves", "norms", "samples"))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--ddim-steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", type=Path)
+    parser.add_argument("--page", type=Path, help="write all tables measured so far into docs/guides/diffusion.md")
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     for part in args.parts:
@@ -216,6 +251,8 @@ def main():
             if title != "steps":
                 show(title, rows)
         print(update("diffusion", copy.deepcopy(tables)))
+    if args.page:
+        write_page(args.page)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ def fid(
     images
         Folder of generated images of one size, as `isomorph sample --out FOLDER` writes it.
     data
-        The real images: a data source (cifar10, ...), a folder with one folder per class, or any folder of images. They
-        are resized and cropped to the size of the generated ones, as for training.
+        The real images: a data source (cifar10, ...), a folder with train/ and val/, or any other folder, of which all
+        images are taken. They are resized and cropped to the size of the generated ones, as for training.
     test
         Take the test images of the data instead of the training images.
     features

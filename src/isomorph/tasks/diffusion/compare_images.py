@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from isomorph.data.formats.naming import ImageFiles
-from isomorph.data.formats.registry import open_source
+from isomorph.data.formats.naming import SPLITS, ImageFiles
+from isomorph.data.formats.registry import SOURCES, locate_folder, open_source
 from isomorph.data.sources import Source, spaced_images
 from isomorph.tasks.diffusion.image_distance import (
     Progress,
@@ -25,18 +25,22 @@ from isomorph.tasks.diffusion.image_features import Extractor
 def open_real_images(
     data: str, split: Literal["train", "test"], root: Path | None = None, max_images: int | None = None
 ) -> Source:
-    """Open the images of a data source, of a folder with a folder per class, or of any folder of images.
+    """Open the images of a data source, of a split of a folder, or of a folder without splits, all of them.
 
     Raises: UserError when there are none.
     """
-    folder = Path(data)
-    if folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()):
-        paths = open_folder(folder)
-        images = ImageFiles(folder, (str(path.relative_to(folder)) for path in paths))
+    if data not in SOURCES and locate_folder(data)[0] == "imagefolder" and not _has_splits(Path(data)):
+        paths, folder = open_folder(Path(data)), Path(data)
+        images = ImageFiles(folder, (path.relative_to(folder).as_posix() for path in paths))
         source = Source(images, np.zeros(len(paths), np.int64), ())
     else:
         source = open_source(data, split, root)
     return spaced_images(source, max_images)
+
+
+def _has_splits(folder: Path) -> bool:
+    """True if a folder has folders for training or test images."""
+    return any((folder / name).is_dir() for names in SPLITS.values() for name in names)
 
 
 def compare_folder(
