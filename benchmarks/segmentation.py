@@ -1,26 +1,35 @@
 """UPerNet on CamVid: eight images learnt by heart, then a narrow ViT with and without pyramids, and fused.
 
     python benchmarks/segmentation.py [--root shared/data/camvid] [--out runs/segmentation] [--steps 300]
-        [--only eight plain pyramid]
+        [--only eight plain pyramid cost] [--sizes 512]
 
 Eight training images at 160 x 120 are trained and tested on. The other runs train on the images of the training split,
 and test on those of the val split at their own size. Runs resume, so the script may be stopped at any time. Results,
-with the IoU of every class, are in benchmarks/results/segmentation.json.
+with the IoU of every class, are in benchmarks/results/segmentation.json. `--only cost` measures a training step with
+the whole ViT-Tiny on an image of each size, what it keeps for the backward pass, and the loading of an image.
 """
 
 import argparse
 import json
 from pathlib import Path
 
+import timm
+import torch
 from PIL import Image
+from timm.data import IMAGENET_DEFAULT_MEAN as MEAN
+from timm.data import IMAGENET_DEFAULT_STD as STD
 
 import isomorph as iso
-from interleave import show, update
+from interleave import interleaved, saved_mib, show, update
 from isomorph.distributed import ALONE
+from isomorph.tasks.segmentation.augment import TrainTransform
+from isomorph.tasks.segmentation.data import open_splits
+from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.training import EvaluationOptions
 from isomorph.training.task import task_of
 
 NARROW = dict(depth=3, embed_dim=64, num_heads=4, patch_size=8)
+FULL = dict(init_values=1.0, relative_bias=True)
 PLAIN = dict(layout="plain")
 WHOLE = dict(crop=[120, 160], resize=None, ratio=[1.0, 1.0], hflip=0.0, photometric=False, category_share=1.0)
 AUGMENTED = dict(crop=[96, 128], resize=[160, 120], ratio=[0.8, 1.5])
@@ -71,17 +80,51 @@ def measured(name, model, root, run=None):
     return row
 
 
+def cost(root, sizes):
+    """Milliseconds of a training step with one image, MiB that it keeps, and milliseconds to load and augment one."""
+    pairs = open_splits("camvid", root, None)[0]
+    rows = []
+    for size in sizes:
+        networks = {
+            name: timm.create_model("upernet", img_size=size, num_classes=11, backbone_kwargs=FULL | layout)
+            for name, layout in {"plain, or fused": PLAIN, "pyramid": {}}.items()
+        }
+        x = torch.randn(2, 3, size, size)  # two images, as BatchNorm needs them
+        steps = {name: training_step(network, x) for name, network in networks.items()}
+        pairs.transform = TrainTransform(SegmentationPart(crop=(size, size), resize=(4 * size, size)), MEAN, STD)
+        milliseconds = interleaved(steps | {"loading": lambda: pairs[0]}, torch.device("cpu"), rounds=3)
+        for name in steps:
+            row = dict(size=size, network=name, step_ms=milliseconds[name] / 2, loading_ms=milliseconds["loading"])
+            rows.append(row | dict(kept_mib=saved_mib(networks[name], x)))
+    update("segmentation", {"cost": rows})
+    show("Cost of an image", rows)
+
+
+def training_step(network, x):
+    """One forward and backward pass of the loss of both heads."""
+
+    def run():
+        coarse = network.train()(x, coarse=True)
+        loss = coarse.logits.logsumexp(1).mean() + coarse.auxiliary.logsumexp(1).mean()
+        loss.backward()
+
+    return run
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("../shared/data/camvid"))
     parser.add_argument("--out", type=Path, default=Path("runs/segmentation"))
     parser.add_argument("--steps", type=int, default=300, help="of the runs on all images")
     parser.add_argument(
-        "--only", nargs="+", default=["eight", "plain", "pyramid"], choices=["eight", "plain", "pyramid"]
+        "--only", nargs="+", default=["eight", "plain", "pyramid"], choices=["eight", "plain", "pyramid", "cost"]
     )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost")
     given = parser.parse_args()
+    if "cost" in given.only:
+        cost(given.root, given.sizes)
     rows = []
-    for name in given.only:
+    for name in (each for each in given.only if each != "cost"):
         root = eight_images(given.root, given.out / "images") if name == "eight" else given.root
         options = {
             "eight": dict(steps=800, backbone=PLAIN, task=WHOLE, lr=4e-3, auxiliary=False, drop_rate=0.0),
@@ -95,6 +138,8 @@ def main():
         if name == "pyramid":
             rows.append(dict(steps=chosen.iterations, **measured("fused", iso.fuse(model), root)))
         update("segmentation", {row["network"]: [row] for row in rows})
+    if not rows:
+        return
     show("Metrics", [{key: value for key, value in row.items() if key != "iou"} for row in rows])
     show("IoU of each class (%)", [{"class": n} | {r["network"]: r["iou"][n] for r in rows} for n in rows[0]["iou"]])
 
