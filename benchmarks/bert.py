@@ -1,6 +1,6 @@
 """Refined attention in transformers' text models: equality, leaks across padding, and cost against plain attention.
 
-    python benchmarks/bert.py [--tables verify leaks cost] [--rounds 5] [--name bert]
+    python benchmarks/bert.py [--tables verify leaks cost] [--rounds 5] [--forms plain refined] [--name bert]
 
 Cost is of BERT-Small: times over the plain network with transformers' `sdpa`, all interleaved in one process; MiB are
 kept for the backward pass, of one sequence. A step is a forward and a backward pass.
@@ -137,13 +137,13 @@ def contenders(num_classes):
     }
 
 
-def cost_table(rounds):
+def cost_table(rounds, forms):
     """BERT-Small as it is fine-tuned, at 128 and 512 tokens and on a padded batch, and as it is pre-trained."""
     rows = []
     padded = padded_batch((128, 110, 90, 77, 60, 51, 40, 23), 30522)
     shapes = [("classes", 128, 8), ("classes", 512, 2), ("classes", "23 to 128", 8), ("words", 128, 8)]
     for head, tokens, batch in shapes:
-        networks = contenders(2 if head == "classes" else 0)
+        networks = {name: net for name, net in contenders(2 if head == "classes" else 0).items() if name in forms}
         inputs = padded if isinstance(tokens, str) else dict(input_ids=torch.randint(1000, 30000, (batch, tokens)))
         if head == "words":
             inputs |= dict(positions=torch.stack([torch.randperm(tokens)[:19] for _ in range(batch)]))
@@ -174,9 +174,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tables", nargs="+", default=["verify", "leaks", "cost"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--forms", nargs="+", default=["plain", "plain, eager", "refined", "refined, recomputed"])
     parser.add_argument("--name", default="bert")
     arguments = parser.parse_args()
-    makers = {"verify": verify_table, "leaks": leak_table, "cost": lambda: cost_table(arguments.rounds)}
+    makers = {
+        "verify": verify_table,
+        "leaks": leak_table,
+        "cost": lambda: cost_table(arguments.rounds, arguments.forms),
+    }
     for title in arguments.tables:
         rows = makers[title]()
         show(title, rows)

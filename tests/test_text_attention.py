@@ -140,6 +140,20 @@ def test_maps_are_returned_in_eager_mode(bert):
     assert (maps[0] < 0).any()
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_takes_one_convolution(bert, implementation, monkeypatch):
+    def slow(*_):
+        raise AssertionError("tap by tap")
+
+    model = copy.deepcopy(bert[1])
+    model.set_attn_implementation(implementation)
+    segment = torch.arange(12) >= 7
+    monkeypatch.setattr("isomorph.layers.map_edit.convolve_within", slow)
+    model(**padded_batch())
+    with pytest.raises(AssertionError, match="tap by tap"):
+        model(torch.ones(1, 12, dtype=torch.long), attention_mask=(segment[:, None] == segment)[None, None])
+
+
 def test_a_mask_of_two_segments_is_kept_apart(bert):
     model = copy.deepcopy(bert[1]).double()
     ids, segment = torch.randint(1, 50, (1, 12)), torch.arange(12) >= 7

@@ -54,6 +54,8 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     Shape: mask (B, Nk), (Nq, Nk), (windows, Nq, Nk) or (B, 1, Nq, Nk), boolean or added to the scores; maps
     (B, nh, Nq, Nk) -> (B or 1, 1 or nh, Nq, Nk)
     """
+    if mask.ndim == 4 and mask.stride(-2) == 0:
+        mask = mask[:, :, :1]  # the result is expanded along the queries again, with a stride of 0
     allowed = mask if mask.dtype == torch.bool else mask > BLOCKED_SCORE
     B, _, Nq, Nk = maps.shape
     if allowed.ndim == 3:  # the windows of an image are neighbours in the batch
