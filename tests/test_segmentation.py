@@ -14,7 +14,7 @@ import isomorph as iso
 from command_line import isomorph
 from isomorph.distributed import ALONE
 from isomorph.tasks.segmentation.augment import CappedCrop, Photometric, RatioResize, TrainTransform, scaled_size
-from isomorph.tasks.segmentation.data import open_splits
+from isomorph.tasks.segmentation.data import open_splits, open_test_pairs
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.formats import open_masks
 from isomorph.tasks.segmentation.metrics import Confusion
@@ -178,6 +178,8 @@ def test_a_fraction_to_test_on(tmp_path):
     assert len(train.classes) == 2
     with pytest.raises(iso.UserError, match="no test images"):
         open_splits("masks", tmp_path, None)
+    assert len(open_test_pairs("masks", tmp_path, 0.3, None)) == len(test)
+    assert len(open_test_pairs("masks", tmp_path, None, 5)) == 5  # of the whole folder
 
 
 # augmentation
@@ -282,7 +284,7 @@ def test_losses_against_their_formulas():
 # runs
 
 
-def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
+def test_a_run_its_checkpoint_and_its_evaluation(run, folder, tmp_path):
     assert {"miou", "mean_accuracy", "pixel_accuracy", "images", "loss"} <= run.metrics.keys()
     assert run.metrics["images"] == 2
     rows = [json.loads(line) for line in (run.folder / "log.jsonl").read_text().splitlines()]
@@ -290,11 +292,15 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder):
     model = iso.load(run.folder / "model.safetensors")
     assert model.pretrained_cfg["task"]["crop"] == [32, 32]
     assert model.pretrained_cfg["label_names"] == ["ground", "square"]
-    done = isomorph("evaluate", run.folder, "--root", folder, "--device", "cpu", "--json")
+    page = tmp_path / "page.html"
+    done = isomorph("evaluate", run.folder, "--root", folder, "--device", "cpu", "--json", "--page", page)
     assert done.returncode == 0, done.stderr
     first, *classes = json.loads(done.stdout)["rows"]
     assert first["miou"] == pytest.approx(run.metrics["miou"])
     assert [row["class"] for row in classes] == ["ground", "square"]
+    text = page.read_text()
+    assert text.count("data:image/jpeg") == 2
+    assert text.index("By class") < text.index("Confusion") < text.index("the worst first")
 
 
 def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):

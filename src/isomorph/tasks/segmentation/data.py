@@ -17,7 +17,7 @@ from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
 from isomorph.tasks.segmentation.fields import SegmentationPart
-from isomorph.tasks.segmentation.formats import FORMATS, open_masks
+from isomorph.tasks.segmentation.formats import FORMATS, open_masks, whole_folder
 from isomorph.tasks.segmentation.pairs import MAX_CLASSES, MaskedImages, spaced_numbers
 from isomorph.training.recipe.recipe import Recipe
 
@@ -76,11 +76,19 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
 
 
 def open_test_pairs(source: str, root: Path, fraction: float | None, max_images: int | None) -> MaskedImages:
-    """Return the test images of a data source, or evenly spaced ones of them. Raises: UserError as `open_splits`."""
+    """Return the test images of a data source, or evenly spaced ones of them.
+
+    They are the part that training left out if `fraction` is given, else the test images, else a whole folder of masks.
+
+    Raises: UserError for an unknown source, or without test images.
+    """
     if source not in FORMATS:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
-    test = None if fraction else open_masks(source, "test", root)
-    pairs = test if test is not None else open_splits(source, root, fraction)[1]
+    pairs = open_splits(source, root, fraction)[1] if fraction else open_masks(source, "test", root)
+    if pairs is None and source == "masks":
+        pairs = whole_folder(root)
+    if pairs is None:
+        raise UserError(f"{root} has no test images as {source} has them; give the folder with them")
     return pairs if max_images is None else pairs.subset(spaced_numbers(len(pairs), max_images))
 
 

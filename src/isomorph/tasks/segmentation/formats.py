@@ -178,6 +178,16 @@ def masks(split: str, root: Path) -> MaskedImages | None:
     return MaskedImages(*files, classes, lookup_table(range(len(classes))))
 
 
+def whole_folder(root: Path) -> MaskedImages | None:
+    """Open all images of a folder of one's own that has no splits; None if it has any."""
+    pair = _own_folders(root, ("",))
+    if pair is None or any(_own_folders(root, names) for names in SPLITS.values()):
+        return None
+    files = _pair_by_name(*pair)
+    classes = _own_classes(root, files[1])
+    return MaskedImages(*files, classes, lookup_table(range(len(classes))))
+
+
 def _own_folders(root: Path, names: Sequence[str]) -> tuple[Path, Path] | None:
     """Return the folders of images and of masks of a split, or None."""
     for name in names:

@@ -97,7 +97,7 @@ def _confusion_section(total: Confusion, names: Sequence[str]) -> Section:
     shares = 100 * counts / counts.sum(1, keepdim=True).clamp_min(1)  # (K, K)
     wrong = counts - torch.diag(counts.diagonal())
     chosen = (wrong.sum(0) + wrong.sum(1)).argsort(descending=True)[:SHOWN_CLASSES].sort().values
-    labels = [names[i] for i in chosen.tolist()]
+    labels = [names[i] if i < len(names) else f"class {i}" for i in chosen.tolist()]
     chart = Matrix(
         "Share of a class's pixels, %", "true class", "predicted class", labels, labels,
         shares[chosen][:, chosen].tolist(), 0.0, 100.0,

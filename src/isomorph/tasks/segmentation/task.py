@@ -102,18 +102,16 @@ class Segmentation(Task):
 
         Raises: UserError for missing data, or data of other classes.
         """
-        recorded = model.pretrained_cfg
-        source, root, split = recorded.get("source"), options.root, None  # type: ignore[union-attr, operator]
-        if options.data in FORMATS:
-            source = options.data
-        elif options.data is not None:
+        recorded: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
+        source, root = options.data or recorded["source"], options.root
+        split = recorded.get("split") if source == recorded["source"] else None
+        if options.data is not None and options.data not in FORMATS:
             source, root = "masks", Path(options.data)
-        else:
-            split = recorded.get("split")  # type: ignore[union-attr, operator]
         pairs = open_test_pairs(source, data_folder(root), split[0] if split else None, options.max_images)
-        if len(pairs.classes) != model.num_classes:
+        known = len(recorded.get("label_names") or ()) or model.num_classes
+        if len(pairs.classes) != known:
             raise UserError(
-                f"the data has {len(pairs.classes)} classes and the model {model.num_classes}; give its own"
+                f"the data has {len(pairs.classes)} classes and the model {known}; give data of its classes"
             )
         pairs.check()
         return pairs
@@ -129,7 +127,7 @@ class Segmentation(Task):
             worst.add(next(own), predicted.numpy().astype(np.uint8), counts)
 
         chosen = {"handle": handle} if options.page else {}
-        counts, images = measure(model.to(runtime.device), loader, self.options, len(pairs.classes), runtime, **chosen)
+        counts, images = measure(model.to(runtime.device), loader, self.options, model.num_classes, runtime, **chosen)  # type: ignore[arg-type]
         rows = [{**counts.metrics(), "images": images}, *counts.rows(pairs.classes)]
         if options.page:
             scores = [score for part in runtime.gather(worst.scores) for score in part]
