@@ -197,12 +197,12 @@ def samples(args):
 
 
 TITLES = {
-    "published network": "The published U-Net with random weights, images of 16 x 16: largest differences of the outputs",
+    "published network": "The published U-Net with random weights, 16 x 16 images: largest differences of the outputs",
     "narrow step": "A training step of the narrow U-Net, 32 images, processor time",
     "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds of a shared machine",
-    "statistics by time": "Statistics of the 20 BatchNorms of the pyramids at single time steps, against the running ones: "
-    "shift of the mean (in standard deviations, root mean square over channels; median and largest over norms) and ratio "
-    "of the variance",
+    "statistics by time": "Statistics of the pyramids' BatchNorms at single time steps, against the running ones: "
+    "shift of the mean (in standard deviations, root mean square over channels; median and largest over norms) and "
+    "ratio of the variance",
     "recalibrated": "Error of the predicted noise on 500 test images, fused, all and by time steps",
     "samples": "Distance of samples from training images in the features of cifar_resnet56 (no FID)",
 }
