@@ -1,6 +1,6 @@
-"""Gated attention in every stage of a CNN: each form of content against the convolution, by stage and as whole networks.
+"""Gated attention in every stage of a CNN: each form of content against the convolution, and whole networks.
 
-    python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only stages|networks|forms|memory] [--name NAME]
+    python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only stages|networks|memory|forms|tiles]
 
 Ratios are times relative to the convolution, interleaved in one process. With `--only`, the other tables stay in the
 result file. "memory" counts what autograd keeps and allocates no GPU memory.
@@ -120,7 +120,7 @@ def memory_table(device, rounds):
 
 
 def form_table(device, rounds):
-    """Behind BY_HEAD_COST and TILE: positions as one convolution and head by head, and tiles of several sizes."""
+    """Behind BY_HEAD_COST: positions as one convolution and head by head."""
     rows = []
     for stage in list(STAGES)[:5]:
         conv, x = convolution(stage)
@@ -132,12 +132,18 @@ def form_table(device, rounds):
             run = interleaved({"convolution": forward(conv, x), **ways}, device, rounds)
             row = {"stage": stage, "what": f"locality {locality:g}", "chosen": "folded" if chosen else "by head"}
             rows.append(row | {name: run[name] / run["convolution"] for name in ways})
+    return rows
+
+
+def tile_table(device, rounds):
+    """Behind TILE: windows in tiles of several sizes."""
+    rows = []
     for stage in list(STAGES)[:4]:
         conv, x = convolution(stage)
         layer = iso.ConvToGPSA(content="window").build(conv)
-        tiles = {f"tile {t}": with_value(window_tiles, "TILE", t, forward(layer, x)) for t in (4, 6, 8, 14)}
+        tiles = {f"tile {t}": with_value(window_tiles, "TILE", t, forward(layer, x)) for t in (2, 4, 6, 8)}
         run = interleaved({"convolution": forward(conv, x), **tiles}, device, rounds)
-        rows.append({"stage": stage, "what": "window"} | {name: run[name] / run["convolution"] for name in tiles})
+        rows.append({"stage": stage} | {name: run[name] / run["convolution"] for name in tiles})
     return rows
 
 
@@ -155,7 +161,13 @@ def with_value(module, name, value, run):
     return timed
 
 
-TABLES = {"stages": stage_table, "networks": network_table, "memory": memory_table, "forms": form_table}
+TABLES = {
+    "stages": stage_table,
+    "networks": network_table,
+    "memory": memory_table,
+    "forms": form_table,
+    "tiles": tile_table,
+}
 
 
 def main():

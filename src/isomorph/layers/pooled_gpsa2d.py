@@ -51,7 +51,9 @@ class PooledHeads(BoundedContentHeads):
 
     def average_cells(self, x: Tensor) -> Tensor:
         """Return the averages of the cells, 0 for empty ones. Shape: x (B, C, H, W) -> (B, C, h w)"""
-        rows, columns = (m / m.sum(1, keepdim=True).clamp(min=1) for m in self.cell_members(*x.shape[-2:], like=x))
+        rows, columns = (
+            m / m.sum(1, keepdim=True).clamp(min=1) for m in self.cell_members(x.shape[-2], x.shape[-1], like=x)
+        )
         return (rows @ (x @ columns.t())).flatten(2)
 
     def cell_counts(self, H: int, W: int, like: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ class PooledHeads(BoundedContentHeads):
         q = self.scaled_queries(x).flatten(1, 2)  # (B, Nq, nh hd)
         k = F.linear(self.average_cells(x).transpose(1, 2), self.distinct_rows(self.key.weight).flatten(0, 1))
         q, k = (t.unflatten(2, (self.distinct_heads, -1)).transpose(1, 2) for t in (q, F.pad(k, (0, 0, 0, 1))))
-        return q, k, self.cell_counts(*x.shape[-2:], like=q).log().to(q.dtype)
+        return q, k, self.cell_counts(x.shape[-2], x.shape[-1], like=q).log().to(q.dtype)
 
     def content_taps(self, x: Tensor, values: Tensor, share: Tensor | None = None) -> Tensor:
         """Return the sum over heads of content attention times values times filter, scaled by a share of each head.

@@ -4,6 +4,7 @@ A head is described by a letter: b (both), p (position only), c (content only), 
 """
 
 import copy
+from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -134,7 +135,9 @@ def _prune_map_layer(layer: MapLayer, heads: str) -> nn.Module:
     tensors, first = map_head_tensors(layer), _layers_of_heads(layer)[0]
     size = (first.in_channels, first.out_channels, first.kernel_size, first.stride, first.padding)
     bias = next((part.bias for part in _layers_of_heads(layer) if part.bias is not None), None)
-    content = next((part.content_options for part in _layers_of_heads(layer) if isinstance(part, ContentHeads)), {})
+    content: dict[str, Any] = {}
+    for part in _layers_of_heads(layer):
+        content |= part.content_options if isinstance(part, ContentHeads) else {}
     kinds = "".join(dict.fromkeys("p" if letter == "t" else letter for letter in heads))
     whole: nn.Module
     if len(kinds) == 1:

@@ -65,7 +65,7 @@ class WindowHeads(BoundedContentHeads):
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
         q, keys, _ = super().content_scores(x)
-        mask = self.window_mask(*x.shape[-2:], x.device)
+        mask = self.window_mask(x.shape[-2], x.shape[-1], x.device)
         return q, keys, torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
 
 
