@@ -342,7 +342,7 @@ class TestRun:
         with pytest.raises(iso.UserError, match=r"has not a head for masks, and task\.masks is True"):
             iso.train(validate(values), show=False)
         values["model"] = {"name": "cifar_resnet20"}
-        with pytest.raises(iso.UserError, match="cifar_resnet20"):
+        with pytest.raises(iso.UserError, match=r"cifar_resnet20 is not a detector; set model\.name mask_rcnn"):
             iso.train(validate(values), show=False)
 
     def test_other_categories_in_the_test_data(self, tmp_path):

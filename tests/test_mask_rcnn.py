@@ -20,7 +20,7 @@ VIT = dict(embed_dim=12, num_heads=3, depth=2)
 def detector(backbone="tdrl_vit_ti", **kwargs):
     torch.manual_seed(0)
     own = {"backbone_kwargs": VIT} if "vit" in backbone else {}
-    own |= {"backbone_kwargs": VIT | {"local_up_to_layer": 1}} if backbone == "convit_ti" else {}
+    own |= {"backbone_kwargs": VIT | {"local_up_to_layer": 1, "num_heads": 4}} if backbone == "convit_ti" else {}
     return timm.create_model("mask_rcnn", backbone=backbone, **{**SMALL, **own, **kwargs})
 
 
@@ -179,6 +179,17 @@ class TestWeights:
         model = detector("cifar_resnet20", masks=False)
         iso.load_weights(model, tmp_path / "cnn.safetensors", fresh_head=True)
         torch.testing.assert_close(model.backbone.layer3[2].conv2.weight, cnn.layer3[2].conv2.weight)
+
+    def test_a_detector_of_other_classes_keeps_all_but_its_last_layers(self, plain, tmp_path):
+        iso.save(plain, tmp_path / "three.safetensors")
+        other = detector(num_classes=5, backbone_kwargs={**VIT, "layout": "plain"})
+        new = iso.load_weights(other, tmp_path / "three.safetensors", fresh_head=True)
+        assert {name.rpartition(".")[0].rpartition(".")[2] for name in new} == {
+            "cls_score",
+            "bbox_pred",
+            "mask_fcn_logits",
+        }
+        torch.testing.assert_close(other.rpn.head.cls_logits.weight, plain.rpn.head.cls_logits.weight)
 
     def test_weights_of_another_network(self, tmp_path):
         iso.save(timm.create_model("cifar_resnet20"), tmp_path / "cnn.safetensors")

@@ -28,6 +28,11 @@ from isomorph.models.windowed_vit import WindowedViT, is_windowable
 Detections = dict[str, Tensor]
 """Detections in an image: boxes (n, 4) as left, top, right, bottom, labels (n,), scores (n,), masks (n, 1, 28, 28)."""
 
+_CLASS_HEADS = tuple(
+    f"roi_heads.{name}"
+    for name in ("box_predictor.cls_score", "box_predictor.bbox_pred", "mask_predictor.mask_fcn_logits")
+)
+"""Layers with outputs for each class: new for other classes."""
 _FINEST_STRIDE = 4
 """Stride of the finest map that is used, where a backbone has enough others."""
 
@@ -100,8 +105,8 @@ class MaskRCNN(nn.Module):
             self.pyramid = StagePyramid(found.channels, channels)
             self.strides = (*found.reductions, 2 * found.reductions[-1])
         self.rpn = build_rpn(channels, self.strides, anchor_scale, proposals)
-        regions = dict(masks=masks, samples=samples, score_threshold=score_threshold, detections=detections)
-        self.roi_heads = build_regions(channels, features, self.strides[:-1], num_classes, **regions)
+        chosen = (masks, samples, score_threshold, detections)
+        self.roi_heads = build_regions(channels, features, self.strides[:-1], num_classes, *chosen)
 
     @property
     def fused_arguments(self) -> dict[str, Any]:
@@ -119,7 +124,7 @@ class MaskRCNN(nn.Module):
 
     def get_classifier(self) -> nn.Module:
         """Return the classifier of boxes."""
-        return self.roi_heads.box_predictor.cls_score  # type: ignore[union-attr, return-value]
+        return self.roi_heads.box_predictor.cls_score
 
     def pyramid_maps(self, x: Tensor) -> OrderedDict[str, Tensor]:
         """Return the maps of the pyramid, finest first. Shape: (B, in_chans, H, W) -> (B, C, H / stride, W / stride)"""
@@ -171,10 +176,11 @@ class MaskRCNN(nn.Module):
         """
         if self.training:
             raise UserError("detect needs eval mode; call model.eval()")
-        sizes = [tuple(x.shape[-2:])] * len(x) if sizes is None else [tuple(size) for size in sizes]  # type: ignore[misc]
+        whole = (x.shape[2], x.shape[3])
+        inside = [whole] * len(x) if sizes is None else [(height, width) for height, width in sizes]
         maps = self.pyramid_maps(x)
-        proposals, _ = self.rpn(ImageList(x, list(sizes)), maps)
-        found, _ = self.roi_heads(maps, proposals, list(sizes))
+        proposals, _ = self.rpn(ImageList(x, inside), maps)
+        found, _ = self.roi_heads(maps, proposals, inside)
         return [{**each, "labels": each["labels"] - 1} for each in found]
 
 
@@ -214,7 +220,7 @@ def _cfg() -> dict[str, Any]:
         "std": IMAGENET_DEFAULT_STD,
         "fixed_input_size": False,
         "first_conv": None,
-        "classifier": "roi_heads.box_predictor.cls_score",
+        "classifier": _CLASS_HEADS,
     }
 
 
@@ -231,6 +237,11 @@ def mask_rcnn(pretrained: bool = False, **kwargs: Any) -> MaskRCNN:
     model = build_model_with_cfg(MaskRCNN, "mask_rcnn", False, pretrained_backbone=pretrained, **kwargs)
     inner = getattr(model.backbone, "pretrained_cfg", None) or {}
     own = {key: inner[key] for key in ("mean", "std") if inner.get(key) is not None and model.in_chans == 3}
-    own |= {"input_size": (model.in_chans, *model.img_size), "num_classes": model.num_classes}
+    heads = tuple(head for head in _CLASS_HEADS if model.has_masks or "mask" not in head)
+    own |= {
+        "input_size": (model.in_chans, *model.img_size),
+        "num_classes": model.num_classes,
+        "classifier": heads,
+    }
     model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **own, **overlay}
     return model

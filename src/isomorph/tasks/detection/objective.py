@@ -18,7 +18,7 @@ class DetectionTask(PretrainingTask):
 
     def forward(self, input: Tensor, target: Sequence[Target]) -> dict[str, Tensor]:
         losses = self.trainable_module(input, target)
-        return {"loss": sum(losses.values()), **losses}  # type: ignore[dict-item]
+        return {"loss": sum(losses.values()), **losses}
 
 
 class GuidedDetector(nn.Module):
@@ -26,6 +26,8 @@ class GuidedDetector(nn.Module):
 
     Shape: x (B, C, H, W), targets -> losses of the detector, with its adapted maps and objectness
     """
+
+    passes: Tensor
 
     def __init__(self, student: nn.Module, channels: int, teacher_channels: int, levels: int) -> None:
         super().__init__()

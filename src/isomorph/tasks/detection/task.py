@@ -99,7 +99,7 @@ class Detection(Task):
         from isomorph.training.build import build_model
 
         part = recipe.model
-        if part.name is not None:
+        if part.name == "mask_rcnn":
             size = {"img_size": list(recipe.data.size)} if recipe.data.size else {}
             part = part.model_copy(update={"kwargs": {**size, "masks": self.options.masks, **part.kwargs}})
         return build_model(part, len(train.classes), recipe.drop_path, recast_now)
