@@ -90,12 +90,18 @@ def _check_arguments(name: str, arguments: Mapping[str, Any]) -> None:
 
 def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dict[str, Any]:
     """Return the arguments that let a model take images of any size, and create its positions for `img_size`."""
-    with torch.device("meta"):
-        kind = type(timm.create_model(name.partition(".")[0]))
+    kind = _model_class(name.partition(".")[0])
     free = {} if issubclass(kind, BlockwiseViT) else _FREE_SIZES  # a BlockwiseViT takes any size without them
     given = {"img_size": to_2tuple(img_size)} if img_size is not None else {}
     taken = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}
     return {key: value for key, value in {**free, **given}.items() if key in taken}
+
+
+@cache
+def _model_class(name: str) -> type[nn.Module]:
+    """Return the class of a timm model, which only creating one tells."""
+    with torch.device("meta"):
+        return type(timm.create_model(name))
 
 
 def _feature_info(name: str, model: nn.Module) -> list[dict[str, Any]]:
