@@ -326,7 +326,8 @@ class TestRun:
         root, result = squares
         done = isomorph("predict", result.folder, "--image", root / "images/0.png", "--out", tmp_path / "y.png")
         assert not done.returncode, done.stderr
-        assert Image.open(tmp_path / "y.png").size == (64, 48)
+        with Image.open(tmp_path / "y.png") as picture:
+            assert picture.size == (64, 48)
         entries = json.loads((tmp_path / "y.json").read_text())
         for each in entries:
             assert set(each) == {"label", "name", "score", "box", "segmentation"}
