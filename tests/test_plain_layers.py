@@ -6,7 +6,8 @@ import timm.layers
 import torch
 from timm.layers import ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame
 from timm.layers.conv2d_same import Conv2dSame
-from timm.models import beit, eva, swin_transformer_v2
+from timm.models import beit, convit, eva, swin_transformer_v2
+from timm.models.edgenext import PositionalEncodingFourier
 from torch import nn
 
 import isomorph as iso
@@ -52,6 +53,25 @@ def test_a_parametrized_convolution_is_still_rejected():
     conv = nn.utils.parametrizations.weight_norm(Conv2dSame(4, 6, 3))
     with pytest.raises(iso.UserError, match="its weight is parametrized"):
         iso.recast(nn.Sequential(conv), iso.LinearToPyramid(), "0")
+
+
+READERS = {  # networks that read dtype and device of a layer's weight
+    "positions of EdgeNeXt": (lambda: PositionalEncodingFourier(8, 16), "0.token_projection", (1, 3, 4)),
+    "positions of ConViT": (lambda: convit.GPSA(16, 4), "0.qk", torch.randn(2, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_the_weight_of_a_pyramid_can_be_read(name):
+    make, where, x = READERS[name]
+    model = nn.Sequential(make()).eval()
+    wide = iso.recast(model, iso.LinearToPyramid(), where)
+    torch.testing.assert_close(wide(x), model(x), atol=1e-5, rtol=1e-5)
+    pyramid = wide.get_submodule(where)
+    for parameter in pyramid.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    torch.testing.assert_close(pyramid.weight, pyramid.fuse().weight, atol=1e-5, rtol=1e-5)
+    assert pyramid.half().weight.dtype == torch.float16
 
 
 ATTENTION = {

@@ -168,6 +168,15 @@ class Pyramid(nn.Module):
         """
         return collapse_pyramids([self], moments)[0]
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
+        return self.as_filters(self.collapse(None)[0]).to(next(self.parameters()).dtype)
+
+    def as_filters(self, weight: Tensor) -> Tensor:
+        """Reshape a matrix into the weight of the layer that `fuse` returns. Shape: (out, C) -> the same"""
+        return weight
+
     @torch.no_grad()
     def collapse_in_float64(self) -> tuple[Tensor, Tensor]:
         """Return weight and bias in eval mode, computed in float64. Raises: UserError in train mode."""

@@ -127,6 +127,11 @@ class JointPyramid(nn.Module):
             )
         self.pyramids = nn.ModuleList(pyramids)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
+        return torch.cat([part.weight for part in self.pyramids])  # type: ignore[misc]
+
     def forward(self, x: Tensor) -> Tensor:
         return _apply_jointly(list(self.pyramids), x)  # type: ignore[arg-type]
 

@@ -38,6 +38,7 @@ NO_MAP_REASONS = {
     "timm.models.swiftformer.EfficientAdditiveAttention": _KEYS_ALONE,
     "timm.layers.global_context.GlobalContext": _POOLS,
     "timm.layers.non_local_attn.BilinearAttnTransform": _POOLS,
+    "timm.models.csatv2.SpatialTransformerBlock": "compares the images of a batch, so it has no map over tokens",
     "timm.models.efficientvit_mit.LiteMLA": "is linear attention, which has no map from queries to keys",
 }
 """Layers of timm that are called attention but have no map from queries to keys, with the reason."""
@@ -111,7 +112,6 @@ ATTENTION_FORMS: dict[str, AttentionForm] = {
     "timm.models.convit.GPSA": AttentionForm(),
     "timm.models.cpubone.ConvAttention": _SOFTMAX,
     "timm.models.crossvit.CrossAttention": _ONE_QUERY,
-    "timm.models.csatv2.SpatialTransformerBlock": AttentionForm(place=None, heads=lambda _: 1),
     "timm.models.davit.WindowAttention": _SOFTMAX,
     "timm.models.efficientformer.Attention": _SOFTMAX,
     "timm.models.efficientformer_v2.Attention2d": _SOFTMAX,
