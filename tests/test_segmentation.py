@@ -299,7 +299,7 @@ def test_a_run_its_checkpoint_and_its_evaluation(run, folder, tmp_path):
     assert first["miou"] == pytest.approx(run.metrics["miou"])
     assert [row["class"] for row in classes] == ["ground", "square"]
     text = page.read_text()
-    assert text.count("data:image/jpeg") == 2
+    assert text.count("data:image/jpeg") == 3  # the legend and two images
     assert text.index("By class") < text.index("Confusion") < text.index("the worst first")
 
 

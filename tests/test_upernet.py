@@ -132,6 +132,14 @@ def test_surgery_and_files_of_the_whole_network(network, tmp_path):
     assert len(wide.backbone.blocks[0].attn.prefix_bias) == 3
 
 
+def test_pruning_the_whole_network():
+    cnn, x = build("cifar_resnet20").eval(), torch.randn(1, 3, 24, 32)
+    tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), where="backbone.layer3.2.conv?")
+    assert iso.verify(cnn, tcnn, x).passed
+    assert type(iso.prune(tcnn).backbone.layer3[2].conv1).__name__ != "GPSA2d"
+    assert iso.verify(tcnn, iso.prune(tcnn), x).passed
+
+
 def test_a_classifiers_weights_load_into_the_backbone(tmp_path):
     classifier = timm.create_model("tdrl_vit_ti", img_size=32, num_classes=7, **VIT)
     iso.save(classifier, tmp_path / "classifier.safetensors")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from isomorph.report.charts import Matrix
 from isomorph.report.html import ImageCard, Section, write_page
@@ -23,6 +23,8 @@ SHOWN_CLASSES = 25
 """Classes in the confusion matrix, those that are confused most."""
 _WIDTH, _GAP = 420, 6
 """Largest width of each picture of an image, and the gap between them, in pixels."""
+_ROW = 28
+"""Height of a row of the legend, in pixels."""
 _WORST_CLASSES = 3
 
 
@@ -73,8 +75,8 @@ def write_masks(
         _confusion_section(total, pairs.classes),
         Section(
             "Images, the worst first",
-            "Left: the truth; right: the prediction. Pixels without a class are not coloured.",
-            images=[_card(pairs, score, colours) for score in worst],
+            "Above: the truth; below: the prediction. Pixels without a class are not coloured.",
+            images=[_legend(pairs.classes, colours, total), *(_card(pairs, score, colours) for score in worst)],
         ),
     ]
     write_page(path, "Segmentation", lead, sections)
@@ -111,16 +113,34 @@ def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageC
     image, truth = pairs.image(score.index), pairs.mask(score.index)
     shown = np.where(truth == IGNORE, IGNORE, score.mask)
     pictures = [_small(overlay(image, mask, colours)) for mask in (truth, shown)]
-    canvas = Image.new("RGB", (pictures[0].width * 2 + _GAP, pictures[0].height), "white")
+    canvas = Image.new("RGB", (pictures[0].width, pictures[0].height * 2 + _GAP), "white")
     canvas.paste(pictures[0], (0, 0))
-    canvas.paste(pictures[1], (pictures[0].width + _GAP, 0))
-    buffer = io.BytesIO()
-    canvas.save(buffer, format="JPEG", quality=88)
-    uri = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    canvas.paste(pictures[1], (0, pictures[0].height + _GAP))
     rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
     lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
     text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
-    return ImageCard(uri, pairs.images[score.index].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"])
+    return ImageCard(_uri(canvas), pairs.images[score.index].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"])
+
+
+def _legend(names: Sequence[str], colours: np.ndarray, total: Confusion) -> ImageCard:
+    """Return the colours of the classes that occur, the most frequent first."""
+    pixels = total.counts.sum(1)[: len(names)]
+    shown = [i for i in pixels.argsort(descending=True).tolist() if pixels[i]][:SHOWN_CLASSES]
+    canvas = Image.new("RGB", (_WIDTH, _ROW * len(shown)), "white")
+    draw = ImageDraw.Draw(canvas)
+    for row, number in enumerate(shown):
+        top = _ROW * row
+        draw.rectangle((0, top + 3, 2 * _ROW, top + _ROW - 3), fill=tuple(colours[number].tolist()))
+        draw.text((2 * _ROW + 10, top + 3), names[number], fill="black", font_size=_ROW - 10)
+    left = f" of {int((pixels > 0).sum())}" if len(shown) < int((pixels > 0).sum()) else ""
+    return ImageCard(_uri(canvas), "Colours", [f"{len(shown)}{left} classes, the most frequent first"])
+
+
+def _uri(image: Image.Image) -> str:
+    """Return an image as a data: URI."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=88)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _small(image: Image.Image) -> Image.Image:
