@@ -45,7 +45,8 @@ class PooledHeads(BoundedContentHeads):
         members = []
         for length, most in zip((H, W), self.cells, strict=True):
             number = min(most, length) if is_eager() else most
-            cell = torch.arange(length, device=like.device) // -(-length // most)
+            side = (length + most - 1) // most  # rounded up without negative numbers, which ONNX rounds towards 0
+            cell = torch.arange(length, device=like.device) // side
             members.append((torch.arange(number, device=like.device)[:, None] == cell).to(like.dtype))
         return members[0], members[1]
 

@@ -45,7 +45,7 @@ def axis_tiles(queries: int, keys: int, start: int, stride: int, window: int, de
     of the full size.
     """
     eager = is_eager()
-    count = -(-queries // TILE)
+    count = (queries + TILE - 1) // TILE  # rounded up without negative numbers, which ONNX rounds towards 0
     size = -(-queries // count) if eager else TILE
     length = stride * (size - 1) + window
     steps = torch.arange(count * size, device=device).clamp(max=queries - 1).view(count, size)
