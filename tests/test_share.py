@@ -156,6 +156,8 @@ class TestPush:
         code, out, err = run(capsys, "push", damaged, "me/thin")
         assert (code, out) == (2, "")
         assert f"is not a readable .{kind} file" in err
+        with pytest.raises(iso.UserError, match="is shared as its file; give the path"):
+            iso.push(iso.deployment.open_artefact(path), "me/thin")
 
     def test_branches_and_edited_cards(self, hub, models):
         first, second = models["ours"][0].eval(), models["plain"][0].eval()

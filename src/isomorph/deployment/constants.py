@@ -1,5 +1,6 @@
 """Computing the constants of an ONNX graph when it is written, or leaving them to the runtime."""
 
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,15 +27,11 @@ def optimize_graph(model: "Model") -> None:
 
 def _should_compute(node: "Node") -> bool | None:
     """Return whether to compute a node whose inputs are constants; None leaves it to the rules of onnxscript."""
-    inputs = [value for value in node.inputs if value is not None and value.const_value is not None]
     shape = node.outputs[0].shape
     if shape is None or not shape.is_static():
         return None
-    size = 1
-    for length in shape.numpy():
-        size *= length
-    read = sum(value.const_value.size for value in inputs if value.const_value is not None)
-    if size > max(_SMALL, _GROWTH * read):
+    read = [(value.const_value.size, len(value.uses())) for value in node.inputs if value and value.const_value]
+    if math.prod(shape.numpy()) > max(_SMALL, _GROWTH * sum(size for size, _ in read)):
         return False
-    alone = all(len(value.uses()) == 1 or value.const_value.size <= _SMALL for value in inputs if value.const_value)
-    return True if node.op_type in _REARRANGING and alone else None
+    replaces = all(size <= _SMALL or uses == 1 for size, uses in read)  # instead of storing the weight twice
+    return True if node.op_type in _REARRANGING and replaces else None

@@ -80,8 +80,15 @@ def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "Mode
     """Convert a traced model to ONNX. Raises: UserError that names the operator when there is no ONNX form of it."""
     try:
         with quiet():
-            names = dict(input_names=[INPUT], output_names=[OUTPUT])
-            made = torch.onnx.export(program, **names, opset_version=opset, dynamo=True, verbose=False, optimize=False)
+            made = torch.onnx.export(
+                program,
+                input_names=[INPUT],
+                output_names=[OUTPUT],
+                opset_version=opset,
+                dynamo=True,
+                optimize=False,
+                verbose=False,
+            )
             assert made is not None
             optimize_graph(made.model)
             proto = made.model_proto
