@@ -11,6 +11,7 @@ from isomorph.cli.evaluate_task import evaluate_task
 from isomorph.distributed import ALONE, Runtime
 from isomorph.recipes import RECIPES
 from isomorph.recipes.language import TABLE_6
+from isomorph.tasks.language.attention_page import attention_of, choose_examples
 from isomorph.tasks.language.classify import TextClassificationPart
 from isomorph.tasks.language.corpus import IGNORED, PackedTexts, pack
 from isomorph.tasks.language.glue import GLUE, read_tsv, training_sentences
@@ -308,6 +309,19 @@ class TestRuns:
         assert [row["text"] for row in rows] == ["a b | c", "d | e"]
         evaluate_task(task_of(model), model, "fine", EvaluationOptions(str(root)), ALONE, json_=False)
         assert "accuracy (%)" in capsys.readouterr().out
+
+    def test_the_page_of_attention(self, root, tokenizer, tmp_path, pretrained):
+        model = iso.load(pretrained / "model.safetensors").eval()
+        rows = [(("a b c", "d"), 1.0), (("a", "b"), 0.0), (("a b c d e f", "g h"), 0.0)]
+        batch = choose_examples(Sentences(rows, ("x", "y"), tokenizer, 32), 0)
+        assert batch["attention_mask"].sum(1).tolist() == [5, 7, 11]
+        maps = attention_of(model, batch)
+        assert [tuple(layer.shape) for layer in maps] == [(3, 2, 11, 11)]
+        options = EvaluationOptions(str(root / "text.txt"), page=tmp_path / "page.html", max_images=3)
+        task_of(model).evaluate(model, options, ALONE)
+        page = (tmp_path / "page.html").read_text()
+        assert "example 3" in page
+        assert "Layer 1 of 1" in page
 
     def test_a_regression_and_a_split(self, root, tmp_path):
         values = fine_tuning(root, "stsb")

@@ -173,6 +173,7 @@ def test_recompute_and_training(bert):
     assert all(p.grad.abs().sum() > 0 for p in refiner.parameters())
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph(bert):
     _, refined = bert
     torch._dynamo.reset()

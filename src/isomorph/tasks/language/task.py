@@ -152,8 +152,13 @@ class LanguageTask(Task):
         folder = options.data if options.data not in self.sources else None
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
         test = self.open_test(model, options, source, data_root(options.root or folder))
-        loader = self.share_loader(limit(test, options.max_images), options.batch_size, options.workers, runtime)
-        return [self.measure(model, loader, runtime)]
+        test = limit(test, options.max_images)
+        metrics = self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)
+        if options.page and runtime.is_main:
+            from isomorph.tasks.language.attention_page import write_attention
+
+            write_attention(options.page, model, test, self.tokenizer, metrics)
+        return [metrics]
 
 
 def limit(examples: Any, count: int | None) -> Any:
