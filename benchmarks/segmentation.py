@@ -1,7 +1,7 @@
 """UPerNet on CamVid: eight images learnt by heart, then a narrow ViT with and without pyramids, and fused.
 
     python benchmarks/segmentation.py [--root shared/data/camvid] [--out runs/segmentation] [--steps 300]
-        [--only eight plain pyramid cost] [--sizes 512]
+        [--only eight plain pyramid cost sizes] [--sizes 512]
 
 Eight training images at 160 x 120 are trained and tested on. The other runs train on the images of the training split,
 and test on those of the val split at their own size. Runs resume, so the script may be stopped at any time. Results,
@@ -80,6 +80,20 @@ def measured(name, model, root, run=None):
     return row
 
 
+def sizes():
+    """Parameters of UPerNet with a ViT-Tiny for ADE20K, in training and fused, with and without the auxiliary head."""
+    rows = []
+    for heads in (3, 12):
+        for name, layout in {"pyramid": {}, "fused": PLAIN}.items():
+            arguments = FULL | layout | dict(num_heads=heads)
+            with torch.device("meta"):
+                network = timm.create_model("upernet", backbone="tdrl_vit_ti", backbone_kwargs=arguments)
+            every, extra = (sum(p.numel() for p in part.parameters()) for part in (network, network.auxiliary_head))
+            rows.append(dict(heads=heads, network=name, parameters=every, without_auxiliary_head=every - extra))
+    update("segmentation", {"sizes": rows})
+    show("Parameters", rows)
+
+
 def cost(root, sizes):
     """Milliseconds of a training step with one image, MiB that it keeps, and milliseconds to load and augment one."""
     pairs = open_splits("camvid", root, None)[0]
@@ -117,14 +131,19 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/segmentation"))
     parser.add_argument("--steps", type=int, default=300, help="of the runs on all images")
     parser.add_argument(
-        "--only", nargs="+", default=["eight", "plain", "pyramid"], choices=["eight", "plain", "pyramid", "cost"]
+        "--only",
+        nargs="+",
+        default=["eight", "plain", "pyramid"],
+        choices=["eight", "plain", "pyramid", "cost", "sizes"],
     )
     parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost")
     given = parser.parse_args()
+    if "sizes" in given.only:
+        sizes()
     if "cost" in given.only:
         cost(given.root, given.sizes)
     rows = []
-    for name in (each for each in given.only if each != "cost"):
+    for name in (each for each in given.only if each not in ("cost", "sizes")):
         root = eight_images(given.root, given.out / "images") if name == "eight" else given.root
         options = {
             "eight": dict(steps=800, backbone=PLAIN, task=WHOLE, lr=4e-3, auxiliary=False, drop_rate=0.0),
