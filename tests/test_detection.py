@@ -23,6 +23,7 @@ from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_
 from isomorph.tasks.detection.page import group_results, score_image
 from isomorph.tasks.detection.transforms import TestTransform, TrainTransform
 from isomorph.training.recipe.recipe import validate
+from stopping import stopped_run
 
 CONFIG = dict(input_size=(3, 48, 64), mean=(0.5,) * 3, std=(0.5,) * 3)
 SQUARE = [10, 10, 30, 10, 30, 30, 10, 30]
@@ -311,6 +312,14 @@ class TestRun:
         assert result.metrics["images"] == 3
         assert 0 <= result.metrics["mask_ap"] <= 100
 
+    def test_a_stopped_run_goes_on_bit_for_bit(self, squares):
+        root, result = squares
+        values = {**TINY, "data": {**TINY["data"], "root": str(root), "unreadable": 9}}
+        stopped_run(root / "part", 3, values)
+        iso.train(validate({**values, "out": str(root / "part")}), show=False)
+        states = [iso.load(folder / "model.safetensors").state_dict() for folder in (result.folder, root / "part")]
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
     def test_its_file_knows_task_and_classes(self, squares):
         root, result = squares
         model = iso.load(result.folder / "model.safetensors")
@@ -361,6 +370,7 @@ class TestRun:
             ({"data": {**TINY["data"], "split": 0.2}}, "data.split does not apply to detection"),
             ({"task": {"name": "detection", "scales": [2, 1]}}, "task.scales must be the smallest and the largest"),
             ({"task": {"name": "detection", "flip": 2}}, "task.flip"),
+            ({"scale": {"parallel": "fsdp"}}, "scale.parallel fsdp does not work for detection"),
             ({"augment": {"mixup": 0.2}}, "augment does not apply to detection"),
         ],
     )

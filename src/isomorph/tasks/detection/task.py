@@ -74,6 +74,8 @@ class Detection(Task):
         for name in ("split", "classes", "shuffle_shards", "test_crop", "crop_pct", "images"):
             if getattr(data, name) is not None:
                 raise ValueError(f"data.{name} does not apply to detection; leave it out")
+        if recipe.scale.parallel == "fsdp":
+            raise ValueError("scale.parallel fsdp does not work for detection; leave it at ddp")
         if self.options.scales[0] > self.options.scales[1]:
             raise ValueError("task.scales must be the smallest and the largest scale, like [0.1, 2.0]")
 
