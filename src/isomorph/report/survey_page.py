@@ -31,7 +31,7 @@ def survey_lead(result: Result) -> str:
     """Return the finding of the page in a sentence."""
     layers, labels = result["layers"], result["rules"]
     counts = most_layers(result["cells"], labels, result["loss"])
-    best = max(labels, key=lambda label: counts[label])
+    best = max(reversed(labels), key=lambda label: counts[label])  # the softest of those that take the most layers
     start = "" if result["top1"] is None else f"The model has {result['top1']:.2f}% top-1 on "
     images = count_noun(result["images"], "image")
     images += f", with {result['shared']}" if "shared" in result else ""
@@ -78,9 +78,7 @@ def _alone(result: Result) -> Section:
     changed = [[cells[layer, label]["changed"] for label in labels] for layer in layers]
     charts: list[Chart] = [
         Matrix(_loss_label(result).capitalize(), "layer", words, layers, columns, values, -top, top),
-        Matrix(
-            "Predictions changed, %", "layer", "setting", layers, labels, changed, 0.0, max(map(max, changed)) or 1.0
-        ),
+        Matrix("Predictions changed, %", "layer", words, layers, columns, changed, 0.0, max(map(max, changed)) or 1.0),
     ]
     if result["top1"] is None:
         charts = charts[1:]
