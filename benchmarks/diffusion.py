@@ -49,14 +49,13 @@ def network(side=16):
         nn.init.xavier_uniform_(layer.weight)  # without gains of 1e-5, which hide attention
     wide = iso.recast(plain, iso.LinearToPyramid("P-W2S"), where=ATTENTION_PROJECTIONS)
     thin = iso.fuse(wide)
-    inputs = [{"x": torch.randn(1, 3, side, side), "t": torch.tensor([t])} for t in (0, 500, 999)]
+    times = (0, 500, 999)
+    inputs = [{"x": torch.randn(1, 3, side, side), "t": torch.tensor([t])} for t in times]
     rows = []
     for name, before, after in (("recast", plain, wide), ("fuse", wide, thin)):
-        for row in iso.verify(before, after, inputs).inputs:
+        for t, row in zip(times, iso.verify(before, after, inputs).inputs, strict=True):
             deviation = dict(float32=f"{row.fp32:.2g}", float64=f"{row.fp64:.2g}", largest=f"{row.scale:.3g}")
-            rows.append({"change": name, "parameters": count_parameters(after), "input": row.shape, **deviation})
-    for row, inputs_of in zip(rows, 2 * inputs, strict=True):
-        row["input"] += f" = {inputs_of['t'].item()}"
+            rows.append({"change": name, "parameters": count_parameters(after), "time step": t, **deviation})
     return {"published network": rows}
 
 
@@ -87,8 +86,9 @@ def narrow_step(rounds):
 
 
 def read_log(folder, name):
-    """The rows of a log file of a run."""
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    """The rows of a log file of a run; none before its first epoch has ended."""
+    path = folder / name
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def curves(args):
