@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ class TestShare(Dataset[Any]):
 class LanguageTask(Task):
     """Base of the tasks on text."""
 
-    fields = LanguagePart
+    fields: ClassVar[type[Part]] = LanguagePart
     unused = ("augment", "loss", "distill", "token_labels", "map_similarity", "mask", "monitor_every", "drop_path")
 
     @property
