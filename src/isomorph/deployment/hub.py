@@ -175,10 +175,10 @@ def save_for_hub(
     with tempfile.TemporaryDirectory() as draft:
         written = Path(draft)
         if isinstance(model, nn.Module):
-            model = unwrap_compiled(model)
-            save(model, written / WEIGHTS, base)
-            in_timm = _write_config(model, written, name)
-            card = cards.model_card(model, name, training, results or {}, in_timm)
+            net: nn.Module = unwrap_compiled(model)
+            save(net, written / WEIGHTS, base)
+            in_timm = _write_config(net, written, name)
+            card = cards.model_card(net, name, training, results or {}, in_timm)
         else:
             artefact, file = open_artefact(model), Path(model)
             shutil.copyfile(file, written / file.name)
