@@ -93,7 +93,7 @@ def _default_arguments(name: str, img_size: int | tuple[int, int] | None) -> dic
     kind = _model_class(name.partition(".")[0])
     free = {} if issubclass(kind, BlockwiseViT) else _FREE_SIZES  # a BlockwiseViT takes any size without them
     given = {"img_size": to_2tuple(img_size)} if img_size is not None else {}
-    taken = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}
+    taken = {parameter for base in kind.__mro__ for parameter in inspect.signature(base.__init__).parameters}  # type: ignore[misc]
     return {key: value for key, value in {**free, **given}.items() if key in taken}
 
 

@@ -132,14 +132,14 @@ class UPerNet(nn.Module):
         """Replace the classifiers of both heads by untrained ones."""
         self.num_classes = num_classes
         for head in filter(None, (self.head, self.auxiliary_head)):
-            old = head.classifier
+            old: Any = head.classifier
             head.classifier = nn.Conv2d(old.in_channels, num_classes, 1).to(old.weight)
             nn.init.normal_(head.classifier.weight, std=0.01)
             nn.init.zeros_(head.classifier.bias)  # type: ignore[arg-type]
 
     def no_weight_decay(self) -> set[str]:
         """Return the names of the backbone's parameters without weight decay."""
-        own = getattr(self.backbone, "no_weight_decay", set)()
+        own: set[str] = getattr(self.backbone, "no_weight_decay", set)()
         return {f"backbone.{name}" for name in own} | parameters_without_decay(self)
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:

@@ -46,7 +46,7 @@ def _ade20k(
     )
 
 
-_TEACHER = dict(backbone="vit_base_patch16_224", channels=768)
+_TEACHER: dict[str, Any] = dict(backbone="vit_base_patch16_224", channels=768)
 RECIPES: dict[str, dict[str, Any]] = {
     "upernet_tdrl_ti": _ade20k(PYRAMIDS, 0.75, "Table 2", "42.5"),
     "upernet_tdrl_ti_distilled": _ade20k(PYRAMIDS, 0.80, "Table 2, dagger", "45.2", distilled=True),

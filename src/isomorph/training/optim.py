@@ -171,10 +171,10 @@ def build_scheduler(
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched={"linear": "poly", "step": "multistep"}.get(optim.schedule, optim.schedule),
-        num_epochs=epochs - warmup if from_peak else epochs,  # type: ignore[arg-type]
+        num_epochs=epochs - warmup if from_peak else epochs,
         min_lr=optim.min_lr,
         warmup_lr=optim.lr * optim.warmup_start if optim.warmup_start != 0.01 else optim.lr / 100,
-        warmup_epochs=warmup,  # type: ignore[arg-type]
+        warmup_epochs=warmup,
         warmup_prefix=from_peak,
         step_on_epochs=False,
         updates_per_epoch=steps_per_epoch,

@@ -157,7 +157,7 @@ def find_task(name: str) -> type[Task]:
     if isinstance(found, str):
         module, _, kind = found.partition(":")
         found = getattr(import_module(module), kind)
-    return found  # type: ignore[return-value]
+    return found
 
 
 def register_task(name: str, task: str | type[Task]) -> None:

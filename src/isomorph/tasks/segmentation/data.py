@@ -105,7 +105,7 @@ def build_test_loader(
 ) -> Iterable[Any]:
     """Return the loader of this process's whole test images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
     own = test.subset(range(runtime.rank, len(test), runtime.world))
-    own.transform = TestTransform(part.resize, config["mean"], config["std"])  # type: ignore[assignment]
+    own.transform = TestTransform(part.resize, config["mean"], config["std"])
     return IsolatedDataLoader(
         own,
         batch_size=1,

@@ -31,7 +31,7 @@ _WORST_CLASSES = 3
 class ImageScore(NamedTuple):
     """The mean IoU of one image, in percent, its counts, and the predicted classes. Shape: mask (H, W)"""
 
-    index: int
+    number: int
     miou: float
     counts: Confusion
     mask: np.ndarray
@@ -48,7 +48,7 @@ class WorstImages:
         miou = counts.metrics()["miou"]
         if miou == miou:  # an image without any class has none
             self.scores.append(ImageScore(index, miou, counts, mask))
-        self.scores = sorted(self.scores, key=lambda score: (score.miou, score.index))[: self.count]
+        self.scores = sorted(self.scores, key=lambda score: (score.miou, score.number))[: self.count]
 
 
 def write_masks(
@@ -110,7 +110,7 @@ def _confusion_section(total: Confusion, names: Sequence[str]) -> Section:
 
 def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageCard:
     """Return the truth and the prediction of an image next to each other, with its worst classes."""
-    image, truth = pairs.image(score.index), pairs.mask(score.index)
+    image, truth = pairs.image(score.number), pairs.mask(score.number)
     shown = np.where(truth == IGNORE, IGNORE, score.mask)
     pictures = [_small(overlay(image, mask, colours)) for mask in (truth, shown)]
     canvas = Image.new("RGB", (pictures[0].width, pictures[0].height * 2 + _GAP), "white")
@@ -119,7 +119,7 @@ def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageC
     rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
     lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
     text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
-    return ImageCard(_uri(canvas), pairs.images[score.index].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"])
+    return ImageCard(_uri(canvas), pairs.images[score.number].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"])
 
 
 def _legend(names: Sequence[str], colours: np.ndarray, total: Confusion) -> ImageCard:

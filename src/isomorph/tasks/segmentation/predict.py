@@ -48,7 +48,7 @@ def measure(
     with eval_mode(model):
         for image, truth in loader:
             with runtime.autocast():
-                predicted = predict_mask(model, image, part, tuple(truth.shape[-2:])).cpu()  # type: ignore[arg-type]
+                predicted = predict_mask(model, image, part, tuple(truth.shape[-2:])).cpu()
             counts = Confusion(classes)
             counts.add(truth[0], predicted)
             handle(truth[0], predicted, counts)

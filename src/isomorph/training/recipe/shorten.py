@@ -43,7 +43,7 @@ def shorten_schedules(values: dict[str, Any], usual: int, given: Sequence[str], 
         group: Any = values
         for each in groups:
             group = group.get(each) if isinstance(group, dict) else None
-        old = group.get(name) if isinstance(group, dict) else None
+        old: Any = group.get(name) if isinstance(group, dict) else None
         if not _is_schedule(old) or any(f"{field}.".startswith(f"{other}.") for other in given):
             continue
         least = WHOLE[unit].get(field)
