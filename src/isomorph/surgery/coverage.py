@@ -16,8 +16,10 @@ from isomorph.surgery.acceptance import acceptance
 from isomorph.surgery.recast import Rule
 from isomorph.surgery.rules.registry import RULES
 
-_FILLS = {Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_, Tensor.copy_, Tensor.erfinv_}
-_FILLS |= {Tensor.add_, Tensor.mul_, Tensor.div_, Tensor.clamp_}
+_FILLS: set[Any] = {
+    *(Tensor.normal_, Tensor.uniform_, Tensor.fill_, Tensor.zero_, Tensor.copy_, Tensor.erfinv_),
+    *(Tensor.add_, Tensor.mul_, Tensor.div_, Tensor.clamp_),
+}
 
 
 class _SkipFills(TorchFunctionMode):

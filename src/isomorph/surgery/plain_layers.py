@@ -1,6 +1,7 @@
 """Layers of timm that compute a plain convolution or linear layer in another way: as the plain layer."""
 
 from collections import OrderedDict
+from typing import Any
 
 import timm.layers
 import torch
@@ -13,6 +14,11 @@ from torch.nn.utils.parametrize import is_parametrized
 from isomorph.layers.same_padding import SamePadding
 
 _STANDARDISED = (ScaledStdConv2d, ScaledStdConv2dSame, StdConv2d, StdConv2dSame)
+
+
+def _has_another_form(module: nn.Module) -> bool:
+    """True for a convolution of timm with standardised weights or SAME padding, with the attributes of its class."""
+    return type(module) is Conv2dSame or (type(module) in _STANDARDISED and hasattr(module, "eps"))
 
 
 @torch.no_grad()
@@ -30,7 +36,7 @@ def plain_layer(module: nn.Module) -> nn.Module:
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         linear.weight, linear.bias = module.weight, module.bias
         return linear
-    if type(module) not in (*_STANDARDISED, Conv2dSame):
+    if not _has_another_form(module):
         return module
     assert isinstance(module, nn.Conv2d)
     sides = (module.padding, (0, 0)) if not _pads_same(module) else (_equal_sides(module) or (0, 0), (0, 0))
@@ -41,7 +47,7 @@ def plain_layer(module: nn.Module) -> nn.Module:
     return conv.train(module.training)
 
 
-def _standardised_weight(conv: nn.Conv2d) -> Tensor:
+def _standardised_weight(conv: Any) -> Tensor:
     """Return the weight by which a convolution with weight standardisation filters. Shape: -> as conv.weight"""
     weight = conv.weight.double()
     gain = (conv.gain * conv.scale).view(-1).double() if hasattr(conv, "gain") else None
@@ -64,7 +70,7 @@ def _equal_sides(conv: nn.Conv2d) -> tuple[int, int] | None:
 
 def same_padding(module: nn.Module) -> SamePadding | None:
     """Return the padding that comes before the plain layer of a convolution, or None: the layer pads itself."""
-    if type(module) not in (*_STANDARDISED, Conv2dSame) or not _pads_same(module):
+    if not _has_another_form(module) or not _pads_same(module):
         return None
     assert isinstance(module, nn.Conv2d)
     if _equal_sides(module) or module.kernel_size == (1, 1):
