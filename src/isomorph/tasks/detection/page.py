@@ -64,7 +64,7 @@ def write_detections(path: Path, source: DetectionSource, results: Results, rows
         Section("By class", "Average precision of every class.", table=_metric_rows(classes)),
         Section(
             "Images, the worst first",
-            f"Left: the truth; right: the detections from a score of {SHOWN_SCORE}. An object is found by a "
+            f"Above the truth, below the detections from a score of {SHOWN_SCORE}. An object is found by a "
             f"detection of its class that overlaps it by half (IoU {_IOU}).",
             images=cards,
         ),
@@ -111,17 +111,17 @@ def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tens
     pictures = [draw_objects(image, each, names) for each in (source.objects(score.index), detections)]
     total = score.found + score.missed
     lines = [f"found {score.found} of {total}, wrong {score.wrong}"]
-    return ImageCard(_side_by_side(pictures), source.images[score.index].file, lines)
+    return ImageCard(_stacked(pictures), source.images[score.index].file, lines)
 
 
-def _side_by_side(pictures: Sequence[Image.Image]) -> str:
-    """Return pictures of one size next to each other as a data: URI."""
+def _stacked(pictures: Sequence[Image.Image]) -> str:
+    """Return pictures of one size below each other as a data: URI."""
     for picture in pictures:
         picture.thumbnail((_WIDTH, 4 * _WIDTH))
     width, height = pictures[0].size
-    canvas = Image.new("RGB", (2 * width + 8, height), "white")
-    for column, picture in enumerate(pictures):
-        canvas.paste(picture, (column * (width + 8), 0))
+    canvas = Image.new("RGB", (width, 2 * height + 8), "white")
+    for row, picture in enumerate(pictures):
+        canvas.paste(picture, (0, row * (height + 8)))
     written = io.BytesIO()
     canvas.save(written, "JPEG", quality=85)
     return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()

@@ -100,7 +100,7 @@ def draw_objects(image: Image.Image, found: dict[str, Tensor], names: list[str])
             class_name(label, names) + ("" if score is None else f" {score:.2f}")
             for label, score in zip(labels, scores, strict=True)
         ]
-        width = max(2, round(max(image.size) / 320))
+        width = max(2, round(max(image.size) / 200))
         corners = found["boxes"].clamp(min=0)
         corners = torch.minimum(corners, torch.tensor([image.width - 1, image.height - 1] * 2))
         canvas = draw_bounding_boxes(canvas, corners, texts, colors=colours, width=width)

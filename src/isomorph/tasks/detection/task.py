@@ -1,6 +1,6 @@
 """Detection and instance segmentation as a task of the training loop."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -217,10 +217,13 @@ class TestBatches:
         own = range(len(source))[runtime.share]
         self.loader: Iterable[Any] = IsolatedDataLoader(
             _TestImages(source, TestTransform(config)),
-            batch_sampler=[own[i : i + batch] for i in range(0, len(own), batch)],  # type: ignore[arg-type]
+            batch_sampler=[list(own[i : i + batch]) for i in range(0, len(own), batch)],
             num_workers=workers,
             worker_init_fn=ignore_stop_signals,
         )
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
 
     def detections(self, model: nn.Module, runtime: Runtime) -> Any:
         """Return a model's detections in the images of all processes."""
