@@ -96,7 +96,7 @@ class MaskRCNN(nn.Module):
         if found.is_plain:
             self.indices = found.indices[-1:]
             if window and is_windowable(found.module):
-                self.backbone = WindowedViT(found.module, self.img_size, window, global_blocks)  # type: ignore[arg-type]
+                self.backbone = WindowedViT(found.module, self.img_size, window, global_blocks)
                 self.indices = None
             self.pyramid: nn.Module = SimpleFeaturePyramid(found.channels[-1], channels)
             stride = found.reductions[-1]

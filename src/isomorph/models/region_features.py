@@ -22,7 +22,7 @@ class PyramidRoIAlign(nn.Module):
     Source: ROIAlignV2 of Mask R-CNN in detectron2 (`aligned=True`), levels: FPN (Lin et al., 2017), eq. 1
     """
 
-    def __init__(self, size: int, strides: Sequence[int]) -> None:
+    def __init__(self, size: int, strides: Sequence[float]) -> None:
         super().__init__()
         self.output_size, self.strides = (size, size), tuple(strides)
 

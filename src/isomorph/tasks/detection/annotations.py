@@ -97,7 +97,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_categories(path: Path, categories: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Return names and numbers of the categories, by number. Raises: UserError for none, or two of one number."""
-    named = {c.get("id"): str(c.get("name", c.get("id"))) for c in categories}
+    named: dict[Any, str] = {c.get("id"): str(c.get("name", c.get("id"))) for c in categories}
     if not named or not all(type(number) is int for number in named) or len(named) < len(categories):
         raise UserError(f"{path}: categories must have an id each, a whole number of their own")
     numbers = tuple(sorted(named))
@@ -127,7 +127,7 @@ def _image_of(name: str, annotation: Mapping[str, Any], records: Mapping[int, Im
 
 def _box_problem(annotation: Mapping[str, Any], record: ImageRecord) -> str | None:
     """Return what is wrong with the box of an annotation (left, top, width, height), or None."""
-    box = annotation.get("bbox")
+    box: Any = annotation.get("bbox")
     numbers = isinstance(box, list) and len(box) == 4 and all(isinstance(n, int | float) for n in box)
     if not numbers or not all(math.isfinite(n) for n in box):
         return f"has bbox {box}, which is not left, top, width and height"

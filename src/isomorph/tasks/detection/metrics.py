@@ -46,7 +46,7 @@ def collect_detections(
         for images, indices in runtime.pad_batches(loader):
             numbers = [int(i) for i in indices]
             records = [source.images[max(i, 0)] for i in numbers]
-            inside = [tuple(fitted_size((r.height, r.width), tuple(size))) for r in records]
+            inside: Any = [tuple(fitted_size((r.height, r.width), tuple(size))) for r in records]
             found = model.detect(images.to(device), inside)  # type: ignore[operator]
             for number, record, height_width, each in zip(numbers, records, inside, found, strict=True):
                 if number >= 0:

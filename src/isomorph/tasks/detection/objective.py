@@ -85,7 +85,7 @@ class ProposalDistillationTask(PretrainingTask):
     ) -> None:
         check_teacher(student, teacher)
         widths = [model.rpn.head.cls_logits.in_channels for model in (student, teacher)]  # type: ignore[union-attr]
-        super().__init__(GuidedDetector(student, *widths, len(teacher.strides)), device)  # type: ignore[arg-type]
+        super().__init__(GuidedDetector(student, widths[0], widths[1], len(teacher.strides)), device)  # type: ignore[arg-type]
         self.teacher = teacher.requires_grad_(False).eval().to(device)
         self.weights, self.ramp = weights, ramp
         scale, shift = renormalisation(student.pretrained_cfg, teacher.pretrained_cfg)  # type: ignore[arg-type]

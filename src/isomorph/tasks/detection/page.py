@@ -30,7 +30,7 @@ _IOU = 0.5
 class ImageScore(NamedTuple):
     """What was found in an image: objects found, missed, and detections that are no object or one found already."""
 
-    index: int
+    image: int
     found: int
     missed: int
     wrong: int
@@ -50,8 +50,8 @@ def write_detections(path: Path, source: DetectionSource, results: Results, rows
     by_image = group_results(source, results)
     index_of = {record.id: index for index, record in enumerate(source.images)}
     scores = [score_image(source, index_of[number], by_image[number]) for number in results.image_ids]
-    worst = sorted(scores, key=lambda score: (score.f1, -score.missed - score.wrong, score.index))[:SHOWN_IMAGES]
-    cards = [_card(source, score, by_image[source.images[score.index].id]) for score in worst]
+    worst = sorted(scores, key=lambda score: (score.f1, -score.missed - score.wrong, score.image))[:SHOWN_IMAGES]
+    cards = [_card(source, score, by_image[source.images[score.image].id]) for score in worst]
     overall, classes = rows[0], rows[1:]
     found, objects = sum(s.found for s in scores), sum(s.found + s.missed for s in scores)
     wrong = sum(s.wrong for s in scores)
@@ -107,11 +107,11 @@ def score_image(source: DetectionSource, index: int, detections: Mapping[str, Te
 
 def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tensor]) -> ImageCard:
     """Return an image twice, with the truth and with the detections, and what was found in it."""
-    image, names = source.image(score.index), list(source.classes)
-    pictures = [draw_objects(image, each, names) for each in (source.objects(score.index), detections)]
+    image, names = source.image(score.image), list(source.classes)
+    pictures = [draw_objects(image, each, names) for each in (source.objects(score.image), detections)]
     total = score.found + score.missed
     lines = [f"found {score.found} of {total}, wrong {score.wrong}"]
-    return ImageCard(_stacked(pictures), source.images[score.index].file, lines)
+    return ImageCard(_stacked(pictures), source.images[score.image].file, lines)
 
 
 def _stacked(pictures: Sequence[Image.Image]) -> str:

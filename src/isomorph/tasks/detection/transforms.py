@@ -31,7 +31,7 @@ class TestTransform:
 
     def __call__(self, image: Image.Image) -> tuple[Tensor, tuple[int, int]]:
         resized = V.resize(V.pil_to_tensor(image), fitted_size(image.size[::-1], self.size), antialias=True)
-        return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])  # type: ignore[return-value]
+        return pad_to(self.normalise(resized), self.size), tuple(resized.shape[-2:])
 
     def normalise(self, image: Tensor) -> Tensor:
         """Return an image of bytes as normalised numbers."""
