@@ -456,6 +456,11 @@ def test_gates_are_analysed_and_trained_by_the_name_of_the_layer(swin):
     assert set(iso.gates(new)) == set(iso.edits(new)[0].names)
     groups = {group["name"]: group for group in iso.training.parameter_groups(new)}
     assert len(groups["gates"]["params"]) == 2
+    annealed = copy.deepcopy(new)
+    for step in (0, 3):
+        iso.Anneal(steps=3, stop=(2.0, 0.5)).apply(annealed, step)
+    edits = [module for module in annealed.modules() if isinstance(module, GatedMap)]
+    assert [float(part.detach()[0]) for edit in edits for part in (edit.locality, edit.gate)] == [2.0, 0.5] * 2
     maps = iso.attention_maps(train_edits(new), torch.randn(1, 3, 32, 32))
     before = iso.attention_maps(swin, torch.randn(1, 3, 32, 32))
     assert {name: m.shape for name, m in maps.items()} == {name: m.shape for name, m in before.items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA, AnnealedReLU
+from isomorph.layers import GPSA, AnnealedReLU, GatedMap
 from isomorph.layers.tap_heads import PositionHeads
 from isomorph.surgery.rules.gated import CONV_GATING, check_gating, initial_gating
 from isomorph.surgery.rules.gated_attention import ATTENTION_GATING
@@ -84,22 +84,22 @@ def _annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
     return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
 
 
-def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | PositionHeads], Sequence[AnnealedReLU]]:
+def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | PositionHeads | GatedMap], Sequence[AnnealedReLU]]:
     """Return the gated attention layers and the annealed ReLUs of a model.
 
     Raises: UserError if there is neither.
     """
     relus = _annealed_relus(model)
-    gated = any(isinstance(module, GPSA | PositionHeads) for module in model.modules())
+    gated = any(isinstance(module, GPSA | PositionHeads | GatedMap) for module in model.modules())
     return (gpsa_layers(model) if gated or not relus else []), relus
 
 
-def gpsa_layers(model: nn.Module) -> Sequence[GPSA | PositionHeads]:
+def gpsa_layers(model: nn.Module) -> Sequence[GPSA | PositionHeads | GatedMap]:
     """Return the gated attention layers of a model.
 
     Raises: UserError if there is none.
     """
-    layers = [module for module in model.modules() if isinstance(module, GPSA | PositionHeads)]
+    layers = [module for module in model.modules() if isinstance(module, GPSA | PositionHeads | GatedMap)]
     if not layers:
         raise UserError(
             "the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first"
