@@ -103,7 +103,7 @@ class MaskedLM(LanguageTask):
         return {"masked_loss": mean, "masked_accuracy": accuracy, "perplexity": perplexity, "sequences": sequences}
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> PackedTexts:
-        if source == "glue":
+        if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
             texts = training_sentences(root)
         else:
             files, test_files = find_text_files(root)
