@@ -38,7 +38,7 @@ class LayerCall:
     """One call of a layer, with the attention captured in it."""
 
     def __init__(self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        first = next((key for key in ("x", *kwargs) if key in kwargs), None)  # the tokens, by their name in the layer
+        first = next((key for key in ("x", *kwargs) if key in kwargs), "x")  # the tokens, by their name in the layer
         named = {key: value for key, value in kwargs.items() if args or key != first}
         self.name, self.layer, self.args, self.kwargs = name, layer, args or (kwargs.get(first),), named
         self.captured: list[AppliedAttention] = []

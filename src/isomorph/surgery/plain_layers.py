@@ -33,6 +33,7 @@ def plain_layer(module: nn.Module) -> nn.Module:
     if is_parametrized(module):
         return module
     if type(module) is timm.layers.Linear:
+        assert isinstance(module, nn.Linear)
         linear = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         linear.weight, linear.bias = module.weight, module.bias
         return linear
