@@ -39,11 +39,12 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
         return {f"unet.{name}": tensor for name, tensor in state.items()}
     if "head.weight" not in state:
         return state
-    unet, names = model.unet, dict(_OUTER_NAMES)
-    for level, block in enumerate(unet.down_blocks):  # type: ignore[arg-type, union-attr]
+    unet: Any = model.unet
+    names = dict(_OUTER_NAMES)
+    for level, block in enumerate(unet.down_blocks):
         names |= _released_names(block, "downblocks", f"down_blocks.{level}", len(_count(names, "downblocks")))
     names |= _released_names(unet.mid_block, "middleblocks", "mid_block", 0)
-    for level, block in enumerate(unet.up_blocks):  # type: ignore[arg-type, union-attr]
+    for level, block in enumerate(unet.up_blocks):
         names |= _released_names(block, "upblocks", f"up_blocks.{level}", len(_count(names, "upblocks")))
     return _renamed(state, names, model)
 

@@ -69,7 +69,7 @@ class DDPMUNet(nn.Module):
         for layer in self.unet.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
                 nn.init.xavier_uniform_(layer.weight, _SMALL_GAIN if layer in last else 1.0)
-                nn.init.zeros_(layer.bias)
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
         table = self.unet.time_proj.weight
         table.copy_(sinusoids(*table.shape)).requires_grad_(False)
 

@@ -110,6 +110,9 @@ class PooledFeatures(nn.Module):
     Shape: (B, 3, H, W) uint8 -> (B, features)
     """
 
+    mean: Tensor
+    std: Tensor
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         if not hasattr(model, "forward_head"):

@@ -1,6 +1,7 @@
 """Sampling of images from a trained diffusion model, step by step from noise."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import torch
@@ -62,19 +63,16 @@ def sample(
     with eval_mode(net):
         for start in range(0, images, batch_size):
             numbers = range(start, min(start + batch_size, images))
-            x = denoise(
-                net,
-                numbers,
-                shape,
-                sampler,
-                schedule,
-                steps,
-                seed,
-                lambda step, before=done: progress(before + step, total),
-            )
+            report = partial(_report, progress, done, total)
+            x = denoise(net, numbers, shape, sampler, schedule, steps, seed, report)
             done += steps
             batches.append(to_pixels(x))
     return torch.cat(batches)
+
+
+def _report(progress: Callable[[int, int], None], before: int, total: int, step: int) -> None:
+    """Report the number of network passes so far."""
+    progress(before + step, total)
 
 
 def check_steps(sampler: str, steps: int | None, time_steps: int) -> int:
