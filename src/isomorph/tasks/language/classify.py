@@ -115,7 +115,7 @@ class TextClassification(LanguageTask):
             return {"text": text, self.glue.classes[0]: output[0].item()}
         share = output.softmax(-1)
         best = int(share.argmax())
-        return {"text": text, "class": self.glue.classes[best], "probability": share[best].item()}
+        return {"text": text, "class": self.glue.classes[best], "probability": 100 * share[best].item()}
 
 
 @torch.no_grad()

@@ -132,7 +132,7 @@ def _describe_words(text: str, number: int, share: Tensor, tokenizer: Any) -> di
     """Return the five most probable words for one mask of a text."""
     best = share.topk(min(5, len(share)))
     words = tokenizer.convert_ids_to_tokens(best.indices.tolist())
-    return {"text": text, "mask": number, "words": " ".join(words), "probability": best.values[0].item()}
+    return {"text": text, "mask": number, "words": " ".join(words), "probability": 100 * best.values[0].item()}
 
 
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
