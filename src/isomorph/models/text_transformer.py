@@ -259,7 +259,7 @@ def _own_fields(kind: Any) -> set[str]:
     """Return the names of the fields that a class of configurations adds to transformers' base class."""
     from transformers import PreTrainedConfig
 
-    base = {field.name for field in dataclasses.fields(PreTrainedConfig)}  # type: ignore[arg-type]
+    base = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     return {field.name for field in dataclasses.fields(kind)} - base | {"pad_token_id"}
 
 
