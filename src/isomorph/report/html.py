@@ -61,7 +61,7 @@ class Section:
 
     `finding` is its result in a sentence with a number, `guide` says how to read it and explains its terms. `table` are
     rows of cells, the first one the head; `listing` is preformatted text; `charts` are drawn side by side, those with
-    constant values as a line of text.
+    constant values as a line of text. With `wide`, each image has the width of the page.
 
     >>> gates = iso.report.Dots("Gates", "sigma(gate)", {"T-CNN": {"layer3.0.conv1": [0.5, 0.7]}})
     >>> iso.report.Section("Gates", "Of every head.", charts=[gates]).title
@@ -78,6 +78,7 @@ class Section:
     details: Details | None = None
     finding: str = ""
     guide: str = ""
+    wide: bool = False
 
 
 @cache

@@ -45,7 +45,7 @@ def write_attention(path: Path, model: nn.Module, examples: Any, tokenizer: Any,
     sections = [Section("Metrics", "Over the whole test.", table=metric_table("test", metrics))]
     for number in shown:
         cards = [_card(maps[number][i], tokens[i], real[i], i) for i in range(len(tokens))]
-        sections.append(Section(f"Layer {number + 1} of {len(maps)}", text, images=cards))
+        sections.append(Section(f"Layer {number + 1} of {len(maps)}", text, images=cards, wide=True))
     heads = maps[0].shape[1]
     lead = f"Attention of {len(maps)} layers with {heads} heads each, on {len(tokens)} examples of the test."
     write_page(path, "Attention on text", lead, sections)
