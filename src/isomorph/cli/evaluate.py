@@ -91,7 +91,7 @@ def evaluate_(
         File for the accuracy of every class (.csv).
     page
         File for a page (.html) of a model for segmentation or detection: its predictions next to the truth, the worst
-        images first, with the metrics of every class.
+        images first, with the metrics of every class. Of a text network: its attention.
     cost
         Also measure MACs and throughput.
     """

@@ -23,7 +23,9 @@ def evaluate_own_task(
     task = task_of(model)
     if task is None:
         if options.page:
-            raise UserError("--page is for detectors and segmentation networks; for a classifier use isomorph analyze")
+            raise UserError(
+                "--page is for networks of other tasks, such as detectors; for a classifier use isomorph analyze"
+            )
         return False
     for option, value in classifiers.items():
         if value:

@@ -137,11 +137,25 @@ def train_loader(
     """
     source = copy.copy(source)
     source.transform = transform
+    return seeded_loader(source, sampler, workers, unreadable)
+
+
+def seeded_loader(
+    examples: Any,
+    sampler: TrainSampler,
+    workers: int = 0,
+    unreadable: int = 0,
+    collate_fn: Callable[[Sequence[Any]], Any] | None = None,
+) -> DataLoader[Any]:
+    """Return a loader of training batches of anything with a length and an index, by default collated by `collate`.
+
+    Every example is drawn with the seed that the sampler deals for it. Raises: as `train_loader`.
+    """
     return IsolatedDataLoader(
-        SeededDataset(source, unreadable),
+        SeededDataset(examples, unreadable),
         batch_sampler=sampler,
         num_workers=workers,
-        collate_fn=collate,
+        collate_fn=collate_fn or collate,
         worker_init_fn=ignore_stop_signals,
         pin_memory=torch.cuda.is_available(),
     )

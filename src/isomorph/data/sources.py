@@ -175,6 +175,16 @@ def first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
+def drawn_once(examples: Any, count: int | None) -> Any:
+    """Return `count` random examples in their order, the same ones at every call; all for None, or where it has fewer.
+
+    `examples` is anything with a length and a method `subset`.
+    """
+    if count is None or count >= len(examples):
+        return examples
+    return examples.subset(np.sort(random_indices(len(examples), count)))
+
+
 def spaced_images(source: Source, count: int | None) -> Source:
     """Return `count` images of a source, as `spaced_indices`; all of them for None, or where it has fewer."""
     if count is None or count >= len(source):

@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -19,7 +18,7 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.label_maps import LabelMapSource
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.sources import Source, class_fraction, first_classes, random_indices
+from isomorph.data.sources import Source, class_fraction, drawn_once, first_classes
 from isomorph.data.streams.loader import stream_loader, stream_test_loader
 from isomorph.data.streams.stream import Stream, open_stream
 from isomorph.distributed import Runtime
@@ -174,8 +173,7 @@ def open_sources(recipe: Recipe) -> tuple[Data, Data]:
     source, test = (open_source(data.source, split, data.root, data.split) for split in ("train", "test"))
     if data.classes is not None:
         source, test = first_classes(source, data.classes), first_classes(test, data.classes)
-    if data.test_images is not None and data.test_images < len(test):
-        test = test.subset(np.sort(random_indices(len(test), data.test_images)))
+    test = drawn_once(test, data.test_images)
     if data.fraction < 1:
         source = class_fraction(source, data.fraction, recipe.seed if data.draw == "seeded" else None)
     if recipe.token_labels and recipe.token_labels.maps:

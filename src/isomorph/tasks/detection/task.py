@@ -5,16 +5,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import IsolatedDataLoader, SeededDataset, ignore_stop_signals
+from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, seeded_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import random_indices
+from isomorph.data.sources import drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -89,8 +88,8 @@ class Detection(Task):
         if not options.keep_empty:
             train = train.subset([i for i, record in enumerate(train.images) if record.objects])
         if recipe.data.fraction < 1:
-            train = train.subset(np.sort(random_indices(len(train), max(1, int(recipe.data.fraction * len(train))))))
-        return train, _first_drawn(test, recipe.data.test_images)
+            train = drawn_once(train, max(1, int(recipe.data.fraction * len(train))))
+        return train, drawn_once(test, recipe.data.test_images)
 
     def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> "DetectionSource":
         from isomorph.tasks.detection.dataset import open_split
@@ -123,14 +122,7 @@ class Detection(Task):
 
         source = train.subset(range(len(train)))
         source.transform = TrainTransform(config, self.options.scales, self.options.flip)
-        return IsolatedDataLoader(
-            SeededDataset(source, recipe.data.unreadable),
-            batch_sampler=sampler,
-            num_workers=recipe.data.workers,
-            collate_fn=collate,
-            worker_init_fn=ignore_stop_signals,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return seeded_loader(source, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: "Recipe", config: dict[str, Any], test: Any, runtime: Runtime) -> "TestBatches":
         batch = max(1, recipe.data.batch_size // runtime.world)
@@ -171,7 +163,7 @@ class Detection(Task):
             source = self._open(data_root(options.root), "test", own.test, own.test_images)
         else:
             source = self._open(Path(given), "test", own.test, own.test_images)
-        return _first_drawn(source, options.max_images)
+        return drawn_once(source, options.max_images)
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         from isomorph.tasks.detection.predict import predict_file
@@ -183,13 +175,6 @@ def collate(examples: Sequence[Any]) -> tuple[torch.Tensor, list[Any], list[str]
     """Stack images, and list their objects and the messages about unreadable images."""
     images, objects, problems = zip(*examples, strict=True)
     return torch.stack(images), list(objects), list(chain.from_iterable(problems))
-
-
-def _first_drawn(source: "DetectionSource", count: int | None) -> "DetectionSource":
-    """Return this many images, drawn once and always the same; all for None."""
-    if count is None or count >= len(source):
-        return source
-    return source.subset(np.sort(random_indices(len(source), count)))
 
 
 class _TestImages(Dataset[tuple[torch.Tensor, int]]):

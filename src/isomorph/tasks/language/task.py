@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import IsolatedDataLoader, SeededDataset, batch_ranges, ignore_stop_signals
+from isomorph.data.loaders import IsolatedDataLoader, batch_ranges, ignore_stop_signals, seeded_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import random_indices
+from isomorph.data.sources import drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.seeding import derive_seed
@@ -91,7 +91,7 @@ class LanguageTask(Task):
             order = np.random.default_rng(seed).permutation(len(examples))
             order = np.arange(len(examples)) if data.draw == "first" else order
             examples = examples.subset(np.sort(order[: max(1, round(data.fraction * len(examples)))]))
-        return examples, limit(test, data.test_images)
+        return examples, drawn_once(test, data.test_images)
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:
         model: Any = super().build_model(recipe, train, recast_now)
@@ -111,14 +111,8 @@ class LanguageTask(Task):
     def train_loader(
         self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
-        return IsolatedDataLoader(
-            SeededDataset(train, recipe.data.unreadable),
-            batch_sampler=sampler,
-            num_workers=recipe.data.workers,
-            collate_fn=PadBatch(config["padding"]),
-            worker_init_fn=ignore_stop_signals,
-            pin_memory=torch.cuda.is_available(),
-        )
+        collate = PadBatch(config["padding"])
+        return seeded_loader(train, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: Recipe, config: dict[str, Any], test: Any, runtime: Runtime) -> Iterable[Any]:
         return self.share_loader(test, max(1, recipe.data.batch_size // runtime.world), recipe.data.workers, runtime)
@@ -152,17 +146,10 @@ class LanguageTask(Task):
         folder = options.data if options.data not in self.sources else None
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
         test = self.open_test(model, options, source, data_root(options.root or folder))
-        test = limit(test, options.max_images)
+        test = drawn_once(test, options.max_images)
         metrics = self.measure(model, self.share_loader(test, options.batch_size, options.workers, runtime), runtime)
         if options.page and runtime.is_main:
             from isomorph.tasks.language.attention_page import write_attention
 
             write_attention(options.page, model, test, self.tokenizer, metrics)
         return [metrics]
-
-
-def limit(examples: Any, count: int | None) -> Any:
-    """Return up to `count` examples, drawn once and the same at every call."""
-    if count is None or count >= len(examples):
-        return examples
-    return examples.subset(np.sort(random_indices(len(examples), count)))

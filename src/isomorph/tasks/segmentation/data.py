@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, train_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import hash_to_unit, random_indices
+from isomorph.data.sources import drawn_once, hash_to_unit
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
@@ -34,8 +34,7 @@ def open_pairs(recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
     """
     data = recipe.data
     train, test = open_splits(data.source, data_folder(data.root), data.split)
-    if data.test_images is not None and data.test_images < len(test):
-        test = test.subset(np.sort(random_indices(len(test), data.test_images)))
+    test = drawn_once(test, data.test_images)
     if data.fraction < 1:
         count = max(1, int(data.fraction * len(train)))
         order = (
