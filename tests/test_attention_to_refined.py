@@ -89,7 +89,7 @@ def test_it_stands_beside_the_other_forms():
     iso.verify(model, new, x)
     assert iso.analysis.logit_stats(new, x)["blocks.0.attn"].entropy.shape == (6,)
     torch.testing.assert_close(iso.fuse(new.eval())(x), new(x), atol=1e-4, rtol=1e-4)
-    with pytest.raises(iso.UserError, match="overrides forward of timm's Attention"):
+    with pytest.raises(iso.UserError, match="SpatialAttention is a layer of isomorph already; revert it first"):
         iso.recast(new, iso.AttentionToGPSA(), "blocks.0.attn")
 
 

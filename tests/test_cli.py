@@ -143,9 +143,9 @@ BAD = {
         ["recast", "{weights}", "--where", "layer3.*.bn?", "--out", "x.safetensors"],
         "recasts Conv2d",
     ),
-    "grouped": (
-        ["recast", "resnext50_32x4d", "--no-pretrained", "--where", "layer4.*.conv2", "--out", "x.safetensors"],
-        "groups=32",
+    "even sides": (
+        ["recast", "convnext_atto", "--no-pretrained", "--where", "stages.3.downsample.1", "--out", "x.safetensors"],
+        "even sides",
     ),
     "onto itself": (
         ["recast", "few.safetensors", "--where", "layer3.*", "--out", "few.safetensors"],

@@ -77,7 +77,8 @@ iso.ConvToGPSA(inits="exact")
 
 UNREAD = (
     *("timm", "torchvision", "datasets", "sklearn", "scipy", "cv2", "numba", "pyarrow", "PIL", "pandas", "sympy"),
-    *("torchmetrics", "imagecorruptions", "webdataset", "tensorboard"),
+    *("torchmetrics", "imagecorruptions", "webdataset", "tensorboard", "onnx", "onnxruntime", "onnxscript"),
+    *("transformers", "tokenizers", "diffusers", "pycocotools", "torch_fidelity"),
     *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._export", "torch._refs", "torch._decomp"),
     *("torch._prims", "torch._higher_order_ops", "torch._subclasses", "torch._numpy", "torch.fx", "torch.distributed"),
     *("torch.onnx", "torch.export", "torch.ao", "torch.jit", "torch.sparse", "torch.testing", "torch.masked"),

@@ -217,6 +217,8 @@ def edit_reason(layer: nn.Module) -> str | None:
     if reason := no_map_reason(layer):
         return f"{name} {reason}"
     form = attention_form(type(layer))
+    if form is None and type(layer).__module__.startswith("isomorph.layers."):
+        return f"{name} is a layer of isomorph already; revert it first"
     if form is None:
         return f"{name} is not a known class of attention; register it with iso.surgery.register_attention"
     if not form.adds_place and form.place not in layer._modules:

@@ -105,7 +105,7 @@ def _initialise_model(recipe: Recipe, train: Data, recast: bool) -> tuple[nn.Mod
     check_classes_and_surgery(recipe, model, classes, recast)
     config = task.data_config(recipe, model)
     task.check_model(recipe, model, config)
-    extra: dict[str, Any] = {"split": getattr(train, "split", None)}
+    extra: dict[str, Any] = {} if recipe.data.streamed else {"split": getattr(train, "split", None)}
     extra |= {"task": recipe.task.model_dump(mode="json")} if recipe.task else {}
     record_data(model, {**config, "source": recipe.data.source, "label_names": list(train.classes), **extra})
     return model, config
