@@ -167,11 +167,11 @@ def register_task(name: str, task: str | type[Task]) -> None:
 
     Raises: UserError if the name is taken.
 
-    >>> class Ordinal(iso.training.Classification):
+    >>> class Relabelled(iso.training.Classification):
     ...     "Classification with a loss of its own."
-    >>> iso.training.register_task("ordinal", Ordinal)
+    >>> iso.training.register_task("relabelled", Relabelled)
     >>> data = {"source": "digits", "size": [8, 8]}
-    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, task={"name": "ordinal"})
+    >>> recipe = iso.Recipe(model={"name": "cifar_resnet20"}, data=data, task={"name": "relabelled"})
     """
     if TASKS.get(name, task) != task:
         raise UserError(f"a task named {name} is registered already; choose another name")
