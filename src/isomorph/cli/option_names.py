@@ -1,6 +1,7 @@
 """Messages of the library in the words of the command line: recipe fields and arguments as options."""
 
 import re
+from collections.abc import Container
 
 from isomorph.cli.tables import tables
 
@@ -36,6 +37,10 @@ _TRAIN_OPTIONS = {
 """Options of `train` for those of the other commands."""
 
 
+_PROBLEM = r"(problems?: |; )([\w.]+)(?=: | is not a field | is missing| is a group of fields| does not apply to )"
+"""The start of a problem with a recipe: what precedes it, and the field."""
+
+
 def name_options(message: str, command: str) -> str:
     """Return a message in which fields and arguments have the names of the command's options."""
     if command == "recast":
@@ -44,8 +49,17 @@ def name_options(message: str, command: str) -> str:
     if command != "train":
         return _replace(message, _OPTIONS)
     fields = recipe_fields()
-    message = re.sub(r"(problems?: |; )(\w+)(?=: )", lambda m: m[1] + "--" * (m[2] in fields) + m[2], message)
+    message = _name_problems(message, {field.partition(".")[0] for field in fields})
     return _replace(message, _TRAIN_OPTIONS | {name: f"--{name}" for name in fields if "." in name})
+
+
+def _name_problems(message: str, top: Container[str]) -> str:
+    """Return the message on a recipe with options for the fields at fault, also those of other packages or unknown.
+
+    `top` are the names of the recipe's own fields and groups.
+    """
+    message = re.sub(_PROBLEM, lambda m: m[1] + "--" * (m[2].partition(".")[0] in top) + m[2], message)
+    return re.sub(r"(--([\w.]+\.)\w+ is not a field \(did you mean )(?=\w)", r"\1--\2", message)
 
 
 def recipe_fields() -> list[str]:
