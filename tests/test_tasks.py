@@ -1,5 +1,7 @@
 """A task of one's own plugs into the training loop: data, loss, metrics; runs resume and files know their task."""
 
+from importlib.metadata import EntryPoint
+
 import pytest
 import timm
 import torch
@@ -11,11 +13,12 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader
 from isomorph.distributed import Runtime
 from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.training import task as tasks
 from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.part import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.step import to_device
-from isomorph.training.task import TASKS, EvaluationOptions, Task, find_task, register_task, task_of
+from isomorph.training.task import ENTRY_POINTS, TASKS, EvaluationOptions, Task, find_task, register_task, task_of
 from stopping import stopped_run
 
 
@@ -149,6 +152,23 @@ class TestRecipe:
         values = {"model": {"name": "cifar_resnet20"}, "data": {"source": "parities"}}
         with pytest.raises(iso.UserError, match=r"data\.source parities needs a task; give --task.name parity"):
             validate(values)
+
+    def test_fields_of_other_tasks_are_not_suggested(self):
+        with pytest.raises(iso.UserError, match=r"task.crop is not a field \(fields: name, scale\)"):
+            validate({**TINY, "task": {"name": "parity", "crop": 2}})
+
+    def test_a_name_that_is_not_text(self):
+        with pytest.raises(iso.UserError, match=r"task\.name: "):
+            validate({**TINY, "task": {"name": ["parity"]}})
+
+    def test_a_task_of_an_installed_package(self, monkeypatch):
+        monkeypatch.delitem(TASKS, "parity")
+        entry = EntryPoint("parity", f"{__name__}:Parity", ENTRY_POINTS)
+        monkeypatch.setattr(tasks, "entry_points", lambda group: [entry] * (group == ENTRY_POINTS))
+        assert validate(TINY).model_dump(mode="json")["task"] == {"name": "parity", "scale": 1.0}
+        monkeypatch.delitem(TASKS, "parity")
+        with pytest.raises(iso.UserError, match=r"task.scal is not a field \(did you mean scale\?\)"):
+            validate({**TINY, "task": {"name": "parity", "scal": 2}})
 
     def test_defaults_of_the_task_are_stored(self, tmp_path):
         assert tiny(tmp_path).model_dump(mode="json")["task"] == {"name": "parity", "scale": 1.0}

@@ -84,15 +84,9 @@ def describe_data(model: nn.Module) -> dict[str, Any]:
 
 def record_data(model: nn.Module, data: dict[str, Any]) -> None:
     """Record the images that the model expects in its pretrained_cfg, where timm's resolve_data_config reads them."""
-    config = dict(getattr(model, "pretrained_cfg", None) or {})
-    for key in (
-        "test_input_size",
-        "test_crop_pct",
-        "label_names",
-        "split",
-        "task",
-    ):  # of the weights that it had before
-        config.pop(key, None)
+    config = getattr(model, "pretrained_cfg", None) or {}
+    of_old_weights = ("test_input_size", "test_crop_pct", "label_names", "split", "task")
+    config = {key: value for key, value in config.items() if key not in of_old_weights}
     model.pretrained_cfg = model.default_cfg = config | {k: v for k, v in data.items() if k in DATA_KEYS}  # type: ignore[assignment]
     if "input_size" in data:
         model.isomorph_trained_size = True  # type: ignore[assignment]

@@ -83,7 +83,7 @@ class Task:
     sources: ClassVar[tuple[str, ...]] = ()
     """Values of data.source that the task takes."""
     unused: ClassVar[tuple[str, ...]] = ("augment", "loss", "distill", "token_labels", "map_similarity", "mask")
-    """Recipe fields that do not apply to the task."""
+    """Recipe fields that do not apply to the task, or groups of fields: `loss`, `data.size`, `augment`."""
     printed: ClassVar[dict[str, str]] = {}
     """Metrics to print after each epoch, with their formats."""
 
@@ -148,7 +148,7 @@ class Task:
 def find_task(name: str) -> type[Task]:
     """Return the class of a task by its name. Raises: UserError for an unknown task."""
     if name not in TASKS:
-        register_installed_tasks()
+        _register_installed_tasks()
     if name not in TASKS:
         close = get_close_matches(name, TASKS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(TASKS)}, or leave it out"
@@ -178,7 +178,7 @@ def register_task(name: str, task: str | type[Task]) -> None:
     TASKS[name] = task
 
 
-def register_installed_tasks() -> None:
+def _register_installed_tasks() -> None:
     """Register the tasks that installed packages offer."""
     for entry in entry_points(group=ENTRY_POINTS):
         register_task(entry.name, entry.value)

@@ -50,18 +50,11 @@ class Diffusion(Task):
 
     fields = DiffusionPart
     sources = tuple(SOURCES)
-    unused = ("loss", "distill", "token_labels", "map_similarity", "mask")
+    unused = (
+        *(f"augment.{name}" for name in AugmentPart.model_fields if name != "hflip"),
+        *("loss", "distill", "token_labels", "map_similarity", "mask", "model.num_classes", "monitor_every"),
+    )
     printed = {"denoising": ".5f"}
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        plain = AugmentPart()
-        for name in AugmentPart.model_fields:
-            if name != "hflip" and getattr(recipe.augment, name) != getattr(plain, name):
-                raise ValueError(f"augment.{name} does not apply to diffusion, which only flips images; leave it out")
-        if recipe.model.num_classes:
-            raise ValueError("model.num_classes does not apply to diffusion; leave it out")
-        if recipe.monitor_every:
-            raise ValueError("monitor_every does not apply to diffusion; leave it out")
 
     def open_data(self, recipe: Recipe) -> tuple[Source, Source]:
         train, test = (_without_classes(source) for source in open_sources(recipe))
@@ -78,9 +71,6 @@ class Diffusion(Task):
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         require_denoiser(model, recipe.model.name or str(recipe.model.weights))
         check_denoiser_size(model, config["input_size"])
-
-    def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
-        return None
 
     def train_loader(
         self, recipe: Recipe, config: dict[str, Any], train: Source, sampler: TrainSampler

@@ -53,7 +53,7 @@ class RecastPart(Part):
         return build_rule(self.rule, **(self.model_extra or {}))
 
     @classmethod
-    def documented_fields(cls) -> dict[str, FieldInfo]:
+    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
         return cls.model_fields | _rule_fields(tuple(RULES)).model_fields
 
 

@@ -31,8 +31,8 @@ class Part(BaseModel):
     )
 
     @classmethod
-    def documented_fields(cls) -> dict[str, FieldInfo]:
-        """Return the fields by name, as `--help` lists them."""
+    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
+        """Return the fields by name, as `--help` lists them; only those that fit the values, if these are given."""
         return cls.model_fields
 
 

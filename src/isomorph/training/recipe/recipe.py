@@ -244,7 +244,7 @@ def check_part(part: type[P], title: str, values: dict[str, Any]) -> P:
     try:
         return part.model_validate(values)
     except ValidationError as error:
-        problems = [_describe_problem(problem) for problem in error.errors()]
+        problems = [_describe_problem(problem, values) for problem in error.errors()]
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         raise UserError(f"{title} has {count}: {'; '.join(problems)}") from None
 
@@ -253,12 +253,12 @@ LIST_PROBLEMS = {"list_type": "must be a list", "tuple_type": "must be a list", 
 """Messages for problems with lists, by pydantic's name of the problem."""
 
 
-def _describe_problem(problem: Any) -> str:
+def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
     """Return the message of a problem: the field, what is allowed, what was given, the closest name."""
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = list(_fields_of(groups))
+        names = list(_fields_of(groups, values))
         close = difflib.get_close_matches(last, names, n=1)
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
@@ -266,7 +266,7 @@ def _describe_problem(problem: Any) -> str:
     if problem["type"] == "missing":
         return f"{field} is missing"
     if problem["type"] == "model_type":
-        names = list(_fields_of([*groups, last]))
+        names = list(_fields_of([*groups, last], values))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
     message = LIST_PROBLEMS.get(problem["type"], problem["msg"])
     own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
@@ -279,13 +279,14 @@ def _describe_problem(problem: Any) -> str:
     return f"{field}: {message} (given {given})"
 
 
-def _fields_of(groups: list[str]) -> dict[str, Any]:
-    """Return the fields of a nested group, given the names that lead to it."""
+def _fields_of(groups: list[str], values: Any) -> dict[str, Any]:
+    """Return the fields of a nested group, given the names that lead to it, and the values of the recipe."""
     part: Any = Recipe
     for group in groups:
+        values = values.get(group) if isinstance(values, dict) else None
         kinds = typing.get_args(part.model_fields[group].annotation) or (part.model_fields[group].annotation,)
         part = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Part)), Part)
-    return part.documented_fields()
+    return part.documented_fields(values)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

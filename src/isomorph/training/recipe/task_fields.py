@@ -10,10 +10,19 @@ from isomorph.data.formats.registry import SOURCES
 from isomorph.data.streams.stream import STREAMS
 from isomorph.errors import UserError
 from isomorph.training.recipe.part import Part
-from isomorph.training.task import TASKS, Task, find_task, task_names
+from isomorph.training.task import TASKS, Task, find_task, open_task, task_names
 
 if TYPE_CHECKING:
     from isomorph.training.recipe.recipe import Recipe
+
+
+def _named_fields(values: Any) -> type[Part] | None:
+    """Return the fields of the task that the values of a recipe's group name; None for no task, or an unknown one."""
+    name = values.get("name") if isinstance(values, dict) else None
+    try:
+        return find_task(name).fields if isinstance(name, str) else None
+    except UserError:
+        return None
 
 
 class TaskPart(Part):
@@ -37,21 +46,25 @@ class TaskPart(Part):
     @classmethod
     def check_own_fields(cls, values: Any) -> Any:
         """Check the fields of the named task, and add its defaults."""
-        if not isinstance(values, dict) or values.get("name") not in TASKS:
+        part = _named_fields(values)
+        if part is None:
             return values
         given = {name: value for name, value in values.items() if name != "name"}
-        own = find_task(values["name"]).fields.model_validate(given)
-        return {"name": values["name"], **own.model_dump()}
+        return {"name": values["name"], **part.model_validate(given).model_dump()}
 
     @cached_property
     def task(self) -> Task:
         """The task with its options."""
-        kind = find_task(self.name)
-        return kind(kind.fields.model_validate(self.model_extra or {}))
+        return open_task(self.name, self.model_extra or {})
 
     @classmethod
-    def documented_fields(cls) -> dict[str, FieldInfo]:
-        """Return the name, and the fields of all tasks; of a field that several tasks have, each one's description."""
+    def documented_fields(cls, values: Any = None) -> dict[str, FieldInfo]:
+        """Return the name, and the fields of the task that the values name, or of all tasks.
+
+        The description of a field that several tasks have is each one's.
+        """
+        if part := _named_fields(values):
+            return cls.model_fields | part.model_fields
         found: dict[str, FieldInfo] = dict(cls.model_fields)
         for task in TASKS:
             for name, field in find_task(task).fields.model_fields.items():
@@ -73,6 +86,14 @@ def check_task(recipe: "Recipe") -> None:
     if source not in task.sources:
         raise ValueError(f"data.source {source} is not for {name}; choose one of {', '.join(task.sources)}")
     for field in task.unused:
-        if getattr(recipe, field) != type(recipe).model_fields[field].get_default():
+        if _is_changed(recipe, field):
             raise ValueError(f"{field} does not apply to {name}; leave it out")
     task.check_recipe(recipe)
+
+
+def _is_changed(part: Part, field: str) -> bool:
+    """True if a field such as `loss` or `data.size` differs from its default."""
+    *groups, name = field.split(".")
+    for group in groups:
+        part = getattr(part, group)
+    return getattr(part, name) != type(part).model_fields[name].get_default()
