@@ -8,20 +8,21 @@ import torch
 import isomorph as iso
 from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate_task import evaluate_task
-from isomorph.distributed import ALONE, Runtime
+from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.recipes import RECIPES
 from isomorph.recipes.language import TABLE_6
 from isomorph.tasks.language.attention_page import attention_of, choose_examples
 from isomorph.tasks.language.classify import TextClassificationPart
 from isomorph.tasks.language.corpus import IGNORED, PackedTexts, pack
 from isomorph.tasks.language.glue import GLUE, read_tsv, training_sentences
+from isomorph.tasks.language.masked_lm import _masked_sums
 from isomorph.tasks.language.metrics import compute_metrics
 from isomorph.tasks.language.sentences import PadBatch, Sentences
-from isomorph.tasks.language.task import TestShare
+from isomorph.tasks.language.task import LanguageTask
 from isomorph.tasks.language.tokenizer import open_tokenizer
 from isomorph.training.optim import learning_rate_scales
 from isomorph.training.recipe.recipe import validate
-from isomorph.training.task import EvaluationOptions, task_of
+from isomorph.training.task import EvaluationOptions, find_task, task_of
 from stopping import stopped_run
 
 transformers = pytest.importorskip("transformers")
@@ -249,15 +250,28 @@ class TestTexts:
         assert (labels.tolist(), messages) == ([1, 0], [])
         assert "attention_mask" not in PadBatch(0)([examples[1]])[0]
 
-    def test_processes_have_equal_shares(self, tokenizer):
-        examples = Sentences([(("a",), 0.0)] * 5, ("x", "y"), tokenizer, 8)
+    def test_processes_have_equal_shares(self, tokenizer, monkeypatch):
+        examples = Sentences([(("a",), float(i % 2)) for i in range(5)], ("x", "y"), tokenizer, 8)
+        task = find_task("text_classification")(TextClassificationPart(dataset="sst2"))
+        monkeypatch.setattr(LanguageTask, "tokenizer", tokenizer)
+        monkeypatch.setattr(Runtime, "maximum", lambda self, more: [next(steps)])
 
-        def messages(rank):
-            share = TestShare(examples, Runtime(torch.device("cpu"), False, rank, 2))
-            return [share[i][2] for i in range(len(share))]
+        def labels(rank):
+            runtime = Runtime(torch.device("cpu"), False, rank, 2)
+            batches = list(runtime.pad_batches(task.share_loader(examples, 1, 0, runtime)))
+            assert all(batch[0]["input_ids"].shape == (1, 3) for batch in batches)
+            return [batch[1].tolist() for batch in batches]
 
-        assert messages(0) == [[], [], []]
-        assert messages(1) == [[], [], ["repeated"]]
+        steps = iter([1, 1, 1, 0] * 2)
+        assert labels(0) == [[0], [0], [0]]
+        assert labels(1) == [[1], [1], [REPEATED]]
+
+    def test_repeated_sequences_do_not_count(self):
+        logits = torch.randn(2, 3, 5)
+        targets = torch.tensor([[4, 1, IGNORED], [REPEATED] * 3])
+        sums = _masked_sums(logits, targets)
+        assert torch.equal(sums, _masked_sums(logits[:1], targets[:1]))
+        assert sums[2:].tolist() == [2, 1]
 
     def test_metrics(self):
         predicted, labels = np.array([1, 1, 0, 0, 1]), np.array([1, 0, 0, 1, 1])

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.seeding import derive_seed, seed_generators
 
+REPEATED = -1
+"""Label of an example that a process repeats so that all processes have the same number of batches."""
+
 TORCHRUN_DEFAULTS = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}
 """Environment variables that torchrun sets, and their values for a single process."""
 
@@ -76,9 +79,9 @@ class Runtime:
             raise UserError(f"process {self.rank} has other {what} than process {others}; give all nodes the same ones")
 
     def pad_batches(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Return the batches of a loader, padded to the same number in every process.
+        """Return the batches of a loader, inputs and labels first, padded to the same number in every process.
 
-        A process with fewer batches repeats an image with the label -1.
+        A process with fewer batches repeats an example with the label -1.
         """
         if self.world == 1:
             return loader
@@ -93,7 +96,7 @@ class Runtime:
                 return
             if batch is None and latest is None:
                 raise UserError("there are fewer test images than processes; start fewer processes")
-            latest = batch if batch is not None else (latest[0][:1], torch.full_like(latest[1][:1], -1))  # type: ignore[index]
+            latest = batch if batch is not None else _repeat_first(*latest[:2])  # type: ignore[index]
             yield latest
 
     def broadcast_buffers(self, model: nn.Module) -> None:
@@ -101,6 +104,12 @@ class Runtime:
         if self.world > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
+
+
+def _repeat_first(inputs: Any, labels: Tensor) -> tuple[Any, Tensor]:
+    """Return the first example of a batch, a tensor or a dictionary of tensors, with a label that does not count."""
+    first = {name: x[:1] for name, x in inputs.items()} if isinstance(inputs, dict) else inputs[:1]
+    return first, torch.full_like(labels[:1], REPEATED)
 
 
 ALONE = Runtime(torch.device("cpu"), amp=False)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.data.formats.registry import data_root
-from isomorph.distributed import ALONE, Runtime
+from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.corpus import read_lines
@@ -123,10 +123,10 @@ def _predict(model: nn.Module, loader: Iterable[Any], runtime: Runtime) -> tuple
     """Return outputs and labels of a process's share of the examples. Shape: -> (examples, num_classes), (examples,)"""
     device, outputs, labels = next(model.parameters()).device, [], []
     with eval_mode(model):
-        for inputs, targets, repeated in loader:
+        for inputs, targets, *_ in runtime.pad_batches(loader):
             with runtime.autocast():
                 output = model(**to_device(inputs, device))
-            count = len(targets) - len(repeated)
-            outputs.append(output[:count].float().cpu().numpy())
-            labels.append(targets[:count].numpy())
+            own = targets != REPEATED
+            outputs.append(output.float().cpu()[own].numpy())
+            labels.append(targets[own].numpy())
     return np.concatenate(outputs), np.concatenate(labels)

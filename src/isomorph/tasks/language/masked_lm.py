@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from isomorph.data.formats.registry import data_root
-from isomorph.distributed import Runtime
+from isomorph.distributed import REPEATED, Runtime
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.corpus import IGNORED, PackedTexts, find_text_files, pack, read_lines
@@ -50,12 +50,8 @@ class MaskedLM(LanguageTask):
 
     fields = MaskedLMPart
     sources = ("text", "glue")
+    unused = (*LanguageTask.unused, "model.num_classes")
     printed = {"masked_loss": ".4f", "masked_accuracy": ".2f"}
-
-    def check_recipe(self, recipe: Recipe) -> None:
-        super().check_recipe(recipe)
-        if recipe.model.num_classes:
-            raise ValueError("model.num_classes does not apply to masked_lm, which predicts words; leave it out")
 
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
         root = data_root(recipe.data.root)
@@ -91,11 +87,10 @@ class MaskedLM(LanguageTask):
         """Return loss and accuracy on masked words, which are masked alike at every call."""
         device, sums = next(model.parameters()).device, torch.zeros(4, dtype=torch.float64)
         with eval_mode(model):
-            for inputs, targets, repeated in loader:
+            for inputs, targets, *_ in runtime.pad_batches(loader):
                 with runtime.autocast():
                     logits = model(**to_device(inputs, device)).float()  # (B, K, V)
-                count = len(targets) - len(repeated)
-                sums += _masked_sums(logits[:count], targets[:count].to(device)).cpu()
+                sums += _masked_sums(logits, targets.to(device)).cpu()
         loss, right, words, sequences = torch.stack(runtime.gather(sums)).sum(0).tolist()
         mean = loss / max(words, 1)
         perplexity = math.exp(min(mean, 700))
@@ -137,7 +132,8 @@ def _describe_words(text: str, number: int, share: Tensor, tokenizer: Any) -> di
 
 def _masked_sums(logits: Tensor, targets: Tensor) -> Tensor:
     """Return sums: loss, right predictions, words, sequences. Shape: logits (B, K, V), targets (B, K) -> (4,)"""
-    counted = targets != IGNORED
-    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    counted, sequences = targets >= 0, (targets != REPEATED).any(1).sum()
+    words = targets.masked_fill(~counted, IGNORED).flatten()
+    loss = F.cross_entropy(logits.flatten(0, 1), words, ignore_index=IGNORED, reduction="sum")
     right = ((logits.argmax(-1) == targets) & counted).sum()
-    return torch.stack([loss.double(), right.double(), counted.sum().double(), loss.new_tensor(len(targets)).double()])
+    return torch.stack([loss.double(), right.double(), counted.sum().double(), sequences.double()])

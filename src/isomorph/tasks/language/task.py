@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import DataLoader, Subset
 
 from isomorph.checkpoints.rebuild import record_base
 from isomorph.data.formats.registry import data_root
@@ -37,25 +36,6 @@ class LanguagePart(Part):
     """Convert texts to lower case, with a vocabulary file; a folder or hub name says itself what it does."""
     length: Annotated[int, Field(ge=8, le=2**14)] = 128
     """Most tokens of a sequence, special tokens included."""
-
-
-class TestShare(Dataset[Any]):
-    """One process's share of the test examples; the first is repeated until all processes have the same number."""
-
-    __test__ = False  # it is no test of pytest
-
-    def __init__(self, examples: Any, runtime: Runtime) -> None:
-        self.examples = examples
-        own = list(range(runtime.rank, len(examples), runtime.world))
-        repeats = -(-len(examples) // runtime.world) - len(own)
-        self.own = [(index, True) for index in own] + [(0, False)] * repeats
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __getitem__(self, position: int) -> tuple[dict[str, Tensor], Tensor, list[str]]:
-        index, counts = self.own[position]
-        return (*self.examples[index], [] if counts else ["repeated"])
 
 
 class LanguageTask(Task):
@@ -105,9 +85,6 @@ class LanguageTask(Task):
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         check_tokenizer(self.tokenizer, self.options.tokenizer, model, self.options.length)
 
-    def attention_inputs(self, config: dict[str, Any]) -> torch.Tensor | None:
-        return None
-
     def train_loader(
         self, recipe: Recipe, config: dict[str, Any], train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
@@ -121,7 +98,7 @@ class LanguageTask(Task):
         """Return the loader of one process's share of the test examples. Raises: UserError if there are too few."""
         if len(test) < runtime.world:
             raise UserError(f"{len(test)} test examples are too few for {runtime.world} processes; start fewer")
-        share = TestShare(test, runtime)
+        share = Subset(test, range(len(test))[runtime.share])
         return IsolatedDataLoader(
             share,
             batch_sampler=batch_ranges(len(share), batch_size),  # type: ignore[arg-type]
