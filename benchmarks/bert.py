@@ -2,8 +2,8 @@
 
     python benchmarks/bert.py [--tables verify leaks cost] [--rounds 5] [--forms plain refined] [--name bert]
 
-Cost is of BERT-Small: times over the plain network with transformers' `sdpa`, all interleaved in one process; MiB are
-kept for the backward pass, of one sequence. A step is a forward and a backward pass.
+Cost is of BERT-Small: times relative to the plain network with transformers' `sdpa`, all interleaved in one process;
+MiB are kept for the backward pass, of one sequence. A step is a forward and a backward pass.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from interleave import interleaved, show, update
+from interleave import interleaved, kept_mib, show, update
 from isomorph.layers.map_edit import RefinedMap
 
 WIDTHS = dict(vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=4)
@@ -108,21 +108,6 @@ def run_of(model, inputs, train):
     return run
 
 
-def saved_mib(model, inputs):
-    """MiB that one sequence keeps for the backward pass: distinct storages, parameters left out."""
-    own, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        held = model(**inputs)  # noqa: F841 (keeps its graph, and the storages, alive)
-    return sum(kept.values()) / 2**20 / len(inputs["input_ids"])
-
-
 def contenders(num_classes):
     """BERT-Small plain, with sdpa and eager attention, and refined, recomputed or not."""
     plain = timm.create_model("bert_small", num_classes=num_classes)
@@ -163,7 +148,7 @@ def cost_table(rounds, forms):
                 "forward, times plain": fast[name] / fast["plain"],
                 "step ms": slow[name],
                 "step, times plain": slow[name] / slow["plain"],
-                "MiB a sequence": saved_mib(network, inputs),
+                "MiB a sequence": kept_mib(network, lambda m=network, i=inputs: m(**i)) / len(inputs["input_ids"]),
             }
             for name, network in networks.items()
         ]

@@ -10,7 +10,6 @@ results/diffusion.json.
 """
 
 import argparse
-import copy
 import json
 import os
 from pathlib import Path
@@ -230,9 +229,18 @@ def write_page(page):
 BEGIN, END = "<!-- tables: benchmarks/diffusion.py -->", "<!-- end of the tables -->"
 
 
+PARTS = {
+    "network": lambda args: network(),
+    "step": lambda args: narrow_step(args.rounds),
+    "curves": curves,
+    "norms": norms,
+    "samples": samples,
+}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=("network", "step", "curves", "norms", "samples"))
+    parser.add_argument("parts", nargs="*", choices=list(PARTS))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--images", type=int, default=1000)
@@ -243,14 +251,11 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     for part in args.parts:
-        made = {"network": network, "step": lambda: narrow_step(args.rounds)}.get(part) or (
-            lambda part=part: globals()[part](args)
-        )
-        tables = made()
+        tables = PARTS[part](args)
         for title, rows in tables.items():
             if title != "steps":
                 show(title, rows)
-        print(update("diffusion", copy.deepcopy(tables)))
+        print(update("diffusion", tables))
     if args.page:
         write_page(args.page)
 

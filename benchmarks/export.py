@@ -5,7 +5,7 @@
     python benchmarks/export.py --table         # the table of docs/guides/ship.md, from results/export.json
 
 Weights are random. Deviations are the largest over three shapes; the table has them relative to the largest output,
-which is 1e12 for the branches of an untrained MobileOne. Times are medians of interleaved passes of the fused
+which is 1e15 for an untrained MobileOne. Times are medians of interleaved passes of the fused
 model and the exported one in one process, on one thread, in milliseconds per batch.
 """
 

@@ -13,7 +13,7 @@ from timm.layers import Attention
 from timm.models.convit import GPSA as TimmGPSA
 
 import isomorph as iso
-from interleave import forward, interleaved, saved_mib, show, step, write
+from interleave import forward, interleaved, saved_mib, show, step, with_value, write
 from isomorph.layers import GPSA, GPSA2d, content_heads, gated_mix
 from naive import NaiveGPSA2d
 
@@ -133,19 +133,8 @@ def form_table(device, rounds=9, scale=1):
 
 def both_forms(module, threshold, run):
     """The same pass with the threshold moved out of the way, either side."""
-
-    def under(value):
-        def timed():
-            old = getattr(module, threshold)
-            setattr(module, threshold, value)
-            try:
-                return run()
-            finally:
-                setattr(module, threshold, old)
-
-        return timed
-
-    return {"dense": under(10**12), "by axis": under(0)}
+    values = {"dense": 10**12, "by axis": 0}
+    return {form: with_value(module, threshold, value, run) for form, value in values.items()}
 
 
 TABLES = {

@@ -7,14 +7,13 @@ result file. "memory" counts what autograd keeps and allocates no GPU memory.
 """
 
 import argparse
-import json
 
 import timm
 import torch
 from torch import nn
 
 import isomorph as iso
-from interleave import RESULTS, forward, interleaved, processor, saved_mib, show, step, write
+from interleave import forward, interleaved, processor, saved_mib, show, step, update, with_value
 from isomorph.evaluation import saved_bytes
 from isomorph.layers import folded_taps, window_tiles
 
@@ -147,20 +146,6 @@ def tile_table(device, rounds):
     return rows
 
 
-def with_value(module, name, value, run):
-    """The same pass with a constant changed."""
-
-    def timed():
-        old = getattr(module, name)
-        setattr(module, name, value)
-        try:
-            return run()
-        finally:
-            setattr(module, name, old)
-
-    return timed
-
-
 TABLES = {
     "stages": stage_table,
     "networks": network_table,
@@ -178,13 +163,11 @@ def main():
     parser.add_argument("--name", default="gpsa_stages", help="of the JSON file in results")
     options = parser.parse_args()
     torch.manual_seed(0)
-    device, path = torch.device(options.device), RESULTS / f"{options.name}.json"
-    old = json.loads(path.read_text()) if options.only and path.exists() else {}
-    found = {title: old[title] for title in TABLES if title in old}
+    found = {}
     for title in [options.only] if options.only else TABLES:
-        found[title] = TABLES[title](device, options.rounds)
+        found[title] = TABLES[title](torch.device(options.device), options.rounds)
         show(title, found[title])
-    print(f"\n{processor()}: wrote {write(options.name, found)}")
+    print(f"\n{processor()}: wrote {update(options.name, found)}")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,27 @@ def step(module: torch.nn.Module, x: torch.Tensor) -> Callable[[], object]:
     return run
 
 
+def with_value(module: object, name: str, value: object, run: Callable[[], object]) -> Callable[[], object]:
+    """The same pass with a constant of a module changed."""
+
+    def changed() -> object:
+        old = getattr(module, name)
+        setattr(module, name, value)
+        try:
+            return run()
+        finally:
+            setattr(module, name, old)
+
+    return changed
+
+
 def saved_mib(module: torch.nn.Module, x: torch.Tensor) -> float:
-    """MiB that one image keeps for the backward pass: distinct storages, parameters left out."""
+    """MiB that one image keeps for the backward pass."""
+    return kept_mib(module, lambda: module(x.requires_grad_())) / x.shape[0]
+
+
+def kept_mib(module: torch.nn.Module, run: Callable[[], object]) -> float:
+    """MiB that a pass of a module keeps for the backward pass: distinct storages, parameters left out."""
     own = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
 
@@ -68,8 +87,8 @@ def saved_mib(module: torch.nn.Module, x: torch.Tensor) -> float:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        held = module(x.requires_grad_())  # noqa: F841 (keeps its graph, and the storages, alive)
-    return sum(kept.values()) / 2**20 / x.shape[0]
+        held = run()  # noqa: F841 (keeps its graph, and the storages, alive)
+    return sum(kept.values()) / 2**20
 
 
 def memory_mib(device: torch.device, on_cpu: float) -> float:
