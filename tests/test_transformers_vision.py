@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import isomorph as iso
-from isomorph.layers import GatedMap, RefinedMap
+from isomorph.layers import GatedMap
 from isomorph.surgery.edited_attention import EditedAttention
+from test_map_edit import train_edits
 
 SMALL = dict(
     hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=32, image_size=32, patch_size=8
@@ -36,16 +37,6 @@ def build(name):
 
 def run(model, x, **arguments):
     return model(x, **arguments)[0]
-
-
-def train_edits(model):
-    for module in model.modules():
-        if isinstance(module, GatedMap):
-            module.set_gating(locality=0.7, gate=0.5)
-        elif isinstance(module, RefinedMap):
-            for parameter in module.parameters():
-                parameter.data += 0.2 * torch.randn_like(parameter)
-    return model
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -1,0 +1,29 @@
+"""What torch asks of every layer: autocast, bfloat16, copies, pickles and the meta device."""
+
+import copy
+import pickle
+
+import torch
+
+
+class TorchCitizens:
+    """Laws of `self.layer` on the batch of two `self.x`, which a test class prepares."""
+
+    def test_autocast_and_bfloat16(self):
+        expected = self.layer(self.x)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.layer(self.x)
+        y.float().sum().backward()
+        assert y.dtype == torch.bfloat16
+        assert all(p.grad.isfinite().all() for p in self.layer.parameters())
+        assert (y - expected).abs().max() < 0.04 * expected.abs().max()  # bfloat16 has 8 bits
+        z = copy.deepcopy(self.layer).bfloat16()(self.x.bfloat16())
+        assert (z - expected).abs().max() < 0.04 * expected.abs().max()
+
+    def test_copies_pickles_and_builds_on_meta(self):
+        for twin in (copy.deepcopy(self.layer), pickle.loads(pickle.dumps(self.layer))):
+            assert torch.equal(twin(self.x), self.layer(self.x))
+        before = set(vars(self.layer)), list(self.layer.state_dict())
+        self.layer.attention(self.x)
+        assert (set(vars(self.layer)), list(self.layer.state_dict())) == before
+        assert self.layer.to("meta")(self.x.to("meta")).shape[0] == 2
