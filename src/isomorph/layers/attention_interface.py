@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isomorph.layers.attention_base import map_chunk_size
 from isomorph.layers.chunked import has_inner_hooks, is_eager, is_functorch_tensor, run_in_chunks
-from isomorph.layers.map_edit import RUNNING, MapCall
+from isomorph.layers.map_edit import RUNNING, MapCall, masked_softmax
 
 INTERFACE_NAME = "isomorph"
 """The name of `edited_attention` among transformers' implementations of attention."""
@@ -68,15 +68,6 @@ def _merge_queries(mask: Tensor | None) -> Tensor | None:
     return merged if same else mask
 
 
-def _masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the attention map. Shape: scores (B, nh, Nq, Nk), mask (B, 1, Nq, Nk) or None -> (B, nh, Nq, Nk)"""
-    if mask is None:
-        return scores.softmax(-1)
-    if mask.dtype != torch.bool:
-        return (scores + mask).softmax(-1)
-    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
-
-
 def _match_heads(x: Tensor, heads: int) -> Tensor:
     """Return keys or values repeated for every head, where several heads share them."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -114,7 +105,7 @@ def edited_attention(
         RUNNING.call = call._replace(mask=mask)
         scores = (q * scale) @ k.mT
         scores = scores if position_bias is None else scores + position_bias
-        return module.attn_drop(_masked_softmax(scores, mask))  # (B, nh, Nq, Nk)
+        return module.attn_drop(masked_softmax(scores, mask))  # (B, nh, Nq, Nk)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         return maps_of(q, k, mask) @ v  # (B, nh, Nq, hd)

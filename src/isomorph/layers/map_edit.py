@@ -65,6 +65,15 @@ def allowed_pairs(mask: Tensor, maps: Tensor) -> Tensor:
     return allowed.expand(-1, -1, Nq, Nk)
 
 
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the softmax over the keys. Shape: scores (.., Nq, Nk), mask, True for allowed or added to them, or None"""
+    if mask is None:
+        return scores.softmax(-1)
+    if mask.dtype != torch.bool:
+        return (scores + mask).softmax(-1)
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min).softmax(-1)
+
+
 def _neighbours_allowed(allowed: Tensor, offset: int) -> Tensor:
     """Return whether token i may attend to token i + offset, True for itself. Shape: (B, h, N, N) -> (B, h, N)"""
     if offset == 0:  # padding may attend to real tokens, but not to itself
@@ -188,8 +197,7 @@ class GatedMap(PositionGates):
         if allowed is None:
             return kronecker(row_scores.softmax(-1), column_scores.softmax(-1))
         scores = row_scores[:, :, None, :, None] + column_scores[:, None, :, None]  # (nh, Hq, Wq, H, W)
-        scores = scores.flatten(3).flatten(1, 2).masked_fill(~allowed, torch.finfo(rows.dtype).min)
-        return scores.softmax(-1)  # (B, nh, Nq, Nk)
+        return masked_softmax(scores.flatten(3).flatten(1, 2), allowed)  # (B, nh, Nq, Nk)
 
     def place_map(self, queries: Tensor, keys: Tensor, allowed: Tensor | None = None) -> Tensor:
         """Return position attention between places (row, column) in steps of the keys, to the allowed keys only.
@@ -200,17 +208,19 @@ class GatedMap(PositionGates):
         rows, columns = (keys.to(**kind) - queries.to(**kind)[:, None]).unbind(-1)  # (Nq, Nk) each
         along_x, along_y, square = self.position.to(rows.dtype).unbind(1)
         scores = quadratic_axis_scores(rows, along_y, square) + quadratic_axis_scores(columns, along_x, square)
-        scores = scores if allowed is None else scores.masked_fill(~allowed, torch.finfo(rows.dtype).min)
-        return scores.softmax(-1)
+        return masked_softmax(scores, allowed)
 
     def forward(self, maps: Tensor, call: MapCall) -> Tensor:
         if call.places is not None:
             allowed = None if call.mask is None else allowed_pairs(call.mask, maps)
             position = self.place_map(*call.places(*maps.shape[-2:]), allowed)
             return gated_mix(maps, position.to(maps.dtype), self.gate)
-        one = maps.shape[-2] == 1
-        queries, prefix = ((1, 1), 0) if one else fit_grid(maps.shape[-2], call.shapes, call.prefix)
-        keys, p = fit_grid(maps.shape[-1], call.shapes if one else (queries,), call.prefix if one else prefix)
+        if maps.shape[-2] == 1:  # a class token, in the middle of the image
+            queries, prefix = (1, 1), 0
+            keys, p = fit_grid(maps.shape[-1], call.shapes, call.prefix)
+        else:
+            queries, prefix = fit_grid(maps.shape[-2], call.shapes, call.prefix)
+            keys, p = fit_grid(maps.shape[-1], (queries,), prefix)
         allowed = None if call.mask is None else allowed_pairs(call.mask, maps)[..., prefix:, p:]
         position = self.position_map(queries, keys, allowed)
         position = F.pad(position, (p, 0)).to(maps.dtype)

@@ -76,11 +76,9 @@ def allowed_by_masks(given: dict[str, Any]) -> Tensor | None:
     """Return where the masks of a call of `nn.MultiheadAttention`, by the names of its arguments, allow attention.
 
     Shape: -> broadcast to (B, nh, Nq, Nk), or None
-    Raises: ValueError for is_causal, or a mask for each head.
+    Raises: ValueError for a mask for each head.
     """
     allowed = None
-    if given.get("is_causal"):
-        raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
     for name in ("attn_mask", "key_padding_mask"):
         mask = given.get(name)
         if mask is None:

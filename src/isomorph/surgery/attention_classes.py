@@ -45,9 +45,7 @@ NO_MAP_REASONS = {
 
 
 def _own_mask(given: dict[str, Any]) -> Any:
-    """Return the mask among the arguments of a call, by name, or None. Raises: ValueError for is_causal."""
-    if given.get("is_causal"):
-        raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
+    """Return the mask among the arguments of a call, by name, or None."""
     return next((given[name] for name in ("attn_mask", "mask") if given.get(name) is not None), None)
 
 

@@ -80,7 +80,12 @@ class EditedAttention:
     recompute: bool
 
     def map_call(self, grid_size: GridSize | None, given: dict[str, Any]) -> MapCall:
-        """Return mask, grid and prefix tokens of a call, from its arguments by name."""
+        """Return mask, grid and prefix tokens of a call, from its arguments by name.
+
+        Raises: ValueError for is_causal.
+        """
+        if given.get("is_causal"):
+            raise ValueError("is_causal is not supported: an edited map mixes queries and cannot be causal")
         grid = grid_size or self.grid_size
         shapes = [] if self.form.square else own_shapes(self, given) + ([grid] if grid else [])  # type: ignore[arg-type]
         places = partial(self.form.places, self, shapes) if self.form.places else None
