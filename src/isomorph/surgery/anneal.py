@@ -15,6 +15,9 @@ from isomorph.layers.tap_heads import PositionHeads
 from isomorph.surgery.rules.gated import CONV_GATING, check_gating, initial_gating
 from isomorph.surgery.rules.gated_attention import ATTENTION_GATING
 
+GatedAttention = GPSA | PositionHeads | GatedMap
+"""Layers with gating parameters that an anneal sets."""
+
 
 @dataclass(frozen=True)
 class Anneal:
@@ -84,22 +87,22 @@ def _annealed_relus(model: nn.Module) -> list[AnnealedReLU]:
     return [module for module in model.modules() if isinstance(module, AnnealedReLU)]
 
 
-def annealed_layers(model: nn.Module) -> tuple[Sequence[GPSA | PositionHeads | GatedMap], Sequence[AnnealedReLU]]:
+def annealed_layers(model: nn.Module) -> tuple[Sequence[GatedAttention], Sequence[AnnealedReLU]]:
     """Return the gated attention layers and the annealed ReLUs of a model.
 
     Raises: UserError if there is neither.
     """
     relus = _annealed_relus(model)
-    gated = any(isinstance(module, GPSA | PositionHeads | GatedMap) for module in model.modules())
+    gated = any(isinstance(module, GatedAttention) for module in model.modules())
     return (gpsa_layers(model) if gated or not relus else []), relus
 
 
-def gpsa_layers(model: nn.Module) -> Sequence[GPSA | PositionHeads | GatedMap]:
+def gpsa_layers(model: nn.Module) -> Sequence[GatedAttention]:
     """Return the gated attention layers of a model.
 
     Raises: UserError if there is none.
     """
-    layers = [module for module in model.modules() if isinstance(module, GPSA | PositionHeads | GatedMap)]
+    layers = [module for module in model.modules() if isinstance(module, GatedAttention)]
     if not layers:
         raise UserError(
             "the model has no gated attention layer to anneal; recast it with ConvToGPSA or AttentionToGPSA first"

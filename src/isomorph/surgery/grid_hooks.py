@@ -310,8 +310,8 @@ def _receives_images(embedding: nn.Module | None) -> bool:
 def with_model_grid(rule: Any, model: nn.Module) -> Any:
     """Return the rule with the grid and the number of prefix tokens of the model where its fields are None.
 
-    A model without a patch embedding whose first layer is a convolution has images, from whose size an edit of the map
-    finds the grid at each call: the rule's `grid_from_image` is then True.
+    A model without a patch embedding may still receive images in its first layer with weights. An edit of the map then
+    finds the grid from the size of the image at each call: the rule's `grid_from_image` is True.
     """
     owner = None if None not in (rule.grid_size, rule.prefix_tokens) else _only_embedding_model(model)
     if owner is None:

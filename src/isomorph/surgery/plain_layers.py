@@ -40,8 +40,8 @@ def plain_layer(module: nn.Module) -> nn.Module:
     if not _has_another_form(module):
         return module
     assert isinstance(module, nn.Conv2d)
-    sides = (module.padding, (0, 0)) if not _pads_same(module) else (_equal_sides(module) or (0, 0), (0, 0))
-    window = (module.kernel_size, module.stride, sides[0], module.dilation, module.groups)
+    padding = (_equal_sides(module) or (0, 0)) if _pads_same(module) else module.padding
+    window = (module.kernel_size, module.stride, padding, module.dilation, module.groups)
     conv = nn.Conv2d(module.in_channels, module.out_channels, *window, bias=False, device="meta")  # type: ignore[arg-type]
     weight = module.weight if type(module) is Conv2dSame else nn.Parameter(_standardised_weight(module))
     conv.weight, conv.bias = weight, module.bias

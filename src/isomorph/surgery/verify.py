@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
-from isomorph.surgery.model_inputs import run_model
+from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import edits_since
-
-Batch = Tensor | Mapping[str, Tensor]
-"""A batch of inputs: images, or the tensors that a model takes by name, such as input_ids and attention_mask."""
 
 
 def _max_or_inf(values: Iterable[float]) -> float:
@@ -139,7 +136,7 @@ class NotEqual(UserError):
 def compare_outputs(
     original: nn.Module,
     recast: nn.Module,
-    inputs: Batch | Sequence[Batch],
+    inputs: Inputs | Sequence[Inputs],
     atol: float | None = None,
     seeds: Sequence[int] = (),
     what: str = "",
@@ -190,7 +187,7 @@ def compare_outputs(
 def verify(
     original: nn.Module,
     recast: nn.Module,
-    inputs: Batch | Sequence[Batch],
+    inputs: Inputs | Sequence[Inputs],
     atol: float | None = None,
     seeds: Sequence[int] = (),
 ) -> VerifyReport:
@@ -218,24 +215,24 @@ def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model).to(dtype).eval().requires_grad_(False)
 
 
-def _map_floats(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+def _map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Return a batch with its floating-point tensors changed; tensors of integers, such as token ids, stay."""
     if isinstance(batch, Tensor):
         return change(batch) if batch.is_floating_point() else batch
     return {name: change(x) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
 
 
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+def _cast(batch: Inputs, dtype: torch.dtype) -> Inputs:
     """Return a batch with its floating-point tensors in the given precision."""
     return _map_floats(batch, lambda x: x.to(dtype))
 
 
-def _redraw(batch: Batch, generator: torch.Generator) -> Batch:
+def _redraw(batch: Inputs, generator: torch.Generator) -> Inputs:
     """Return a batch with standard normal values in the place of its floating-point tensors."""
     return _map_floats(batch, lambda x: torch.randn(x.shape, generator=generator).to(x.device))
 
 
-def _describe_shape(batch: Batch) -> str:
+def _describe_shape(batch: Inputs) -> str:
     """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
     if isinstance(batch, Tensor):
         return "x".join(map(str, batch.shape))
@@ -276,7 +273,9 @@ def _output_difference(output: Any, other: Any) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Batch, what: str) -> InputDeviation:
+def _input_deviation(
+    models: dict[torch.dtype, tuple[nn.Module, nn.Module]], batch: Inputs, what: str
+) -> InputDeviation:
     """Return the largest |a(x) - b(x)| in each precision."""
     differences, scale = {}, 0.0
     for dtype, (a, b) in models.items():
@@ -286,7 +285,7 @@ def _input_deviation(models: dict[torch.dtype, tuple[nn.Module, nn.Module]], bat
 
 
 @torch.no_grad()
-def _target_deviations(original: nn.Module, recast: nn.Module, batch: Batch) -> tuple[TargetDeviation, ...]:
+def _target_deviations(original: nn.Module, recast: nn.Module, batch: Inputs) -> tuple[TargetDeviation, ...]:
     """Return the difference of each recast module from the one that it replaced, on the original's input.
 
     For a part of a joint projection the whole layers are compared.

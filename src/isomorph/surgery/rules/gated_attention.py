@@ -46,26 +46,12 @@ def attention_mismatch(module: nn.Module) -> str | None:
 
 
 def _dropout_mismatch(module: Attention) -> str | None:
-    """Return why the dropout of a layer's map does something else, or something that fused attention leaves out."""
+    """Return why the dropout of a layer's map cannot be taken for a plain nn.Dropout, or None if it can."""
     if type(module.attn_drop) is not nn.Dropout:
         return f"its attn_drop is a {type(module.attn_drop).__name__}, not an nn.Dropout"
     if module.fused_attn and (attachments := describe_attachments(module.attn_drop)):
         return f"its attn_drop has {attachments}, which fused attention never calls; remove them first"
     return None
-
-
-def _other_parts(module: Attention) -> str | None:
-    """Return what `ViTGPSA` does not compute of a layer of timm's Attention, or None if it computes all."""
-    if reason := attention_mismatch(module):
-        return reason
-    if module.gate is not None or type(module.norm) is not nn.Identity:
-        return "its output is gated or normalised before the projection"
-    if module.attn_drop.p:
-        return "GPSA has no dropout of the attention map"
-    if reason := projection_mismatch(module, "qkv"):
-        return reason
-    equal = module.qkv.in_features == module.attn_dim == module.proj.out_features
-    return None if equal else "its widths are not all equal"
 
 
 def scale_mismatch(module: Attention) -> str | None:
@@ -79,6 +65,15 @@ def projection_mismatch(module: Attention, name: str) -> str | None:
     """Return how a projection differs from a plain nn.Linear, whose weights can be split, or None."""
     reason = layer_mismatch(getattr(module, name), nn.Linear, "nn.Linear")
     return f"its {name}: {reason}" if reason else None
+
+
+def _has_gpsa_parts(module: Attention) -> bool:
+    """True if `ViTGPSA` computes everything that a layer of timm's Attention computes."""
+    if attention_mismatch(module) or projection_mismatch(module, "qkv"):
+        return False
+    if module.gate is not None or type(module.norm) is not nn.Identity or module.attn_drop.p:
+        return False
+    return module.qkv.in_features == module.attn_dim == module.proj.out_features
 
 
 @register_rule
@@ -161,7 +156,7 @@ class AttentionToGPSA(ExplainedRule):
         """True if the layer keeps its class and gets an edit of its map."""
         if not isinstance(module, Attention) or (self.grid_from_image and self.grid_size is None):
             return True
-        return _other_parts(module) is not None
+        return not _has_gpsa_parts(module)
 
     @torch.no_grad()
     def build(self, module: nn.Module) -> nn.Module:

@@ -96,12 +96,12 @@ class LinearToPyramid:
     - the pair of convolutions of a VanillaNet block, once its ReLU is the identity, or with `init="paper"` before that.
 
     A joint `qkv` becomes three pyramids; `where="blocks.[0-3].attn.v"` recasts only its values, and the other parts
-    stay linear. One whose outputs are not queries, keys and values in turn, or a convolution, becomes one pyramid.
-    `fuse` converts back at any time.
+    stay linear. A joint projection that is a convolution, or whose outputs are not queries, keys and values in turn,
+    becomes one pyramid. `fuse` converts back at any time.
 
-    `rectify="paper"` puts BatchNorm on the branch sums of queries and keys, recognised by name, and joint projections
-    that stay whole; it divides the others by sqrt(N). `{"q": "none", "v": "rescale"}` or "q=none,v=rescale" sets it by
-    the last name of a layer; layers that are not named get "paper".
+    `rectify="paper"` puts BatchNorm on the branch sums of queries and keys, recognised by name, and of joint
+    projections that become one pyramid; it divides the others by sqrt(N). `{"q": "none", "v": "rescale"}` or
+    "q=none,v=rescale" sets it by the last name of a layer; layers that are not named get "paper".
 
     `statistics=1/4` makes a training step cheaper: BatchNorm takes mean and variance from a quarter of the tokens,
     drawn again in each step (see `PyramidLinear`).
