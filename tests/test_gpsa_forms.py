@@ -1,8 +1,6 @@
 """Gated attention in every stage: windows, pooled cells, groups of channels, and positions as one convolution."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import timm
@@ -20,6 +18,7 @@ from isomorph.layers.prune_heads import closed_heads, prune_heads
 from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
+from torch_citizens import TorchCitizens
 
 CASES = {  # layer, its options, height, width, channels, out, kernel, stride, padding, groups
     "window": (WindowGPSA2d, dict(window=5), (7, 9, 10, 6, 3, 1, 1, 1)),
@@ -113,27 +112,11 @@ CITIZENS = {
 
 
 @pytest.mark.parametrize("name", CITIZENS)
-class TestTorchCitizens:
+class TestTorchCitizens(TorchCitizens):
     @pytest.fixture(autouse=True)
     def prepare(self, name):
         make, shape = CITIZENS[name]
         self.layer, self.x = perturbed(make()), torch.randn(shape)
-
-    def test_autocast_and_bfloat16(self):
-        expected = self.layer(self.x)
-        with torch.autocast("cpu", torch.bfloat16):
-            y = self.layer(self.x)
-        y.float().sum().backward()
-        assert y.dtype == torch.bfloat16
-        assert all(p.grad.isfinite().all() for p in self.layer.parameters())
-        assert (y - expected).abs().max() < 0.04 * expected.abs().max()  # bfloat16 has 8 bits
-        z = copy.deepcopy(self.layer).bfloat16()(self.x.bfloat16())
-        assert (z - expected).abs().max() < 0.04 * expected.abs().max()
-
-    def test_copies_pickles_and_builds_on_meta(self):
-        for twin in (copy.deepcopy(self.layer), pickle.loads(pickle.dumps(self.layer))):
-            assert torch.equal(twin(self.x), self.layer(self.x))
-        assert self.layer.to("meta")(self.x.to("meta")).shape[0] == 2
 
     def test_an_empty_batch(self):
         assert self.layer(self.x[:0]).shape == (0, *self.layer(self.x).shape[1:])

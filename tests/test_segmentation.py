@@ -76,17 +76,8 @@ def write_recipe(folder):
 # data
 
 
-def camvid():
-    import os
-
-    root = Path(os.environ.get("ISOMORPH_DATA", Path(__file__).parents[2] / "shared" / "data"))
-    if not (root / "camvid").is_dir():
-        pytest.skip("CamVid is in $ISOMORPH_DATA, which is not there")
-    return root
-
-
-def test_camvid():
-    train, test = open_splits("camvid", camvid(), None)
+def test_camvid(data_root):
+    train, test = open_splits("camvid", data_root, None)
     assert (len(train), len(test), len(train.classes)) == (64, 16, 11)
     test.check()
     image, mask = test[0]
@@ -97,8 +88,8 @@ def test_camvid():
     assert (mask.numpy()[raw < 11] == raw[raw < 11]).all()
 
 
-def test_coco_masks_are_numbered_without_gaps():
-    train, test = open_splits("coco-semantic", camvid() / "coco_mini", 0.2)
+def test_coco_masks_are_numbered_without_gaps(data_root):
+    train, test = open_splits("coco-semantic", data_root / "coco_mini", 0.2)
     assert len(train) + len(test) == 50
     assert len(train.classes) == 129
     test.check()
