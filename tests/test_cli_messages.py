@@ -17,7 +17,7 @@ from isomorph.cli.option_names import name_options, recipe_fields
 from isomorph.cli.options import CheckpointOptions, check_figures, check_out, choose_page
 from isomorph.cli.recipe_fields import check_fields
 from isomorph.cli.shape_errors import explain_shape_error
-from isomorph.cli.sizes import join_sizes, parse_size
+from isomorph.cli.sizes import join_sizes, only_size, parse_size
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
 from isomorph.training.recipe.recipe import apply_overrides
@@ -50,6 +50,12 @@ def test_a_size_is_written_in_any_usual_way(typed, size):
 def test_what_is_not_a_size_is_named_as_typed(text):
     with pytest.raises(iso.UserError, match=r"is not a size; write --grid-size 96, or --grid-size 96 128"):
         parse_size("--grid-size", text)
+
+
+def test_one_size_is_one():
+    assert (only_size(None), only_size([]), only_size([(9, 16)])) == (None, None, (9, 16))
+    with pytest.raises(iso.UserError, match="--size is given several times"):
+        only_size([(9, 16), (16, 9)])
 
 
 def test_other_numbers_stay_where_they_are():

@@ -12,13 +12,14 @@ from PIL import Image
 from pycocotools import mask as codec
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
 from command_line import isomorph
 from isomorph.recipes import RECIPES, load_recipe
 from isomorph.tasks.detection.annotations import read_annotations
 from isomorph.tasks.detection.dataset import draw_masks, open_split
-from isomorph.tasks.detection.metrics import Results, as_results, average_precision, class_precision
+from isomorph.tasks.detection.metrics import Results, as_results, average_precision, metric_rows
 from isomorph.tasks.detection.objective import ProposalDistillationTask, guided_losses
 from isomorph.tasks.detection.page import group_results, score_image
 from isomorph.tasks.detection.transforms import TestTransform, TrainTransform
@@ -79,6 +80,17 @@ class TestData:
         assert objects["boxes"].tolist() == [[10, 10, 30, 30]]
         assert objects["masks"].sum() == 400
         assert torch.equal(objects["masks"][0].bool(), torch.tensor(np.asarray(image)[..., 0] > 0))
+
+    def test_a_fraction_is_drawn_with_the_seed_or_the_first(self, tmp_path):
+        write(write(tmp_path, images=8), split="val")
+
+        def files(**fields):
+            data = {**TINY["data"], "root": str(tmp_path), "fraction": 0.5, **fields.pop("data", {})}
+            recipe = validate({**TINY, "data": data, **fields})
+            return [record.file for record in recipe.task.task.open_data(recipe)[0].images]
+
+        assert files(data={"draw": "first"}) == [f"{i}.png" for i in range(4)]
+        assert files(seed=1) == files(seed=1) != files(seed=2)
 
     def test_masks_from_polygons_and_rle(self):
         mask = np.zeros((48, 64), np.uint8)
@@ -232,7 +244,7 @@ def random_results(source, seed=0):
 def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name, masks):
     source = open_split(data_root / name, "train", masks)
     results = random_results(source)
-    metrics = average_precision(source, results)
+    metrics, *classes = metric_rows(source, results)
     truth = COCO_of(source.annotations.path)
     for kind, prefix in (("bbox", "box"), ("segm", "mask"))[: 1 + masks]:
         other = {"bbox": "segmentation", "segm": "bbox"}[kind]
@@ -247,7 +259,6 @@ def test_ap_equals_pycocotools_on_the_same_predictions(data_root, tmp_path, name
                 assert metrics[f"{prefix}_{key}"] == pytest.approx(100 * expected, abs=1e-9)
             else:
                 assert f"{prefix}_{key}" not in metrics
-    classes = class_precision(source, results)
     assert np.mean([row["box_ap"] for row in classes]) == pytest.approx(metrics["box_ap"])
     assert metrics["images"] == len(source)
 
@@ -330,6 +341,13 @@ class TestRun:
         fused = iso.evaluate(iso.fuse(model.eval()), root / "val.json")
         assert fused["images"] == 3
 
+    def test_data_of_other_classes(self, squares, tmp_path):
+        model = iso.load(squares[1].folder / "model.safetensors")
+        content = coco()
+        content["categories"].append({"id": 9, "name": "circle"})
+        with pytest.raises(iso.UserError, match="the data has 3 classes and the model 2; give data of its classes"):
+            iso.evaluate(model, write(tmp_path, content, "val"))
+
     @pytest.mark.filterwarnings("ignore:__array__ implementation")
     def test_the_commands(self, squares, tmp_path):
         root, result = squares
@@ -380,6 +398,17 @@ class TestRun:
 
 
 class TestDistillation:
+    def test_the_teacher_gets_images_in_its_own_normalisation(self):
+        options = dict(num_classes=2, masks=False, img_size=64, **NETWORK["kwargs"])
+        student, teacher = (timm.create_model("mask_rcnn", **options) for _ in range(2))
+        teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
+        task, pixels = ProposalDistillationTask(student, teacher, torch.device("cpu")), torch.rand(2, 3, 64, 64)
+        images, theirs = (
+            normalize(pixels, list(net.pretrained_cfg["mean"]), list(net.pretrained_cfg["std"]))
+            for net in (student, teacher)
+        )
+        torch.testing.assert_close(images * task.scale + task.shift, theirs)
+
     def test_the_losses_of_a_map(self):
         generator = torch.Generator().manual_seed(0)
         adapted, theirs = torch.randn(2, 2, 3, 4, 5, generator=generator, dtype=torch.float64)

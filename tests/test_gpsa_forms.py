@@ -54,6 +54,12 @@ def test_content_of_the_whole_map_is_gpsa2d(kind, options):
     torch.testing.assert_close(layer(x), whole(x), rtol=1e-11, atol=1e-12)
 
 
+def test_map_of_pooled_cells_is_the_same_in_a_graph():
+    layer, x = perturbed(PooledGPSA2d(6, 4, 3, 1, 1, cells=7)), torch.randn(1, 6, 9, 3)  # fewer columns than cells
+    attention = torch.compile(layer.attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(attention(x), layer.attention(x))
+
+
 @pytest.mark.parametrize(("channels", "groups"), [(4, 2), (18, 3), (18, 18)])
 def test_groups_of_positions_and_of_global_content(channels, groups):
     x = torch.randn(2, channels, 4, 5, dtype=torch.float64, requires_grad=True)

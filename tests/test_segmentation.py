@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from PIL import Image
 from torchvision import tv_tensors
+from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
 from command_line import isomorph
@@ -18,7 +20,7 @@ from isomorph.tasks.segmentation.data import open_splits, open_test_pairs
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.formats import open_masks
 from isomorph.tasks.segmentation.metrics import Confusion
-from isomorph.tasks.segmentation.objective import channel_distillation, pixel_cross_entropy
+from isomorph.tasks.segmentation.objective import SegmentationTask, channel_distillation, pixel_cross_entropy
 from isomorph.tasks.segmentation.pairs import IGNORE, Pair
 from isomorph.tasks.segmentation.windows import slide, window_starts
 
@@ -306,6 +308,21 @@ def test_distillation_starts_near_no_loss_from_itself(run, folder, tmp_path):
     torch.testing.assert_close(losses["loss"], parts)
     assert not opened.task.train().teacher.training
     assert all(p.grad is None for p in opened.task.teacher.parameters())
+
+
+def test_the_teacher_gets_images_in_its_own_normalisation():
+    network = dict(num_classes=2, img_size=32, backbone="tdrl_vit_ti", backbone_kwargs=VIT, channels=8)
+    student, teacher = (timm.create_model("upernet", **network) for _ in range(2))
+    teacher.pretrained_cfg = {**teacher.pretrained_cfg, "mean": (0.5, 0.4, 0.3), "std": (0.5, 0.5, 0.25)}
+    seen = []
+    teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    pixels, mask = torch.rand(2, 3, 32, 32), torch.zeros(2, 32, 32, dtype=torch.int64)
+    images, theirs = (
+        normalize(pixels, list(net.pretrained_cfg["mean"]), list(net.pretrained_cfg["std"]))
+        for net in (student, teacher)
+    )
+    SegmentationTask(student, SegmentationPart(crop=32), torch.device("cpu"), teacher)(images, mask)
+    torch.testing.assert_close(seen[0], theirs)
 
 
 def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):

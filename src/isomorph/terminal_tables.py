@@ -81,6 +81,20 @@ def metric_table(title: str, metrics: Mapping[str, float]) -> list[list[str]]:
     return [["", title], *rows]
 
 
+def row_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a table with a line for each row of metrics and names; a dash stands for a value that is missing."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
+    return [heads, *([_cell(name, row.get(name)) for name in names] for row in rows)]
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a value with its metric's format; a dash for none."""
+    if value is None:
+        return "-"
+    return METRIC_FORMATS[name][1](value) if name in METRIC_FORMATS else str(value)
+
+
 def sweep_table(title: str, points: Sequence[Mapping[str, float]], key: str) -> list[list[str]]:
     """Return a table with a row for each point of a sweep along `key`; a star marks the best top-1."""
     metrics = [name for name in ("top1", "top5", "nll", "ece") if name in points[0]]

@@ -107,8 +107,8 @@ def evaluate_(
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
     classifiers = dict(suite=suite, split=split, classes=classes, rfc=rfc, per_class=per_class, partial=partial)
-    own = EvaluationOptions(data, root, batch_size, workers, sizes[0] if sizes else None, max_images, page)
-    if evaluate_own_task(net, model, own, runtime, json_, classifiers):
+    own = EvaluationOptions(data, root, batch_size, workers, None, max_images, page)
+    if evaluate_own_task(net, model, own, sizes, runtime, json_, classifiers):
         return
     test_sets = open_test_sets(net, locations, partial, data, root, split, classes, sizes, max_images)
     rows, costs = measure(net, test_sets, Sweep(sizes, rfc, rfc_fill), batch_size, workers, per_class, cost, runtime)

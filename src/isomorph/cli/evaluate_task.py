@@ -1,24 +1,32 @@
 """What `isomorph evaluate` does with a model that was trained for another task than image classification."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from isomorph.cli.sizes import only_size
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.terminal_tables import METRIC_FORMATS, metric_table, print_table
+from isomorph.terminal_tables import metric_table, print_table, row_table
 from isomorph.training.task import EvaluationOptions, Task, task_of
 
 
 def evaluate_own_task(
-    model: nn.Module, name: str, options: EvaluationOptions, runtime: Runtime, json_: bool, classifiers: dict[str, Any]
+    model: nn.Module,
+    name: str,
+    options: EvaluationOptions,
+    sizes: Sequence[tuple[int, int]],
+    runtime: Runtime,
+    json_: bool,
+    classifiers: dict[str, Any],
 ) -> bool:
     """Print the metrics of a model of another task than image classification; return False for a classifier.
 
-    `classifiers` are the values of the options for image classifiers.
+    `sizes` are all values of --size, and `classifiers` those of the options for image classifiers.
 
-    Raises: UserError for an option of the other kind of model.
+    Raises: UserError for an option of the other kind of model, or several sizes.
     """
     task = task_of(model)
     if task is None:
@@ -30,7 +38,7 @@ def evaluate_own_task(
     for option, value in classifiers.items():
         if value:
             raise UserError(f"--{option.replace('_', '-')} is for image classifiers; leave it out for this model")
-    evaluate_task(task, model, name, options, runtime, json_)
+    evaluate_task(task, model, name, options._replace(size=only_size(sizes)), runtime, json_)
     return True
 
 
@@ -46,20 +54,6 @@ def evaluate_task(
         return
     print_table(metric_table(name, rows[0]))
     if rows[1:]:
-        print_table(_row_table(rows[1:]))
+        print_table(row_table(rows[1:]))
     if options.page:
         print(f"page: {options.page}")
-
-
-def _row_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return a table of rows that have the same keys; the first, without a format, names the row."""
-    names = list(rows[0])
-    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
-    return [heads, *([_cell(name, row[name]) for name in names] for row in rows)]
-
-
-def _cell(name: str, value: Any) -> str:
-    """Return a value with its metric's format; a dash for none."""
-    if value is None:
-        return "-"
-    return METRIC_FORMATS[name][1](value) if name in METRIC_FORMATS else str(value)

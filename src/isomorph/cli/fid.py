@@ -65,13 +65,12 @@ def fid(
         from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
-        from isomorph.tasks.diffusion.image_distance import default_cache
         from isomorph.tasks.diffusion.image_features import open_extractor
     split: Literal["train", "test"] = "test" if test else "train"
     real = open_real_images(data, split, root, max_images)
     extractor = open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:
-        found = compare_folder(images, real, extractor, batch_size, cache or default_cache(), update)
+        found = compare_folder(images, real, extractor, batch_size, cache, update)
     result: dict[str, Any] = {"generated": str(images), "data": data, "split": split, **found}
     if json_:
         print(json.dumps(result))

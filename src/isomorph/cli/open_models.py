@@ -78,8 +78,8 @@ def open_classifier(
 
 def require_classifier(model: nn.Module, name: str) -> None:
     """Raise UserError for a model that was trained for another task than image classification."""
-    if task := task_of(model):
-        kind = type(task).__name__.lower()
+    if task_of(model):
+        kind = model.pretrained_cfg["task"]["name"]  # type: ignore[index]
         raise UserError(f"{name} was trained for {kind}; this command is for image classifiers, see isomorph evaluate")
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import CheckpointOptions, Device, Json, Overwrite, WholeNumber, check_limits
-from isomorph.cli.sizes import Sizes
+from isomorph.cli.sizes import Sizes, only_size
 from isomorph.errors import UserError
 
 MAX_GRID = 4096
@@ -55,6 +55,7 @@ def sample(
         Images that are generated at the same time.
     """
     _check_options(out, images, steps, batch_size, seed, overwrite)
+    height_width = only_size(size)
     with loading():
         from isomorph.cli.open_models import open_given
         from isomorph.cli.progress import progress_bar
@@ -65,8 +66,6 @@ def sample(
     target = open_runtime(device).device
     net = open_given(model, checkpoint)
     require_denoiser(net, model)
-    if size and len(size) > 1:
-        raise UserError("--size is given several times; give one height and width")
     if out.is_dir():
         check_replaceable(out)
     with progress_bar("sampling") as update:
@@ -77,7 +76,7 @@ def sample(
             steps,
             seed=seed,
             batch_size=batch_size,
-            size=size[0] if size else None,
+            size=height_width,
             progress=lambda done, total: update(done, total, "sampling"),
         )
     (write_grid if out.suffix == ".png" else write_folder)(pixels, out)

@@ -29,6 +29,13 @@ def parse_size(option: str, text: str) -> tuple[int, int]:
     return int(height), int(width or height)
 
 
+def only_size(sizes: Sequence[tuple[int, int]] | None) -> tuple[int, int] | None:
+    """Return the size that --size gives, or None without one. Raises: UserError for several."""
+    if sizes and len(sizes) > 1:
+        raise UserError("--size is given several times; give one height and width")
+    return sizes[0] if sizes else None
+
+
 def join_sizes(tokens: Sequence[str]) -> list[str]:
     """Return a command line in which what follows an option for a size is a single argument: --size=96x128."""
     joined: list[str] = []

@@ -126,6 +126,7 @@ def train_loader(
     sampler: TrainSampler,
     workers: int = 0,
     unreadable: int = 0,
+    collate_fn: Callable[[Sequence[Any]], Any] | None = None,
 ) -> DataLoader[Any]:
     """Return a loader of training batches: images, labels, and error messages of images that cannot be read.
 
@@ -137,7 +138,7 @@ def train_loader(
     """
     source = copy.copy(source)
     source.transform = transform
-    return seeded_loader(source, sampler, workers, unreadable)
+    return seeded_loader(source, sampler, workers, unreadable, collate_fn)
 
 
 def seeded_loader(

@@ -68,6 +68,12 @@ def decode(image: ImageLike) -> Image.Image:
         return _to_rgb(opened)
 
 
+def read_image(path: Path) -> Image.Image:
+    """Return the image of a file in RGB. Raises: UserError naming the file when it cannot be read."""
+    with explain_decode_errors(lambda: str(path)):
+        return decode(path)
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert any mode to RGB; 16 bits per pixel are scaled to 8, which Pillow would clip to white."""
     if image.mode.startswith("I;16"):
@@ -185,6 +191,17 @@ def drawn_once(examples: Any, count: int | None) -> Any:
     return examples.subset(np.sort(random_indices(len(examples), count)))
 
 
+def drawn_fraction(examples: Any, fraction: float, seed: int | None) -> Any:
+    """Return a fraction of the examples in their order, at least one: drawn with `seed`, or the first for None.
+
+    `examples` is anything with a length and a method `subset`.
+    """
+    if fraction == 1:
+        return examples
+    count = max(1, int(fraction * len(examples)))
+    return examples.subset(range(count) if seed is None else np.sort(random_indices(len(examples), count, seed)))
+
+
 def spaced_images(source: Source, count: int | None) -> Source:
     """Return `count` images of a source, as `spaced_indices`; all of them for None, or where it has fewer."""
     if count is None or count >= len(source):
@@ -192,9 +209,9 @@ def spaced_images(source: Source, count: int | None) -> Source:
     return source.subset(spaced_indices(source.labels, count))
 
 
-def random_indices(length: int, count: int) -> np.ndarray:
-    """Return `count` indices below `length` in random order, the same at every call. Shape: (count,)"""
-    return np.random.default_rng(0).permutation(length)[:count]
+def random_indices(length: int, count: int, seed: int = 0) -> np.ndarray:
+    """Return `count` indices below `length` in random order, the same for every call with a seed. Shape: (count,)"""
+    return np.random.default_rng(seed).permutation(length)[:count]
 
 
 def spaced_indices(labels: np.ndarray, count: int) -> np.ndarray:

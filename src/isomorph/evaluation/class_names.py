@@ -1,14 +1,28 @@
 """Names of the classes of a model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from timm.data import ImageNetInfo
 from torch import nn
 
+from isomorph.errors import UserError
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's classes, as its checkpoint recorded them; an empty list without any."""
+    return list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+
+
+def check_own_classes(model: nn.Module, classes: Sequence[str]) -> None:
+    """Raise UserError for data with another number of classes than a trained model's."""
+    own = len(label_names(model)) or model.num_classes
+    if len(classes) != own:
+        raise UserError(f"the data has {len(classes)} classes and the model {own}; give data of its classes")
+
 
 def class_namer(model: nn.Module, classes: int) -> Callable[[int], str]:
     """Return the names of the model's classes: of its weights (wnids in English), ImageNet's for 1000, or numbers."""
-    known = (getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ()
+    known = label_names(model)
     imagenet = ImageNetInfo()
     if len(known) == classes:
         wnids = set(imagenet.label_names())

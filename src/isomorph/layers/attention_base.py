@@ -32,7 +32,14 @@ class AttentionBase(Attention):
 
     def queries_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values. Shape: x (B, N, C) -> three of (B, nh, N, hd)"""
-        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.split_projection(self.qkv(x))
+
+    def split_projection(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split the output of `qkv` into heads, and normalise queries and keys.
+
+        Shape: projected (B, N, 3 nh hd) -> three of (B, nh, N, hd)
+        """
+        q, k, v = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.q_norm(q), self.k_norm(k), v
 
     def project_output(self, mixed: Tensor, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class BoundedContentHeads(ContentHeads):
 
         Shape: share (nh,) -> (C_out, C / groups, heads)
         """
-        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
+        filters = self.scaled_filters(share)
         own = self.distinct_heads - 1
         if own == self.num_heads - 1:
             return filters
@@ -50,10 +50,6 @@ class BoundedContentHeads(ContentHeads):
         Shape: x, values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
         raise NotImplementedError
-
-    def with_bias(self, y: Tensor) -> Tensor:
-        """Add the bias, if there is one."""
-        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
 
 
 class BoundedGPSA2d(BoundedContentHeads, GPSA2d):

@@ -17,9 +17,8 @@ from timm.layers import Attention, register_notrace_module
 from torch import Tensor, nn
 
 from isomorph.layers.attention_base import AttentionBase, factory_kwargs
+from isomorph.layers.map_grid import GridSize
 from isomorph.layers.refined_attention import copy_parts
-
-GridSize = tuple[int, int]
 
 
 def offset_vectors(table: Tensor, size: int) -> Tensor:
@@ -84,14 +83,14 @@ def join_windows(x: Tensor, window: GridSize, grid_size: GridSize) -> Tensor:
 
 @register_notrace_module
 class DecomposedAttention(AttentionBase):
-    """Self-attention on feature maps that knows rows and columns apart, over the whole map or in windows (ViTDet).
+    """Self-attention on feature maps with relative positions by row and by column, in windows if wanted (ViTDet).
 
         y = proj(softmax(q k^T / sqrt(hd) + q . R_rows[i - i'] + q . R_columns[j - j']) v)
 
     `window` (h, w) limits attention to windows of that size; None is the whole map. The tables `rel_pos_h` and
-    `rel_pos_w` hold the vectors R; they start at zero, where the layer is plain attention, and are resized to other
-    maps (and `grid_size` is the size that they are created for, by default the window). The other arguments are those
-    of timm's Attention.
+    `rel_pos_w` hold the vectors R; they start at zero, where the layer is plain attention. They are created for a map
+    of `grid_size`, by default the window or 14 x 14, and resized to others. The other arguments are those of timm's
+    Attention.
 
     A map that the windows do not fill is padded with zero tokens on the right and below, which are keys too. Their
     queries, keys and values are computed once, from a single zero token: in train mode a BatchNorm in the projection
@@ -136,25 +135,32 @@ class DecomposedAttention(AttentionBase):
         return layer
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        grid_size, (q, k, v) = self._check_call(x, attn_mask, is_causal), self.queries_keys_values_in_windows(x)
-        window = self.window or grid_size
-        rows, columns = offset_vectors(self.rel_pos_h, window[0]), offset_vectors(self.rel_pos_w, window[1])
+        self._check_call(x, attn_mask, is_causal)
+        q, k, v = self.queries_keys_values_in_windows(x)
+        rows, columns = self.axis_vectors(x)
         drop = self.attn_drop.p if self.training else 0.0
-        mixed = attend_decomposed(q, k, v, rows, columns, window, drop)  # (B n, nh, h w, hd)
+        mixed = attend_decomposed(q, k, v, rows, columns, self.window_of(x), drop)  # (B n, nh, h w, hd)
         return self.project_windows(mixed, x)
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map of every window that `forward` applies. Shape: x (B, H, W, C) -> (B n, nh, N, N)"""
         q, k, _ = self.queries_keys_values_in_windows(x)
-        window = self.window or (x.shape[1], x.shape[2])
-        rows, columns = offset_vectors(self.rel_pos_h, window[0]), offset_vectors(self.rel_pos_w, window[1])
+        window, (rows, columns) = self.window_of(x), self.axis_vectors(x)
         scores = decomposed_queries(q, rows, columns, window) @ decomposed_keys(k, window).mT
         return scores.softmax(-1)
 
+    def window_of(self, x: Tensor) -> GridSize:
+        """Return the size of the windows of a map, which is that of the map by default. Shape: x (B, H, W, C)"""
+        return self.window or (x.shape[1], x.shape[2])
+
+    def axis_vectors(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the vectors R of rows and of columns. Shape: x (B, H, W, C) -> (h, h, hd), (w, w, hd)"""
+        h, w = self.window_of(x)
+        return offset_vectors(self.rel_pos_h, h), offset_vectors(self.rel_pos_w, w)
+
     def queries_keys_values_in_windows(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values of every window. Shape: x (B, H, W, C) -> three of (B n, nh, h w, hd)"""
-        B, H, W, _ = x.shape
-        h, w = self.window or (H, W)
+        (B, H, W, _), (h, w) = x.shape, self.window_of(x)
         right, below = -W % w, -H % h
         if right or below:
             tokens = x.flatten(0, 2)
@@ -165,29 +171,25 @@ class DecomposedAttention(AttentionBase):
             projected = torch.cat([projected, padding.expand(B, below, W + right, -1)], 1)
         else:
             projected = self.qkv(x)
-        windows = split_windows(projected, (h, w))  # (B n, h w, 3 nh hd)
-        q, k, v = windows.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.q_norm(q), self.k_norm(k), v
+        return self.split_projection(split_windows(projected, (h, w)))
 
     def project_windows(self, mixed: Tensor, x: Tensor) -> Tensor:
         """Join heads and windows, cut off the padding, and project.
 
         Shape: mixed (B n, nh, h w, hd), x (B, H, W, C) -> (B, H, W, C)
         """
-        H, W = x.shape[1:3]
-        h, w = self.window or (H, W)
+        (H, W), (h, w) = x.shape[1:3], self.window_of(x)
         tokens = mixed.transpose(1, 2).flatten(2)  # (B n, h w, nh hd)
         joined = join_windows(tokens, (h, w), (H + -H % h, W + -W % w))[:, :H, :W].flatten(1, 2)  # (B, N, nh hd)
         heads = joined.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, nh, N, hd)
         return self.project_output(heads, x.flatten(1, 2)).unflatten(1, (H, W))
 
-    def _check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> GridSize:
-        """Return the grid of a call. Raises: ValueError for tokens instead of a map, or a mask."""
+    def _check_call(self, x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> None:
+        """Check the arguments of a call. Raises: ValueError for tokens instead of a map, or a mask."""
         if attn_mask is not None or is_causal:
             raise ValueError("DecomposedAttention does not support attn_mask or is_causal; leave them out")
         if x.ndim != 4:
             raise ValueError(f"the input has shape {tuple(x.shape)}; give a feature map (B, H, W, C)")
-        return x.shape[1], x.shape[2]
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, window={self.window}"

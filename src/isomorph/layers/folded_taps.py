@@ -6,8 +6,8 @@ precision of the numbers; the rest of all heads' kernels, weighted by their filt
     kernel[o, c, u, v] = sum_h filter_h[o, c] rows_h[u] columns_h[v]
 
 Queries whose reach crosses the border read a kernel that is normalised over fewer keys: each border row and column has
-one of its own, and the corners are computed head by head. On its taps, with a high locality, a layer is so the
-convolution that it was recast from, at its cost.
+one of its own, and the corners are computed head by head. With centres on the taps and a high locality, a layer is
+therefore the convolution that it was recast from, at the same cost.
 """
 
 import math
@@ -115,7 +115,7 @@ def _line(
     """Return the outputs of one row (line 0) or column (line 1) of queries, as a convolution along it."""
     axis, other = axes[line], axes[1 - line]
     first, last = axis.keys_near((query, query + 1), reach[line])
-    maps = axis.maps((query, query + 1))[:, 0, axis.padding + first : axis.padding + last]  # (nh, keys)
+    maps = axis.unpadded_maps((query, query + 1), (first, last))[:, 0]  # (nh, keys)
     across = other.window(reach[1 - line])
     kernel = fold_kernel(filters, *((maps, across) if line == 0 else (across, maps)))
     stride, padding = [other.stride] * 2, [_padding(axes, reach)[1 - line]] * 2
@@ -131,8 +131,7 @@ def _corner(
 ) -> Tensor:
     """Return the outputs of some queries, computed head by head from the keys that they reach."""
     near = [axis.keys_near(own, far) for axis, own, far in zip(axes, queries, reach, strict=True)]
-    maps = []
-    for axis, own, (first, last) in zip(axes, queries, near, strict=True):
-        maps.append(axis.maps(own)[..., axis.padding + first : axis.padding + last].to(x.dtype))
+    parts = zip(axes, queries, near, strict=True)
+    rows, columns = (axis.unpadded_maps(own, keys).to(x.dtype) for axis, own, keys in parts)
     (up, down), (left, right) = near
-    return soft_taps(x[:, :, up:down, left:right], maps[0], maps[1], filters)
+    return soft_taps(x[:, :, up:down, left:right], rows, columns, filters)

@@ -18,7 +18,7 @@ CELLS = 7
 """Default of the most cells along each axis."""
 
 
-def check_cells(cells: int | tuple[int, int]) -> tuple[int, int]:
+def _check_cells(cells: int | tuple[int, int]) -> tuple[int, int]:
     """Return the most cells along both axes. Raises: ValueError unless they are above 0."""
     rows, columns = to_2tuple(cells)
     if rows < 1 or columns < 1:
@@ -29,7 +29,9 @@ def check_cells(cells: int | tuple[int, int]) -> tuple[int, int]:
 class PooledHeads(BoundedContentHeads):
     """Base of layers whose heads attend by content to the averages of cells, and to the zeros of the padding."""
 
-    cells: tuple[int, int]
+    def __init__(self, *args: Any, cells: int | tuple[int, int] = CELLS, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cells = _check_cells(cells)
 
     @property
     def content_options(self) -> dict[str, tuple[int, int]]:
@@ -110,8 +112,8 @@ class PooledHeads(BoundedContentHeads):
         (H, W), (ph, pw) = x.shape[-2:], self.padding
         counts = self.cell_counts(H, W, like=x).to(x.dtype)
         maps = super().content_attention(x) / counts.clamp(min=1)  # (B, nh, Nq, h w + 1)
-        rows, columns = (members.argmax(0) for members in self.cell_members(H, W, like=x))
-        cell = rows[:, None] * min(W, self.cells[1]) + columns  # (H, W)
+        rows, columns = self.cell_members(H, W, like=x)
+        cell = rows.argmax(0)[:, None] * len(columns) + columns.argmax(0)  # (H, W)
         return maps[..., F.pad(cell, (pw, pw, ph, ph), value=len(counts) - 1).flatten()]
 
 
@@ -139,10 +141,6 @@ class PooledGPSA2d(PooledHeads, BoundedGPSA2d):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
-    def __init__(self, *args: Any, cells: int | tuple[int, int] = CELLS, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.cells = check_cells(cells)
-
 
 @register_notrace_module
 class PooledContentConv2d(PooledHeads, BoundedContentConv2d):
@@ -161,7 +159,3 @@ class PooledContentConv2d(PooledHeads, BoundedContentConv2d):
         >>> layer(torch.randn(2, 8, 6, 6)).shape
         torch.Size([2, 16, 6, 6])
     """
-
-    def __init__(self, *args: Any, cells: int | tuple[int, int] = CELLS, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.cells = check_cells(cells)

@@ -55,8 +55,7 @@ class PositionalConv2d(PositionHeads):
         return torch.ones_like(self.raw_locality)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.position_taps(x.to(compute_dtype(x)))
-        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
+        return self.with_bias(self.position_taps(x.to(compute_dtype(x))))
 
     def attention(self, x: Tensor) -> Tensor:
         """Return the attention map over the zero-padded keys, the same for every image.

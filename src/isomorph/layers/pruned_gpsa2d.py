@@ -69,9 +69,11 @@ class PrunedGPSA2d(nn.Module):
         padding: int | tuple[int, int] = 0,
         bias: bool = True,
         groups: int = 1,
-        **content: int | tuple[int, int],
+        window: int | tuple[int, int] | None = None,
+        cells: int | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
+        content = {name: size for name, size in (("window", window), ("cells", cells)) if size is not None}
         if len(heads) != kernel_size**2 or set(heads) - set(PARTS):
             raise ValueError(f"heads {heads!r} must be {kernel_size**2} letters of p, c and b, one for each tap")
         self.heads, self.num_heads = heads, len(heads)

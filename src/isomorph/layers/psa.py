@@ -95,7 +95,7 @@ class PSA(TokenHeads, TokenPositions):
     def forward(self, x: Tensor, grid_size: tuple[int, int] | None = None) -> Tensor:
         bias = self.position_bias(x, grid_size)
         q, k = self.queries_keys(x)
-        v = self.v(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)  # (B, nh, N, hd)
+        v = self.split_heads(self.v(x)).transpose(1, 2)  # (B, nh, N, hd)
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype))  # (B, nh, N, hd)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).flatten(2)))
 

@@ -117,7 +117,7 @@ def _soft_columns(x: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 def soft_taps(x: Tensor, rows: Tensor, columns: Tensor, filters: Tensor) -> Tensor:
     """Return the convolution of x with soft taps.
 
-    The channels have as many groups as the filters' second axis fits into them.
+    The number of groups G is that of the channels of x, divided by the size of the filters' second axis.
 
     Shape: x (B, C, H, W), rows (nh, Hq, H), columns (nh, Wq, W), filters (C_out, C / G, nh) -> (B, C_out, Hq, Wq)
     """

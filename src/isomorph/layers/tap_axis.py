@@ -38,6 +38,14 @@ class TapAxis(NamedTuple):
         offsets = axis_offsets(last - first, padded, start, self.stride, self.centre.device, dtype)
         return centred_axis_attention(offsets, self.centre, self.locality)
 
+    def unpadded_maps(self, queries: Range | None = None, keys: Range | None = None) -> Tensor:
+        """Return the maps of these queries to these keys, counted without padding; by default of all to all.
+
+        Shape: -> (nh, Nq, Nk)
+        """
+        first, last = keys or (0, self.keys)
+        return self.maps(queries)[..., self.padding + first : self.padding + last]
+
     def window(self, reach: int) -> Tensor:
         """Return what a query far from the border reads at most `reach` steps away. Shape: -> (nh, 2 reach + 1)"""
         offsets = torch.arange(-reach, reach + 1, device=self.centre.device, dtype=self.centre.dtype)

@@ -91,6 +91,14 @@ class TapHeads(nn.Module):
             x = F.pad(x, (pw, pw, ph, ph))
         return x[:, :, ::sh, ::sw].contiguous()
 
+    def scaled_filters(self, share: Tensor | None = None) -> Tensor:
+        """Return the filter of every head, scaled by a share of each. Shape: share (nh,) -> (C_out, C / groups, nh)"""
+        return self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
+
+    def with_bias(self, y: Tensor) -> Tensor:
+        """Add the bias, if there is one. Shape: y (B, C_out, Hq, Wq) -> the same"""
+        return y if self.bias is None else y + self.bias[:, None, None].to(y.dtype)
+
     def apply_filters(self, columns: Tensor, H: int, W: int) -> Tensor:
         """Apply each head's filter to what it has gathered. Shape: columns (B, C nh, Nq) -> (B, C_out, Hq, Wq)"""
         filters = self.weight.flatten(1)[:, :, None]  # (C_out, C nh / groups, 1)
@@ -155,22 +163,20 @@ class PositionHeads(TapHeads):
 
     def unpadded_axis_maps(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the axis maps without the padded keys, whose values are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
-        H, W = x.shape[-2:]
-        rows, columns = self.axis_maps(H, W)
-        ph, pw = self.padding
-        return rows[..., ph : ph + H].to(dtype), columns[..., pw : pw + W].to(dtype)
+        rows, columns = (axis.unpadded_maps().to(dtype) for axis in self.axes(*x.shape[-2:]))
+        return rows, columns
 
     def position_taps(self, values: Tensor, share: Tensor | None = None) -> Tensor:
         """Return the sum over heads of position attention times values times filter, scaled by a share of each head.
 
         Shape: values (B, C, H, W), share (nh,) -> (B, C_out, Hq, Wq)
         """
-        filters = self.weight.flatten(2) if share is None else self.weight.flatten(2) * share
-        filters = filters.to(values.dtype)
+        filters = self.scaled_filters(share).to(values.dtype)
         axes = self.axes(*values.shape[-2:])
         if reach := folded_reach(values, *axes, filters):
             return folded_taps(values, *axes, reach, filters)
-        return soft_taps(values, *self.unpadded_axis_maps(values, values.dtype), filters)
+        rows, columns = (axis.unpadded_maps().to(values.dtype) for axis in axes)
+        return soft_taps(values, rows, columns, filters)
 
     @torch.no_grad()
     def centre_on_taps(self) -> None:

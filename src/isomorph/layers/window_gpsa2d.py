@@ -8,13 +8,14 @@ from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor
 
 from isomorph.layers.bounded_content import BoundedContentConv2d, BoundedContentHeads, BoundedGPSA2d
+from isomorph.layers.grid import axis_offsets
 from isomorph.layers.window_tiles import axis_tiles, window_taps
 
 WINDOW = 7
 """Default height and width of the window."""
 
 
-def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
+def _odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
     """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
     height, width = to_2tuple(window)
     if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
@@ -25,7 +26,9 @@ def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
 class WindowHeads(BoundedContentHeads):
     """Base of layers whose heads attend by content to a window around the query, clipped at the padding's border."""
 
-    window: tuple[int, int]
+    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.window = _odd_window(window)
 
     @property
     def content_options(self) -> dict[str, tuple[int, int]]:
@@ -54,9 +57,9 @@ class WindowHeads(BoundedContentHeads):
         """Return True for the padded keys in the window of a query. Shape: -> (Nq, (H + 2 pad) (W + 2 pad))"""
         near = []
         for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
-            padded = torch.arange(keys + 2 * self.padding[axis], device=device)
-            positions = self.kernel_size // 2 + self.stride[axis] * torch.arange(queries, device=device)
-            near.append((padded - positions[:, None]).abs() <= self.window[axis] // 2)
+            padded, middle = keys + 2 * self.padding[axis], self.kernel_size // 2
+            offsets = axis_offsets(queries, padded, middle, self.stride[axis], device)
+            near.append(offsets.abs() <= self.window[axis] // 2)
         return (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
 
     def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -94,10 +97,6 @@ class WindowGPSA2d(WindowHeads, BoundedGPSA2d):
         Conv2d(8, 16, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1))
     """
 
-    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.window = odd_window(window)
-
 
 @register_notrace_module
 class WindowContentConv2d(WindowHeads, BoundedContentConv2d):
@@ -116,7 +115,3 @@ class WindowContentConv2d(WindowHeads, BoundedContentConv2d):
         >>> layer(torch.randn(2, 8, 6, 6)).shape
         torch.Size([2, 16, 6, 6])
     """
-
-    def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.window = odd_window(window)

@@ -114,7 +114,7 @@ def _maps_and_reads(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tens
 
 
 def _keys_by_head(k: Tensor, q: Tensor) -> Tensor:
-    """Shape: k (T, m, nh hd), q (T, nh, n, hd) -> (T, nh, m, hd)"""
+    """Return the keys of every head, of the width of the queries. Shape: k (T, m, nh hd) -> (T, nh, m, hd)"""
     return k.unflatten(2, (q.shape[1], q.shape[3])).transpose(1, 2)
 
 

@@ -1,7 +1,5 @@
 """Data of the attention viewer: the part of a page where pointing at a patch shows what every head attends to."""
 
-import base64
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +18,7 @@ from isomorph.report.layer_maps import (
     largest_differences,
     pack_layer_maps,
 )
+from isomorph.report.pictures import picture_uri
 
 ORDINALS = {2: "second", 3: "third"}
 EQUAL_BOUNDS = (1e-6, 1e-5)
@@ -46,9 +45,7 @@ class PageImage:
         pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
         colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
         small = max(pixels.shape[1:]) <= MAX_PNG_SIDE
-        file = io.BytesIO()
-        Image.fromarray(np.ascontiguousarray(colour)).save(file, "PNG" if small else "JPEG", quality=88)
-        return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(file.getvalue()).decode()}"
+        return picture_uri(Image.fromarray(np.ascontiguousarray(colour)), "png" if small else "jpeg")
 
 
 @dataclass(frozen=True)

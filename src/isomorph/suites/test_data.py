@@ -16,6 +16,7 @@ from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import Source, first_classes, random_indices
 from isomorph.errors import UserError
 from isomorph.evaluation.accuracy import evaluate as evaluate_loader
+from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import evaluation_config
 
 _WEIGHT_LOCATIONS = ("hf-hub", "local-dir", "url", "file")
@@ -95,7 +96,7 @@ def with_model_labels(source: Source, model: nn.Module) -> Source:
 
     Raises: UserError when a model has classes of other names than a folder of images, or a name stands for several.
     """
-    own = tuple((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+    own = tuple(label_names(model))
     if len(own) != getattr(model, "num_classes", 0) or own == source.classes:
         return source
     unknown = [name for name in source.classes if name not in own]

@@ -227,7 +227,14 @@ def build_test_loader(recipe: Recipe, config: dict[str, Any], test: Data, runtim
     if isinstance(test, Stream):
         share = BatchParts(range(runtime.rank, runtime.rank + 1), runtime.world)
         return stream_test_loader(test, eval_transform(config), batch, workers, share)
+    return share_loader(test, config, batch, workers, runtime)
+
+
+def share_loader(
+    test: Source, config: dict[str, Any], batch_size: int, workers: int, runtime: Runtime
+) -> DataLoader[Any]:
+    """Return the loader of this process's share of a source. Raises: UserError for fewer images than processes."""
     if len(test) < runtime.world:
         raise UserError(f"{len(test)} test images are too few for {runtime.world} processes; start fewer")
-    own = test if runtime.world == 1 else test.subset(range(runtime.rank, len(test), runtime.world))
-    return eval_loader(own, config, batch, workers)
+    own = test if runtime.world == 1 else test.subset(range(len(test))[runtime.share])
+    return eval_loader(own, config, batch_size, workers)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from isomorph.data.formats.registry import SOURCES
 from isomorph.data.loaders import eval_transform
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import decode, explain_decode_errors
+from isomorph.data.sources import read_image
 from isomorph.data.streams.stream import STREAMS
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
@@ -75,8 +75,7 @@ class Classification(Task):
 
     @torch.no_grad()
     def predict(self, model: nn.Module, path: Path) -> Prediction:
-        with explain_decode_errors(lambda: str(path)):
-            image = decode(path)
+        image = read_image(path)
         parameter = next(model.parameters())
         with eval_mode(model):
             x = eval_transform(evaluation_config(model))(image)[None].to(parameter.device, parameter.dtype)

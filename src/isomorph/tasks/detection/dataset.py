@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from isomorph.data.sources import decode, explain_decode_errors
+from isomorph.data.sources import read_image
 from isomorph.errors import UserError
 from isomorph.tasks.detection.annotations import Annotations, ImageRecord, read_annotations
 from isomorph.tasks.detection.extra import decode_masks, mask_codec
@@ -58,11 +58,11 @@ class DetectionSource(Dataset[tuple[Any, Any]]):
     def image(self, index: int) -> Image.Image:
         """Return one image in RGB, before the transform."""
         record = self.images[index]
-        with explain_decode_errors(lambda: str(self.folder / record.file)):
-            image = decode(self.folder / record.file)
+        path = self.folder / record.file
+        image = read_image(path)
         if image.size != (record.width, record.height):
             raise UserError(
-                f"{self.folder / record.file} has {image.width} x {image.height} pixels, and its annotations in "
+                f"{path} has {image.width} x {image.height} pixels, and its annotations in "
                 f"{self.annotations.path} say {record.width} x {record.height}; correct them"
             )
         return image

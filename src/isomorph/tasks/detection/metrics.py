@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,18 +93,32 @@ def average_precision(source: DetectionSource, results: Results) -> dict[str, fl
 
     Raises: UserError when there is no image.
     """
+    return _averages(_evaluations(source, results), results)
+
+
+def metric_rows(source: DetectionSource, results: Results) -> list[dict[str, Any]]:
+    """Return AP as `average_precision`, then AP and AP50 of every class that the images have, in percent.
+
+    Raises: UserError when there is no image.
+    """
+    evaluations = _evaluations(source, results)
+    return [_averages(evaluations, results), *_class_rows(evaluations, source.classes)]
+
+
+def _averages(evaluations: Mapping[str, Any], results: Results) -> dict[str, float]:
+    """Return AP over all classes, and the number of images."""
     metrics: dict[str, float] = {}
-    for name, run in _evaluations(source, results).items():
+    for name, run in evaluations.items():
         metrics |= {f"{name}_{key}": 100 * float(n) for key, n in zip(STATISTICS, run.stats, strict=False) if n >= 0}
     return {**metrics, "images": len(results.image_ids)}
 
 
-def class_precision(source: DetectionSource, results: Results) -> list[dict[str, Any]]:
-    """Return AP and AP50 of every class that the images have, in percent. Raises: UserError when there is no image."""
+def _class_rows(evaluations: Mapping[str, Any], classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Return AP and AP50 of every class that the images have."""
     rows: dict[str, dict[str, Any]] = {}
-    for name, run in _evaluations(source, results).items():
+    for name, run in evaluations.items():
         precision = run.eval["precision"][:, :, :, 0, -1]  # (IoU, recall, class), all sizes, most detections
-        for label, title in enumerate(source.classes):
+        for label, title in enumerate(classes):
             found = precision[:, :, label]
             if (found >= 0).any():
                 means = {f"{name}_ap": 100 * found.mean(), f"{name}_ap50": 100 * found[0].mean()}

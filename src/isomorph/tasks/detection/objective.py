@@ -1,6 +1,6 @@
 """The losses of Mask R-CNN as a task of timm, alone or with a teacher of its proposals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.models.detection_heads import Target
 from isomorph.training.objectives.masked import PretrainingTask
+from isomorph.training.objectives.renormalisation import renormalisation
 
 
 class DetectionTask(PretrainingTask):
@@ -113,14 +114,6 @@ class ProposalDistillationTask(PretrainingTask):
         return {"loss": sum(losses.values()), **losses}
 
 
-def renormalisation(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return scale and shift from images in one normalisation to another. Shape: -> (C, 1, 1) each"""
-    (mean, std), (their_mean, their_std) = (
-        (torch.tensor(config[key]).view(-1, 1, 1) for key in ("mean", "std")) for config in (own, theirs)
-    )
-    return std / their_std, (mean - their_mean) / their_std
-
-
 def guided_losses(
     adapted: Tensor, objectness: Tensor, theirs: Tensor, their_objectness: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -136,7 +129,7 @@ def guided_losses(
 
 
 def check_teacher(student: Any, teacher: Any) -> None:
-    """Raise UserError if a teacher is no detector, or has other maps or anchors than the student."""
+    """Raise UserError if a teacher is not a detector, or has other maps or anchors than the student."""
     if not hasattr(teacher, "rpn") or not hasattr(teacher, "pyramid_maps"):
         raise UserError(f"task.teacher is a {type(teacher).__name__}; give a Mask R-CNN that was trained on the data")
     if tuple(student.strides) != tuple(teacher.strides):

@@ -1,23 +1,21 @@
 """The page of a detector's test: AP, AP of every class, and images with truth and detections, the worst first."""
 
-import base64
-import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torchvision.ops import box_iou
 
 from isomorph.report.html import ImageCard, Section, write_page
+from isomorph.report.pictures import picture_uri, stack_pictures
 from isomorph.tasks.detection.dataset import DetectionSource
 from isomorph.tasks.detection.extra import decode_masks
 from isomorph.tasks.detection.metrics import Results
 from isomorph.tasks.detection.predict import SHOWN_SCORE, draw_objects
-from isomorph.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import row_table
 
 SHOWN_IMAGES = 24
 """Images on the page."""
@@ -28,7 +26,7 @@ _IOU = 0.5
 
 
 class ImageScore(NamedTuple):
-    """What was found in an image: objects found, missed, and detections that are no object or one found already."""
+    """What was found in an image: objects found, missed, and detections of nothing, or of an object found already."""
 
     image: int
     found: int
@@ -60,8 +58,8 @@ def write_detections(path: Path, source: DetectionSource, results: Results, rows
         f"{found} of {objects} objects are found, and {wrong} detections are wrong."
     )
     sections = [
-        Section("Precision", "Average precision over all images.", table=_metric_rows([overall])),
-        Section("By class", "Average precision of every class.", table=_metric_rows(classes)),
+        Section("Precision", "Average precision over all images.", table=row_table([overall])),
+        Section("By class", "Average precision of every class.", table=row_table(classes)),
         Section(
             "Images, the worst first",
             f"Above the truth, below the detections from a score of {SHOWN_SCORE}. An object is found by a "
@@ -111,31 +109,4 @@ def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tens
     pictures = [draw_objects(image, each, names) for each in (source.objects(score.image), detections)]
     total = score.found + score.missed
     lines = [f"found {score.found} of {total}, wrong {score.wrong}"]
-    return ImageCard(_stacked(pictures), source.images[score.image].file, lines)
-
-
-def _stacked(pictures: Sequence[Image.Image]) -> str:
-    """Return pictures of one size below each other as a data: URI."""
-    for picture in pictures:
-        picture.thumbnail((_WIDTH, 4 * _WIDTH))
-    width, height = pictures[0].size
-    canvas = Image.new("RGB", (width, 2 * height + 8), "white")
-    for row, picture in enumerate(pictures):
-        canvas.paste(picture, (0, row * (height + 8)))
-    written = io.BytesIO()
-    canvas.save(written, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(written.getvalue()).decode()
-
-
-def _metric_rows(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a table of metrics with a head."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
-    return [heads, *([_cell(name, row) for name in names] for row in rows)]
-
-
-def _cell(name: str, row: Mapping[str, Any]) -> str:
-    """Return a value of a row as text; a dash where it has none."""
-    if name not in row:
-        return "-"
-    return METRIC_FORMATS[name][1](row[name]) if name in METRIC_FORMATS else str(row[name])
+    return ImageCard(picture_uri(stack_pictures(pictures, _WIDTH)), source.images[score.image].file, lines)

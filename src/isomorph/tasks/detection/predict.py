@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torchvision.transforms.v2 import functional as V
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
-from isomorph.data.sources import decode, explain_decode_errors
+from isomorph.data.sources import read_image
+from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.detection.annotations import ImageRecord
@@ -38,8 +39,7 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
 
     Raises: UserError when it cannot be read.
     """
-    with explain_decode_errors(lambda: str(path)):
-        image = decode(path)
+    image = read_image(path)
     found, names = detect_image(model, image), label_names(model)
     entries = as_json(found, names)
     rows = [
@@ -48,11 +48,6 @@ def predict_file(model: nn.Module, path: Path) -> Prediction:
         if each["score"] >= SHOWN_SCORE
     ]
     return Prediction(rows, {".png": draw_objects(image, found, names), ".json": entries})
-
-
-def label_names(model: nn.Module) -> list[str]:
-    """Return the names of a detector's classes, as its checkpoint recorded them."""
-    return list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
 
 
 def as_json(found: dict[str, Tensor], names: list[str]) -> list[dict[str, Any]]:

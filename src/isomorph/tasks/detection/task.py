@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from isomorph.data.formats.registry import data_root
-from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, seeded_loader
+from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, train_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import drawn_once
+from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.evaluation.class_names import check_own_classes
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.training.recipe.part import Count, NotNegative, Part, Positive
 from isomorph.training.task import EvaluationOptions, Prediction, Task
@@ -66,13 +67,13 @@ class Detection(Task):
 
     fields = DetectionPart
     sources = ("coco",)
+    unused = (
+        *(*Task.unused, "monitor_every", "data.split", "data.classes", "data.shuffle_shards", "data.test_crop"),
+        *("data.crop_pct", "data.images"),
+    )
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
 
     def check_recipe(self, recipe: "Recipe") -> None:
-        data = recipe.data
-        for name in ("split", "classes", "shuffle_shards", "test_crop", "crop_pct", "images"):
-            if getattr(data, name) is not None:
-                raise ValueError(f"data.{name} does not apply to detection; leave it out")
         if recipe.scale.parallel == "fsdp":
             raise ValueError("scale.parallel fsdp does not work for detection; leave it at ddp")
         if self.options.scales[0] > self.options.scales[1]:
@@ -87,8 +88,7 @@ class Detection(Task):
         check_same_categories(train, test)
         if not options.keep_empty:
             train = train.subset([i for i, record in enumerate(train.images) if record.objects])
-        if recipe.data.fraction < 1:
-            train = drawn_once(train, max(1, int(recipe.data.fraction * len(train))))
+        train = drawn_fraction(train, recipe.data.fraction, recipe.seed if recipe.data.draw == "seeded" else None)
         return train, drawn_once(test, recipe.data.test_images)
 
     def _open(self, root: Path, split: str, annotations: str | None, images: str | None) -> "DetectionSource":
@@ -112,17 +112,13 @@ class Detection(Task):
             has = "has" if model.has_masks else "has not"
             raise UserError(f"the model {has} a head for masks, and task.masks is {self.options.masks}; give the same")
 
-    def attention_inputs(self, config: dict[str, Any]) -> None:
-        return None
-
     def train_loader(
         self, recipe: "Recipe", config: dict[str, Any], train: Any, sampler: TrainSampler
     ) -> DataLoader[Any]:
         from isomorph.tasks.detection.transforms import TrainTransform
 
-        source = train.subset(range(len(train)))
-        source.transform = TrainTransform(config, self.options.scales, self.options.flip)
-        return seeded_loader(source, sampler, recipe.data.workers, recipe.data.unreadable, collate)
+        transform: Any = TrainTransform(config, self.options.scales, self.options.flip)
+        return train_loader(train, transform, sampler, recipe.data.workers, recipe.data.unreadable, collate)
 
     def test_loader(self, recipe: "Recipe", config: dict[str, Any], test: Any, runtime: Runtime) -> "TestBatches":
         batch = max(1, recipe.data.batch_size // runtime.world)
@@ -142,14 +138,15 @@ class Detection(Task):
         return Objective(task, measure, lambda metrics: metrics["box_ap"], lambda module: module.student)  # type: ignore[return-value, arg-type]
 
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
-        from isomorph.tasks.detection.metrics import average_precision, class_precision
+        from isomorph.tasks.detection.metrics import metric_rows
         from isomorph.tasks.detection.page import write_detections
 
         source = self.test_data(options)
+        check_own_classes(model, source.classes)
         config = evaluation_config(model, options.size)
         batches = TestBatches(source, config, min(options.batch_size, _LARGEST_BATCH), options.workers, runtime)
         results = batches.detections(model.to(runtime.device), runtime)
-        rows = [average_precision(source, results), *class_precision(source, results)]
+        rows = metric_rows(source, results)
         if options.page and runtime.is_main:
             write_detections(options.page, source, results, rows)
         return rows
@@ -205,6 +202,7 @@ class TestBatches:
             batch_sampler=[list(own[i : i + batch]) for i in range(0, len(own), batch)],
             num_workers=workers,
             worker_init_fn=ignore_stop_signals,
+            persistent_workers=workers > 0,
         )
 
     def __iter__(self) -> Iterator[Any]:

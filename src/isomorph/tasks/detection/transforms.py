@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import functional as V
 from isomorph.tasks.detection.dataset import Objects
 
 _MIN_SIDE = 1.0
-"""Pixels below which a box that the crop cut is no object any more, where there are no masks."""
+"""Shortest side in pixels of a box that the crop has cut, for objects without masks; smaller ones are left out."""
 
 
 class TestTransform:

@@ -15,7 +15,7 @@ from torch import Tensor
 from isomorph.checkpoints.files import write_atomically
 from isomorph.data.formats.naming import is_image_name
 from isomorph.data.loaders import eval_transform
-from isomorph.data.sources import Source, decode, explain_decode_errors
+from isomorph.data.sources import Source, read_image
 from isomorph.errors import UserError
 from isomorph.tasks.diffusion.image_features import INCEPTION, Extractor, require_fidelity
 
@@ -94,8 +94,7 @@ def image_size(path: Path) -> tuple[int, int]:
 
 def _read(path: Path) -> Tensor:
     """Return the pixels of a file in RGB. Shape: -> (3, H, W) uint8. Raises: UserError when it cannot be read."""
-    with explain_decode_errors(lambda: str(path)):
-        return _pixels(decode(path))
+    return _pixels(read_image(path))
 
 
 def _pixels(image: Any) -> Tensor:

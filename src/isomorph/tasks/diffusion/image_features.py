@@ -1,6 +1,5 @@
 """Features of images by which sets of images are compared: of Inception-v3, as for FID, or of another network."""
 
-import hashlib
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError, install_hint
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.models.download import is_connection_error
+from isomorph.suites.robustness.results import weights_hash
 
 INCEPTION = "inception"
 """Name of the features of FID."""
@@ -46,16 +46,7 @@ def open_extractor(features: str, weights: Path | None, device: torch.device) ->
     else:
         network = PooledFeatures(open_model(features, weights))
     network = network.requires_grad_(False).eval().to(device)
-    return Extractor(features, network, _hash_state(network))
-
-
-def _hash_state(network: nn.Module) -> str:
-    """Return a hash of all tensors of a network."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in network.state_dict().items():
-        digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return Extractor(features, network, weights_hash(network))
 
 
 class InceptionFeatures(nn.Module):

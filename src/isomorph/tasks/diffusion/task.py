@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from torchvision import transforms
 
 from isomorph.data.formats.registry import SOURCES, open_source
-from isomorph.data.loaders import eval_loader, eval_transform, train_loader
+from isomorph.data.loaders import eval_transform, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime
@@ -20,7 +20,7 @@ from isomorph.suites.test_data import default_data
 from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error
-from isomorph.training.build import build_model, build_test_loader, open_sources
+from isomorph.training.build import build_model, build_test_loader, open_sources, share_loader
 from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.fields import AugmentPart
 from isomorph.training.recipe.part import Part
@@ -101,10 +101,9 @@ class Diffusion(Task):
             check_denoiser_size(model, config["input_size"])
         source = open_source(options.data or default_data(model), "test", options.root)
         source = spaced_images(_without_classes(source), options.max_images)
-        own = source.subset(range(len(source))[runtime.share]) if runtime.world > 1 else source
-        loader = runtime.pad_batches(eval_loader(own, config, options.batch_size, options.workers))
+        loader = share_loader(source, config, options.batch_size, options.workers, runtime)
         schedule = noise_schedule(model)
-        sums = denoising_errors(model, loader, schedule, runtime)
+        sums = denoising_errors(model, runtime.pad_batches(loader), schedule, runtime)
         return [mean_error(sums), *errors_by_time(sums, schedule.time_steps)]
 
 

@@ -1,6 +1,5 @@
 """A page of a text network's attention: tokens along both sides of every map, head by head, padding in grey."""
 
-import base64
 import copy
 import io
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.report.figures import pyplot, style
 from isomorph.report.html import ImageCard, Section, write_page
+from isomorph.report.pictures import data_uri
 from isomorph.tasks.language.sentences import PadBatch
 from isomorph.terminal_tables import metric_table
 
@@ -100,6 +100,7 @@ def _card(maps: Tensor, tokens: Sequence[str], real: Tensor, number: int) -> Ima
         file = io.BytesIO()
         figure.savefig(file, format="png", dpi=130)
         plt.close(figure)
-    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     words = " ".join(token for token, counts in zip(tokens, real.tolist(), strict=True) if counts)
-    return ImageCard(uri, f"example {number + 1}", [words, f"attention from {low:.2f} to {high:.2f}"])
+    return ImageCard(
+        data_uri(file.getvalue(), "png"), f"example {number + 1}", [words, f"attention from {low:.2f} to {high:.2f}"]
+    )

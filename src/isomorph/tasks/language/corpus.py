@@ -1,5 +1,6 @@
 """Text files as packed sequences of one length, and the masks of their words."""
 
+import copy
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,6 @@ class PackedTexts(Dataset[Any]):
 
     def subset(self, indices: np.ndarray) -> "PackedTexts":
         """Return some of the sequences."""
-        part = object.__new__(PackedTexts)
-        part.__dict__ = {**self.__dict__, "rows": self.rows[indices]}
+        part = copy.copy(self)
+        part.rows = self.rows[indices]
         return part

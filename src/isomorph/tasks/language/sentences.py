@@ -1,5 +1,6 @@
 """Labelled sentences and sentence pairs as token sequences, and batches of them with padding."""
 
+import copy
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -38,9 +39,9 @@ class Sentences(Dataset[LabelledTokens]):
 
     def subset(self, indices: np.ndarray) -> "Sentences":
         """Return some of the examples."""
-        part = object.__new__(Sentences)
+        part = copy.copy(self)
         part.ids, part.types = ([values[i] for i in indices] for values in (self.ids, self.types))
-        part.labels, part.classes = self.labels[torch.from_numpy(np.asarray(indices))], self.classes
+        part.labels = self.labels[torch.from_numpy(np.asarray(indices))]
         return part
 
 

@@ -42,7 +42,7 @@ class LanguageTask(Task):
     """Base of the tasks on text."""
 
     fields: ClassVar[type[Part]] = LanguagePart
-    unused = ("augment", "loss", "distill", "token_labels", "map_similarity", "mask", "monitor_every", "drop_path")
+    unused: ClassVar[tuple[str, ...]] = (*Task.unused, "monitor_every", "drop_path")
 
     @property
     def tokenizer(self) -> Any:

@@ -1,18 +1,16 @@
 """The training and test images of a run, and their loaders."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils.data import DataLoader
 
+from isomorph.data.formats.registry import data_root
 from isomorph.data.loaders import IsolatedDataLoader, ignore_stop_signals, train_loader
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import drawn_once, hash_to_unit
+from isomorph.data.sources import drawn_fraction, drawn_once, hash_to_unit
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.tasks.segmentation.augment import TestTransform, TrainTransform
@@ -22,27 +20,15 @@ from isomorph.tasks.segmentation.pairs import MAX_CLASSES, MaskedImages, spaced_
 from isomorph.training.recipe.recipe import Recipe
 
 
-def data_folder(root: str | Path | None) -> Path:
-    """Return the folder of the data: the one given, else $ISOMORPH_DATA, else ./data."""
-    return Path(root or os.environ.get("ISOMORPH_DATA", "data")).expanduser()
-
-
 def open_pairs(recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
     """Return the training and the test images of a recipe, checked.
 
     Raises: UserError for a file that is missing or damaged, a mask of another size than its image, or an unknown value.
     """
     data = recipe.data
-    train, test = open_splits(data.source, data_folder(data.root), data.split)
+    train, test = open_splits(data.source, data_root(data.root), data.split)
     test = drawn_once(test, data.test_images)
-    if data.fraction < 1:
-        count = max(1, int(data.fraction * len(train)))
-        order = (
-            np.arange(len(train))
-            if data.draw == "first"
-            else np.random.default_rng(recipe.seed).permutation(len(train))
-        )
-        train = train.subset(np.sort(order[:count]))
+    train = drawn_fraction(train, data.fraction, recipe.seed if data.draw == "seeded" else None)
     train.check()
     test.check()
     return train, test
@@ -103,21 +89,15 @@ def build_test_loader(
     part: SegmentationPart, config: dict[str, Any], test: MaskedImages, runtime: Runtime, workers: int = 0
 ) -> Iterable[Any]:
     """Return the loader of this process's whole test images, one by one. Shape: yields (1, 3, h, w), (1, H, W)"""
-    own = test.subset(range(runtime.rank, len(test), runtime.world))
+    own = test.subset(range(len(test))[runtime.share])
     own.transform = TestTransform(part.resize, config["mean"], config["std"])
     return IsolatedDataLoader(
         own,
         batch_size=1,
         num_workers=workers,
-        collate_fn=_single,
         worker_init_fn=ignore_stop_signals,
         persistent_workers=workers > 0,
     )
-
-
-def _single(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, ...]:
-    """Return one example as a batch."""
-    return tuple(torch.stack(parts) for parts in zip(*examples, strict=True))
 
 
 def check_class_count(pairs: MaskedImages) -> None:

@@ -4,14 +4,11 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
 import yaml
-from PIL import Image
 
 from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS
-from isomorph.data.sources import explain_decode_errors
 from isomorph.errors import UserError
-from isomorph.tasks.segmentation.pairs import IGNORE, MAX_CLASSES, MaskedImages, lookup_table
+from isomorph.tasks.segmentation.pairs import IGNORE, MAX_CLASSES, MaskedImages, lookup_table, read_mask
 
 IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
 """Names of the two folders of a data set of one's own; the first that exists is used."""
@@ -220,10 +217,7 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
 
 def _largest_value(path: Path) -> int:
     """Return the largest class in a mask, -1 if no pixel has one."""
-    with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
-        values = np.asarray(opened).astype(np.int64)
-    if values.ndim != 2:
-        raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
+    values = read_mask(path)
     return int(values[values != IGNORE].max(initial=-1))
 
 

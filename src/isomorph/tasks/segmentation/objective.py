@@ -1,6 +1,5 @@
 """The loss of segmentation: cross-entropy of both heads, and distillation from a teacher channel by channel."""
 
-import copy
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from isomorph.models.upernet import CoarseLogits, UPerNet
 from isomorph.models.upernet_head import resize_map
 from isomorph.tasks.segmentation.fields import SegmentationPart
 from isomorph.tasks.segmentation.pairs import IGNORE
+from isomorph.training.objectives.renormalisation import renormalisation
 
 
 def pixel_cross_entropy(logits: Tensor, mask: Tensor) -> Tensor:
@@ -45,7 +45,10 @@ def channel_distillation(student: Tensor, teacher: Tensor, temperature: float = 
 
 
 class SegmentationTask(ClassificationTask):
-    """loss = CE(head) + w CE(auxiliary head) + d distillation; the last two where there is such a head, a teacher."""
+    """loss = CE(head) + w CE(auxiliary head) + d distillation; the last two where there is such a head, a teacher.
+
+    The teacher is frozen and in eval mode, and gets images in its own normalisation.
+    """
 
     def __init__(
         self, model: nn.Module, part: SegmentationPart, device: torch.device, teacher: nn.Module | None = None
@@ -53,6 +56,10 @@ class SegmentationTask(ClassificationTask):
         super().__init__(model, criterion=pixel_cross_entropy, device=device, verbose=False)
         self.part = part
         self.teacher = None if teacher is None else teacher.requires_grad_(False).eval().to(device)
+        if teacher is not None:
+            scale, shift = renormalisation(model.pretrained_cfg, teacher.pretrained_cfg)  # type: ignore[arg-type]
+            self.register_buffer("scale", scale.to(device), persistent=False)
+            self.register_buffer("shift", shift.to(device), persistent=False)
 
     def train(self, mode: bool = True) -> "SegmentationTask":
         """Set the mode of the trained network; the teacher stays in eval mode."""
@@ -70,7 +77,7 @@ class SegmentationTask(ClassificationTask):
             losses["loss"] = losses["loss"] + self.part.auxiliary_weight * losses["auxiliary_loss"]
         if self.teacher is not None:
             with torch.no_grad():
-                known = self.teacher(input, coarse=True).logits
+                known = self.teacher(input * self.scale + self.shift, coarse=True).logits
             losses["kd_loss"] = channel_distillation(coarse.logits, known, self.part.temperature)
             losses["loss"] = losses["loss"] + self.part.distill_weight * losses["kd_loss"]
         return {**losses, "output": coarse.logits}
@@ -88,7 +95,7 @@ def open_teacher(part: SegmentationPart, model: nn.Module) -> nn.Module | None:
             f"task.teacher {part.teacher} has {teacher.num_classes} classes, the model has {model.num_classes}; "
             "give one of the same classes"
         )
-    return copy.deepcopy(teacher)
+    return teacher
 
 
 def check_network(model: Any) -> None:

@@ -1,7 +1,5 @@
 """The page of a segmentation test: IoU of every class, confusion between classes, and images, the worst first."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,17 +10,18 @@ from PIL import Image, ImageDraw
 
 from isomorph.report.charts import Matrix
 from isomorph.report.html import ImageCard, Section, write_page
+from isomorph.report.pictures import picture_uri, stack_pictures
 from isomorph.tasks.segmentation.figures import class_colours, overlay
 from isomorph.tasks.segmentation.metrics import Confusion
 from isomorph.tasks.segmentation.pairs import IGNORE, MaskedImages
-from isomorph.terminal_tables import METRIC_FORMATS
+from isomorph.terminal_tables import row_table
 
 SHOWN_IMAGES = 16
 """Images on the page."""
 SHOWN_CLASSES = 25
 """Classes in the confusion matrix, those that are confused most."""
-_WIDTH, _GAP = 420, 6
-"""Largest width of each picture of an image, and the gap between them, in pixels."""
+_WIDTH = 420
+"""Largest width of each picture of an image, in pixels."""
 _ROW = 28
 """Height of a row of the legend, in pixels."""
 _WORST_CLASSES = 3
@@ -66,11 +65,11 @@ def write_masks(
     )
     colours = class_colours(len(pairs.classes), pairs.colours)
     sections = [
-        Section("Metrics", "Over all images together.", table=_metric_table([overall])),
+        Section("Metrics", "Over all images together.", table=row_table([overall])),
         Section(
             "By class",
             "The lowest IoU first. The accuracy is the share of a class's pixels that were found.",
-            table=_metric_table(classes),
+            table=row_table(classes),
         ),
         _confusion_section(total, pairs.classes),
         Section(
@@ -80,17 +79,6 @@ def write_masks(
         ),
     ]
     write_page(path, "Segmentation", lead, sections)
-
-
-def _metric_table(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Return rows of metrics with their labels as a head."""
-
-    def cell(name: str, value: Any) -> str:
-        return "-" if value is None else METRIC_FORMATS[name][1](value) if name in METRIC_FORMATS else str(value)
-
-    names = list(rows[0])
-    heads = [METRIC_FORMATS[name][0] if name in METRIC_FORMATS else name for name in names]
-    return [heads, *([cell(name, row[name]) for name in names] for row in rows)]
 
 
 def _confusion_section(total: Confusion, names: Sequence[str]) -> Section:
@@ -112,14 +100,13 @@ def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageC
     """Return the truth and the prediction of an image next to each other, with its worst classes."""
     image, truth = pairs.image(score.number), pairs.mask(score.number)
     shown = np.where(truth == IGNORE, IGNORE, score.mask)
-    pictures = [_small(overlay(image, mask, colours)) for mask in (truth, shown)]
-    canvas = Image.new("RGB", (pictures[0].width, pictures[0].height * 2 + _GAP), "white")
-    canvas.paste(pictures[0], (0, 0))
-    canvas.paste(pictures[1], (0, pictures[0].height + _GAP))
+    picture = stack_pictures([overlay(image, mask, colours) for mask in (truth, shown)], _WIDTH)
     rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
     lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
     text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
-    return ImageCard(_uri(canvas), pairs.images[score.number].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"])
+    return ImageCard(
+        picture_uri(picture), pairs.images[score.number].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
+    )
 
 
 def _legend(names: Sequence[str], colours: np.ndarray, total: Confusion) -> ImageCard:
@@ -133,18 +120,4 @@ def _legend(names: Sequence[str], colours: np.ndarray, total: Confusion) -> Imag
         draw.rectangle((0, top + 3, 2 * _ROW, top + _ROW - 3), fill=tuple(colours[number].tolist()))
         draw.text((2 * _ROW + 10, top + 3), names[number], fill="black", font_size=_ROW - 10)
     left = f" of {int((pixels > 0).sum())}" if len(shown) < int((pixels > 0).sum()) else ""
-    return ImageCard(_uri(canvas), "Colours", [f"{len(shown)}{left} classes, the most frequent first"])
-
-
-def _uri(image: Image.Image) -> str:
-    """Return an image as a data: URI."""
-    buffer = io.BytesIO()
-    image.save(buffer, format="JPEG", quality=88)
-    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-
-
-def _small(image: Image.Image) -> Image.Image:
-    """Return an image reduced to at most the width of a card."""
-    if image.width <= _WIDTH:
-        return image
-    return image.resize((_WIDTH, max(1, round(image.height * _WIDTH / image.width))), Image.Resampling.LANCZOS)
+    return ImageCard(picture_uri(canvas), "Colours", [f"{len(shown)}{left} classes, the most frequent first"])

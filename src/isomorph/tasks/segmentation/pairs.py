@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.sources import decode, explain_decode_errors
+from isomorph.data.sources import explain_decode_errors, read_image
 from isomorph.errors import UserError
 
 IGNORE = 255
@@ -43,6 +43,18 @@ def lookup_table(values: Sequence[int] | range) -> np.ndarray:
 def spaced_numbers(length: int, count: int) -> list[int]:
     """Return up to `count` numbers below `length`, spaced evenly."""
     return np.linspace(0, length - 1, min(count, length)).astype(int).tolist()
+
+
+def read_mask(path: Path) -> np.ndarray:
+    """Return the values of a mask. Shape: -> (H, W) int64
+
+    Raises: UserError naming the file for one that cannot be read, or has several channels.
+    """
+    with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
+        values = np.asarray(opened)
+    if values.ndim != 2:
+        raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
+    return values.astype(np.int64)
 
 
 class MaskedImages(Dataset[Any]):
@@ -79,18 +91,13 @@ class MaskedImages(Dataset[Any]):
 
     def image(self, index: int) -> Image.Image:
         """Return an image in RGB."""
-        path = self.images[index]
-        with explain_decode_errors(lambda: str(path)):
-            return decode(path)
+        return read_image(self.images[index])
 
     def mask(self, index: int) -> np.ndarray:
         """Return the class of every pixel of an image. Shape: -> (H, W)"""
         path = self.masks[index]
-        with explain_decode_errors(lambda: str(path)), Image.open(path) as opened:
-            values = np.asarray(opened)
-        if values.ndim != 2:
-            raise UserError(f"{path} has {values.shape[2]} channels; a mask has one, with the number of each class")
-        classes = self.table[np.minimum(values.astype(np.int64), len(self.table) - 1)]
+        values = read_mask(path)
+        classes = self.table[np.minimum(values, len(self.table) - 1)]
         wrong = (classes < 0) | (values >= len(self.table))
         if wrong.any():
             raise UserError(

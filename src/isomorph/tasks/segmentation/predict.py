@@ -21,7 +21,7 @@ WINDOWS = 8
 def predict_mask(
     model: nn.Module, image: Tensor, part: SegmentationPart, size: tuple[int, int], windows: int = WINDOWS
 ) -> Tensor:
-    """Return the class of every pixel of an image that had a height and width before it was resized.
+    """Return the class of every pixel of an image, at the height and width `size` that it had before it was resized.
 
     Shape: image (1, 3, h, w) -> (H, W)
     """

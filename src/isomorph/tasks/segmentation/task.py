@@ -12,17 +12,18 @@ from torch.utils.data import DataLoader
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
+from isomorph.data.formats.registry import data_root
 from isomorph.data.sampler import TrainSampler
-from isomorph.data.sources import decode, explain_decode_errors
+from isomorph.data.sources import read_image
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
+from isomorph.evaluation.class_names import check_own_classes, label_names
 from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem, training_config
 from isomorph.tasks.segmentation.augment import TestTransform
 from isomorph.tasks.segmentation.data import (
     build_test_loader,
     build_train_loader,
     check_class_count,
-    data_folder,
     open_pairs,
     open_test_pairs,
 )
@@ -107,12 +108,8 @@ class Segmentation(Task):
         split = recorded.get("split") if source == recorded["source"] else None
         if options.data is not None and options.data not in FORMATS:
             source, root = "masks", Path(options.data)
-        pairs = open_test_pairs(source, data_folder(root), split[0] if split else None, options.max_images)
-        known = len(recorded.get("label_names") or ()) or model.num_classes
-        if len(pairs.classes) != known:
-            raise UserError(
-                f"the data has {len(pairs.classes)} classes and the model {known}; give data of its classes"
-            )
+        pairs = open_test_pairs(source, data_root(root), split[0] if split else None, options.max_images)
+        check_own_classes(model, pairs.classes)
         pairs.check()
         return pairs
 
@@ -136,13 +133,12 @@ class Segmentation(Task):
         return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
-        with explain_decode_errors(lambda: str(path)):
-            image = decode(path)
+        image = read_image(path)
         config = evaluation_config(model)
         reader = TestTransform(self.options.resize, config["mean"], config["std"])
         tensor = reader.image(tv_tensors.Image(pil_to_tensor(image)))[None]
         mask = predict_mask(model, tensor, self.options, (image.height, image.width)).cpu().numpy()
-        names = (model.pretrained_cfg or {}).get("label_names") or list(map(str, range(model.num_classes)))  # type: ignore[union-attr, operator, arg-type, call-overload]
+        names = label_names(model) or list(map(str, range(model.num_classes)))  # type: ignore[arg-type]
         colours = class_colours(len(names))
         counts = np.bincount(mask.flatten(), minlength=len(names))
         rows = [{"class": names[i], "share": 100 * counts[i] / mask.size} for i in np.argsort(-counts) if counts[i]]

@@ -15,6 +15,7 @@ from isomorph.checkpoints.autoencoder import load_autoencoder
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.models.masked_autoencoder import MaskedAutoencoder, reconstruction_error
+from isomorph.training.objectives.renormalisation import renormalisation
 from isomorph.training.recipe.mask_fields import MaskPart
 
 SMOOTH_L1_BETA = 2.0
@@ -161,7 +162,7 @@ def _check_pair(student: MaskedAutoencoder, teacher: MaskedAutoencoder, block: i
 
 
 def _renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> tuple[Tensor, Tensor]:
-    """Return the scale std_s / std_t and shift (mean_s - mean_t) / std_t from the student's to the teacher's images.
+    """Return the scale and shift from the student's to the teacher's images.
 
     Shape: -> (1, C, 1, 1) each, or (1, 1, 1, 1) if the normalisations are the same
     Raises: UserError when a pretrained_cfg has a mean and std of another number of channels.
@@ -174,8 +175,8 @@ def _renormalisation(student: MaskedAutoencoder, teacher: MaskedAutoencoder) -> 
         raise UserError(
             f"images have {channels} channels; give student and teacher mean and std of {channels} in pretrained_cfg"
         )
-    (mean_s, std_s), (mean_t, std_t) = (stats.view(2, 1, channels, 1, 1) for stats in configs)  # (1, C, 1, 1) each
-    return std_s / std_t, (mean_s - mean_t) / std_t
+    scale, shift = renormalisation(student.pretrained_cfg, teacher.pretrained_cfg)
+    return scale[None], shift[None]
 
 
 def build_pretraining(part: MaskPart, encoder: nn.Module, device: torch.device) -> PretrainingTask:

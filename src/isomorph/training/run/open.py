@@ -16,10 +16,7 @@ from isomorph.checkpoints.snapshot import IntactSnapshot
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts
 from isomorph.distributed import Runtime, open_runtime, seed_everything
-from isomorph.training.build import (
-    Data,
-    plan_batches,
-)
+from isomorph.training.build import Data, plan_batches
 from isomorph.training.classification import recipe_task
 from isomorph.training.objectives.objective import Objective
 from isomorph.training.optim import build_optimizer, build_scheduler
@@ -122,9 +119,5 @@ def assemble(
         objective.task.setup_ema(decay=recipe.ema)
     distribute(objective.task, recipe.scale, runtime)
     optimizer = build_optimizer(unwrap_model(objective.task.get_trainable_module()), recipe.optim)
-    return (
-        objective,
-        optimizer,
-        build_scheduler(optimizer, recipe.optim, recipe.epochs, steps, recipe.iterations),
-        header,
-    )
+    scheduler = build_scheduler(optimizer, recipe.optim, recipe.epochs, steps, recipe.iterations)
+    return objective, optimizer, scheduler, header
