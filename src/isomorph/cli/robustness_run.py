@@ -10,8 +10,9 @@ from isomorph.cli.progress import progress_bar
 from isomorph.data.corruptions.corrupt import SEVERITIES
 from isomorph.data.sources import Source
 from isomorph.distributed import Runtime
+from isomorph.suites.robustness.cells import wanted_cells
 from isomorph.suites.robustness.published import open_published
-from isomorph.suites.robustness.run import robustness, wanted_cells
+from isomorph.suites.robustness.run import robustness
 from isomorph.suites.robustness.scores import severity_table, summary_lines
 from isomorph.terminal_tables import print_table
 

@@ -16,7 +16,7 @@ from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.suites.result_file import PARSE_ERRORS, ResultFile, read_result_file
-from isomorph.suites.robustness.scores import Cell, Cells, inputs_line
+from isomorph.suites.robustness.scores import Cell, Cells, inputs_line, metric_of
 
 _KIND = "isomorph robustness"
 _IDENTITY_KEYS = ("suite", "version", "source", "limit", "size", "seed", "pictures")
@@ -48,7 +48,8 @@ class CellFile:
 
     def _resume(self, identity: Mapping[str, Any], lines: Sequence[Cell]) -> None:
         """Take the cells of a file. Raises: UserError for those of another model, or one of PARSE_ERRORS."""
-        saved, cells = _parse_identity(identity), _cells_by_key(lines)
+        saved = _parse_identity(identity)
+        cells = _cells_by_key(lines, metric_of(saved))
         _check_same_model(self.path, saved, self.identity)
         self.cells.update(cells)
 
@@ -66,21 +67,21 @@ def open_cell_file(path: Path | None, identity: Mapping[str, Any], runtime: Runt
     return opened
 
 
-def _cells_by_key(lines: Iterable[Cell]) -> dict[tuple[str, int], Cell]:
+def _cells_by_key(lines: Iterable[Cell], metric: str) -> dict[tuple[str, int], Cell]:
     """Return cells by corruption and severity. Raises: one of PARSE_ERRORS for a line that is not a cell."""
-    return {(str(line["corruption"]), int(line["severity"])): _parse_cell(line) for line in lines}
+    return {(str(line["corruption"]), int(line["severity"])): _parse_cell(line, metric) for line in lines}
 
 
-def _parse_cell(line: Cell) -> Cell:
-    """Return a cell with its accuracy and count as numbers. Raises: one of PARSE_ERRORS for an invalid one."""
-    if not 0 <= float(line["top1"]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
+def _parse_cell(line: Cell, metric: str) -> Cell:
+    """Return a cell with its metric and count as numbers. Raises: one of PARSE_ERRORS for an invalid one."""
+    if not 0 <= float(line[metric]) <= 100 or not 0 <= int(line.get("images", 0)) < 2**62:
         raise ValueError
-    return {**line, "top1": float(line["top1"])} | ({"images": int(line["images"])} if "images" in line else {})
+    return {**line, metric: float(line[metric])} | ({"images": int(line["images"])} if "images" in line else {})
 
 
 def _parse_identity(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the model and the images that the results are for. Raises: one of PARSE_ERRORS when they are missing."""
-    optional = {key: line[key] for key in ("weights", "data", "constants") if key in line}
+    optional = {key: line[key] for key in ("weights", "data", "constants", "metric") if key in line}
     return optional | {key: line[key] for key in _IDENTITY_KEYS} | {"model": str(line["model"])}
 
 
@@ -92,15 +93,20 @@ def read_result(path: Path) -> tuple[dict[str, Any], Cells]:
     try:
         result = json.loads(path.read_text())
         clean = result["clean"]
-        cells = _cells_by_key([*result["cells"], *([clean] if clean else [])])
-        return _parse_identity(result), cells
+        identity = _parse_identity(result)
+        return identity, _cells_by_key([*result["cells"], *([clean] if clean else [])], metric_of(identity))
     except OSError as error:
         raise UserError(
             f"cannot read results {path}: {error.strerror}; give a result file of isomorph robustness"
         ) from None
     except PARSE_ERRORS:
-        parsed, _ = read_result_file(path, _KIND, lambda saved, lines: (_parse_identity(saved), _cells_by_key(lines)))
-        return parsed
+        return read_result_file(path, _KIND, _parse_lines)[0]
+
+
+def _parse_lines(saved: Mapping[str, Any], lines: Sequence[Cell]) -> tuple[dict[str, Any], Cells]:
+    """Return the identity and the cells of a result file. Raises: one of PARSE_ERRORS for other lines."""
+    identity = _parse_identity(saved)
+    return identity, _cells_by_key(lines, metric_of(identity))
 
 
 class Results(NamedTuple):
@@ -132,7 +138,7 @@ def read_results(paths: Sequence[Path], models: Mapping[str, str]) -> Results:
         if not owners:
             description = f"{path} holds the results of {identity['model']}, with other weights than "
             raise UserError(f"{description}{' and '.join(models)}; give one file per model")
-        top1[owners[0]] = {key: cell["top1"] for key, cell in cells.items()}
+        top1[owners[0]] = {key: cell[metric_of(identity)] for key, cell in cells.items()}
         measured = measured or inputs_line(identity, max(int(cell.get("images", 0)) for cell in cells.values()))
         content = path.read_bytes()
         if content.startswith(b'{"kind"') and not content.endswith(b"\n"):

@@ -1,6 +1,6 @@
 """Evaluation of a classifier on corrupted images: the 15 (+4) corruptions of ImageNet-C at 5 severities."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from isomorph.data.corruptions.cache import CachedImages, CellWriter, CorruptionCache
-from isomorph.data.corruptions.corrupt import (
-    EXTRA_CORRUPTIONS,
-    IMAGENET_C_CORRUPTIONS,
-    SEVERITIES,
-    check_corruption,
-    corruption_functions,
-)
+from isomorph.data.corruptions.corrupt import SEVERITIES, corruption_functions
 from isomorph.data.corruptions.dataset import CLEAN, CorruptedImages, image_loader
 from isomorph.data.sources import Source
 from isomorph.distributed import ALONE, Runtime
@@ -23,19 +17,11 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.prediction_counts import PredictionCounts, sum_counts
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.suites.robustness.cells import CellOptions, CellProgress, ProgressCallback, open_cells
 from isomorph.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
 from isomorph.suites.robustness.published import open_published
-from isomorph.suites.robustness.results import (
-    CellFile,
-    check_same_inputs,
-    open_cell_file,
-    read_result,
-    weights_hash,
-)
-from isomorph.suites.robustness.scores import Cell, compare_to_baseline, robustness_summary
+from isomorph.suites.robustness.results import weights_hash
 
-ProgressCallback = Callable[[float, int, str], None]
-"""Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
 _Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]
 """A corruption, the severities evaluated together, their images, and the writer that caches them."""
 
@@ -98,7 +84,8 @@ def robustness(
     (10, ['snow', 'fog'])
     """
     _check_counts(batch_size, workers, limit)
-    wanted = wanted_cells(corruptions, severities, extra)
+    cells = CellOptions(corruptions, severities, extra, out, baseline, progress)
+    wanted = cells.wanted()
     published = open_published(suite, Path(folder).expanduser() if folder else None)
     inputs = prepare_inputs(model, source, published, size, seed, limit, partial)
     if published:
@@ -108,18 +95,11 @@ def robustness(
     fitted = fit_to_size(model, inputs.size)
     identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **inputs.identity()}
     identity |= {"data": inputs.describe_data(), "constants": inputs.describe_constants()}
-    base = read_result(Path(baseline).expanduser()) if baseline else None
-    if base:
-        check_same_inputs(str(baseline), base[0], identity)
-    runtime.require_equal((identity["weights"], inputs.identity()), "weights or images")
-    cell_file = open_cell_file(Path(out).expanduser() if out else None, identity, runtime)
+    state = open_cells(identity, wanted, cells, runtime)
     opened_cache = _open_cache(Path(cache), inputs, runtime) if cache else None
-    state = CellProgress(cell_file, wanted, progress or (lambda done, total, step: None))
-    resumed = len(state.cells)
     for job in _jobs(inputs, state.missing, opened_cache):
         _measure_cells(fitted, inputs, job, state, batch_size, workers, runtime)
-    result = _build_result(cell_file, wanted, inputs) | {"resumed": resumed}
-    return result | ({"against": compare_to_baseline(state.cells, base[1], base[0]["model"])} if base else {})
+    return state.result(inputs.imagenet and inputs.size == PUBLISHED_SIZE)
 
 
 def _check_counts(batch_size: int, workers: int, limit: int | None) -> None:
@@ -128,49 +108,11 @@ def _check_counts(batch_size: int, workers: int, limit: int | None) -> None:
         raise UserError("batch_size and limit must be at least 1 and workers at least 0")
 
 
-def wanted_cells(
-    corruptions: Sequence[str] | None, severities: Sequence[int], extra: bool
-) -> dict[str, tuple[int, ...]]:
-    """Return the severities of each corruption. Raises: UserError for an unknown corruption or severity, or none."""
-    names = [*(IMAGENET_C_CORRUPTIONS if corruptions is None else corruptions), *(EXTRA_CORRUPTIONS if extra else ())]
-    if not names or not severities:
-        raise UserError("there is nothing to do: give at least one corruption and one severity")
-    for corruption in names:
-        for severity in severities:
-            check_corruption(corruption, severity)
-    return dict.fromkeys(names, tuple(sorted(set(severities))))
-
-
 def _open_cache(top: Path, inputs: RobustnessInputs, runtime: Runtime) -> CorruptionCache:
     """Open the cache of corrupted images. Raises: UserError for a published data set, which needs none."""
     if inputs.published:
         raise UserError("--cache stores images that isomorph corrupts; those of --folder are on disk already")
     return CorruptionCache(top, inputs.identity(), len(inputs.clean_source()), inputs.size, runtime)
-
-
-class CellProgress:
-    """The finished and missing cells of an evaluation; reports progress."""
-
-    def __init__(self, cell_file: CellFile, wanted: Mapping[str, tuple[int, ...]], progress: ProgressCallback) -> None:
-        self.cell_file, self.wanted, self.progress = cell_file, wanted, progress
-        self.total = sum(map(len, wanted.values()))
-
-    @property
-    def cells(self) -> dict[tuple[str, int], Cell]:
-        """Finished cells among the wanted ones."""
-        return {key: cell for key, cell in self.cell_file.cells.items() if key[1] in self.wanted.get(key[0], ())}
-
-    @property
-    def missing(self) -> dict[str, tuple[int, ...]]:
-        """Severities to be measured, by corruption; the clean images come first."""
-        done = self.cell_file.cells
-        cells = {CLEAN: (0,), **self.wanted}
-        return {name: left for name, all_ in cells.items() if (left := tuple(s for s in all_ if (name, s) not in done))}
-
-    def update(self, fraction: float, job: _Job) -> None:
-        """Report that a fraction of a job is done."""
-        name, severities, *_ = job
-        self.progress(len(self.cells) + fraction * len(severities) * (name != CLEAN), self.total, name)
 
 
 def _jobs(
@@ -204,14 +146,14 @@ def _measure_cells(
     """Measure the cells of a job in one pass, and save them once all processes have evaluated their images."""
     name, severities, images, writer = job
     loader = image_loader(images, max(1, batch_size // len(severities)), workers, runtime.share)
-    state.update(0, job)
+    state.update(name, severities)
     counts: list[PredictionCounts] = []
     try:
         for done, (logits, labels) in enumerate(_predict(model, loader, inputs.config, writer), 1):
             counts = counts or [PredictionCounts(logits.shape[-1]) for _ in severities]
             for severity_counts, severity_logits in zip(counts, logits.unbind(1), strict=True):
                 severity_counts.add(severity_logits, labels)
-            state.update(done / len(loader), job)
+            state.update(name, severities, done / len(loader))
         shares = [share for share in runtime.gather(counts) if share]  # of fewer batches than processes, some are empty
         if writer:
             writer.finish()
@@ -220,7 +162,7 @@ def _measure_cells(
             writer.discard()
         raise
     for severity, parts in zip(severities, zip(*shares, strict=True), strict=True):
-        state.cell_file.add(name, severity, sum_counts(list(parts)).metrics())
+        state.add(name, severity, sum_counts(list(parts)).metrics())
 
 
 @torch.no_grad()
@@ -240,14 +182,3 @@ def _predict(
             pixels = images.flatten(0, 1).to(parameter.device, non_blocking=True)  # (B * severities, 3, H, W)
             logits = model(((pixels / 255 - mean) / std).to(parameter.dtype)).float()
             yield logits.unflatten(0, images.shape[:2]), labels  # (B, severities, K)
-
-
-def _build_result(
-    cell_file: CellFile, wanted: Mapping[str, tuple[int, ...]], inputs: RobustnessInputs
-) -> dict[str, Any]:
-    """Return the result: the identity of the evaluation, every cell, and the means over cells."""
-    cells = {(name, s): cell_file.cells[name, s] for name, severities in wanted.items() for s in severities}
-    clean = cell_file.cells.get((CLEAN, 0))
-    images = min(int(cell.get("images", 0)) for cell in cells.values())
-    result = {**cell_file.identity, "images": images, "clean": clean, "cells": list(cells.values())}
-    return result | robustness_summary(cells, clean, inputs.imagenet and inputs.size == PUBLISHED_SIZE)

@@ -11,9 +11,14 @@ from isomorph.data.corruptions.corrupt import (
     SEVERITIES,
 )
 from isomorph.errors import UserError
+from isomorph.terminal_tables import METRIC_FORMATS
 
 Cell = Mapping[str, Any]
 Cells = Mapping[tuple[str, int], Cell]
+CellValues = Mapping[tuple[str, int], float]
+
+METRIC = "top1"
+"""What is measured of a cell unless the identity of its results names another metric, in per cent."""
 
 ALEXNET = {
     "gaussian_noise": 88.6428,
@@ -41,24 +46,38 @@ ALEXNET_CLEAN = 43.478
 """AlexNet's top-1 error on ImageNet (%): torchvision's AlexNet_Weights.IMAGENET1K_V1; the paper has 43.5."""
 
 
-def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict[str, Any]:
-    """Return accuracy by corruption, category and severity, and mCE and relative mCE if they are defined.
+def metric_of(identity: Mapping[str, Any]) -> str:
+    """Return the metric of results, by their identity: top1 of classifiers, else miou, box_ap, ..."""
+    return str(identity.get("metric", METRIC))
+
+
+def metric_title(identity: Mapping[str, Any]) -> str:
+    """Return the metric of results as a title: "top-1 (%)", "mean IoU (%)"."""
+    return METRIC_FORMATS[metric_of(identity)][0] if metric_of(identity) in METRIC_FORMATS else metric_of(identity)
+
+
+def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool, metric: str = METRIC) -> dict[str, Any]:
+    """Return the metric by corruption, category and severity, and mCE and relative mCE if they are defined.
 
     Means by severity and over all use the 15 corruptions of the suite; the extra ones are a separate category.
     mCE = mean over corruptions of (sum over severities of error / the same of AlexNet): for 1000 classes at 224 px
-    (`imagenet`) and all 75 cells. Relative mCE subtracts each net's clean error from both.
+    (`imagenet`) and all 75 cells. Relative mCE subtracts each net's clean error from both. For a metric other than
+    top-1, `relative` is the mean under corruption in per cent of the clean images' value (Michaelis et al. 2019).
 
     Source: Hendrycks and Dietterich 2019, section 4.1
     """
-    by_corruption = _group_means(cells, {name: (name,) for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)})
-    errors = {name: 100 - top1 for name, top1 in by_corruption.items() if name in IMAGENET_C_CORRUPTIONS}
+    values = {key: cell[metric] for key, cell in cells.items()}
+    by_corruption = _group_means(values, {name: (name,) for name in (*IMAGENET_C_CORRUPTIONS, *EXTRA_CORRUPTIONS)})
+    errors = {name: 100 - value for name, value in by_corruption.items() if name in IMAGENET_C_CORRUPTIONS}
     found: dict[str, Any] = {
         "by_corruption": by_corruption,
-        "by_category": _group_means(cells, {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}),
-        "by_severity": _severity_means(cells),
+        "by_category": _group_means(values, {**CORRUPTION_CATEGORIES, "extra": EXTRA_CORRUPTIONS}),
+        "by_severity": _severity_means(values),
     }
     if errors:
-        found |= {"mean_top1": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
+        found |= {f"mean_{metric}": 100 - mean(errors.values()), "mean_error_unnormalised": mean(errors.values())}
+        if metric != METRIC and clean and clean[metric]:
+            found["relative"] = 100 * found[f"mean_{metric}"] / clean[metric]
     if imagenet and all((name, severity) in cells for name in IMAGENET_C_CORRUPTIONS for severity in SEVERITIES):
         found["ce"] = {name: 100 * errors[name] / ALEXNET[name] for name in IMAGENET_C_CORRUPTIONS}
         found["mce"] = mean(found["ce"].values())
@@ -70,27 +89,27 @@ def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool) -> dict
     return found
 
 
-def _group_means(cells: Cells, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
-    """Return the mean top-1 of each group of corruptions, over the means of their severities; omit empty groups."""
+def _group_means(values: CellValues, groups: Mapping[str, Sequence[str]]) -> dict[str, float]:
+    """Return the mean of each group of corruptions, over the means of their severities; omit empty groups."""
     group_means = {}
     for group, names in groups.items():
-        rows = [[cell["top1"] for (name, _), cell in cells.items() if name == member] for member in names]
+        rows = [[value for (name, _), value in values.items() if name == member] for member in names]
         if any(rows):
             group_means[group] = mean(mean(row) for row in rows if row)
     return group_means
 
 
-def _severity_means(cells: Cells) -> dict[int, float]:
-    """Return the mean top-1 over the suite's corruptions by severity (over the extra ones if there are no others)."""
-    chosen = [key for key in cells if key[0] in IMAGENET_C_CORRUPTIONS] or list(cells)
+def _severity_means(values: CellValues) -> dict[int, float]:
+    """Return the mean over the suite's corruptions by severity (over the extra ones if there are no others)."""
+    chosen = [key for key in values if key[0] in IMAGENET_C_CORRUPTIONS] or list(values)
     return {
-        severity: mean(cells[key]["top1"] for key in chosen if key[1] == severity)
+        severity: mean(values[key] for key in chosen if key[1] == severity)
         for severity in sorted({severity for _, severity in chosen})
     }
 
 
-def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
-    """Return the gain over a baseline on common cells, in points of top-1 and in per cent of the baseline's top-1.
+def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METRIC) -> dict[str, Any]:
+    """Return the gain over a baseline on common cells, in points of the metric and in per cent of the baseline's.
 
     `error_ratio` is the mCE with the baseline instead of AlexNet: mean over corruptions of error / its error (%).
 
@@ -101,7 +120,7 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
     if not common:
         raise UserError(f"the baseline {name} has none of these cells; evaluate both with the same options")
     ours, theirs = ({key: own[key] for key in common} for own in (cells, base))
-    our_scores, their_scores = (robustness_summary(own, None, imagenet=False) for own in (ours, theirs))
+    our_scores, their_scores = (robustness_summary(own, None, False, metric) for own in (ours, theirs))
     gain: dict[str, Any] = {"model": name, "cells": len(common)}
     for view in ("by_corruption", "by_category", "by_severity"):
         pairs = {key: (our_scores[view][key], their_scores[view][key]) for key in our_scores[view]}
@@ -109,22 +128,22 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str) -> dict[str, Any]:
             key: {"points": a - b, "relative": 100 * (a - b) / b if b else None} for key, (a, b) in pairs.items()
         }
     ratios = [
-        (100 - top1) / (100 - their_scores["by_corruption"][key])
-        for key, top1 in our_scores["by_corruption"].items()
+        (100 - value) / (100 - their_scores["by_corruption"][key])
+        for key, value in our_scores["by_corruption"].items()
         if key in IMAGENET_C_CORRUPTIONS and their_scores["by_corruption"][key] < 100
     ]
     if ratios:
-        gain["points"] = our_scores["mean_top1"] - their_scores["mean_top1"]
+        gain["points"] = our_scores[f"mean_{metric}"] - their_scores[f"mean_{metric}"]
         gain["error_ratio"] = 100 * mean(ratios)
     return gain
 
 
 def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
-    """Return a table of top-1 (%) by severity with a row for each corruption, each category and their mean."""
-    severities = list(result["by_severity"])
-    cells = {(cell["corruption"], cell["severity"]): cell["top1"] for cell in result["cells"]}
+    """Return a table of the metric by severity with a row for each corruption, each category and their mean."""
+    severities, metric = list(result["by_severity"]), metric_of(result)
+    cells = {(cell["corruption"], cell["severity"]): cell[metric] for cell in result["cells"]}
     gain, ce = result.get("against", {}), result.get("ce", {})
-    heads = [f"{result['model']}: top-1 (%)", *map(str, severities), "mean"]
+    heads = [f"{result['model']}: {metric_title(result)}", *map(str, severities), "mean"]
     rows = [heads + ["CE (%)"] * bool(ce) + ["gain"] * bool(gain)]
     groups = {
         **{name: (name,) for name in result["by_corruption"]},
@@ -132,9 +151,9 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
         "extra": EXTRA_CORRUPTIONS,
     }
     for view in ("by_corruption", "by_category"):
-        for name, top1 in result[view].items():
+        for name, value in result[view].items():
             found = [[cells[m, s] for m in groups[name] if (m, s) in cells] for s in severities]
-            row = [name, *(f"{mean(part):.1f}" if part else "" for part in found), f"{top1:.2f}"]
+            row = [name, *(f"{mean(part):.1f}" if part else "" for part in found), f"{value:.2f}"]
             points = gain.get(view, {}).get(name, {}).get("points")
             more = [f"{ce[name]:.1f}" if name in ce else ""] * bool(ce)
             rows.append(row + more + ["" if points is None else f"{points:+.2f}"] * bool(gain))
@@ -146,15 +165,15 @@ def severity_table(result: Mapping[str, Any]) -> list[list[str]]:
         if len(suite) == len(IMAGENET_C_CORRUPTIONS)
         else f"{len(suite)} of the suite's {len(IMAGENET_C_CORRUPTIONS)}"
     )
-    whole = [part, *(f"{top1:.1f}" for top1 in result["by_severity"].values())]
-    whole.append(f"{result['mean_top1']:.2f}" if "mean_top1" in result else "")
+    whole = [part, *(f"{value:.1f}" for value in result["by_severity"].values())]
+    whole.append(f"{result[f'mean_{metric}']:.2f}" if f"mean_{metric}" in result else "")
     more = [f"{result['mce']:.1f}" if "mce" in result else ""] * bool(ce)
     rows.append(whole + more + [f"{gain['points']:+.2f}" if "points" in gain else ""] * bool(gain))
     return rows + _gain_rows(gain, severities, len(rows[0])) if gain else rows
 
 
 def _gain_rows(gain: Mapping[str, Any], severities: Sequence[str], columns: int) -> list[list[str]]:
-    """Return rows with the gain over a baseline by severity: in points, and in per cent of the baseline's top-1."""
+    """Return rows with the gain over a baseline by severity: in points, and in per cent of the baseline's value."""
     rows = []
     for title, key in (("gain, points", "points"), ("gain, % of baseline", "relative")):
         found = [gain["by_severity"].get(severity, {}).get(key) for severity in severities]
@@ -174,14 +193,18 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [inputs_line(result, result["images"])]
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
+    title = metric_title(result).removesuffix(" (%)")
     if result["clean"]:
-        lines.append(f"clean top-1 {result['clean']['top1']:.2f} %")
+        lines.append(f"clean {title} {result['clean'][metric_of(result)]:.2f} %")
     if "mce" in result:
         relative = f", relative mCE {result['relative_mce']:.1f} %" if "relative_mce" in result else ""
         lines.append(f"mCE {result['mce']:.1f} %{relative} (100 is AlexNet)")
+    elif "relative" in result:
+        mean_value = result[f"mean_{metric_of(result)}"]
+        lines.append(f"mean under corruption {mean_value:.2f} %: {result['relative']:.1f} % of the clean images'")
     elif "mean_error_unnormalised" in result:
         lines.append(f"mean corruption error, unnormalised: {result['mean_error_unnormalised']:.2f} %")
     if "error_ratio" in (gain := result.get("against", {})):
         ratio = f"mean over corruptions of the errors' ratio {gain['error_ratio']:.1f} %"
-        lines.append(f"compared with {gain['model']}: top-1 {gain['points']:+.2f} points, {ratio}")
+        lines.append(f"compared with {gain['model']}: {title} {gain['points']:+.2f} points, {ratio}")
     return lines
