@@ -18,20 +18,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def interleaved(contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9) -> dict[str, float]:
-    """Median milliseconds of each contender over interleaved rounds, after two warm-up rounds.
+def interleaved(
+    contenders: dict[str, Callable[[], object]], device: torch.device, rounds: int = 9, warm_up: int = 2
+) -> dict[str, float]:
+    """Median milliseconds of each contender over interleaved rounds, after the rounds to warm up.
 
     With one thread on a CPU, what the processor spent on it: other programs on the machine take no part of that.
     """
     clock = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    for i in range(rounds + 2):
+    for i in range(rounds + warm_up):
         for name, run in contenders.items():
             synchronize(device)
             start = clock()
             run()
             synchronize(device)
-            if i >= 2:
+            if i >= warm_up:
                 times[name].append(1e3 * (clock() - start))
     return {name: statistics.median(values) for name, values in times.items()}
 
@@ -128,6 +130,23 @@ def update(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
     new = f"{processor()}, torch {torch.__version__}"
     runs = dict.fromkeys(earlier, old) | found.get("runs", {}) | dict.fromkeys(tables, new)
     return write(name, {**earlier, **tables, "runs": runs})
+
+
+def fill_page(page: Path, marks: tuple[str, str], tables: dict[str, list[dict[str, object]]], end: str = "") -> None:
+    """Puts tables, each after its caption, between two marks of a page, and a text after them."""
+    begin, stop = marks
+    before, found, rest = page.read_text().partition(begin)
+    if not (found and stop in rest):
+        raise ValueError(f"{page} lacks {begin} or {stop}")
+    parts = [f"{caption}:\n\n{markdown(rows)}" for caption, rows in tables.items()] + [end] * bool(end)
+    page.write_text("\n\n".join([before + begin, *parts, stop]) + rest.partition(stop)[2])
+
+
+def markdown(rows: list[dict[str, object]]) -> str:
+    """Rows as a Markdown table with the columns of the first."""
+    lines = [list(rows[0]), *([row.get(name, "") for name in rows[0]] for row in rows)]
+    head, *body = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *body])
 
 
 def show(title: str, rows: list[dict[str, object]]) -> None:

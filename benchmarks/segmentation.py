@@ -11,6 +11,7 @@ the whole ViT-Tiny on an image of each size, what it keeps for the backward pass
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import timm
@@ -18,9 +19,10 @@ import torch
 from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN as MEAN
 from timm.data import IMAGENET_DEFAULT_STD as STD
+from torch.utils.data import DataLoader
 
 import isomorph as iso
-from interleave import interleaved, saved_mib, show, update
+from interleave import RESULTS, forward, interleaved, kept_mib, show, update
 from isomorph.distributed import ALONE
 from isomorph.tasks.segmentation.augment import TrainTransform
 from isomorph.tasks.segmentation.data import open_splits
@@ -94,35 +96,77 @@ def sizes():
     show("Parameters", rows)
 
 
-def cost(root, sizes):
-    """Milliseconds of a training step with one image, MiB that it keeps, and milliseconds to load and augment one."""
-    pairs = open_splits("camvid", root, None)[0]
-    rows = []
-    for size in sizes:
-        networks = {
-            name: timm.create_model("upernet", img_size=size, num_classes=11, backbone_kwargs=FULL | layout)
-            for name, layout in {"plain, or fused": PLAIN, "pyramid": {}}.items()
-        }
-        x = torch.randn(2, 3, size, size)  # two images, as BatchNorm needs them
-        steps = {name: training_step(network, x) for name, network in networks.items()}
-        pairs.transform = TrainTransform(SegmentationPart(crop=(size, size), resize=(4 * size, size)), MEAN, STD)
-        milliseconds = interleaved(steps | {"loading": lambda: pairs[0]}, torch.device("cpu"), rounds=3)
-        for name in steps:
-            row = dict(size=size, network=name, step_ms=milliseconds[name] / 2, loading_ms=milliseconds["loading"])
-            rows.append(row | dict(kept_mib=saved_mib(networks[name], x)))
-    update("segmentation", {"cost": rows})
+def cost(sizes, rounds, warm_up, checkpointing):
+    """Cost of an image: seconds of a training step and of inference, and MiB kept for the backward pass."""
+    rows = [row for size in sizes for row in cost_at(size, rounds, warm_up, checkpointing)]
+    update("segmentation", {"cost": merged("cost", rows, ("size", "network"))})
     show("Cost of an image", rows)
 
 
-def training_step(network, x):
-    """One forward and backward pass of the loss of both heads."""
+def cost_at(size, rounds, warm_up, checkpointing):
+    """Rows of `cost` at one size. Training has two images, as BatchNorm needs them."""
+    device, x = torch.device("cpu"), torch.randn(2, 3, size, size)
+    networks = {
+        name: timm.create_model("upernet", img_size=size, num_classes=150, backbone_kwargs=FULL | layout)
+        for name, layout in {"plain": PLAIN, "pyramid": {}}.items()
+    }
+    for network in networks.values():
+        network.backbone.set_grad_checkpointing(checkpointing)
+    steps = interleaved({n: training_step(network, x) for n, network in networks.items()}, device, rounds, warm_up)
+    kept = {n: kept_mib(network, losses(network, x)) / 2 for n, network in networks.items()}
+    networks["fused"] = iso.fuse(networks["pyramid"].eval())
+    passes = interleaved(
+        {n: forward(network.eval(), x[:1]) for n, network in networks.items()}, device, rounds, warm_up
+    )
+    shared = dict(size=size, checkpointing=checkpointing)
+    return [
+        {**shared, "network": n, "step (s)": steps[n] / 2e3 if n in steps else "-"}
+        | {"kept (MiB)": round(kept[n]) if n in kept else "-", "inference (s)": passes[n] / 1e3}
+        for n in networks
+    ]
+
+
+def merged(table, rows, keys):
+    """The rows of a table of the result file, those of the same keys replaced by these."""
+    path = RESULTS / "segmentation.json"
+    earlier = json.loads(path.read_text()).get(table, []) if path.exists() else []
+    new = {tuple(row[key] for key in keys) for row in rows}
+    return [*(row for row in earlier if tuple(row.get(key) for key in keys) not in new), *rows]
+
+
+def loading(root, sizes, workers=2, count=32):
+    """Milliseconds of a processor to read and augment an image, and images a second of a loader with workers."""
+    rows = []
+    for size in sizes:
+        part = SegmentationPart(crop=(size, size), resize=(4 * size, size))
+        pairs = open_splits("camvid", root, None)[0]
+        pairs.transform = TrainTransform(part, MEAN, STD)
+        alone = interleaved({"image": lambda pairs=pairs: pairs[0]}, torch.device("cpu"), rounds=9)["image"]
+        loader = DataLoader(pairs.subset([i % len(pairs) for i in range(count + 2)]), 2, num_workers=workers)
+        batches = iter(loader)
+        next(batches)  # the workers have started
+        start = time.perf_counter()
+        seen = sum(len(images) for images, _ in batches)
+        rate = seen / (time.perf_counter() - start)
+        rows.append({"size": size, "image (ms)": alone, "workers": workers, "images/s": rate})
+    update("segmentation", {"loading": rows})
+    show("Loading", rows)
+
+
+def losses(network, x):
+    """The losses of both heads."""
 
     def run():
         coarse = network.train()(x, coarse=True)
-        loss = coarse.logits.logsumexp(1).mean() + coarse.auxiliary.logsumexp(1).mean()
-        loss.backward()
+        return coarse.logits.logsumexp(1).mean() + coarse.auxiliary.logsumexp(1).mean()
 
     return run
+
+
+def training_step(network, x):
+    """One forward and backward pass of the losses of both heads."""
+    run = losses(network, x)
+    return lambda: run().backward()
 
 
 def main():
@@ -134,16 +178,21 @@ def main():
         "--only",
         nargs="+",
         default=["eight", "plain", "pyramid"],
-        choices=["eight", "plain", "pyramid", "cost", "sizes"],
+        choices=["eight", "plain", "pyramid", "cost", "loading", "sizes"],
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost and loading")
+    parser.add_argument("--rounds", type=int, default=3, help="of --only cost")
+    parser.add_argument("--warm-up", type=int, default=1, help="rounds that are not counted, of --only cost")
+    parser.add_argument("--checkpointing", action="store_true", help="of the backbone's blocks, in --only cost")
     given = parser.parse_args()
     if "sizes" in given.only:
         sizes()
     if "cost" in given.only:
-        cost(given.root, given.sizes)
+        cost(given.sizes, given.rounds, given.warm_up, given.checkpointing)
+    if "loading" in given.only:
+        loading(given.root, given.sizes)
     rows = []
-    for name in (each for each in given.only if each not in ("cost", "sizes")):
+    for name in (each for each in given.only if each not in ("cost", "loading", "sizes")):
         root = eight_images(given.root, given.out / "images") if name == "eight" else given.root
         options = {
             "eight": dict(steps=800, backbone=PLAIN, task=WHOLE, lr=4e-3, auxiliary=False, drop_rate=0.0),
