@@ -1,90 +1,156 @@
 """A narrow BERT, plain and with refined attention: pre-trained on GLUE's sentences, then fine-tuned on its tasks.
 
     python benchmarks/bert_glue.py [--seeds 0 1 2] [--datasets sst2 cola rte] [--out runs/bert_glue]
-        [--pretraining epochs=3] [--fine-tuning epochs=3] [--rates 3e-4 1e-3]
+        [--pretraining epochs=3] [--fine-tuning epochs=3] [--rates 3e-4 1e-3] [--arms plain refined]
+        [--page docs/guides/language.md]
 
-Both networks take equal numbers of steps, from the same initial weights and in the same order. With several rates, the
-one of each network and data set is chosen with the first seed on a tenth of the training data, which is left out then.
-Runs resume, so the script may be stopped at any time. Results are in benchmarks/results/bert_glue.json.
+Both networks take equal numbers of steps, from the same initial weights and in the same order. "plain, equal time"
+takes as many more of them, in pre-training and fine-tuning, as fit into the time of the refined network, by the images
+per second of both runs. With several rates, the one of each network and data set is chosen with the first seed on a
+tenth of the training data, which is left out then. Runs resume, so the script may be stopped at any time. Results are
+in benchmarks/results/bert_glue.json; --page writes them into a guide.
 """
 
 import argparse
 import json
+import statistics
 from pathlib import Path
 
 import isomorph as iso
-from interleave import show, spread, update
+from interleave import fill_page, show, spread, update
 from isomorph.tasks.language.glue import GLUE
+from run_logs import read_log, speed
 
-ARMS = {"plain": "", "refined": "_refined"}
+EQUAL_TIME = "plain, equal time"
+ARMS = ("plain", "refined", EQUAL_TIME)
+MARKS = ("<!-- tables: benchmarks/bert_glue.py -->", "<!-- end of the tables -->")
+CAPTIONS = {
+    "pre-training": "Pre-training on masked words, tested on 200 sequences that are left out",
+    "fine-tuning": "Fine-tuning, on the development sets: mean over seeds and, in brackets, half the range",
+}
 
 
 def train(name, out, overrides):
-    """The metrics of a recipe's run and its seconds, from its folder if it is complete."""
+    """The metrics of a recipe's run with its steps, and their seconds at its usual speed; a complete run is read."""
     recipe = iso.load_recipe(name, [*overrides, f"out={out}"])
-    metrics = iso.train(recipe, show=False).metrics
-    lines = [json.loads(line) for line in (Path(out) / "log.jsonl").read_text().splitlines()]
-    return {**metrics, "seconds": sum(line["seconds"] for line in lines), "epochs": recipe.epochs}
+    metrics, steps = iso.train(recipe, show=False).metrics, read_log(out, "steps")[-1]["step"]
+    return {**metrics, "steps": steps, "seconds": round(steps * recipe.data.batch_size / speed(out))}
 
 
-def pretrain(out, seed, overrides):
-    """A row for each network: loss and accuracy on masked words."""
-    rows = []
-    for arm, ending in ARMS.items():
-        found = train(f"bert_narrow{ending}", out / f"pre_{arm}_{seed}", [f"seed={seed}", *overrides])
-        row = dict(seed=seed, network=arm, epochs=found["epochs"], loss=found["masked_loss"])
-        rows.append(row | dict(accuracy=found["masked_accuracy"], seconds=found["seconds"]))
-    return rows
+def as_long_as(plain, refined):
+    """The overrides with which the plain network trains for as long as the refined one, and not for fewer steps.
+
+    Both are folders of runs.
+    """
+    recipe = json.loads((plain / "recipe.json").read_text())
+    iterations = round(read_log(plain, "steps")[-1]["step"] * max(1, speed(plain) / speed(refined)))
+    warmup = max(1, round(iterations * recipe["optim"]["warmup_epochs"] / recipe["epochs"]))
+    return [f"iterations={iterations}", "optim.warmup_epochs=0", f"optim.warmup_iterations={warmup}"]
 
 
-def fine_tune(out, dataset, arm, seed, rate, overrides, split=None):
-    """The first metric of a data set on its development set, or on a part of the training data."""
-    weights = f"model.weights={out / f'pre_{arm}_{seed}' / 'model.safetensors'}"
-    ending = f"{dataset}_{arm}_{seed}_{rate:g}" + ("_split" if split else "")
-    fields = [f"seed={seed}", weights, f"optim.lr={rate}", *overrides] + [f"data.split={split}"] * bool(split)
-    return train(f"glue_{dataset}_narrow{ARMS[arm]}", out / ending, fields)
+class Comparison:
+    """The runs of all networks, seeds and data sets, in one folder."""
+
+    def __init__(self, arguments):
+        self.given, self.out = arguments, Path(arguments.out)
+        self.rates, self.fine_tuned = {}, {}
+
+    def pretrained(self, arm, seed):
+        """The folder of a pre-training."""
+        return self.out / f"pre_{arm.replace(', ', '_').replace(' ', '_')}_{seed}"
+
+    def pretrain(self, arm, seed):
+        """A row: loss and accuracy on masked words."""
+        overrides = [f"seed={seed}", *self.given.pretraining]
+        if arm == EQUAL_TIME:
+            overrides += as_long_as(self.pretrained("plain", seed), self.pretrained("refined", seed))
+        name = "bert_narrow_refined" if arm == "refined" else "bert_narrow"
+        found = train(name, self.pretrained(arm, seed), overrides)
+        scores = dict(loss=round(found["masked_loss"], 4), accuracy=round(found["masked_accuracy"], 2))
+        return dict(network=arm, seed=seed, steps=found["steps"], **scores, seconds=found["seconds"])
+
+    def fine_tune(self, dataset, arm, seed, rate, split=None):
+        """The metrics of a data set on its development set, or on a part of the training data."""
+        out = self.out / (
+            f"{dataset}_{arm.replace(', ', '_').replace(' ', '_')}_{seed}_{rate:g}" + "_split" * bool(split)
+        )
+        overrides = [f"seed={seed}", f"model.weights={self.pretrained(arm, seed) / 'model.safetensors'}"]
+        overrides += [f"optim.lr={rate}", *self.given.fine_tuning]
+        overrides += ["data.fraction=0.2"] if dataset == "sst2" else []
+        overrides += [f"data.split={split}"] if split else []
+        if arm == EQUAL_TIME:
+            overrides += as_long_as(*(self.fine_tuned[dataset, each, seed] for each in ("plain", "refined")))
+        elif not split:
+            self.fine_tuned[dataset, arm, seed] = out
+        return train(f"glue_{dataset}_narrow" + "_refined" * (arm == "refined"), out, overrides)
+
+    def rate(self, dataset, arm, seed):
+        """The rate with the best metric on a tenth of the training data; of the plain network in both times."""
+        arm = "plain" if arm == EQUAL_TIME else arm
+        if (dataset, arm) not in self.rates:
+            tried = self.given.rates
+            if len(tried) > 1:
+                metric = GLUE[dataset].metrics[0]
+                tried = sorted(tried, key=lambda rate: -self.fine_tune(dataset, arm, seed, rate, split=0.1)[metric])
+            self.rates[dataset, arm] = tried[0]
+        return self.rates[dataset, arm]
+
+    def score(self, dataset, arm, seed):
+        """A row: the first metric of a data set."""
+        rate, metric = self.rate(dataset, arm, seed), GLUE[dataset].metrics[0]
+        found = self.fine_tune(dataset, arm, seed, rate)
+        row = dict(dataset=dataset, network=arm, seed=seed, rate=rate, steps=found["steps"], metric=metric)
+        return row | dict(value=round(found[metric], 2), seconds=found["seconds"])
 
 
 def compare(arguments):
-    """The rows of pre-training and fine-tuning, written whenever one is done."""
-    out, pretraining, rows, rates = Path(arguments.out), [], [], {}
-    for seed in arguments.seeds:
-        pretraining += pretrain(out, seed, arguments.pretraining)
-        update("bert_glue", {"pretraining": pretraining})
-        for dataset in arguments.datasets:
-            metric = GLUE[dataset].metrics[0]
-            for arm in ARMS:
-                more = arguments.fine_tuning + (["data.fraction=0.2"] if dataset == "sst2" else [])
-                if (dataset, arm) not in rates:
-                    rates[dataset, arm] = choose(out, dataset, arm, seed, arguments.rates, more, metric)
-                found = fine_tune(out, dataset, arm, seed, rates[dataset, arm], more)
-                row = dict(dataset=dataset, network=arm, seed=seed, rate=rates[dataset, arm], epochs=found["epochs"])
-                rows.append(row | {"metric": metric, "value": found[metric], "seconds": found["seconds"]})
-                update("bert_glue", {"fine_tuning": rows})
-    return pretraining, rows
+    """The rows of pre-training and fine-tuning, written whenever one is done; the equal times come last."""
+    comparison, pretraining, fine_tuning = Comparison(arguments), [], []
+    last = [EQUAL_TIME] if EQUAL_TIME in arguments.arms else []
+    for arms in filter(None, ([arm for arm in arguments.arms if arm not in last], last)):
+        for seed in arguments.seeds:
+            for arm in arms:
+                pretraining.append(comparison.pretrain(arm, seed))
+                update("bert_glue", {"pretraining": pretraining})
+            for dataset in arguments.datasets:
+                for arm in arms:
+                    fine_tuning.append(comparison.score(dataset, arm, seed))
+                    update("bert_glue", {"fine_tuning": fine_tuning})
+    return pretraining, fine_tuning
 
 
-def choose(out, dataset, arm, seed, rates, overrides, metric):
-    """The rate with the best metric on a tenth of the training data; the only one without a choice."""
-    if len(rates) == 1:
-        return rates[0]
-    return max(rates, key=lambda rate: fine_tune(out, dataset, arm, seed, rate, overrides, split=0.1)[metric])
+def summarise(fine_tuning):
+    """Rows of each data set and network: mean and spread over seeds."""
+    groups = {}
+    for row in fine_tuning:
+        groups.setdefault((row["dataset"], row["network"]), []).append(row)
+    rows = []
+    for (dataset, network), found in sorted(groups.items(), key=lambda each: each[0][0]):
+        values = [row["value"] for row in found]
+        about = dict(metric=found[0]["metric"], seeds=len(found), rate=found[0]["rate"], steps=found[0]["steps"])
+        value = spread(values) if len(values) > 1 else f"{values[0]:.2f}"
+        seconds = round(statistics.mean(row["seconds"] for row in found))
+        rows.append(dict(dataset=dataset, network=network) | about | dict(value=value, seconds=seconds))
+    return rows
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--datasets", nargs="+", default=["sst2", "cola", "rte"], choices=sorted(GLUE))
     parser.add_argument("--rates", nargs="+", type=float, default=[3e-4, 1e-3])
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--pretraining", nargs="*", default=[])
     parser.add_argument("--fine-tuning", nargs="*", default=[])
     parser.add_argument("--out", default="runs/bert_glue")
-    pretraining, rows = compare(parser.parse_args())
-    show("pre-training", pretraining)
-    groups = {(row["dataset"], row["network"]): [] for row in rows}
-    for row in rows:
-        groups[row["dataset"], row["network"]].append(row["value"])
-    show("fine-tuning", [dict(dataset=d, network=n, value=spread(values)) for (d, n), values in groups.items()])
+    parser.add_argument("--page", type=Path, help="write the tables into docs/guides/language.md")
+    arguments = parser.parse_args()
+    pretraining, fine_tuning = compare(arguments)
+    tables = {"pre-training": pretraining, "fine-tuning": summarise(fine_tuning)}
+    for title, rows in tables.items():
+        show(title, rows)
+    if arguments.page:
+        fill_page(arguments.page, MARKS, {CAPTIONS[title]: rows for title, rows in tables.items()})
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Diffusion with and without pyramids: the published U-Net, and narrow ones on a tenth of CIFAR-10.
 
-    python benchmarks/diffusion.py network
+    python benchmarks/diffusion.py network step
     python benchmarks/diffusion.py curves norms samples --runs runs [--epoch 1] [--images 1000] [--ddim-steps 20]
     python benchmarks/diffusion.py curves --figure docs/guides/diffusion_loss.svg --page docs/guides/diffusion.md
 
-The runs are those of `isomorph train ddpm_cifar10_small --keep_every 1` and `... ddpm_cifar10_small_tdrl`. Needs
-ISOMORPH_DATA with cifar10 and, for `samples`, the CIFAR-10 weights of cifar_resnet56. Results are added to
-results/diffusion.json.
+The runs are those of `isomorph train ddpm_cifar10_small --keep_every 1` and `... ddpm_cifar10_small_tdrl`, and, if it
+is there, `... ddpm_cifar10_small` with `--out runs/ddpm_cifar10_small_longer` and as many more epochs as fit into the
+time of the pyramids. Needs ISOMORPH_DATA with cifar10 and, for `samples`, the CIFAR-10 weights of cifar_resnet56.
+Results are added to results/diffusion.json. With --figure, `norms` draws diffusion_norms.svg next to it.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 import isomorph as iso
-from interleave import RESULTS, interleaved, show, update
+from interleave import RESULTS, fill_page, interleaved, show, update
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE
@@ -35,9 +36,10 @@ from isomorph.tasks.diffusion.image_distance import cached_features, default_cac
 from isomorph.tasks.diffusion.image_features import open_extractor
 from isomorph.tasks.diffusion.objective import denoising_errors, errors_by_time, mean_error
 from isomorph.tasks.diffusion.write_images import write_folder, write_grid
+from run_logs import read_log, speed
 
 RUNS = {"plain": "ddpm_cifar10_small", "pyramids": "ddpm_cifar10_small_tdrl"}
-TIMES = (0, 50, 250, 500, 750, 999)
+TIMES = (0, 50, 250, 500, 750, 950)
 
 
 def network(side=16):
@@ -84,29 +86,32 @@ def narrow_step(rounds):
     }
 
 
-def read_log(folder, name):
-    """The rows of a log file of a run; none before its first epoch has ended."""
-    path = folder / name
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def arms(args):
+    """The folder of each run and the epoch of its checkpoint: the given one, and the last of the longer run."""
+    found = {arm: (args.runs / name, args.epoch) for arm, name in RUNS.items()}
+    longer = args.runs / f"{RUNS['plain']}_longer"
+    if rows := read_log(longer, "log"):
+        found["plain, equal time"] = (longer, rows[-1]["epoch"])
+    return found
 
 
 def curves(args):
-    """Training loss by step (means of ten), test error by epoch; the figure."""
+    """Training loss by step (means of ten), test error by epoch, and both networks in equal time; the figure."""
     lines, tests = {}, []
-    for arm, name in RUNS.items():
-        folder = args.runs / name
-        steps = read_log(folder, "steps.jsonl")
-        per_value = 32 * 3 * 32 * 32 / 1000  # the loss is a sum over the batch, divided by 1000
+    per_value = 32 * 3 * 32 * 32 / 1000  # the loss is a sum over the batch, divided by 1000
+    for arm, (folder, _) in arms(args).items():
+        steps = read_log(folder, "steps")
         lines[arm] = ([row["step"] for row in steps], [row["loss"] / per_value for row in steps])
+        pace = 32 * steps[-1]["step"] / read_log(folder, "log")[-1]["epoch"] / speed(folder)
         tests += [
             {
                 "network": arm,
                 "epoch": row["epoch"],
                 "training": round(row["loss"] / per_value, 5),
                 "test": round(row["denoising"], 5),
-                "seconds": round(row["seconds"]),
+                "seconds": round(row["epoch"] * pace),
             }
-            for row in read_log(folder, "log.jsonl")
+            for row in read_log(folder, "log")
         ]
     if args.figure:
         panel = Panel("error of the predicted noise", "step", "MSE", {arm: Line(*line) for arm, line in lines.items()})
@@ -119,39 +124,62 @@ def curves(args):
     return {"epochs": tests, "steps": points}
 
 
-def checkpoint(args, arm):
+def checkpoint(folder, epoch):
     """The model after an epoch: its averaged weights."""
-    return iso.load(args.runs / RUNS[arm] / f"epoch-{args.epoch}.safetensors")
+    return iso.load(folder / f"epoch-{epoch}.safetensors").eval()
 
 
-def norm_inputs(images, schedule, times, seed):
-    """The same images with noise at every one of these times: one batch for each time."""
-    generator = torch.Generator().manual_seed(seed)
-    for t in times:
-        steps = torch.full((len(images),), t)
-        yield {"x": schedule.add_noise(images, torch.randn(images.shape, generator=generator), steps), "t": steps}
+def recalibrated(model, images=2048):
+    """The model with statistics of training images at uniform time steps, all in the same batches, as in training."""
+    schedule, config = noise_schedule(model), dict(model.pretrained_cfg)
+    generator, source = torch.Generator().manual_seed(1), open_source("cifar10", "train")
+    loader = eval_loader(source.subset(range(images)), config, 256)
+    return iso.recalibrate(model, (noisy(x, schedule, random_times(x, generator), generator) for x, *_ in loader))
+
+
+def random_times(images, generator):
+    return torch.randint(1000, (len(images),), generator=generator)
+
+
+def noisy(images, schedule, times, generator):
+    """Images with noise at these time steps, as inputs of the network."""
+    return {"x": schedule.add_noise(images, torch.randn(images.shape, generator=generator), times), "t": times}
 
 
 def norms(args):
     """BatchNorm's statistics at single time steps against the running ones; and what recalibration changes."""
-    model = checkpoint(args, "pyramids").eval()
+    model = checkpoint(args.runs / RUNS["pyramids"], args.epoch)
     schedule, config = noise_schedule(model), dict(model.pretrained_cfg)
-    images = next(iter(eval_loader(open_source("cifar10", "train").subset(range(256)), config, 256)))[0]
-    running = statistics_of(model)
-    rows = []
-    for t in TIMES:
-        found = statistics_of(iso.recalibrate(model, norm_inputs(images, schedule, [t], t)))
-        rows.append({"time step": t, **compare_statistics(running, found)})
-    spread = list(range(0, 1000, 50))
-    moved = iso.recalibrate(model, norm_inputs(images, schedule, spread, 1))
+    images = next(iter(eval_loader(open_source("cifar10", "train").subset(range(250)), config, 250)))[0]
+    running, moved, rows = statistics_of(model), recalibrated(model), []
+    for t in range(0, 1000, 50):
+        single = noisy(images, schedule, torch.full((len(images),), t), torch.Generator().manual_seed(t))
+        rows.append({"time step": t, **compare_statistics(running, statistics_of(iso.recalibrate(model, [single])))})
     rows.append({"time step": "all", **compare_statistics(running, statistics_of(moved))})
-    test = open_source("cifar10", "test").subset(range(0, 10_000, 20))
+    if args.figure:
+        args.figure.with_name("diffusion_norms.svg").write_text(norms_figure(rows[:-1]))
+    test = open_source("cifar10", "test").subset(range(500))
     errors = []
     for name, net in (("running statistics", model), ("recalibrated", moved)):
         sums = denoising_errors(iso.fuse(net), eval_loader(test, config, 100), schedule, ALONE)
         row = {"statistics": name, "all": round(mean_error(sums)["denoising"], 5)}
         errors.append(row | {each["time steps"]: round(each["denoising"], 5) for each in errors_by_time(sums, 1000)})
     return {"statistics by time": rows, "recalibrated": errors}
+
+
+def norms_figure(rows):
+    """Shifts of the means and ratios of the variances along the time step."""
+    times = [row["time step"] for row in rows]
+    shifts = {"median": "shift", "largest": "largest shift"}
+    ratios = {"median": "variance", "smallest": "smallest variance", "largest": "largest variance"}
+    panels = [
+        Panel(title, "time step", label, {name: Line(times, [row[key] for row in rows]) for name, key in keys.items()})
+        for title, label, keys in (
+            ("shift of the mean", "standard deviations", shifts),
+            ("variance", "ratio to the running one", ratios),
+        )
+    ]
+    return panels_figure(panels, columns=2)
 
 
 def statistics_of(model):
@@ -178,14 +206,16 @@ def samples(args):
     """Distance of samples from training images in the features of cifar_resnet56, and grids to look at."""
     extractor, rows = open_extractor("cifar_resnet56", None, torch.device("cpu")), []
     real = open_real_images("cifar10", "train", max_images=args.images)
-    for arm in RUNS:
-        folder = args.runs / f"samples_{arm}_{args.epoch}"
+    networks = {arm: (*run, lambda model: model) for arm, run in arms(args).items()}
+    networks["pyramids, recalibrated"] = (args.runs / RUNS["pyramids"], args.epoch, recalibrated)
+    for arm, (run, epoch, change) in networks.items():
+        folder = args.runs / f"samples_{arm.replace(', ', '_').replace(' ', '_')}_{epoch}"
         if not folder.is_dir():
-            made = sample(checkpoint(args, arm), args.images, "ddim", args.ddim_steps, batch_size=50)
+            made = sample(change(checkpoint(run, epoch)), args.images, "ddim", args.ddim_steps, batch_size=50)
             write_grid(made[:64], args.runs / f"{folder.name}.png")
             write_folder(made, folder)
         found = compare_folder(folder, real, extractor)
-        rows.append({"network": arm, "epoch": args.epoch, "sampler": f"ddim, {args.ddim_steps} steps", **found})
+        rows.append({"network": arm, "epoch": epoch, "sampler": f"ddim, {args.ddim_steps} steps", **found})
     other = open_source("cifar10", "test").subset(range(args.images))
     pair = (
         cached_features(extractor, each, (32, 32), 100, default_cache(), lambda done, total: None)
@@ -198,7 +228,7 @@ def samples(args):
 TITLES = {
     "published network": "The published U-Net with random weights, 16 x 16 images: largest differences of the outputs",
     "narrow step": "A training step of the narrow U-Net, 32 images, processor time",
-    "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds of a shared machine",
+    "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds at the usual speed, without tests",
     "statistics by time": "Statistics of the pyramids' BatchNorms at single time steps, against the running ones: "
     "shift of the mean (in standard deviations, root mean square over channels; median and largest over norms) and "
     "ratio of the variance",
@@ -211,22 +241,22 @@ TITLES = {
 def write_page(page):
     """Puts the tables that have been measured between the marks of the page."""
     found = json.loads((RESULTS / "diffusion.json").read_text())
-    parts = []
-    for title, caption in TITLES.items():
-        if rows := found.get(title):
-            heads = [name for name in rows[0] if name not in ("features", "kernel_distance_std")]
-            lines = [
-                "| " + " | ".join(map(str, row)) + " |"
-                for row in (heads, *([r.get(h, "") for h in heads] for r in rows))
-            ]
-            parts.append("\n".join([f"{caption}:\n", lines[0], "|" + "---|" * len(heads), *lines[1:]]))
-    if (page.parent / "diffusion_loss.svg").is_file():
-        parts.append("![Training error of the predicted noise by step](diffusion_loss.svg)")
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(before + BEGIN + "\n\n" + "\n\n".join(parts) + "\n\n" + END + rest.partition(END)[2])
+    if rows := found.get("statistics by time"):
+        found["statistics by time"] = [row for row in rows if row["time step"] in (*TIMES, "all")]
+    tables = {
+        caption: [{k: v for k, v in row.items() if k not in ("features", "kernel_distance_std")} for row in rows]
+        for title, caption in TITLES.items()
+        if (rows := found.get(title))
+    }
+    figures = {name: text for name, text in FIGURES.items() if (page.parent / name).is_file()}
+    fill_page(page, MARKS, tables, "\n\n".join(f"![{text}]({name})" for name, text in figures.items()))
 
 
-BEGIN, END = "<!-- tables: benchmarks/diffusion.py -->", "<!-- end of the tables -->"
+MARKS = ("<!-- tables: benchmarks/diffusion.py -->", "<!-- end of the tables -->")
+FIGURES = {
+    "diffusion_loss.svg": "Training error of the predicted noise by step",
+    "diffusion_norms.svg": "Statistics of BatchNorm at single time steps against the running ones",
+}
 
 
 PARTS = {
