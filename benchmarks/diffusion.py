@@ -228,7 +228,7 @@ def samples(args):
 TITLES = {
     "published network": "The published U-Net with random weights, 16 x 16 images: largest differences of the outputs",
     "narrow step": "A training step of the narrow U-Net, 32 images, processor time",
-    "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds at the usual speed, without tests",
+    "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds of training at the usual speed",
     "statistics by time": "Statistics of the pyramids' BatchNorms at single time steps, against the running ones: "
     "shift of the mean (in standard deviations, root mean square over channels; median and largest over norms) and "
     "ratio of the variance",
