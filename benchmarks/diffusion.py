@@ -26,7 +26,7 @@ from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.distributed import ALONE
 from isomorph.evaluation.cost import count_parameters
-from isomorph.models.ddpm_unet import ATTENTION_PROJECTIONS
+from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS
 from isomorph.report import Line, Panel
 from isomorph.report.figures import panels_figure
 from isomorph.tasks.diffusion import sample

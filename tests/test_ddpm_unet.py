@@ -13,7 +13,7 @@ from isomorph.checkpoints import ModelOptions, open_model
 from isomorph.cli.surgery import fuse, verify
 from isomorph.evaluation import count_macs
 from isomorph.evaluation.random_inputs import random_inputs
-from isomorph.models.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
+from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS, sinusoids
 
 SMALL = dict(channels=(16, 32, 48), blocks=2, attention=(1,), groups=8, time_steps=20)
 
@@ -267,5 +267,5 @@ def test_tools_that_make_inputs_themselves_give_it_images_and_time_steps(unet, w
 
 
 def test_tools_for_models_of_images_say_what_they_lack(unet, tmp_path):
-    with pytest.raises(iso.UserError, match="its inputs are x and t, not images alone"):
-        iso.export(unet, tmp_path / "net.pt2")
+    with pytest.raises(iso.UserError, match="takes x and t, not images alone"):
+        iso.quantize(unet, [], tmp_path / "net.onnx")

@@ -15,7 +15,7 @@ from command_line import isomorph
 from isomorph.cli.fid import fid
 from isomorph.cli.sample import sample as sample_command
 from isomorph.distributed import ALONE
-from isomorph.models.ddpm_unet import ATTENTION_PROJECTIONS
+from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS
 from isomorph.recipes.diffusion import PYRAMIDS
 from isomorph.seeding import derive_seed
 from isomorph.tasks.diffusion import NoiseSchedule, sample

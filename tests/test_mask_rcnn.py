@@ -9,7 +9,7 @@ from torchvision.ops import roi_align
 
 import isomorph as iso
 from isomorph.layers import DecomposedAttention
-from isomorph.models.region_features import PyramidRoIAlign
+from isomorph.models.task_networks.region_features import PyramidRoIAlign
 from isomorph.models.windowed_vit import WindowedViT, default_global_blocks
 from isomorph.training.optim import learning_rate_scales
 

@@ -12,17 +12,14 @@ from isomorph.models import (
     cifar_resnet,
     coatnet,
     convit,
-    ddpm_unet,
-    mask_rcnn,
     refined_vit,
     refined_vit_released,
     tcnn,
     tdrl_vit,
-    text_transformer,
-    upernet,
     vanillanet,
 )
 from isomorph.models.download import build_pretrained, is_connection_error
+from isomorph.models.task_networks import ddpm_unet, mask_rcnn, text_transformer, upernet
 
 _MODULES = (cifar_resnet, coatnet, convit, refined_vit, refined_vit_released, tcnn, tdrl_vit, vanillanet)
 _NETWORKS = (ddpm_unet, mask_rcnn, text_transformer, upernet)

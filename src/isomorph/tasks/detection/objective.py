@@ -9,7 +9,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from isomorph.errors import UserError
-from isomorph.models.detection_heads import Target
+from isomorph.models.task_networks.detection_heads import Target
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.objectives.renormalisation import renormalisation
 

@@ -14,7 +14,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from torch import Tensor, nn
 
 from isomorph.errors import UserError, install_hint
-from isomorph.models.ddpm_checkpoints import checkpoint_filter_fn
+from isomorph.models.task_networks.ddpm_checkpoints import checkpoint_filter_fn
 
 if TYPE_CHECKING:
     from diffusers import UNet2DModel

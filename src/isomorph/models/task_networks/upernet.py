@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.weight_decay import parameters_without_decay
-from isomorph.models.backbone_weights import backbone_state
-from isomorph.models.feature_backbone import build_backbone, feature_maps
-from isomorph.models.upernet_head import FCNHead, PlainNeck, UPerHead, resize_map
+from isomorph.models.task_networks.backbone_weights import backbone_state
+from isomorph.models.task_networks.feature_backbone import build_backbone, feature_maps
+from isomorph.models.task_networks.upernet_head import FCNHead, PlainNeck, UPerHead, resize_map
 from isomorph.models.vit_cfg import require_images, vit_cfg
 
 _SHARED_WITH_BACKBONE = ("mean", "std", "interpolation")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torchvision.models.detection.image_list import ImageList
 
 from isomorph.errors import UserError
-from isomorph.models.backbone_weights import backbone_state, layer_groups
-from isomorph.models.detection_heads import Target, build_regions, build_rpn, fixed_boxes
-from isomorph.models.feature_backbone import FeatureBackbone, build_backbone, feature_maps
-from isomorph.models.feature_pyramids import SimpleFeaturePyramid, StagePyramid
+from isomorph.models.task_networks.backbone_weights import backbone_state, layer_groups
+from isomorph.models.task_networks.detection_heads import Target, build_regions, build_rpn, fixed_boxes
+from isomorph.models.task_networks.feature_backbone import FeatureBackbone, build_backbone, feature_maps
+from isomorph.models.task_networks.feature_pyramids import SimpleFeaturePyramid, StagePyramid
 from isomorph.models.vit_cfg import require_images
 from isomorph.models.windowed_vit import WindowedViT, is_windowable
 

@@ -12,7 +12,7 @@ from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredic
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 
-from isomorph.models.region_features import PyramidRoIAlign
+from isomorph.models.task_networks.region_features import PyramidRoIAlign
 
 Target = dict[str, Tensor]
 """Objects of an image: boxes (n, 4) as left, top, right, bottom in pixels, labels (n,), and masks (n, H, W)."""

@@ -1,0 +1,1 @@
+"""Networks for other tasks than classification, and their parts."""
