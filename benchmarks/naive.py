@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from isomorph.layers import GPSA2d, JointPyramid, PyramidLinear, RefinedAttention
+from isomorph.layers import GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear, RefinedAttention
 from isomorph.layers.refiner import Refiner
 
 
@@ -58,6 +58,8 @@ def branch_by_branch(model):
     for module in model.modules():
         if isinstance(module, PyramidLinear):
             module.forward = partial(run_branches, [module])
+        elif isinstance(module, PyramidConv2d):
+            module.forward = partial(sum_chains, module)
         elif isinstance(module, JointPyramid):
             module.forward = partial(run_branches, list(module.pyramids))
     return model
@@ -70,9 +72,14 @@ def run_branches(pyramids, x):
         if type(pyramid) is nn.Linear:
             outputs.append(pyramid(tokens))
             continue
-        total = sum(reduce(lambda y, layer: layer(y), chain, tokens) for chain in pyramid.chains) * pyramid.output_scale
-        outputs.append(total if pyramid.norm is None else pyramid.norm(total))
+        outputs.append(sum_chains(pyramid, tokens))
     return torch.cat(outputs, -1).view(*x.shape[:-1], -1)
+
+
+def sum_chains(pyramid, x):
+    """The branches of one pyramid, layer by layer. Shape: x (M, C) or (B, C, H, W)"""
+    total = sum(reduce(lambda y, layer: layer(y), chain, x) for chain in pyramid.chains) * pyramid.output_scale
+    return total if pyramid.norm is None else pyramid.norm(total)
 
 
 def three_convolutions(model, by_image=False):

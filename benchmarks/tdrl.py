@@ -2,6 +2,7 @@
 
     python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--tables training] [--name NAME]
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, also on a busy machine
+    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions --name tdrl_cpu_1thread
 
 The closed form is exact, with the statistics of all tokens, or sampled, with those of a quarter of them.
 
@@ -17,6 +18,7 @@ import torch
 import isomorph as iso
 from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
 from naive import branch_by_branch
+from tdrl_networks import build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
@@ -86,6 +88,25 @@ def blocks_table(device, rounds, batches):
     return rows
 
 
+def convolutions_table(device, rounds, batches):
+    """One training step of a CIFAR ResNet-20 whose 3x3 convolutions are pyramids, or have RepVGG's branches."""
+    x = torch.randn(128, 3, 32, 32, device=device)
+    forms = {form: build("cifar_resnet20", form, 0).to(device) for form in ("plain", "repvgg", "P-W2S")}
+    forms = {"plain": forms["plain"], "repvgg": forms["repvgg"], "closed": forms["P-W2S"]}
+    forms["branches"] = branch_by_branch(forms["closed"])
+    times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
+    return [
+        {
+            "network": name,
+            "parameters, M": sum(p.numel() for p in model.parameters()) / 1e6,
+            "step, ms": times[name],
+            "times plain": times[name] / times["plain"],
+            "MiB an image": saved_mib(model, x),
+        }
+        for name, model in forms.items()
+    ]
+
+
 def parts_table(device, rounds, batches):
     """Where the time goes: a training step with pyramids in some of the layers only, smallest batch."""
     x = torch.randn(min(batches), 3, 224, 224, device=device)
@@ -117,6 +138,7 @@ def inference_table(device, rounds, batches):
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
     "Blocks: training step of three blocks": blocks_table,
+    "Convolutions: training step of ResNet-20 at 32 px": convolutions_table,
     "By part": parts_table,
     "Inference": inference_table,
 }

@@ -184,6 +184,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 10, 2, 1))]]
     stages += [runs("plain xavier", 10, near("plain", 10, 1, 1)[::-1])]
     stages += [runs("plain", epochs, near("plain", 30)) for epochs in (20, 60)]  # as long in time as pyramids
+    stages += [runs("plain xavier", 60, [4e-3])]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]
     changes = (dict(branch_lr=0.1), dict(branch_lr=0.3), dict(pyramid_lr=1 / 3), dict(branch_decay=0.0))
@@ -195,6 +196,11 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 30, 0, 2), range(2), batch=1024)]]
     stages += [runs("P-W2S", 10, [best("P-W2S", 10)], tf32=False)]
     stages += [[arm for form in ("P-W2S", "P-W2S 1/4", "P-W2S 1/16") for arm in runs(form, 6, [5e-4], range(2))]]
+    convs: Row = {**same, "network": "cifar_resnet20"}
+    kinds = ("plain", "repvgg", "P-W2S")
+    stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds for rate in RATES[2:6]]]
+    rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}
+    stages += [[Arm(form=form, epochs=4, lr=rates[form], seed=seed, **convs) for form in kinds for seed in seeds]]
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 

@@ -90,6 +90,19 @@ def change_table(rows: Sequence[Row]) -> list[Row]:
     return table
 
 
+def convolution_table(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each form of ResNet-20, at the rate chosen on the validation images."""
+    table = []
+    for form in dict.fromkeys(row["form"] for row in rows):
+        found = select(rows, form=form)
+        means = {rate: statistics.mean(row["val"] for row in each) for rate, each in by_rate(found).items()}
+        best = select(found, lr=max(means, key=lambda rate: means[rate]))
+        entry: Row = {"network": form, "epochs": best[0]["epochs"], "rates": len(means), "rate": f"{best[0]['lr']:g}"}
+        entry |= {"seeds": len(best)} | {name: spread([row[name] for row in best]) for name in ("val", "test")}
+        table.append(entry | {"training loss": spread([row["curve"][-1][2] for row in best])})
+    return table
+
+
 def panels(rows: Sequence[Row], step_ratio: float) -> list[Panel]:
     """Return test accuracy along epochs and along time, and the training loss, of the chosen runs."""
     lengths = sorted({row["epochs"] for row in rows})
@@ -123,12 +136,15 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_study.svg"))
     options = parser.parse_args()
     rows = read(options.runs)
-    main_rows = [row for row in select(rows, **DEFAULTS) if row["form"] in TITLES]
+    vits = select(rows, network="vit")
+    main_rows = [row for row in select(vits, **DEFAULTS) if row["form"] in TITLES]
     tables = {
         "by length": main_table(main_rows),
         "rates": rate_table(main_rows),
-        "changes at 30 epochs": change_table(select(rows, epochs=30)),
+        "changes at 30 epochs": change_table(select(vits, epochs=30)),
     }
+    if convolutions := select(rows, network="cifar_resnet20"):
+        tables["convolutions"] = convolution_table(convolutions)
     for title, table in tables.items():
         show(title, table)
     largest = max(row["fused_fp32"] for row in rows)
