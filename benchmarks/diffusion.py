@@ -121,7 +121,19 @@ def curves(args):
         for arm, line in lines.items()
         for step, loss in zip(*line, strict=True)
     ]
-    return {"epochs": tests, "steps": points}
+    return {"epochs": tests, "equal time": equal_time(args), "steps": points}
+
+
+def equal_time(args):
+    """The training error over the last 100 steps that fit into the time of the plain network's run."""
+    rows, seconds = [], None
+    for arm, name in RUNS.items():
+        log, pace = read_log(args.runs / name, "steps"), 32 / speed(args.runs / name)
+        seconds = seconds or log[-1]["step"] * pace
+        last = [row for row in log if row["step"] * pace <= 1.001 * seconds][-10:]
+        error = sum(row["loss"] for row in last) / len(last) / (32 * 3 * 32 * 32 / 1000)
+        rows.append({"network": arm, "steps": last[-1]["step"], "seconds": round(seconds), "training": round(error, 5)})
+    return rows
 
 
 def checkpoint(folder, epoch):
@@ -229,6 +241,7 @@ TITLES = {
     "published network": "The published U-Net with random weights, 16 x 16 images: largest differences of the outputs",
     "narrow step": "A training step of the narrow U-Net, 32 images, processor time",
     "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds of training at the usual speed",
+    "equal time": "Training error over the last 100 steps in equal time, that of the plain network",
     "statistics by time": "Statistics of the pyramids' BatchNorms at single time steps, against the running ones: "
     "shift of the mean (in standard deviations, root mean square over channels; median and largest over norms) and "
     "ratio of the variance",
