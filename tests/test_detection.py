@@ -362,6 +362,12 @@ class TestRun:
         done = isomorph("evaluate", result.folder, "--data", root)
         assert not done.returncode, done.stderr
         assert "box AP50 (%)" in done.stdout
+        wanted = ["robustness", result.folder, "--data", root, "--corruption", "fog", "--severity", 2, "--json"]
+        done = isomorph(*wanted)
+        assert not done.returncode, done.stderr
+        found = json.loads(done.stdout)
+        assert found["clean"]["box_ap"] == pytest.approx(result.metrics["box_ap"])
+        assert {"mask_ap", "box_ap50"} <= found["cells"][0].keys()
 
     def test_masks_need_a_network_and_data_with_masks(self, squares, tmp_path):
         root, _ = squares

@@ -1,5 +1,6 @@
 """Segmentation: data, joint augmentation, metrics, windows, the loss, runs and predictions."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
-from command_line import isomorph
+from command_line import isomorph, refusal
+from isomorph.data.corruptions.corrupt import ImageCorruption
 from isomorph.distributed import ALONE
 from isomorph.tasks.segmentation.augment import CappedCrop, Photometric, RatioResize, TrainTransform, scaled_size
 from isomorph.tasks.segmentation.data import open_splits, open_test_pairs
@@ -336,6 +338,45 @@ def test_predict_writes_an_overlay_and_a_mask(run, folder, tmp_path):
         mask = np.asarray(written)
     assert mask.shape == (48, 64)
     assert set(np.unique(mask)) <= {0, 1}
+
+
+def test_corruptions_change_images_and_not_masks(folder):
+    pairs = open_masks("masks", "test", folder)
+    fog = ImageCorruption("fog", 3)
+    altered = copy.copy(pairs)
+    altered.alter = fog
+    for plain, foggy in ((pairs, altered), (pairs.subset([1]), altered.subset([1]))):
+        clean, changed = plain.pair(0), foggy.pair(0)
+        assert torch.equal(clean.mask, changed.mask)
+        assert (clean.image != changed.image).float().mean() > 0.9
+    assert torch.equal(changed.image, altered.pair(1).image)  # the draw goes by the name, not by the place
+    with pytest.raises(iso.UserError, match=r"32 px at least; tiny\.png is 31 x 40"):
+        fog(Image.new("RGB", (31, 40)), "tiny.png")
+
+
+def test_robustness_of_a_run(run, folder, tmp_path):
+    wanted = ["robustness", run.folder, "--data", folder, "--device", "cpu", "--corruption", "gaussian_noise"]
+    cells, page = tmp_path / "cells.jsonl", tmp_path / "page.html"
+    done = isomorph(*wanted, "--severity", 1, "--severity", 5, "--out", cells, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["clean"]["miou"] == pytest.approx(run.metrics["miou"])
+    assert [cell["severity"] for cell in result["cells"]] == [1, 5]
+    assert result["mean_miou"] == pytest.approx(np.mean([cell["miou"] for cell in result["cells"]]))
+    assert result["relative"] == pytest.approx(100 * result["mean_miou"] / result["clean"]["miou"])
+    model = iso.load(run.folder / "model.safetensors")
+    found = iso.robustness(model, folder, corruptions=["gaussian_noise"], severities=[5], out=cells, baseline=cells)
+    assert (found["resumed"], found["against"]["points"]) == (1, 0)
+    assert found["cells"] == result["cells"][1:]
+    done = isomorph(*wanted, "--severity", 5, "--out", cells, "--baseline", cells, "--page", page)
+    assert done.returncode == 0, done.stderr
+    assert "mean IoU (%)" in done.stdout
+    assert "of the clean images'" in done.stdout
+    assert "mean IoU, %" in page.read_text()
+    with pytest.raises(iso.UserError, match="size is for image classifiers; leave it out for this model"):
+        iso.robustness(model, folder, size=(32, 32))
+    refused = isomorph(*wanted, "--size", 64)
+    assert "--size is for image classifiers; leave it out for this model" in refusal(refused)
 
 
 def test_schedules_by_iteration():

@@ -1,5 +1,6 @@
 """A task of one's own plugs into the training loop: data, loss, metrics; runs resume and files know their task."""
 
+import json
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from timm.task import TrainingTask
 
 import isomorph as iso
+from isomorph.cli import main
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, eval_transform, train_loader
 from isomorph.distributed import Runtime
@@ -18,7 +20,16 @@ from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.part import Part, Positive
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.step import to_device
-from isomorph.training.task import ENTRY_POINTS, TASKS, EvaluationOptions, Task, find_task, register_task, task_of
+from isomorph.training.task import (
+    ENTRY_POINTS,
+    TASKS,
+    EvaluationOptions,
+    Task,
+    find_task,
+    recorded_task,
+    register_task,
+    task_of,
+)
 from stopping import stopped_run
 
 
@@ -27,6 +38,10 @@ class ParityOptions(Part):
 
     scale: Positive = 1.0
     """Factor on the loss."""
+
+
+class Relabelled(iso.training.Classification):
+    """Classification with nothing of its own."""
 
 
 class ParityLoss(TrainingTask):
@@ -115,11 +130,34 @@ class TestRun:
         states = [iso.load(tmp_path / f"{name}/model.safetensors").state_dict() for name in ("whole", "part")]
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
+    def test_a_task_derived_from_classification_is_evaluated_as_a_classifier(self, monkeypatch, tmp_path, capsys):
+        """Unless it says otherwise; what it predicts is its own."""
+        monkeypatch.setitem(TASKS, "relabelled", Relabelled)
+        model = timm.create_model("cifar_resnet20")
+        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "relabelled"}}
+        iso.save(model, tmp_path / "model.safetensors")
+        arguments = ["evaluate", str(tmp_path / "model.safetensors"), "--data", "digits", "--max-images", "10"]
+        with pytest.raises(SystemExit, match="0"):
+            main([*arguments, "--no-cost", "--json"])
+        assert json.loads(capsys.readouterr().out)["images"] == 10
+        few = open_source("digits", "test").subset(range(10))
+        assert iso.evaluate(model, few)["images"] == 10
+        assert type(recorded_task(model)) is Relabelled
+        assert task_of(model) is None
+        monkeypatch.setattr(Relabelled, "evaluate", lambda self, *given: [{"own": 1.0}])
+        assert iso.evaluate(model) == {"own": 1.0}
+
     def test_evaluate_takes_no_loader(self, tmp_path):
         model = timm.create_model("cifar_resnet20")
         model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity"}}
         with pytest.raises(iso.UserError, match="folder or the name of a data source"):
             iso.evaluate(model, [])
+
+    def test_corruptions_need_a_task_on_images(self):
+        model = timm.create_model("cifar_resnet20")
+        model.pretrained_cfg = {**model.pretrained_cfg, "task": {"name": "parity"}}
+        with pytest.raises(iso.UserError, match="the model is for parity: corruptions of images do not apply to it"):
+            iso.robustness(model)
 
     def test_a_file_of_a_task_that_is_not_installed(self):
         model = timm.create_model("cifar_resnet20")

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from isomorph.evaluation import cost_table
     from isomorph.memory import keep_freed_memory
     from isomorph.recipes import load_recipe
-    from isomorph.suites.robustness import robustness
     from isomorph.suites.survey import survey
     from isomorph.surgery import (
         Anneal,
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
         verify,
     )
     from isomorph.tasks.evaluate import evaluate
+    from isomorph.tasks.robustness import robustness
     from isomorph.training import Recipe, train
 else:
     __getattr__ = lazy_attributes(
@@ -67,9 +67,9 @@ else:
             "isomorph.evaluation": ("cost_table",),
             "isomorph.memory": ("keep_freed_memory",),
             "isomorph.recipes": ("load_recipe",),
-            "isomorph.suites.robustness": ("robustness",),
             "isomorph.suites.survey": ("survey",),
             "isomorph.tasks.evaluate": ("evaluate",),
+            "isomorph.tasks.robustness": ("robustness",),
             "isomorph.surgery": (
                 *("Anneal", "AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "ConvToGPSA"),
                 *("LinearToPyramid", "Rule"),

@@ -20,6 +20,7 @@ from isomorph.cli.options import (
     Weights,
     WholeNumber,
     check_limits,
+    check_page,
     display_name,
 )
 from isomorph.cli.sizes import Sizes
@@ -96,7 +97,7 @@ def evaluate_(
         Also measure MACs and throughput.
     """
     _check_options(batch_size, workers, bool(suite), classes is not None, partial)
-    _check_page(page, overwrite)
+    check_page(page, overwrite)
     sizes = tuple(size or ())
     with loading():
         from isomorph.cli.evaluate_run import Sweep, find_inputs, measure, open_test_sets
@@ -122,14 +123,6 @@ def _head(model: str, net: Any, data: str | None, suite: bool, pretrained: bool)
 
     head = {"model": model} | ({} if suite else {"data": data or default_data(net)})
     return head | ({} if pretrained else {"weights": "random"})
-
-
-def _check_page(page: Path | None, overwrite: bool) -> None:
-    """Raise UserError for a page that is not .html, or that exists, without --overwrite."""
-    if page and page.suffix != ".html":
-        raise UserError(f"--page {page} must end in .html")
-    if page and page.exists() and not overwrite:
-        raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
 
 
 def _check_options(batch_size: int, workers: int, suite: bool, classes: bool, partial: bool) -> None:

@@ -1,7 +1,7 @@
 """What `isomorph evaluate` does with a model that was trained for another task than image classification."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -35,11 +35,16 @@ def evaluate_own_task(
                 "--page is for networks of other tasks, such as detectors; for a classifier use isomorph analyze"
             )
         return False
-    for option, value in classifiers.items():
-        if value:
-            raise UserError(f"--{option.replace('_', '-')} is for image classifiers; leave it out for this model")
+    reject_classifier_options(classifiers)
     evaluate_task(task, model, name, options._replace(size=only_size(sizes)), runtime, json_)
     return True
+
+
+def reject_classifier_options(given: Mapping[str, Any]) -> None:
+    """Raise UserError for an option that is for image classifiers only, with a value."""
+    for option, value in given.items():
+        if value:
+            raise UserError(f"--{option.replace('_', '-')} is for image classifiers; leave it out for this model")
 
 
 def evaluate_task(

@@ -173,6 +173,14 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
     return path
 
 
+def check_page(page: Path | None, overwrite: bool) -> None:
+    """Raise UserError for a --page that is not .html, or that exists, without --overwrite."""
+    if page and page.suffix != ".html":
+        raise UserError(f"--page {page} must end in .html")
+    if page and page.exists() and not overwrite:
+        raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
+
+
 def check_figures(folder: Path | None, overwrite: bool) -> None:
     """Raise UserError if --figures names a folder that has files already, without --overwrite."""
     if folder and not overwrite and folder.is_dir() and any(folder.iterdir()):

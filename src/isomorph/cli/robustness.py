@@ -1,8 +1,9 @@
 """The robustness command."""
 
-import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
 from isomorph.cli.options import (
@@ -17,6 +18,7 @@ from isomorph.cli.options import (
     Weights,
     WholeNumber,
     check_limits,
+    check_page,
     display_name,
 )
 from isomorph.cli.sizes import Size
@@ -40,6 +42,8 @@ def robustness(
     baseline: Path | None = None,
     cache: Path | None = None,
     max_images: MaxImages = None,
+    page: Path | None = None,
+    overwrite: Annotated[bool, Parameter(negative="", help="Replace --page if it exists.")] = False,
     partial: bool = False,
     seed: WholeNumber = 0,
     size: Size | None = None,
@@ -54,6 +58,8 @@ def robustness(
 ) -> None:
     """Measure accuracy under the corruptions of ImageNet-C, by corruption, category and severity, and mCE.
 
+    Of a model for segmentation or detection: mean IoU or box AP.
+
     Example: isomorph robustness t.safetensors --data photos --max-images 200
 
     Parameters
@@ -62,7 +68,8 @@ def robustness(
         imagenet-c, or cifar-c for the published CIFAR-10-C or CIFAR-100-C, which needs --folder.
     data
         A folder of clean images to corrupt, or a data source: cifar10, cifar100, digits or imagefolder; by default the
-        one the model was trained on. With --folder: the clean images, for the relative mCE.
+        one the model was trained on. With --folder: the clean images, for the relative mCE. For segmentation and
+        detection: a folder with masks or annotations.
     folder
         Folder of the published ImageNet-C (CORRUPTION/SEVERITY/WNID/*.JPEG) or CIFAR-C (CORRUPTION.npy, labels.npy),
         instead of corrupting clean images.
@@ -78,6 +85,8 @@ def robustness(
         File of another model's results (--out or --json) to compare with.
     cache
         Folder to store corrupted images in for further models: about 150 KB per image and cell at 224 px.
+    page
+        File for a page (.html) with charts of the results, next to those of --baseline if it is given.
     partial
         Accept data with only some of ImageNet's classes; labels follow from the class names.
     seed
@@ -91,20 +100,18 @@ def robustness(
     workers
         Number of processes that load and corrupt images; 0 uses the main process.
     """
+    check_page(page, overwrite)
     with loading():
-        from isomorph.cli.open_models import open_classifier, require_classifier
-        from isomorph.cli.robustness_run import check_published_files, measure, print_result
+        from isomorph.cli.open_models import open_classifier
+        from isomorph.cli.robustness_run import Given, check_published_files, choose_cells, measure, show_result
         from isomorph.distributed import open_runtime
-        from isomorph.suites.test_data import open_test_images
     check_published_files(suite, folder, corruption, severity, extra)
     runtime = open_runtime(device)
     net = open_classifier(model, checkpoint, weights, pretrained, runtime.device)
-    require_classifier(net, model)
-    source = None if folder and data is None else open_test_images(net, data, root, classes, split)
-    name = display_name(model, pretrained)
-    options: dict[str, Any] = dict(name=name, folder=folder, extra=extra, out=out, baseline=baseline, cache=cache)
-    options |= dict(seed=seed, size=size, batch_size=batch_size, workers=workers, partial=partial, limit=max_images)
-    options |= {key: given for key, given in (("corruptions", corruption), ("severities", severity)) if given}
-    result = measure(net, source, suite, runtime, options)
+    cells = choose_cells(corruption, severity, extra, out, baseline)
+    loaded: dict[str, Any] = dict(data=data, root=root, batch_size=batch_size, workers=workers, max_images=max_images)
+    classifiers = dict(folder=folder, cache=cache, size=size, partial=partial, classes=classes, split=split)
+    given = Given(display_name(model, pretrained), suite, seed, loaded, classifiers)
+    result = measure(net, given, cells, runtime)
     if runtime.is_main:
-        print(json.dumps(result)) if json_ else print_result(result)
+        show_result(result, page, baseline, json_)

@@ -94,9 +94,13 @@ def explain_decode_errors(name: Callable[[], str]) -> Iterator[None]:
         raise unreadable_image_error(name(), error) from None
 
 
-def unreadable_image_error(name: str, error: Exception) -> UserError:
+class UnreadableImage(UserError):
+    """An image file that cannot be decoded."""
+
+
+def unreadable_image_error(name: str, error: Exception) -> UnreadableImage:
     """Return the error that names an image that cannot be read."""
-    return UserError(f"cannot read {name}: {first_line(error)}; remove or replace it")
+    return UnreadableImage(f"cannot read {name}: {first_line(error)}; remove or replace it")
 
 
 class Source(Dataset[tuple[Any, int]]):

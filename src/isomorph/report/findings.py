@@ -136,10 +136,10 @@ def evolution_finding(evolution: Mapping[str, Mapping[str, float]]) -> str:
     return f"At the last layer, F_k is {', '.join(texts)}." if last else ""
 
 
-def robustness_finding(means: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the mean top-1 of each model, and of two models the corruptions with the best and the worst change.
+def robustness_finding(means: Mapping[str, Mapping[str, float]], metric: str = "top-1") -> str:
+    """Return the mean of a metric of each model, and of two models the corruptions with the best and the worst change.
 
-    `means` are top-1 (%) by model and corruption, over cells that all models have.
+    `means` are the metric (%) by model and corruption, over cells that all models have.
     """
     means = {name: by_corruption for name, by_corruption in means.items() if by_corruption}
     if not means:
@@ -148,7 +148,7 @@ def robustness_finding(means: Mapping[str, Mapping[str, float]]) -> str:
     if len(means) != 2:
         name, by_corruption = next(iter(means.items()))
         worst = min(by_corruption, key=by_corruption.__getitem__)
-        corrupted = f"{name} reaches {average[name]:.2f} % top-1 on corrupted images"
+        corrupted = f"{name} reaches {average[name]:.2f} % {metric} on corrupted images"
         return f"{corrupted}; its lowest is {by_corruption[worst]:.2f} %, under {worst}."
     (first, base), (second, new) = means.items()
     gains = {name: new[name] - base[name] for name in base if name in new}
@@ -158,7 +158,7 @@ def robustness_finding(means: Mapping[str, Mapping[str, float]]) -> str:
         f"{abs(change):.2f} points {'above' if change > 0 else 'below'} {first}" if change else f"equal to {first}"
     )
     return (
-        f"On corrupted images {second} reaches {average[second]:.2f} % top-1, {verdict}: {gains[best]:+.2f} under "
+        f"On corrupted images {second} reaches {average[second]:.2f} % {metric}, {verdict}: {gains[best]:+.2f} under "
         f"{best}, {gains[worst]:+.2f} under {worst}."
     )
 

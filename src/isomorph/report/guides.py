@@ -25,7 +25,7 @@ EVOLUTION = (
 )
 ROBUSTNESS = (
     "A cell is one corruption at one severity, from 1 (weak) to 5 (strong). In the difference of two models, red is "
-    "top-1 gained by the second, blue top-1 lost."
+    "gained by the second, blue lost."
 )
 COST = "1 MAC = 2 FLOPs, attention included. Saved: activations stored for the backward pass."
 PASS_COST = (

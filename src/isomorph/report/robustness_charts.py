@@ -9,7 +9,7 @@ from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.report.charts import Bars, Chart, Matrix, Table
 
 AccuracyCells = Mapping[tuple[str, int], float]
-"""Top-1 (%) by (corruption, severity); of the clean images under ("clean", 0)."""
+"""Top-1, or another metric (%), by (corruption, severity); of the clean images under ("clean", 0)."""
 RobustnessData = tuple[Mapping[str, AccuracyCells], str, Sequence[str]]
 """Cells by model, a text on what was measured, and lines on what could not be read."""
 SUITES = (("", "", IMAGENET_C_CORRUPTIONS), ("Extra corruptions: ", "extra: ", EXTRA_CORRUPTIONS))
@@ -23,15 +23,15 @@ def _select(cells: AccuracyCells, corruptions: Sequence[str]) -> AccuracyCells:
 
 
 def _mean_by_corruption(cells: AccuracyCells) -> dict[str, float]:
-    """Return the mean top-1 over severities."""
+    """Return the mean over severities."""
     names = dict.fromkeys(name for name, _ in cells)
-    return {name: fmean(top1 for cell, top1 in cells.items() if cell[0] == name) for name in names}
+    return {name: fmean(value for cell, value in cells.items() if cell[0] == name) for name in names}
 
 
 def _mean_by_severity(cells: AccuracyCells) -> dict[str, float]:
-    """Return the mean top-1 over corruptions."""
+    """Return the mean over corruptions."""
     levels = sorted({severity for _, severity in cells})
-    return {f"severity {s}": fmean(top1 for cell, top1 in cells.items() if cell[1] == s) for s in levels}
+    return {f"severity {s}": fmean(value for cell, value in cells.items() if cell[1] == s) for s in levels}
 
 
 def _cell_matrix(title: str, values: AccuracyCells, low: float, high: float) -> Matrix:
@@ -41,7 +41,7 @@ def _cell_matrix(title: str, values: AccuracyCells, low: float, high: float) -> 
     return Matrix(title, "corruption", "severity", rows, [str(c) for c in columns], numbers, low, high)
 
 
-def robustness_charts(results: Mapping[str, AccuracyCells]) -> list[Chart]:
+def robustness_charts(results: Mapping[str, AccuracyCells], metric: str = "top-1") -> list[Chart]:
     """Return charts of the suite's 15 corruptions, then of the extra ones, both without the clean images.
 
     The differences of two models have one colour scale in both.
@@ -51,7 +51,9 @@ def robustness_charts(results: Mapping[str, AccuracyCells]) -> list[Chart]:
         for title, _, corruptions in SUITES
     }
     largest = max((abs(points) for suite in suites.values() for points in _gains(suite).values()), default=0.0) or 1.0
-    return [chart for prefix, suite in suites.items() if suite for chart in _suite_charts(prefix, suite, largest)]
+    return [
+        chart for prefix, suite in suites.items() if suite for chart in _suite_charts(prefix, suite, largest, metric)
+    ]
 
 
 def _gains(results: Mapping[str, AccuracyCells]) -> AccuracyCells:
@@ -62,13 +64,13 @@ def _gains(results: Mapping[str, AccuracyCells]) -> AccuracyCells:
     return {cell: second[cell] - first[cell] for cell in first if cell in second}
 
 
-def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gain: float) -> list[Chart]:
+def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gain: float, metric: str) -> list[Chart]:
     """Return bars by corruption and by severity, and the cells: of two models their difference, else of each model."""
     by_corruption = {name: _mean_by_corruption(cells) for name, cells in results.items()}
     by_severity = {name: _mean_by_severity(cells) for name, cells in results.items()}
     charts: list[Chart] = [
-        Bars(f"{prefix}By corruption, mean over severities", "top-1, %", by_corruption),
-        Bars(f"{prefix}By severity, mean over corruptions", "top-1, %", by_severity),
+        Bars(f"{prefix}By corruption, mean over severities", f"{metric}, %", by_corruption),
+        Bars(f"{prefix}By severity, mean over corruptions", f"{metric}, %", by_severity),
     ]
     if len(results) == 2:
         first, second = results
@@ -76,12 +78,15 @@ def _suite_charts(prefix: str, results: Mapping[str, AccuracyCells], largest_gai
         return [*charts, _cell_matrix(title, gains, -largest_gain, largest_gain)] if gains else charts
     return [
         *charts,
-        *(_cell_matrix(f"{prefix}Top-1 (%) of {name}", cells, 0.0, 100.0) for name, cells in results.items()),
+        *(
+            _cell_matrix(f"{prefix}{metric[:1].upper()}{metric[1:]} (%) of {name}", cells, 0.0, 100.0)
+            for name, cells in results.items()
+        ),
     ]
 
 
 def shared_means(results: Mapping[str, AccuracyCells]) -> dict[str, dict[str, float]]:
-    """Return the mean top-1 by corruption of each model, over the suite's cells that all models have.
+    """Return the mean by corruption of each model, over the suite's cells that all models have.
 
     Of results with extra corruptions only, over those.
     """
@@ -103,10 +108,10 @@ def _two_decimals(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def robustness_table(results: Mapping[str, AccuracyCells]) -> Table:
-    """Return a table of clean top-1 and means over the suite's and the extra cells that all models have."""
+def robustness_table(results: Mapping[str, AccuracyCells], metric: str = "top-1") -> Table:
+    """Return a table of the clean metric and means over the suite's and the extra cells that all models have."""
     rows = [
-        ["", "clean top-1 (%)"],
+        ["", f"clean {metric} (%)"],
         *([name, _two_decimals(cells.get((CLEAN, 0)))] for name, cells in results.items()),
     ]
     for _, prefix, corruptions in SUITES:
@@ -115,7 +120,8 @@ def robustness_table(results: Mapping[str, AccuracyCells]) -> Table:
             continue
         shared = [cell for cell in selected[0] if all(cell in cells for cells in selected)]
         means = [_mean_by_corruption({cell: cells[cell] for cell in shared}) for cells in selected]
-        rows[0] += [f"{prefix}cells", f"{prefix}mean top-1 (%) over {len(shared)} shared cells"]
+        mean = metric if metric.startswith("mean ") else f"mean {metric}"
+        rows[0] += [f"{prefix}cells", f"{prefix}{mean} (%) over {len(shared)} shared cells"]
         for row, cells, by_corruption in zip(rows[1:], selected, means, strict=True):
             row += [str(len(cells)), _two_decimals(fmean(by_corruption.values()) if by_corruption else None)]
     return rows

@@ -10,9 +10,11 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -68,6 +70,30 @@ class Prediction(NamedTuple):
     files: dict[str, Any]
 
 
+class ImagesWithTruth(Protocol):
+    """Images with their truth, as a task opens them to evaluate a model.
+
+    `alter`, if it is not None, changes each image after it was read, given the name of its file.
+    """
+
+    alter: Callable[[Image.Image, str], Image.Image] | None
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """Return the names of the classes."""
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int) -> Image.Image:
+        """Return an image in RGB, altered."""
+
+    def file_name(self, index: int) -> str:
+        """Return the name of an image's file."""
+
+    def truth(self, index: int) -> list[np.ndarray]:
+        """Return what the task compares predictions with."""
+
+
 class Task:
     """What a task brings to the training loop; a subclass for each task.
 
@@ -86,6 +112,10 @@ class Task:
     """Recipe fields that do not apply to the task, or groups of fields: `loss`, `data.size`, `augment`."""
     printed: ClassVar[dict[str, str]] = {}
     """Metrics to print after each epoch, with their formats."""
+    classifies: ClassVar[bool] = False
+    """True if the models classify images: `isomorph evaluate` measures their accuracy."""
+    corruption_metric: ClassVar[str] = ""
+    """Metric of `evaluate_images`, in percent, for `isomorph robustness`; empty if the task has no such images."""
 
     def __init__(self, options: Part) -> None:
         self.options: Any = options
@@ -140,6 +170,16 @@ class Task:
         """Return rows of metrics of a trained model, for `isomorph evaluate` and `iso.evaluate`."""
         raise UserError(f"{type(self).__name__} has no evaluation of its own; see the metrics in the run's log.jsonl")
 
+    def open_images(self, model: nn.Module, options: EvaluationOptions) -> ImagesWithTruth:
+        """Return the images to evaluate a trained model on; for tasks with a `corruption_metric`."""
+        raise NotImplementedError
+
+    def evaluate_images(
+        self, model: nn.Module, images: Any, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
+        """Return rows of metrics on opened images, the first of all together; for tasks with a `corruption_metric`."""
+        raise NotImplementedError
+
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         """Return the prediction of a trained model for a file. Raises: UserError when it cannot be read."""
         raise UserError(f"{type(self).__name__} makes no predictions for a file")
@@ -191,7 +231,18 @@ def open_task(name: str, options: dict[str, Any]) -> Task:
 
 
 def task_of(model: nn.Module) -> Task | None:
-    """Return the task that a model was trained for, as its checkpoint recorded it; None for image classification."""
+    """Return the task that evaluates a model, as its checkpoint recorded it; None for an image classifier.
+
+    A model of a task derived from `Classification` is one too, unless the task has an `evaluate` of its own.
+    """
+    task = recorded_task(model)
+    if task and task.classifies and type(task).evaluate is Task.evaluate:
+        return None
+    return task
+
+
+def recorded_task(model: nn.Module) -> Task | None:
+    """Return the task that a model was trained for, as its checkpoint recorded it; None if the recipe named none."""
     recorded = (getattr(model, "pretrained_cfg", None) or {}).get("task")
     if not recorded:
         return None

@@ -6,6 +6,7 @@ package imagecorruptions implements differently or slowly are isomorph's own; th
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -100,6 +101,29 @@ def check_corruption(corruption: str, severity: int = 1) -> None:
         raise UserError(f"corruption {corruption!r} is unknown; {hint}")
     if severity not in SEVERITIES:
         raise UserError(f"severity {severity} is not in 1 to 5")
+
+
+@dataclass(frozen=True)
+class ImageCorruption:
+    """A corruption of images by their names, which seed the draws: an image has the same one whatever its index.
+
+    >>> from PIL import Image
+    >>> from isomorph.data.corruptions.corrupt import ImageCorruption
+    >>> fog = ImageCorruption("fog", severity=3)
+    >>> fog(Image.new("RGB", (64, 48)), "street.png").size
+    (64, 48)
+    """
+
+    corruption: str
+    severity: int
+    seed: int = 0
+
+    def __call__(self, image: Image.Image, name: str) -> Image.Image:
+        if min(image.size) < MIN_IMAGE_SIDE:
+            size = f"{image.width} x {image.height}"
+            raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; {name} is {size}")
+        seed = corruption_seed(self.corruption, self.severity, zlib.crc32(name.encode()), self.seed)
+        return Image.fromarray(corrupt(np.asarray(image), self.corruption, self.severity, seed))
 
 
 class _AlteredSource(Source):

@@ -1,6 +1,6 @@
 """Evaluation of a classifier on corrupted images: the 15 (+4) corruptions of ImageNet-C at 5 severities."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from isomorph.data.corruptions.cache import CachedImages, CellWriter, CorruptionCache
-from isomorph.data.corruptions.corrupt import SEVERITIES, corruption_functions
+from isomorph.data.corruptions.corrupt import corruption_functions
 from isomorph.data.corruptions.dataset import CLEAN, CorruptedImages, image_loader
 from isomorph.data.sources import Source
 from isomorph.distributed import ALONE, Runtime
@@ -17,7 +17,7 @@ from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import fit_to_size
 from isomorph.evaluation.prediction_counts import PredictionCounts, sum_counts
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.suites.robustness.cells import CellOptions, CellProgress, ProgressCallback, open_cells
+from isomorph.suites.robustness.cells import CellOptions, CellProgress, open_cells
 from isomorph.suites.robustness.inputs import PUBLISHED_SIZE, RobustnessInputs, prepare_inputs
 from isomorph.suites.robustness.published import open_published
 from isomorph.suites.robustness.results import weights_hash
@@ -26,65 +26,25 @@ _Job = tuple[str, tuple[int, ...], Dataset[Any], CellWriter | None]
 """A corruption, the severities evaluated together, their images, and the writer that caches them."""
 
 
-def robustness(
+def measure_classifier(
     model: nn.Module,
-    source: Source | None = None,
-    suite: str = "imagenet-c",
+    source: Source | None,
+    suite: str,
+    cells: CellOptions,
+    name: str,
     *,
     folder: str | Path | None = None,
-    corruptions: Sequence[str] | None = None,
-    severities: Sequence[int] = SEVERITIES,
-    extra: bool = False,
     size: tuple[int, int] | None = None,
     seed: int = 0,
     limit: int | None = None,
     partial: bool = False,
     batch_size: int = 100,
     workers: int = 0,
-    out: str | Path | None = None,
     cache: str | Path | None = None,
-    baseline: str | Path | None = None,
-    name: str | None = None,
-    progress: ProgressCallback | None = None,
     runtime: Runtime = ALONE,
 ) -> dict[str, Any]:
-    """Measure accuracy under the corruptions of ImageNet-C: by corruption, category and severity, and mCE if defined.
-
-    A cell is a corruption at a severity. The images of `source` are first cropped (for 1000 classes as ImageNet-C's
-    were, to 224 px; else with the model's own test crop), then corrupted. Each image has its own random generator, so
-    `workers` and the order do not change the result. Accuracies are in per cent.
-
-    Args:
-        source: The clean images. With `folder`, they are optional and give the clean error.
-        suite: "imagenet-c", or "cifar-c" for the arrays of CIFAR-10-C or CIFAR-100-C in `folder`.
-        folder: Published data set to evaluate on instead of corrupting `source`.
-        corruptions: The corruptions; by default the 15 of the suite.
-        severities: The severities; by default 1 to 5.
-        extra: Also use the four extra corruptions.
-        size: Height and width of the images; by default 224 x 224 for 1000 classes, unless the model was built for
-            another size; else the model's own.
-        limit: Use only this many images, evenly spaced over the classes.
-        partial: Accept a source with only some of ImageNet's classes. For 1000 classes, labels follow from the class
-            names: wnids, label numbers or ImageNet's English names.
-        out: File for the results of finished cells, from which a later call resumes.
-        cache: Folder to store corrupted images in for further models.
-        baseline: Another model's `out` file, or its result as JSON; adds the gain over it to the result.
-        name: Name of the model in the result; by default its class.
-        progress: Called with the number of finished cells, of all cells, and the current corruption.
-        runtime: The processes that share the images of every cell, all of which call this and get the result;
-            `isomorph robustness` gives those that torchrun started. By default this process does it all.
-
-    Source: Hendrycks and Dietterich 2019
-    Raises: UserError when an argument does not fit the model or the data, or something is missing.
-
-    >>> model = timm.create_model("cifar_resnet20")
-    >>> digits = iso.data.open_source("digits", "test")
-    >>> result = iso.robustness(model, digits, corruptions=["fog", "snow"], severities=[1], limit=10)
-    >>> result["images"], list(result["by_corruption"])
-    (10, ['snow', 'fog'])
-    """
+    """Measure the accuracy of an image classifier under corruptions. Arguments, result and errors: `iso.robustness`."""
     _check_counts(batch_size, workers, limit)
-    cells = CellOptions(corruptions, severities, extra, out, baseline, progress)
     wanted = cells.wanted()
     published = open_published(suite, Path(folder).expanduser() if folder else None)
     inputs = prepare_inputs(model, source, published, size, seed, limit, partial)
@@ -93,7 +53,7 @@ def robustness(
     else:
         corruption_functions()  # raises now, not after hours, if their package is missing
     fitted = fit_to_size(model, inputs.size)
-    identity = {"model": name or type(model).__name__, "weights": weights_hash(model), **inputs.identity()}
+    identity = {"model": name, "weights": weights_hash(model), **inputs.identity()}
     identity |= {"data": inputs.describe_data(), "constants": inputs.describe_constants()}
     state = open_cells(identity, wanted, cells, runtime)
     opened_cache = _open_cache(Path(cache), inputs, runtime) if cache else None

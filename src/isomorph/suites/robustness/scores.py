@@ -56,6 +56,11 @@ def metric_title(identity: Mapping[str, Any]) -> str:
     return METRIC_FORMATS[metric_of(identity)][0] if metric_of(identity) in METRIC_FORMATS else metric_of(identity)
 
 
+def metric_name(identity: Mapping[str, Any]) -> str:
+    """Return the metric of results in words: "top-1", "mean IoU"."""
+    return metric_title(identity).removesuffix(" (%)")
+
+
 def robustness_summary(cells: Cells, clean: Cell | None, imagenet: bool, metric: str = METRIC) -> dict[str, Any]:
     """Return the metric by corruption, category and severity, and mCE and relative mCE if they are defined.
 
@@ -193,7 +198,7 @@ def summary_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [inputs_line(result, result["images"])]
     if result.get("resumed"):
         lines.append(f"{result['resumed']} cells were read from --out")
-    title = metric_title(result).removesuffix(" (%)")
+    title = metric_name(result)
     if result["clean"]:
         lines.append(f"clean {title} {result['clean'][metric_of(result)]:.2f} %")
     if "mce" in result:

@@ -144,11 +144,20 @@ def _outline_problem(annotation: Mapping[str, Any], record: ImageRecord) -> str 
     """Return what is wrong with the outline of an annotation, polygons or RLE, or None."""
     outline = annotation.get("segmentation")
     if isinstance(outline, list) and outline:
-        fine = all(isinstance(p, list) and len(p) >= 6 and not len(p) % 2 for p in outline)
-        return None if fine else "has a polygon with fewer than three points, or an odd number of coordinates"
+        fine = all(_is_polygon(each) for each in outline)
+        return None if fine else "has a polygon with fewer than three points, or that is not pairs of numbers"
     if isinstance(outline, dict) and "counts" in outline:
-        size = outline.get("size")
+        size, counts = outline.get("size"), outline["counts"]
         if size != [record.height, record.width]:
             return f"has an RLE mask of size {size}, and {record.file} is {record.height} x {record.width}"
-        return None
+        runs = isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts)
+        fine = sum(counts) == record.height * record.width if runs else isinstance(counts, str)
+        return None if fine else "has an RLE mask whose counts do not add up to its pixels"
     return "has no segmentation"
+
+
+def _is_polygon(points: Any) -> bool:
+    """True for a list of three points or more, as finite numbers x, y, x, y, ..."""
+    if not isinstance(points, list) or len(points) < 6 or len(points) % 2:
+        return False
+    return all(isinstance(n, int | float) and math.isfinite(n) for n in points)

@@ -38,7 +38,7 @@ class DetectionSource(Dataset[tuple[Any, Any]]):
     """Images with objects in COCO's format, each read when it is indexed.
 
     `source[i]` is an image and its `Objects`, after `transform`. Crowds are left out. With `masks` the objects have
-    masks, drawn from polygons or RLE.
+    masks, drawn from polygons or RLE. `alter` changes each image, given the name of its file; by default None.
 
     Raises: UserError naming the image when one cannot be read, or has another size than its annotations say.
     """
@@ -47,6 +47,7 @@ class DetectionSource(Dataset[tuple[Any, Any]]):
         self.annotations, self.folder, self.masks, self.images = annotations, folder, masks, list(images)
         self.classes = annotations.classes
         self.transform: Callable[[Image.Image, Objects], tuple[Any, Any]] | None = None
+        self.alter: Callable[[Image.Image, str], Image.Image] | None = None
 
     def __len__(self) -> int:
         return len(self.images)
@@ -55,8 +56,15 @@ class DetectionSource(Dataset[tuple[Any, Any]]):
         """Return the images at these indices."""
         return DetectionSource(self.annotations, self.folder, self.masks, [self.images[int(i)] for i in indices])
 
+    def with_objects(self) -> "DetectionSource":
+        """Return the images with objects other than crowds. Raises: UserError if there are none."""
+        chosen = [i for i, record in enumerate(self.images) if any(not each.get("iscrowd") for each in record.objects)]
+        if not chosen:
+            raise UserError(f"{self.annotations.path} has crowds only; give a file with objects to train on")
+        return self.subset(chosen)
+
     def image(self, index: int) -> Image.Image:
-        """Return one image in RGB, before the transform."""
+        """Return one image in RGB, altered by `alter` if there is one, before the transform."""
         record = self.images[index]
         path = self.folder / record.file
         image = read_image(path)
@@ -65,7 +73,15 @@ class DetectionSource(Dataset[tuple[Any, Any]]):
                 f"{path} has {image.width} x {image.height} pixels, and its annotations in "
                 f"{self.annotations.path} say {record.width} x {record.height}; correct them"
             )
-        return image
+        return self.alter(image, record.file) if self.alter else image
+
+    def file_name(self, index: int) -> str:
+        """Return the name of an image's file."""
+        return self.images[index].file
+
+    def truth(self, index: int) -> list[np.ndarray]:
+        """Return the tensors of an image's objects."""
+        return [tensor.numpy() for tensor in self.objects(index).values()]
 
     def objects(self, index: int) -> Objects:
         """Return the objects of an image, without crowds. Boxes are cut at the borders of the image."""
@@ -77,8 +93,17 @@ class DetectionSource(Dataset[tuple[Any, Any]]):
         labels = torch.tensor([self.annotations.label_of[each["category_id"]] for each in found], dtype=torch.int64)
         objects = {"boxes": boxes.clamp(min=0).minimum(limits), "labels": labels}
         if self.masks:
-            objects["masks"] = draw_masks([each["segmentation"] for each in found], record.height, record.width)
+            objects["masks"] = self._masks([each["segmentation"] for each in found], record)
         return objects
+
+    def _masks(self, outlines: Sequence[Any], record: ImageRecord) -> Tensor:
+        """Return the masks of an image's objects. Raises: UserError when one cannot be drawn."""
+        try:
+            return draw_masks(outlines, record.height, record.width)
+        except ValueError as error:
+            raise UserError(
+                f"{self.annotations.path}: an outline in {record.file} cannot be drawn ({error}); correct it"
+            ) from None
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image, objects = self.image(index), self.objects(index)
@@ -119,6 +144,15 @@ def open_split(
         folder = next((place for place in places if (place / names[0]).is_file()), places[0])
     _check_files(path, folder, names)
     return DetectionSource(found, folder, masks, found.images)
+
+
+def require_annotations(root: Path, annotations: str | None) -> None:
+    """Raise UserError unless data given to evaluate a model is a folder, with test annotations if no file is named."""
+    if not root.is_dir():
+        raise UserError(f"{root} is neither a folder nor an annotation file that ends in .json")
+    places = ANNOTATION_FILES["test"]
+    if annotations is None and not any((root / name).is_file() for name in places):
+        raise UserError(f"{root} has none of {', '.join(places)}; give such a folder, or the annotation file itself")
 
 
 def _find_annotations(root: Path, split: str) -> Path:

@@ -17,7 +17,7 @@ from isomorph.data.sources import drawn_fraction, drawn_once
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.evaluation.class_names import check_own_classes
-from isomorph.evaluation.input_sizes import evaluation_config
+from isomorph.evaluation.input_sizes import evaluation_config, input_size_problem
 from isomorph.training.recipe.part import Count, NotNegative, Part, Positive
 from isomorph.training.task import EvaluationOptions, Prediction, Task
 
@@ -72,6 +72,7 @@ class Detection(Task):
         *("data.crop_pct", "data.images"),
     )
     printed = {"box_ap": ".1f", "box_ap50": ".1f", "mask_ap": ".1f"}
+    corruption_metric = "box_ap"
 
     def check_recipe(self, recipe: "Recipe") -> None:
         if recipe.scale.parallel == "fsdp":
@@ -87,7 +88,7 @@ class Detection(Task):
         test = self._open(root, "test", options.test, options.test_images)
         check_same_categories(train, test)
         if not options.keep_empty:
-            train = train.subset([i for i, record in enumerate(train.images) if record.objects])
+            train = train.with_objects()
         train = drawn_fraction(train, recipe.data.fraction, recipe.seed if recipe.data.draw == "seeded" else None)
         return train, drawn_once(test, recipe.data.test_images)
 
@@ -111,6 +112,9 @@ class Detection(Task):
         if model.has_masks != self.options.masks:
             has = "has" if model.has_masks else "has not"
             raise UserError(f"the model {has} a head for masks, and task.masks is {self.options.masks}; give the same")
+        if reason := input_size_problem(model, config["input_size"]):
+            size = " x ".join(map(str, config["input_size"][-2:]))
+            raise UserError(f"the network cannot process images of {size}: {reason}; give another data.size")
 
     def train_loader(
         self, recipe: "Recipe", config: dict[str, Any], train: Any, sampler: TrainSampler
@@ -137,30 +141,40 @@ class Detection(Task):
         task = ProposalDistillationTask(model, open_model(options.teacher), device, weights, options.ramp)
         return Objective(task, measure, lambda metrics: metrics["box_ap"], lambda module: module.student)  # type: ignore[return-value, arg-type]
 
-    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
-        from isomorph.tasks.detection.metrics import metric_rows
-        from isomorph.tasks.detection.page import write_detections
+    def open_images(self, model: nn.Module, options: EvaluationOptions) -> "DetectionSource":
+        """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's.
 
-        source = self.test_data(options)
-        check_own_classes(model, source.classes)
-        config = evaluation_config(model, options.size)
-        batches = TestBatches(source, config, min(options.batch_size, _LARGEST_BATCH), options.workers, runtime)
-        results = batches.detections(model.to(runtime.device), runtime)
-        rows = metric_rows(source, results)
-        if options.page and runtime.is_main:
-            write_detections(options.page, source, results, rows)
-        return rows
+        Raises: UserError for missing data, or data of other classes.
+        """
+        from isomorph.tasks.detection.dataset import require_annotations
 
-    def test_data(self, options: EvaluationOptions) -> "DetectionSource":
-        """Return the test data that `isomorph evaluate` names: a folder or an annotation file, else data.root's."""
         given, own = options.data, self.options
         if given is not None and given.endswith(".json"):
             source = self._open(Path(given).parent, "test", Path(given).name, None)
         elif given is None or given in self.sources:
             source = self._open(data_root(options.root), "test", own.test, own.test_images)
         else:
+            require_annotations(Path(given), own.test)
             source = self._open(Path(given), "test", own.test, own.test_images)
+        check_own_classes(model, source.classes)
         return drawn_once(source, options.max_images)
+
+    def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
+        return self.evaluate_images(model, self.open_images(model, options), options, runtime)
+
+    def evaluate_images(
+        self, model: nn.Module, images: "DetectionSource", options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
+        from isomorph.tasks.detection.metrics import metric_rows
+        from isomorph.tasks.detection.page import write_detections
+
+        config = evaluation_config(model, options.size)
+        batches = TestBatches(images, config, min(options.batch_size, _LARGEST_BATCH), options.workers, runtime)
+        results = batches.detections(model.to(runtime.device), runtime)
+        rows = metric_rows(images, results)
+        if options.page and runtime.is_main:
+            write_detections(options.page, images, results, rows)
+        return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         from isomorph.tasks.detection.predict import predict_file

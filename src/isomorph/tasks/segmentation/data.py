@@ -29,7 +29,7 @@ def open_pairs(recipe: Recipe) -> tuple[MaskedImages, MaskedImages]:
     train, test = open_splits(data.source, data_root(data.root), data.split)
     test = drawn_once(test, data.test_images)
     train = drawn_fraction(train, data.fraction, recipe.seed if data.draw == "seeded" else None)
-    train.check()
+    train.check(data.unreadable)
     test.check()
     return train, test
 
@@ -41,7 +41,9 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
     """
     train, test = (open_masks(source, split, root) for split in ("train", "test"))
     if train is None:
-        raise UserError(f"{root} has no training images as {source} has them; see `isomorph train --help`, data.source")
+        raise UserError(
+            f"{root} has no training images in the folders of the data source {source}; give the folder that has them"
+        )
     if test is not None:
         if fraction is not None:
             raise UserError(f"{root} has test images of its own; leave data.split out")
@@ -73,7 +75,9 @@ def open_test_pairs(source: str, root: Path, fraction: float | None, max_images:
     if pairs is None and source == "masks":
         pairs = whole_folder(root)
     if pairs is None:
-        raise UserError(f"{root} has no test images as {source} has them; give the folder with them")
+        raise UserError(
+            f"{root} has no test images in the folders of the data source {source}; give the folder that has them"
+        )
     return pairs if max_images is None else pairs.subset(spaced_numbers(len(pairs), max_images))
 
 

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
 from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS
+from isomorph.data.sources import first_line
 from isomorph.errors import UserError
 from isomorph.tasks.segmentation.pairs import IGNORE, MAX_CLASSES, MaskedImages, lookup_table, read_mask
 
+T = TypeVar("T")
 IMAGE_FOLDERS, MASK_FOLDERS = ("images", "image", "imgs"), ("masks", "mask", "labels", "annotations")
 """Names of the two folders of a data set of one's own; the first that exists is used."""
 CAMVID_CLASSES = (
@@ -95,7 +98,7 @@ def _ade_classes(path: Path) -> list[str]:
     """Return the names in ADE20K's table of classes; numbers if it is missing."""
     if not path.is_file():
         return [str(number) for number in range(1, ADE_CLASSES + 1)]
-    names = [line.split("\t")[-1].split(",")[0].strip() for line in path.read_text().splitlines()[1:] if line.strip()]
+    names = [line.split("\t")[-1].split(",")[0].strip() for line in _read_text(path).splitlines()[1:] if line.strip()]
     if len(names) != ADE_CLASSES:
         raise UserError(
             f"{path} names {len(names)} classes, not {ADE_CLASSES}; use the file as published, or remove it"
@@ -111,7 +114,7 @@ def voc(split: str, root: Path) -> MaskedImages | None:
     listed = next((path for path in lists if path.is_file()), None)
     if listed is None:
         return None
-    names = listed.read_text().split()
+    names = _read_text(listed).split()
     images, masks = (
         [root / folder / f"{name}{end}" for name in names]
         for folder, end in (("JPEGImages", ".jpg"), ("SegmentationClass", ".png"))
@@ -148,13 +151,39 @@ def _coco_categories(root: Path) -> dict[int, str]:
     """Return the names of COCO's panoptic categories by id, without that of pixels that have none."""
     config = root / "semantic" / "config.yaml"
     if config.is_file():
-        names = yaml.safe_load(config.read_text()).get("classes", {})
-        return {int(number): str(name) for number, name in sorted(names.items()) if int(number) != 0}
+        return _parsed(config, _classes_of_config)
     annotations = sorted((root / "annotations").glob("panoptic_*.json"))
     if not annotations:
         raise UserError(f"{config} does not exist, nor {root}/annotations/panoptic_*.json; one must name the classes")
-    categories = json.loads(annotations[0].read_text())["categories"]
-    return {each["id"]: each["name"] for each in sorted(categories, key=lambda each: each["id"])}
+    return _parsed(annotations[0], _classes_of_annotations)
+
+
+def _classes_of_config(text: str) -> dict[int, str]:
+    """Return the classes by number in the text of a config.yaml."""
+    names = {int(number): str(name) for number, name in yaml.safe_load(text)["classes"].items()}
+    return {number: names[number] for number in sorted(names) if number != 0}
+
+
+def _classes_of_annotations(text: str) -> dict[int, str]:
+    """Return the categories by number in the text of a COCO file."""
+    names = {each["id"]: each["name"] for each in json.loads(text)["categories"]}
+    return {number: names[number] for number in sorted(names)}
+
+
+def _parsed(path: Path, parse: Callable[[str], T]) -> T:
+    """Return what `parse` makes of a file's text. Raises: UserError naming the file when it cannot."""
+    try:
+        return parse(_read_text(path))
+    except (KeyError, TypeError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{path} does not name the classes as published: {first_line(error)}; replace it") from None
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of a file. Raises: UserError naming the file when it cannot be read, or is not text."""
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}; save it as text in UTF-8") from None
 
 
 def masks(split: str, root: Path) -> MaskedImages | None:
@@ -202,7 +231,7 @@ def _own_classes(root: Path, training: Sequence[Path] | None) -> list[str]:
     """Return the names in classes.txt, or the numbers up to the largest value in the training masks."""
     listed = root / "classes.txt"
     if listed.is_file():
-        names = [line.strip() for line in listed.read_text().splitlines() if line.strip()]
+        names = [line.strip() for line in _read_text(listed).splitlines() if line.strip()]
         if not 1 < len(names) <= MAX_CLASSES:
             raise UserError(f"{listed} names {len(names)} classes; give 2 to {MAX_CLASSES}, one a line")
         return names

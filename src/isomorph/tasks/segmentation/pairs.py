@@ -1,7 +1,8 @@
 """Images and their masks: the classes of every pixel, as numbers in a second image of the same size."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
-from isomorph.data.sources import explain_decode_errors, read_image
+from isomorph.data.sources import UnreadableImage, explain_decode_errors, read_image
 from isomorph.errors import UserError
 
 IGNORE = 255
@@ -61,7 +62,8 @@ class MaskedImages(Dataset[Any]):
     """Images and their masks, read when they are indexed.
 
     `table` gives the class of each value in the mask files: IGNORE where the value has none, -1 where it must not
-    occur. `colours` are those of the classes in figures, or None. `split`, where images without test images were
+    occur. `colours` are those of the classes in figures, or None. `alter` changes each image, given the name of its
+    file, and leaves its mask; by default None. `split`, where images without test images were
     split, is the fraction for testing and the number of images before.
 
     Raises: UserError, from reading, for a damaged file, a mask of another size than its image, or an unknown value.
@@ -78,6 +80,7 @@ class MaskedImages(Dataset[Any]):
         self.images, self.masks, self.classes = list(images), list(masks), tuple(classes)
         self.table, self.colours = table, colours
         self.transform: Callable[[Pair], Any] | None = None
+        self.alter: Callable[[Image.Image, str], Image.Image] | None = None
         self.split: tuple[float, int] | None = None
 
     def __len__(self) -> int:
@@ -90,8 +93,17 @@ class MaskedImages(Dataset[Any]):
         return part
 
     def image(self, index: int) -> Image.Image:
-        """Return an image in RGB."""
-        return read_image(self.images[index])
+        """Return an image in RGB, altered by `alter` if there is one."""
+        image = read_image(self.images[index])
+        return self.alter(image, self.file_name(index)) if self.alter else image
+
+    def file_name(self, index: int) -> str:
+        """Return the name of an image's file."""
+        return self.images[index].name
+
+    def truth(self, index: int) -> list[np.ndarray]:
+        """Return the mask of an image."""
+        return [self.mask(index)]
 
     def mask(self, index: int) -> np.ndarray:
         """Return the class of every pixel of an image. Shape: -> (H, W)"""
@@ -117,22 +129,45 @@ class MaskedImages(Dataset[Any]):
         pair = self.pair(index)
         return pair if self.transform is None else self.transform(pair)
 
-    def check(self) -> None:
+    def check(self, unreadable: int | None = None) -> None:
         """Check all files before training: present, of the same size, with known values (in up to CHECKED_MASKS).
 
-        Raises: UserError for the first that is not.
+        Up to `unreadable` files may be damaged, which training leaves out; None for data that must be whole.
+
+        Raises: UserError for the first file that is wrong, or if no pixel has a class.
         """
         if not len(self):
             raise UserError("there are no images; check data.root")
+        damaged = set[str]()
         for image, mask in zip(self.images, self.masks, strict=True):
             for path in (image, mask):
                 if not path.is_file():
                     raise UserError(f"{path} does not exist; every image needs a mask of the same name")
-            sizes = [_size_of(path) for path in (image, mask)]
-            if sizes[0] != sizes[1]:
-                raise _size_error(mask, sizes[1], image, sizes[0])
+            with _counting(damaged, unreadable):
+                sizes = [_size_of(path) for path in (image, mask)]
+                if sizes[0] != sizes[1]:
+                    raise _size_error(mask, sizes[1], image, sizes[0])
+        labelled = False
         for index in spaced_numbers(len(self), CHECKED_MASKS):
-            self.mask(index)
+            with _counting(damaged, unreadable):
+                labelled |= bool((self.mask(index) != IGNORE).any())
+        if not labelled:
+            raise UserError(
+                f"no pixel of the masks in {self.masks[0].parent} has a class; give masks with class numbers"
+            )
+
+
+@contextmanager
+def _counting(damaged: set[str], allowed: int | None) -> Iterator[None]:
+    """Add the message about an image that cannot be decoded to `damaged`. Raises: it, when they are too many."""
+    try:
+        yield
+    except UnreadableImage as error:
+        damaged.add(str(error))
+        if allowed is None:
+            raise
+        if len(damaged) > allowed:
+            raise UserError(f"{error} (or allow unreadable images with data.unreadable)") from None
 
 
 def _size_of(path: Path) -> tuple[int, int]:

@@ -47,6 +47,7 @@ class Segmentation(Task):
     fields = SegmentationPart
     sources = tuple(FORMATS)
     printed = {"miou": ".2f", "pixel_accuracy": ".2f"}
+    corruption_metric = "miou"
     options: SegmentationPart
 
     def check_recipe(self, recipe: Recipe) -> None:
@@ -98,7 +99,7 @@ class Segmentation(Task):
         task = SegmentationTask(model, self.options, device, open_teacher(self.options, model))
         return Objective(task, measure_masks, lambda metrics: metrics["miou"])
 
-    def test_pairs(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
+    def open_images(self, model: nn.Module, options: EvaluationOptions) -> MaskedImages:
         """Return the images and masks to evaluate a trained model on: those given, else of the kind it was trained on.
 
         Raises: UserError for missing data, or data of other classes.
@@ -108,6 +109,8 @@ class Segmentation(Task):
         split = recorded.get("split") if source == recorded["source"] else None
         if options.data is not None and options.data not in FORMATS:
             source, root = "masks", Path(options.data)
+            if not root.is_dir():
+                raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
         pairs = open_test_pairs(source, data_root(root), split[0] if split else None, options.max_images)
         check_own_classes(model, pairs.classes)
         pairs.check()
@@ -116,20 +119,24 @@ class Segmentation(Task):
     def evaluate(self, model: nn.Module, options: EvaluationOptions, runtime: Runtime) -> list[dict[str, Any]]:
         if options.size:
             raise UserError("--size does not apply to segmentation, which resizes images as in training; leave it out")
-        pairs = self.test_pairs(model, options)
-        loader = build_test_loader(self.options, evaluation_config(model), pairs, runtime, options.workers)
+        return self.evaluate_images(model, self.open_images(model, options), options, runtime)
+
+    def evaluate_images(
+        self, model: nn.Module, images: MaskedImages, options: EvaluationOptions, runtime: Runtime
+    ) -> list[dict[str, Any]]:
+        loader = build_test_loader(self.options, evaluation_config(model), images, runtime, options.workers)
         worst, own = WorstImages(), count(runtime.rank, runtime.world)
 
         def handle(truth: Tensor, predicted: Tensor, counts: Confusion) -> None:
             worst.add(next(own), predicted.numpy().astype(np.uint8), counts)
 
         chosen = {"handle": handle} if options.page else {}
-        counts, images = measure(model.to(runtime.device), loader, self.options, model.num_classes, runtime, **chosen)  # type: ignore[arg-type]
-        rows = [{**counts.metrics(), "images": images}, *counts.rows(pairs.classes)]
+        counts, number = measure(model.to(runtime.device), loader, self.options, model.num_classes, runtime, **chosen)  # type: ignore[arg-type]
+        rows = [{**counts.metrics(), "images": number}, *counts.rows(images.classes)]
         if options.page:
             scores = [score for part in runtime.gather(worst.scores) for score in part]
             if runtime.is_main:
-                write_masks(options.page, pairs, counts, sorted(scores, key=lambda s: s.miou)[:SHOWN_IMAGES], rows)
+                write_masks(options.page, images, counts, sorted(scores, key=lambda s: s.miou)[:SHOWN_IMAGES], rows)
         return rows
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
