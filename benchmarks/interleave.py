@@ -78,14 +78,17 @@ def saved_mib(module: torch.nn.Module, x: torch.Tensor) -> float:
 
 
 def kept_mib(module: torch.nn.Module, run: Callable[[], object]) -> float:
-    """MiB that a pass of a module keeps for the backward pass: distinct storages, parameters left out."""
-    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    """MiB that a pass of a module keeps for the backward pass: distinct storages, parameters left out.
+
+    On the meta device nothing is computed, and the sizes are the same.
+    """
+    own = {p.untyped_storage()._cdata for p in module.parameters()}
     kept: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

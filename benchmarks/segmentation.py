@@ -1,12 +1,13 @@
 """UPerNet on CamVid: eight images learnt by heart, then a narrow ViT with and without pyramids, and fused.
 
     python benchmarks/segmentation.py [--root shared/data/camvid] [--out runs/segmentation] [--steps 300]
-        [--only eight plain pyramid cost sizes] [--sizes 512]
+        [--only eight plain pyramid cost memory loading sizes] [--sizes 512]
 
 Eight training images at 160 x 120 are trained and tested on. The other runs train on the images of the training split,
 and test on those of the val split at their own size. Runs resume, so the script may be stopped at any time. Results,
-with the IoU of every class, are in benchmarks/results/segmentation.json. `--only cost` measures a training step with
-the whole ViT-Tiny on an image of each size, what it keeps for the backward pass, and the loading of an image.
+with the IoU of every class, are in benchmarks/results/segmentation.json. `--only cost` measures training and inference
+with the whole ViT-Tiny on images of each size, `--only memory` counts what a training step keeps, without computing it,
+and `--only loading` measures the reading and augmentation of an image.
 """
 
 import argparse
@@ -96,16 +97,16 @@ def sizes():
     show("Parameters", rows)
 
 
-def cost(sizes, rounds, warm_up, checkpointing):
+def cost(sizes, **options):
     """Cost of an image: seconds of a training step and of inference, and MiB kept for the backward pass."""
-    rows = [row for size in sizes for row in cost_at(size, rounds, warm_up, checkpointing)]
+    rows = [row for size in sizes for row in cost_at(size, **options)]
     update("segmentation", {"cost": merged("cost", rows, ("size", "network"))})
     show("Cost of an image", rows)
 
 
-def cost_at(size, rounds, warm_up, checkpointing):
-    """Rows of `cost` at one size. Training has two images, as BatchNorm needs them."""
-    device, x = torch.device("cpu"), torch.randn(2, 3, size, size)
+def cost_at(size, images, rounds, warm_up, checkpointing):
+    """Rows of `cost` at one size."""
+    device, x = torch.device("cpu"), torch.randn(images, 3, size, size)
     networks = {
         name: timm.create_model("upernet", img_size=size, num_classes=150, backbone_kwargs=FULL | layout)
         for name, layout in {"plain": PLAIN, "pyramid": {}}.items()
@@ -113,17 +114,35 @@ def cost_at(size, rounds, warm_up, checkpointing):
     for network in networks.values():
         network.backbone.set_grad_checkpointing(checkpointing)
     steps = interleaved({n: training_step(network, x) for n, network in networks.items()}, device, rounds, warm_up)
-    kept = {n: kept_mib(network, losses(network, x)) / 2 for n, network in networks.items()}
+    kept = {n: kept_mib(network, losses(network, x)) / images for n, network in networks.items()}
     networks["fused"] = iso.fuse(networks["pyramid"].eval())
     passes = interleaved(
         {n: forward(network.eval(), x[:1]) for n, network in networks.items()}, device, rounds, warm_up
     )
-    shared = dict(size=size, checkpointing=checkpointing)
+    shared = dict(size=size, images=images, checkpointing=checkpointing)
     return [
-        {**shared, "network": n, "step (s)": steps[n] / 2e3 if n in steps else "-"}
+        {**shared, "network": n, "step (s)": steps[n] / images / 1e3 if n in steps else "-"}
         | {"kept (MiB)": round(kept[n]) if n in kept else "-", "inference (s)": passes[n] / 1e3}
         for n in networks
     ]
+
+
+def memory(sizes, images):
+    """MiB kept for the backward pass by a training step, for each image; counted on the meta device."""
+    rows = []
+    for size in sizes:
+        for name, layout in {"plain, or fused": PLAIN, "pyramid": {}}.items():
+            with torch.device("meta"):
+                x = torch.empty(images, 3, size, size)
+                network = timm.create_model("upernet", img_size=size, num_classes=150, backbone_kwargs=FULL | layout)
+                row = dict(size=size, network=name)
+                for checkpointing in (False, True):
+                    network.backbone.set_grad_checkpointing(checkpointing)
+                    kept = kept_mib(network, losses(network, x)) / images
+                    row["kept, checkpointed (MiB)" if checkpointing else "kept (MiB)"] = round(kept)
+            rows.append(row)
+    update("segmentation", {"memory": rows})
+    show("Memory of an image", rows)
 
 
 def merged(table, rows, keys):
@@ -154,10 +173,11 @@ def loading(root, sizes, workers=2, count=32):
 
 
 def losses(network, x):
-    """The losses of both heads."""
+    """The losses of both heads. BatchNorm cannot train on the mean of a single image: then it is in eval mode."""
 
     def run():
-        coarse = network.train()(x, coarse=True)
+        network.train().head.pooled[0].train(len(x) > 1)
+        coarse = network(x, coarse=True)
         return coarse.logits.logsumexp(1).mean() + coarse.auxiliary.logsumexp(1).mean()
 
     return run
@@ -178,9 +198,10 @@ def main():
         "--only",
         nargs="+",
         default=["eight", "plain", "pyramid"],
-        choices=["eight", "plain", "pyramid", "cost", "loading", "sizes"],
+        choices=["eight", "plain", "pyramid", "cost", "memory", "loading", "sizes"],
     )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost and loading")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost, memory and loading")
+    parser.add_argument("--images", type=int, default=2, help="in a training step of --only cost and memory")
     parser.add_argument("--rounds", type=int, default=3, help="of --only cost")
     parser.add_argument("--warm-up", type=int, default=1, help="rounds that are not counted, of --only cost")
     parser.add_argument("--checkpointing", action="store_true", help="of the backbone's blocks, in --only cost")
@@ -188,11 +209,14 @@ def main():
     if "sizes" in given.only:
         sizes()
     if "cost" in given.only:
-        cost(given.sizes, given.rounds, given.warm_up, given.checkpointing)
+        options = dict(images=given.images, rounds=given.rounds, warm_up=given.warm_up)
+        cost(given.sizes, checkpointing=given.checkpointing, **options)
+    if "memory" in given.only:
+        memory(given.sizes, given.images)
     if "loading" in given.only:
         loading(given.root, given.sizes)
     rows = []
-    for name in (each for each in given.only if each not in ("cost", "loading", "sizes")):
+    for name in (each for each in given.only if each not in ("cost", "memory", "loading", "sizes")):
         root = eight_images(given.root, given.out / "images") if name == "eight" else given.root
         options = {
             "eight": dict(steps=800, backbone=PLAIN, task=WHOLE, lr=4e-3, auxiliary=False, drop_rate=0.0),

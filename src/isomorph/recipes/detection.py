@@ -86,4 +86,5 @@ RECIPES["mask_rcnn_bccd"] = dict(
     epochs=14,
     evaluate_every=2,
     source="isomorph: boxes of blood cells, a narrow network for a CPU",
+    expected="box AP 54.9, AP50 87.8",
 )
