@@ -45,9 +45,9 @@ def predict(
         from isomorph.cli.prediction_files import planned_files, write_files
         from isomorph.distributed import open_runtime
         from isomorph.training.classification import CLASSIFICATION
-        from isomorph.training.task import task_of
+        from isomorph.training.task import recorded_task
     net = open_given(model, checkpoint, weights, pretrained).to(open_runtime(device).device)
-    prediction = (task_of(net) or CLASSIFICATION).predict(net, image)
+    prediction = (recorded_task(net) or CLASSIFICATION).predict(net, image)
     files = planned_files(prediction, out, overwrite) if out else {}
     write_files(files)
     if json_:

@@ -39,7 +39,8 @@ TOP_CLASSES = 5
 class Classification(Task):
     """Classification of images, with labels, a teacher or label maps; and masked pre-training on images.
 
-    A task of your own on images with labels derives from it and replaces what differs, such as `objective`.
+    A task of your own on images with labels derives from it and replaces what differs, such as `objective`. Its models
+    are evaluated as classifiers, unless it has an `evaluate` of its own.
 
     >>> "cifar10" in iso.training.Classification.sources
     True
@@ -47,6 +48,7 @@ class Classification(Task):
 
     sources = (*SOURCES, *STREAMS)
     unused = ()
+    classifies = True
     printed = {"top1": ".2f", "reconstruction": ".4f", "alignment": ".4f"}
 
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
