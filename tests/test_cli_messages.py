@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 import isomorph as iso
-from isomorph.cli import _error_message
+from isomorph.cli import _error_message, main
 from isomorph.cli.open_models import library_options
 from isomorph.cli.option_names import name_options, recipe_fields
 from isomorph.cli.options import CheckpointOptions, check_figures, check_out, choose_page
@@ -264,3 +264,23 @@ def test_every_class_has_its_share_of_images_where_classes_take_turns():
     chosen = spaced_images(turns, 1_000)
     assert set(np.bincount(chosen.labels)) <= {99, 100, 101}
     assert (np.diff(chosen.ids) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sample run", "sample needs --out; see `isomorph sample --help`"),
+        ("sample run --out", "--out needs a value; see `isomorph sample --help`"),
+        ("sample run --ot grid.png", "--ot is not an option (did you mean --out?); see `isomorph sample --help`"),
+        ("sample", "sample needs MODEL; see `isomorph sample --help`"),
+        ("sample run --out grid.png more", "sample does not take more; see `isomorph sample --help`"),
+        ("recast cifar_resnet20 --out x.safetensors", "recast needs --where; see `isomorph recast --help`"),
+        ("sample run --out grid.png --sampler dim", "--sampler; choose from: "),
+        ("sample run --out grid.png --images two", "--images two must be a whole number"),
+    ],
+)
+def test_errors_of_the_parser_are_lines_like_others(line, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    (printed,) = capsys.readouterr().err.splitlines()
+    assert printed.startswith(f"isomorph: {said}") or said in printed

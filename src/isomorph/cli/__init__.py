@@ -30,6 +30,7 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
 )
 from isomorph.cli.app import app
 from isomorph.cli.option_names import name_options
+from isomorph.cli.parse_errors import explain_parse_error
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes
 from isomorph.errors import Stopped, UserError
@@ -52,7 +53,9 @@ _PATIENCE = 2.0
 def _error_message(error: Exception) -> str:
     """Return the line to print for an error."""
     text = " ".join(str(error).split())
-    if isinstance(error, UserError | CycloptsError):
+    if isinstance(error, CycloptsError):
+        return explain_parse_error(error)
+    if isinstance(error, UserError):
         return _strip_traceback(error)
     if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text:
         return _ANOTHER_ENDED
