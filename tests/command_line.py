@@ -1,5 +1,6 @@
 """The command line as a user meets it: a process for each call, forked from one that has imported everything."""
 
+import gc
 import multiprocessing
 import os
 import pkgutil
@@ -20,6 +21,7 @@ LONGEST = 300
 
 def answer(arguments, folder, environment, out, err):
     """In the child: the command, its output in files."""
+    gc.freeze()  # a collection of garbage would look at all that the server imported, and so copy it
     os.environ.clear()
     os.environ.update(environment)
     for path, number in ((out, 1), (err, 2)):

@@ -1,13 +1,11 @@
 """Fixtures: real data where it is, seeds, caches of a test's own. And what the tests took, against the budget."""
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from timm.layers import weight_init
-from torch.nn import init
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
@@ -16,6 +14,15 @@ if "ISOMORPH_DATA" not in os.environ and SHARED.is_dir():
 
 BUDGET = 15
 """Seconds for one test on a quiet machine; see "Test time" in CONTRIBUTING.md."""
+
+
+gc.disable()
+
+
+def pytest_collection_finish():
+    """Leave what importing made out of every collection of garbage: it stays, and a collection took half a second."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -47,6 +54,8 @@ def data_root() -> Path:
 @pytest.fixture(autouse=True, scope="session")
 def unfilled_meta_tensors():
     """Fill no tensor on the meta device, which holds no values: timm's truncated normal takes 10 ms a tensor there."""
+    from timm.layers import weight_init  # not above: xdist's first process would import it before the others start
+    from torch.nn import init
 
     def unless_meta(fill):
         return lambda tensor, *args, **kwargs: tensor if tensor.is_meta else fill(tensor, *args, **kwargs)
@@ -60,6 +69,8 @@ def unfilled_meta_tensors():
 
 @pytest.fixture(autouse=True)
 def seeded():
+    import torch
+
     torch.manual_seed(0)
 
 

@@ -7,7 +7,6 @@ import timm
 import torch
 from timm.data import resolve_data_config
 from torch import nn
-from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
 
 import isomorph as iso
 from isomorph.evaluation.accuracy import evaluate
@@ -59,6 +58,8 @@ def slow_metrics(logits, labels):
 @pytest.mark.parametrize(("classes", "scale"), [(3, 1.0), (12, 4.0), (40, 30.0)])
 def test_streamed_metrics_against_a_slow_reference(classes, scale):
     """In uneven batches, some labels missing, added up over processes: and torchmetrics agrees on the calibration."""
+    from torchmetrics.functional.classification import multiclass_accuracy, multiclass_calibration_error
+
     logits, labels = scale * torch.randn(300, classes), torch.randint(classes, (300,))
     labels[::7] = -1
     tallies = []
@@ -151,23 +152,23 @@ def test_cost_of_a_small_model():
 class TestRealImages:
     """The JPEG test split: the weights give 81.03 and 83.20 on all of it, and more on lossless CIFAR-10."""
 
-    @pytest.mark.parametrize(("name", "top1"), [("cifar_resnet20", 80.4), ("cifar_resnet56", 82.5)])
+    @pytest.mark.parametrize(("name", "top1"), [("cifar_resnet20", 79.8), ("cifar_resnet56", 83.0)])
     def test_published_weights(self, name, top1, data_root):
-        """On the first 1,000 of the 10,000 images, within one image of what was measured there."""
+        """On the first 500 of the 10,000 images, within one image of what was measured there."""
         model = timm.create_model(name, pretrained=True)
-        source = iso.data.open_source("cifar10", "test").subset(range(1000))
+        source = iso.data.open_source("cifar10", "test").subset(range(500))
         loader = iso.data.eval_loader(source, resolve_data_config(model=model), 200)
-        assert iso.evaluate(model, loader)["top1"] == pytest.approx(top1, abs=0.15)
+        assert iso.evaluate(model, loader)["top1"] == pytest.approx(top1, abs=0.25)
 
     def test_recast_verified_and_back(self, data_root):
         cnn = timm.create_model("cifar_resnet20", pretrained=True).eval()
         tcnn = iso.recast(cnn, iso.ConvToGPSA(init="exact"), "layer3.*.conv?")
         assert len(iso.edits(tcnn)[0].names) == 6
         source = iso.data.open_source("cifar10", "test")
-        loader = iso.data.eval_loader(source.subset(range(400)), resolve_data_config(model=cnn), 100)
+        loader = iso.data.eval_loader(source.subset(range(200)), resolve_data_config(model=cnn), 50)
         report = iso.verify(cnn, tcnn, next(iter(loader))[0][:32])
         assert report.fp32 < 1e-3
-        assert iso.evaluate(tcnn, loader)["top1"] == pytest.approx(iso.evaluate(cnn, loader)["top1"], abs=0.3)
+        assert iso.evaluate(tcnn, loader)["top1"] == pytest.approx(iso.evaluate(cnn, loader)["top1"], abs=0.5)
         for name in iso.edits(tcnn)[0].names:
             tcnn.set_submodule(name, tcnn.get_submodule(name).to_conv())
         iso.verify(cnn, tcnn, next(iter(loader))[0], atol=1e-5)

@@ -79,10 +79,14 @@ UNREAD = (
     *("timm", "torchvision", "datasets", "sklearn", "scipy", "cv2", "numba", "pyarrow", "PIL", "pandas", "sympy"),
     *("torchmetrics", "imagecorruptions", "webdataset", "tensorboard", "onnx", "onnxruntime", "onnxscript"),
     *("transformers", "tokenizers", "diffusers", "pycocotools", "torch_fidelity"),
+    *("huggingface_hub", "httpx", "httpcore", "anyio", "click", "filelock", "matplotlib", "pyparsing", "onnx_ir"),
+    *("rich", "numpy", "jinja2", "cyclopts", "yaml", "triton", "networkx", "mpmath"),
     *("torch._dynamo", "torch._inductor", "torch._functorch", "torch._export", "torch._refs", "torch._decomp"),
     *("torch._prims", "torch._higher_order_ops", "torch._subclasses", "torch._numpy", "torch.fx", "torch.distributed"),
     *("torch.onnx", "torch.export", "torch.ao", "torch.jit", "torch.sparse", "torch.testing", "torch.masked"),
     *("torch.nested", "torch.profiler", "torch.cuda", "torch.xpu", "torch.mps"),
+    *("torch.distributions", "torch.package", "torch._native", "torch._library", "torch._precompile"),
+    *("torch._torch_docs", "torch._tensor_docs", "torch.linalg", "torch.overrides", "torch.compiler"),
 )
 """Packages that say nothing about the types of isomorph's public names; reading them takes mypy as long again."""
 

@@ -56,12 +56,12 @@ class LinearToDoubled:
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder with an installed package `toy` that offers a rule, and the environment that finds it."""
+    """A folder with an installed package `toy` that offers a rule and one that cannot be loaded, in an environment."""
     (tmp_path / "toy.py").write_text(TOY)
     info = tmp_path / "toy-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[isomorph.rules]\ntoy = toy:LinearToDoubled\n")
+    (info / "entry_points.txt").write_text("[isomorph.rules]\ntoy = toy:LinearToDoubled\ngone = toy_nowhere:Gone\n")
     sources = str(Path(iso.__file__).parents[1])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([sources, str(tmp_path)]), "COLUMNS": "100"}
 
@@ -92,7 +92,10 @@ for path in ("doubled.safetensors", "run/model.safetensors"):
 
 @pytest.mark.slow
 def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
-    """A new process finds it through its entry point, in Python, in recipes and on the command line."""
+    """A new process finds it through its entry point, in Python, in recipes and on the command line.
+
+    Of one that cannot be loaded it says so.
+    """
     work = tmp_path / "work"
     work.mkdir()
     (work / "toy.yaml").write_text(
@@ -100,16 +103,11 @@ def test_an_installed_rule_is_known_everywhere(installed, tmp_path):
         "data: {source: digits, fraction: 0.02, size: [8, 8], batch_size: 8}\n"
         "epochs: 1\nout: run\noptim: {warmup_epochs: 0}\n"
     )
-    done = run(installed, work, "-c", COMMANDS)
+    done = run(installed, work, "-W", "default", "-c", COMMANDS)
     assert done.returncode == 0, done.stderr
     assert "--strength" in done.stdout
     assert done.stdout.count("loaded Doubled 2") == 2
-
-
-def test_a_rule_that_cannot_be_loaded_is_named(installed, tmp_path):
-    (tmp_path / "toy.py").write_text("import nowhere")
-    said = run(installed, tmp_path, "-W", "default", "-c", "import isomorph").stderr
-    assert "cannot load the rule toy:LinearToDoubled of toy" in said
+    assert "cannot load the rule toy_nowhere:Gone of toy" in done.stderr
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import timm
 import torch
 from PIL import Image
 from torch import nn
-from torchmetrics.functional.classification import multiclass_accuracy
 
 import isomorph as iso
 from isomorph.cli import main
@@ -457,6 +456,8 @@ class TestCommand:
 
 
 def test_single_classes_against_torchmetrics(tmp_path):
+    from torchmetrics.functional.classification import multiclass_accuracy
+
     by_wnid(tmp_path / "imagenet", range(40))
     model = Reads()
     model.logits.data.normal_(std=2)
