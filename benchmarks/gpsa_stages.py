@@ -1,6 +1,6 @@
 """Gated attention in every stage of a CNN: each form of content against the convolution, and whole networks.
 
-    python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only stages|networks|memory|forms|tiles]
+    python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only stages|networks|memory|forms|tiles|naive]
 
 Ratios are times relative to the convolution, interleaved in one process. With `--only`, the other tables stay in the
 result file. "memory" counts what autograd keeps and allocates no GPU memory.
@@ -16,6 +16,8 @@ import isomorph as iso
 from interleave import forward, interleaved, processor, saved_mib, show, step, update, with_value
 from isomorph.evaluation import saved_bytes
 from isomorph.layers import folded_taps, window_tiles
+from isomorph.layers.prune_heads import prune_heads
+from naive import NaiveGPSA2d
 
 STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batch
     "stem 7x7, 112": (3, 64, 224, 7, 2, 1, 4),
@@ -146,7 +148,29 @@ def tile_table(device, rounds):
     return rows
 
 
+def naive_table(device, rounds):
+    """Each form against the naive layer, which computes global attention and forms every map; soft heads, open gates.
+
+    Windows, cells and pruned heads compute another function than the naive layer; they are what one uses instead.
+    """
+    rows = []
+    for stage in ("28", "14", "7"):
+        conv, x = convolution(stage)
+        x = x[:2].to(device)
+        layers = {form: rule(form, "paper (1, 1)").build(conv.to(device)) for form in FORMS}
+        heads = layers["global"].num_heads
+        layers["global, half pruned"] = prune_heads(layers["global"], "pb" * (heads // 2) + "p" * (heads % 2))
+        layers["naive"] = NaiveGPSA2d(layers["global"])
+        run = interleaved({form: forward(layer, x) for form, layer in layers.items()}, device, rounds)
+        train = interleaved({form: step(layer, x) for form, layer in layers.items()}, device, max(rounds // 2, 2))
+        for form, layer in layers.items():
+            row = {"stage": stage, "batch": len(x), "form": form, "naive / forward": run["naive"] / run[form]}
+            rows.append(row | {"naive / step": train["naive"] / train[form], "saved MiB": saved_mib(layer, x)})
+    return rows
+
+
 TABLES = {
+    "naive": naive_table,
     "stages": stage_table,
     "networks": network_table,
     "memory": memory_table,

@@ -10,7 +10,7 @@ from torch import nn
 import isomorph as iso
 import references
 from isomorph.layers import folded_taps as folded
-from isomorph.layers import window_tiles
+from isomorph.layers import window_gpsa2d, window_tiles
 from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
@@ -31,8 +31,15 @@ CASES = {  # layer, its options, height, width, channels, out, kernel, stride, p
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_content_forms_are_the_formula(case, monkeypatch):
+@pytest.fixture(autouse=True)
+def in_tiles(monkeypatch):
+    """The maps of these tests are small: without this, windows would be computed as masked maps."""
+    monkeypatch.setattr(window_gpsa2d, "MAX_MASKED_PAIRS", 0)
+
+
+@pytest.mark.parametrize(("case", "pairs"), [(case, 0) for case in CASES] + [(case, 10**6) for case in list(CASES)[:4]])
+def test_content_forms_are_the_formula(case, pairs, monkeypatch):
+    monkeypatch.setattr(window_gpsa2d, "MAX_MASKED_PAIRS", pairs)
     monkeypatch.setattr(window_tiles, "TILE", 3)
     monkeypatch.setattr(window_tiles, "MAX_ENTRIES", 5000)
     kind, options, (H, W, channels, *sizes, groups) = CASES[case]
@@ -52,6 +59,18 @@ def test_content_of_the_whole_map_is_gpsa2d(kind, options):
     layer.load_state_dict(whole.state_dict())
     x = torch.randn(2, 10, 11, 14, dtype=torch.float64)
     torch.testing.assert_close(layer(x), whole(x), rtol=1e-11, atol=1e-12)
+
+
+def test_masked_maps_and_windows_agree_in_every_way_of_running(monkeypatch):
+    layer, x = perturbed(WindowGPSA2d(6, 4, 3, 2, 1, window=3)), torch.randn(2, 6, 9, 7)
+    content = prune_heads(layer, "c" * 9)
+    expected = layer(x), content(x)
+    monkeypatch.setattr(window_gpsa2d, "MAX_MASKED_PAIRS", 10**6)
+    torch.testing.assert_close((layer(x), content(x)), expected, rtol=1e-4, atol=1e-5)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), expected[0], rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x).float(), expected[0], rtol=0.1, atol=0.1)
 
 
 def test_map_of_pooled_cells_is_the_same_in_a_graph():

@@ -51,11 +51,17 @@ class BoundedContentHeads(ContentHeads):
         """
         raise NotImplementedError
 
+    def maps_are_smaller(self, H: int, W: int) -> bool:
+        """True for a feature map on which forming the whole map of attention takes less time than bounded keys."""
+        raise NotImplementedError
+
 
 class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
     """Base of gated attention whose content is bounded: the sum of the position and the content of every head."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.maps_are_smaller(*x.shape[-2:]):
+            return self.apply_filters(self.soft_columns_dense(x), *x.shape[-2:])
         values = self.map_values(x).unflatten(-1, x.shape[-2:])
         position = self.position_taps(values, self.position_share)
         content = self.content_taps(x, values, torch.sigmoid(-self.gate))
@@ -66,4 +72,6 @@ class BoundedContentConv2d(BoundedContentHeads, ContentConv2d):
     """Base of attention by bounded content alone."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.maps_are_smaller(*x.shape[-2:]):
+            return super().forward(x)
         return self.with_bias(self.content_taps(x, x.to(compute_dtype(x))))

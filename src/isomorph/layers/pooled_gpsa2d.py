@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.bounded_content import BoundedContentConv2d, BoundedContentHeads, BoundedGPSA2d
 from isomorph.layers.chunked import is_eager
@@ -37,6 +38,10 @@ class PooledHeads(BoundedContentHeads):
     def content_options(self) -> dict[str, tuple[int, int]]:
         """The most cells along both axes."""
         return {"cells": self.cells}
+
+    def maps_are_smaller(self, H: int, W: int) -> bool:
+        """True if every position is a cell of its own."""
+        return statically_known_true(self.cells[0] >= H) and statically_known_true(self.cells[1] >= W)
 
     def cell_members(self, H: int, W: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return 1 for the positions in a cell, along rows and along columns of an H x W map. Shape: -> (h, H), (w, W)

@@ -6,13 +6,18 @@ import torch
 import torch.nn.functional as F
 from timm.layers import register_notrace_module, to_2tuple
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.bounded_content import BoundedContentConv2d, BoundedContentHeads, BoundedGPSA2d
 from isomorph.layers.grid import axis_offsets
+from isomorph.layers.positional_attention import geometry_dtype
 from isomorph.layers.window_tiles import axis_tiles, window_taps
 
 WINDOW = 7
 """Default height and width of the window."""
+
+MAX_MASKED_PAIRS = 256 * 256
+"""Most query-key pairs for which a masked map is faster than windows in tiles (benchmarks/gpsa_stages.py)."""
 
 
 def _odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
@@ -53,6 +58,11 @@ class WindowHeads(BoundedContentHeads):
         q = self.scaled_queries(x)  # (B, Hq, Wq, nh hd)
         return window_taps(q, k, v, (rows, columns), self.distinct_filters(share))
 
+    def maps_are_smaller(self, H: int, W: int) -> bool:
+        """True if a map of all positions takes less time than windows."""
+        Hq, Wq = self.query_grid(H, W)
+        return statically_known_true(Hq * Wq * H * W <= MAX_MASKED_PAIRS)
+
     def window_mask(self, H: int, W: int, device: torch.device) -> Tensor:
         """Return True for the padded keys in the window of a query. Shape: -> (Nq, (H + 2 pad) (W + 2 pad))"""
         near = []
@@ -61,6 +71,16 @@ class WindowHeads(BoundedContentHeads):
             offsets = axis_offsets(queries, padded, middle, self.stride[axis], device)
             near.append(offsets.abs() <= self.window[axis] // 2)
         return (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
+
+    def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
+        """Return the score of each key: 0 in the window, -inf outside, and log(number of padded keys in the window).
+
+        Shape: -> (Nq, H W + 1)
+        """
+        (ph, pw), mask = self.padding, self.window_mask(H, W, like.device)
+        inside = mask.unflatten(1, (H + 2 * ph, W + 2 * pw))[:, ph : ph + H, pw : pw + W].flatten(1)  # (Nq, H W)
+        padded = mask.sum(1, keepdim=True) - inside.sum(1, keepdim=True)
+        return torch.cat([inside.to(geometry_dtype(like)), padded.to(geometry_dtype(like))], 1).log().to(like.dtype)
 
     def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the queries and the keys of the padded grid, and a score of -inf for keys outside of the window.
