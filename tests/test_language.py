@@ -9,12 +9,9 @@ import isomorph as iso
 from isomorph.checkpoints.files import read_header
 from isomorph.cli.evaluate_task import evaluate_task
 from isomorph.distributed import ALONE, REPEATED, Runtime
-from isomorph.recipes import RECIPES
-from isomorph.recipes.language import TABLE_6
 from isomorph.tasks.language.attention_page import attention_of, choose_examples
 from isomorph.tasks.language.classify import TextClassificationPart
 from isomorph.tasks.language.corpus import IGNORED, PackedTexts, pack
-from isomorph.tasks.language.glue import GLUE, read_tsv, training_sentences
 from isomorph.tasks.language.masked_lm import _masked_sums
 from isomorph.tasks.language.metrics import compute_metrics
 from isomorph.tasks.language.sentences import PadBatch, Sentences
@@ -155,62 +152,6 @@ class TestNetworks:
     def test_impossible_networks(self, arguments, message):
         with pytest.raises(iso.UserError, match=message):
             iso.models.create("text_transformer", **arguments)
-
-
-class TestPublishedFiles:
-    @pytest.mark.parametrize(
-        ("name", "train", "dev", "first"),
-        [
-            ("rte", 2490, 277, 1),
-            ("cola", 8551, 1043, 1),
-            ("sst2", 67_349, 872, 0),
-            ("mrpc", 3667, None, 1),
-        ],
-    )
-    def test_counts(self, data_root, name, train, dev, first):
-        task = GLUE[name]
-        rows = read_tsv(data_root / "glue" / task.folder / "train.tsv", task)
-        assert (len(rows), rows[0][1]) == (train, first)
-        assert {len(texts) for texts, _ in rows} == {len(task.texts)}
-        assert {label for _, label in rows} == {0, 1}
-        if dev:
-            assert len(read_tsv(data_root / "glue" / task.folder / "dev.tsv", task)) == dev
-
-    def test_columns_by_name_and_number(self, root):
-        assert read_tsv(root / "CoLA" / "dev.tsv", GLUE["cola"])[1] == (('b "c',), 0)
-        assert read_tsv(root / "STS-B" / "dev.tsv", GLUE["stsb"])[0] == (("a b", "c d"), 2.5)
-        assert len(training_sentences(root)) == 2 * 12 * 2 + 2 * 12 + 2 * 12 * 2
-
-    @pytest.mark.parametrize(
-        ("name", "content", "message"),
-        [
-            ("rte", "", "is empty, and RTE needs the column 'sentence1'"),
-            (
-                "rte",
-                "index\tsentence1\tlabel\n",
-                "has the columns index, sentence1, label, and RTE needs .*'sentence2'",
-            ),
-            ("rte", "index\tsentence1\tsentence2\tlabel\n", "is empty: it has no examples of RTE"),
-            ("rte", "index\tsentence1\tsentence2\tlabel\n0\ta\tb\n", "line 2: 3 columns, and 4 are needed"),
-            (
-                "rte",
-                "index\tsentence1\tsentence2\tlabel\n0\ta\tb\tmaybe\n",
-                "line 2: label 'maybe' is unknown; use ent",
-            ),
-            ("cola", "x\t2\t\ta\n", "line 1: label '2' is unknown; use 0, 1"),
-            ("stsb", "sentence1\tsentence2\tscore\na\tb\thigh\n", "line 2: 'high' is not a score; give a number"),
-        ],
-    )
-    def test_what_is_wrong_is_said(self, tmp_path, name, content, message):
-        path = tmp_path / "train.tsv"
-        path.write_text(content)
-        with pytest.raises(iso.UserError, match=message):
-            read_tsv(path, GLUE[name])
-
-    def test_the_recipes_name_all_tasks(self):
-        names = TextClassificationPart.model_json_schema()["properties"]["dataset"]["enum"]
-        assert sorted(names) == sorted(GLUE) == sorted(TABLE_6)
-        assert all(f"glue_{name}" in RECIPES and f"glue_{name}_refined" in RECIPES for name in GLUE)
 
 
 class TestTexts:

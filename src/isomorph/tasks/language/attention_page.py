@@ -23,8 +23,10 @@ MAX_TOKENS = 32
 """Most tokens of an example on the page, so that they can be read."""
 MAX_LAYERS = 6
 """Layers on the page; of deeper networks this many, evenly spread."""
-_TILE = 2.6
-"""Side of a map in inches."""
+_TILE = 4.2
+"""Side of a map in inches, so that its tokens can be read."""
+_COLUMNS = 2
+"""Heads side by side: a phone shows no more."""
 _PADDING = "#d0d0d0"
 
 
@@ -80,21 +82,25 @@ def attention_of(model: Any, batch: dict[str, Tensor]) -> Sequence[Tensor]:
 
 
 def _card(maps: Tensor, tokens: Sequence[str], real: Tensor, number: int) -> ImageCard:
-    """Return the maps of all heads for one example, next to each other. Shape: maps (nh, N, N), real (N,)"""
+    """Return the maps of all heads for one example, two in a row. Shape: maps (nh, N, N), real (N,)"""
     plt = pyplot()
     low, high = maps[:, real][:, :, real].min().item(), maps[:, real][:, :, real].max().item()
     bound = max(-low, high)
     scale = dict(cmap="RdBu_r", vmin=-bound, vmax=bound) if low < 0 else dict(cmap="magma", vmin=0, vmax=high)
     hidden = ~(real[:, None] & real).numpy()
     with style():
-        figure, axes = plt.subplots(1, len(maps), figsize=(_TILE * len(maps) + 0.8, _TILE + 0.9), squeeze=False)
-        for head, axis in enumerate(axes[0]):
+        columns = min(_COLUMNS, len(maps))
+        rows = -(-len(maps) // columns)
+        figure, axes = plt.subplots(rows, columns, figsize=(_TILE * columns, _TILE * rows), squeeze=False)
+        for axis in axes.flat[len(maps) :]:
+            axis.set_visible(False)
+        for head, axis in enumerate(axes.flat[: len(maps)]):
             values = np.ma.masked_array(maps[head].numpy(), hidden)
             colours = plt.get_cmap(scale["cmap"]).with_extremes(bad=_PADDING)
             axis.imshow(values, **{**scale, "cmap": colours}, interpolation="nearest")
-            axis.set_title(f"head {head + 1}", fontsize=8)
-            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=5)
-            axis.set_yticks(range(len(tokens)), tokens if head == 0 else [], fontsize=5)
+            axis.set_title(f"head {head + 1}", fontsize=9)
+            axis.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=6)
+            axis.set_yticks(range(len(tokens)), tokens, fontsize=6)
             axis.tick_params(length=0)
         figure.tight_layout()
         file = io.BytesIO()

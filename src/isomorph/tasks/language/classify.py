@@ -14,7 +14,8 @@ from isomorph.distributed import ALONE, REPEATED, Runtime
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.corpus import read_lines
-from isomorph.tasks.language.glue import GLUE, GlueTask, find_file, read_tsv, require_file
+from isomorph.tasks.language.glue import GLUE, GlueTask
+from isomorph.tasks.language.glue_files import Split, open_root, read_examples
 from isomorph.tasks.language.metrics import compute_metrics
 from isomorph.tasks.language.sentences import Sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask
@@ -43,7 +44,7 @@ class SentenceTask(PretrainingTask):
 
 
 class TextClassification(LanguageTask):
-    """Fine-tuning of a text transformer on one task of GLUE, from its published TSV files."""
+    """Fine-tuning of a text transformer on one task of GLUE, from its published files or the hub's."""
 
     fields = TextClassificationPart
     sources = ("glue",)
@@ -55,20 +56,14 @@ class TextClassification(LanguageTask):
         return GLUE[self.options.dataset]
 
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
-        root = data_root(recipe.data.root)
-        train = self._read(require_file(root, self.glue, "train"))
-        if recipe.data.split:
-            return self.split(recipe, train, None)
-        if find_file(root, self.glue, self.glue.test) is None:
-            raise UserError(
-                f"there is no {self.glue.folder}/{self.glue.test}.tsv in {root}; give the published file, or "
-                "data.split, the part of the training examples to test on"
-            )
-        return self.split(recipe, train, self._read(require_file(root, self.glue, self.glue.test)))
+        root = open_root(data_root(recipe.data.root), [self.options.dataset])
+        train = self._read(root, "train")
+        return self.split(recipe, train, None if recipe.data.split else self._read(root, "test"))
 
-    def _read(self, path: Path) -> Sentences:
-        """Return the examples of a file as tokens."""
-        return Sentences(read_tsv(path, self.glue), self.glue.classes, self.tokenizer, self.options.length)
+    def _read(self, root: Path, split: Split) -> Sentences:
+        """Return the examples of a split as tokens."""
+        rows = read_examples(root, self.options.dataset, split)
+        return Sentences(rows, self.glue.classes, self.tokenizer, self.options.length)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         super().check_model(recipe, model, config)
@@ -91,7 +86,7 @@ class TextClassification(LanguageTask):
         return compute_metrics(self.glue.metrics, predicted, labels)
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> Sentences:
-        return self._read(require_file(root, self.glue, self.glue.test))
+        return self._read(open_root(root, [self.options.dataset]), "test")
 
     def predict(self, model: nn.Module, path: Path) -> Prediction:
         """Return the prediction for every line of a text file; the two texts of a pair are separated by a tab."""

@@ -14,7 +14,7 @@ from isomorph.distributed import REPEATED, Runtime
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.corpus import IGNORED, PackedTexts, find_text_files, pack, read_lines
-from isomorph.tasks.language.glue import training_sentences
+from isomorph.tasks.language.glue_files import open_root, training_sentences
 from isomorph.tasks.language.task import LanguagePart, LanguageTask
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.objectives.objective import Objective
@@ -56,7 +56,7 @@ class MaskedLM(LanguageTask):
     def open_data(self, recipe: Recipe) -> tuple[Any, Any]:
         root = data_root(recipe.data.root)
         if recipe.data.source == "glue":
-            train, test = training_sentences(root), []
+            train, test = training_sentences(open_root(root)), []
         else:
             files, test_files = find_text_files(root)
             train, test = read_lines(files), read_lines(test_files)
@@ -99,7 +99,7 @@ class MaskedLM(LanguageTask):
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> PackedTexts:
         if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
-            texts = training_sentences(root)
+            texts = training_sentences(open_root(root))
         else:
             files, test_files = find_text_files(root)
             texts = read_lines(test_files or files)

@@ -29,9 +29,9 @@ def open_tokenizer(source: str, lower_case: bool = True) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
     except Exception as error:  # those of the hub, of json, and of transformers
-        reason = " ".join(str(error).split())[:160]
+        reason = "" if source.startswith((".", "/", "~")) else f" that answers: {' '.join(str(error).split())[:160]}"
         raise UserError(
-            f"task.tokenizer {source!r} is not a vocabulary file, a folder or a name on the hub that answers: {reason}"
+            f"task.tokenizer {source!r} is not a vocabulary file, a folder or a name on the hub{reason}"
         ) from None
     missing = [name for name in ("pad", "cls", "sep", "mask") if getattr(tokenizer, f"{name}_token_id") is None]
     if missing:
