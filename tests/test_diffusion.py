@@ -18,7 +18,7 @@ from isomorph.distributed import ALONE
 from isomorph.models.task_networks.ddpm_unet import ATTENTION_PROJECTIONS
 from isomorph.recipes.diffusion import PYRAMIDS
 from isomorph.seeding import derive_seed
-from isomorph.tasks.diffusion import NoiseSchedule, sample
+from isomorph.tasks.diffusion import NoiseSchedule, image_features, sample
 from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
 from isomorph.tasks.diffusion.image_distance import image_distances
 from isomorph.tasks.diffusion.image_features import Extractor, open_extractor
@@ -358,8 +358,10 @@ class TestDistance:
             raise URLError("no network")
 
         monkeypatch.setattr("torch_fidelity.feature_extractor_inceptionv3.load_state_dict_from_url", offline)
-        with pytest.raises(iso.UserError, match=r"cannot be downloaded; give torch-fidelity's file weights-incep"):
-            open_extractor("inception", None, torch.device("cpu"))
+        for reachable in (True, False):
+            monkeypatch.setattr(image_features, "is_reachable", lambda url, found=reachable: found)
+            with pytest.raises(iso.UserError, match=r"cannot be downloaded; give torch-fidelity's file weights-incep"):
+                open_extractor("inception", None, torch.device("cpu"))
         (tmp_path / "bad.pth").write_bytes(b"nothing")
         with pytest.raises(iso.UserError, match="is not a file of weights"):
             open_extractor("inception", tmp_path / "bad.pth", torch.device("cpu"))

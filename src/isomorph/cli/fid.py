@@ -65,8 +65,10 @@ def fid(
         from isomorph.cli.progress import progress_bar
         from isomorph.distributed import open_runtime
         from isomorph.tasks.diffusion.compare_images import compare_folder, open_real_images
+        from isomorph.tasks.diffusion.image_distance import open_folder
         from isomorph.tasks.diffusion.image_features import open_extractor
     split: Literal["train", "test"] = "test" if test else "train"
+    open_folder(images)  # before the network is opened, whose weights may have to be downloaded
     real = open_real_images(data, split, root, max_images)
     extractor = open_extractor(features, weights, open_runtime(device).device)
     with progress_bar("features") as update:

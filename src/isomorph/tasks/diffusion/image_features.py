@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from isomorph.checkpoints.open import open_model
 from isomorph.errors import UserError, install_hint
 from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.models.download import is_connection_error
+from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.suites.robustness.results import weights_hash
 
 INCEPTION = "inception"
 """Name of the features of FID."""
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 """Name of torch-fidelity's file with the weights of Inception-v3."""
+NO_INCEPTION = (
+    f"the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file {INCEPTION_FILE} as --weights, or "
+    "the features of another network as --features"
+)
+"""Message without a network and without the file."""
 
 
 class Extractor(NamedTuple):
@@ -58,19 +63,20 @@ class InceptionFeatures(nn.Module):
     def __init__(self, weights: Path | None) -> None:
         super().__init__()
         require_fidelity()
-        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+        from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 
         if weights is not None:
             _check_inception_file(weights)
+        elif not (Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE).is_file() and not is_reachable(
+            URL_INCEPTION_V3
+        ):
+            raise UserError(NO_INCEPTION)
         build = partial(FeatureExtractorInceptionV3, "inception-v3-compat", ["2048"], verbose=False)
         try:
             self.inception = build(feature_extractor_weights_path=None if weights is None else str(weights))
         except Exception as error:
             if weights is None and is_connection_error(error):
-                raise UserError(
-                    "the weights of Inception-v3 cannot be downloaded; give torch-fidelity's file "
-                    f"{INCEPTION_FILE} as --weights, or the features of another network as --features"
-                ) from None
+                raise UserError(NO_INCEPTION) from None
             raise UserError(f"{weights} does not have the weights of torch-fidelity's Inception-v3") from None
 
     def forward(self, x: Tensor) -> Tensor:
