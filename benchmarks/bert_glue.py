@@ -31,10 +31,20 @@ CAPTIONS = {
 
 
 def train(name, out, overrides):
-    """The metrics of a recipe's run with its steps, and their seconds at its usual speed; a complete run is read."""
+    """The last metrics of a run with its steps, and their seconds at its usual speed; a complete run is only read."""
     recipe = iso.load_recipe(name, [*overrides, f"out={out}"])
-    metrics, steps = iso.train(recipe, show=False).metrics, read_log(out, "steps")[-1]["step"]
-    return {**metrics, "steps": steps, "seconds": round(steps * recipe.data.batch_size / speed(out))}
+    if not is_complete(out, recipe):
+        iso.train(recipe, show=False)
+    steps = read_log(out, "steps")[-1]["step"]
+    seconds = round(steps * recipe.data.batch_size / speed(out))
+    return {**read_log(out, "log")[-1], "steps": steps, "seconds": seconds}
+
+
+def is_complete(out, recipe):
+    """True for a complete run of this recipe."""
+    said = out / "recipe.json"
+    same = said.is_file() and json.loads(said.read_text()) == recipe.model_dump(mode="json")
+    return same and (out / "model.safetensors").is_file()
 
 
 def as_long_as(plain, refined):

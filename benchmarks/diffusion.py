@@ -1,7 +1,7 @@
 """Diffusion with and without pyramids: the published U-Net, and narrow ones on a tenth of CIFAR-10.
 
     python benchmarks/diffusion.py network step
-    python benchmarks/diffusion.py curves norms samples --runs runs [--epoch 1] [--images 1000] [--ddim-steps 20]
+    python benchmarks/diffusion.py curves norms samples --runs runs [--epoch 1] [--images 1000] [--ddim-steps 10]
     python benchmarks/diffusion.py curves --figure docs/guides/diffusion_loss.svg --page docs/guides/diffusion.md
 
 The runs are those of `isomorph train ddpm_cifar10_small --keep_every 1` and `... ddpm_cifar10_small_tdrl`, and, if it
@@ -287,7 +287,7 @@ def main():
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--ddim-steps", type=int, default=20)
+    parser.add_argument("--ddim-steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--page", type=Path, help="write all tables measured so far into docs/guides/diffusion.md")
