@@ -43,7 +43,7 @@ def export(
     """Export a model as an ONNX file or a PyTorch program that runs without isomorph; fuse it first, and check it.
 
     The exported file is run on three shapes of random images and compared with the model in float32 and float64. A file
-    that deviates is not written. `isomorph evaluate` measures the accuracy of an exported file.
+    that deviates is not written. `isomorph evaluate` measures the accuracy of an exported classifier of images.
 
     Example: isomorph export runs/tdrl --format onnx --dynamic batch,size
 
@@ -53,7 +53,8 @@ def export(
         onnx (onnxruntime and other programs run it) or pt2 (PyTorch runs it, with torch.export.load); by default that
         of --out, else onnx.
     dynamic
-        What stays open: the number of images (batch), their height and width (size), both, or nothing (none).
+        What stays open: the number of images (batch), their height and width (size), both, or nothing (none); of texts
+        their number and length.
     opset
         Operator set of the ONNX file; by default 20.
     out

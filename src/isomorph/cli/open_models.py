@@ -13,7 +13,7 @@ from isomorph.checkpoints import ModelOptions, open_model, open_trained
 from isomorph.checkpoints.hub import local_file
 from isomorph.checkpoints.open import check_pretrained_option, needs_options
 from isomorph.cli.options import CheckpointOptions
-from isomorph.deployment.artefact import is_artefact, open_artefact
+from isomorph.deployment.artefact import is_artefact, open_image_artefact
 from isomorph.errors import UserError
 from isomorph.hub_names import parse_hub_name
 from isomorph.report.page_models import find_recipe
@@ -87,7 +87,7 @@ def _open_exported(name: str, weights: Path | None, pretrained: bool) -> nn.Modu
     """Open a .onnx or .pt2 file. Raises: UserError for options that are about weights, which it has."""
     if weights or not pretrained:
         raise UserError(f"{name} has its weights; leave out --weights and --no-pretrained")
-    return open_artefact(name)
+    return open_image_artefact(name)
 
 
 def open_given_checkpoint(path: Path, checkpoint: CheckpointOptions) -> nn.Module:

@@ -45,7 +45,7 @@ class Artefact(nn.Module):
         ['batch']
     """
 
-    def __init__(self, run: Callable[[Tensor], Tensor], metadata: Mapping[str, Any]) -> None:
+    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any]) -> None:
         super().__init__()
         self._run = run
         self.metadata = dict(metadata)
@@ -83,7 +83,53 @@ class Artefact(nn.Module):
         return Artefact(self._run, self.metadata)
 
 
-def open_artefact(path: str | Path) -> Artefact:
+class NamedArtefact(nn.Module):
+    """An exported text network or denoiser as a module, which takes its inputs by name; `metadata` lists them.
+
+    It runs on the CPU. Make one with `open_artefact`.
+
+    Shape: text: input_ids, attention_mask (B, N) and for some token_type_ids (B, N) -> (B, num_classes), or (B, N, V);
+        a denoiser: x (B, C, H, W), t (B,) -> (B, C, H, W)
+    Raises: UserError for other names, or sizes that were not left dynamic.
+    """
+
+    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._run = run
+        self.metadata = dict(metadata)
+        self.eval()
+
+    @torch.no_grad()
+    def forward(self, **inputs: Tensor) -> Tensor:
+        names = self.metadata["inputs"]
+        if sorted(inputs) != sorted(names):
+            given = ", ".join(inputs) or "none"
+            raise UserError(f"the inputs are {given}; give {', '.join(names)} by name")
+        first = inputs[names[0]]
+        if any(len(tensor) != len(first) for tensor in inputs.values()):
+            sizes = ", ".join(f"{name} {len(tensor)}" for name, tensor in inputs.items())
+            raise UserError(f"the inputs have unequal batches: {sizes}")
+        self._check_size(names[0], list(first.shape[1:]))
+        size = len(first) if "batch" in self.metadata["dynamic"] else 1
+        plain = (inputs[name].detach().cpu() for name in names)
+        parts = zip(*((x.float() if x.is_floating_point() else x).split(max(size, 1)) for x in plain), strict=True)
+        return torch.cat([self._run(**dict(zip(names, part, strict=True))) for part in parts]).to(first.device)
+
+    def _check_size(self, name: str, given: list[int]) -> None:
+        """Raise UserError for images or sequences of a size that the artefact was not exported for."""
+        known, multiple = self.metadata, self.metadata.get("size_multiple") or 1
+        own = list(known.get("input_size") or [known.get("length", given[-1])])
+        free = "size" in known["dynamic"] and (given[0] == own[0] or len(own) == 1)
+        if len(given) != len(own) or (not free and given != own):
+            shown, wanted = ("x".join(map(str, shape)) for shape in (given, own))
+            raise UserError(
+                f"{name} has the size {shown}, and the artefact takes {wanted}; export it with dynamic batch,size"
+            )
+        if any((side - least) % multiple for side, least in zip(given[1:], own[1:], strict=True)):
+            raise UserError(f"{name} has the size {'x'.join(map(str, given))}; sides must be multiples of {multiple}")
+
+
+def open_artefact(path: str | Path) -> Artefact | NamedArtefact:
     """Open an exported model; the suffix of its file, .onnx or .pt2, says which format it has.
 
     Open only .pt2 files that you trust: as any PyTorch program, they may run code when they are opened.
@@ -110,7 +156,16 @@ def open_artefact(path: str | Path) -> Artefact:
     return load_artefact(contents, path.suffix.removeprefix("."), path)
 
 
-def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact:
+def open_image_artefact(path: str | Path) -> Artefact:
+    """Open an exported model of images. Raises: as `open_artefact`, and UserError for one that takes other inputs."""
+    artefact = open_artefact(path)
+    if not isinstance(artefact, Artefact):
+        taken = " and ".join(artefact.metadata["inputs"])
+        raise UserError(f"{path} takes {taken}, and this is for models of images alone; give the model's checkpoint")
+    return artefact
+
+
+def load_artefact(contents: bytes, file_format: str, path: object = "the artefact") -> Artefact | NamedArtefact:
     """Return the artefact in the bytes of a file. Raises: as `open_artefact`."""
     try:
         with quiet():
@@ -118,10 +173,11 @@ def load_artefact(contents: bytes, file_format: str, path: object = "the artefac
     except Exception as error:  # onnxruntime and torch raise errors of their own for damaged files
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
-    return Artefact(run, parse_metadata(texts, path))
+    metadata = parse_metadata(texts, path)
+    return (NamedArtefact if "inputs" in metadata else Artefact)(run, metadata)
 
 
-def _load_onnx(contents: bytes) -> tuple[Callable[[Tensor], Tensor], Mapping[str, str]]:
+def _load_onnx(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str]]:
     """Return a function that runs an ONNX model, on as many threads as torch has, and its metadata."""
     import onnxruntime
 
@@ -132,17 +188,18 @@ def _load_onnx(contents: bytes) -> tuple[Callable[[Tensor], Tensor], Mapping[str
     if session.get_modelmeta().custom_metadata_map.get("quantization") == "int8 weights":
         options.add_session_config_entry("session.disable_quant_qdq", "1")  # weights become floats once, not every time
         session = onnxruntime.InferenceSession(contents, options, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
+    first = session.get_inputs()[0].name
 
-    def run(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+    def run(*images: Tensor, **inputs: Tensor) -> Tensor:
+        given = {**dict(zip([first], images, strict=False)), **inputs}
+        return torch.from_numpy(session.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0])
 
     return run, session.get_modelmeta().custom_metadata_map
 
 
-def _load_pt2(contents: bytes) -> tuple[Callable[[Tensor], Tensor], Mapping[str, str]]:
+def _load_pt2(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str]]:
     """Return a function that runs an exported program, and its metadata."""
     files = {METADATA_FILE: ""}
     program = torch.export.load(io.BytesIO(contents), extra_files=files)
     module = program.module()
-    return lambda images: module(images), json.loads(files[METADATA_FILE] or "{}")
+    return lambda *images, **inputs: module(*images, **inputs), json.loads(files[METADATA_FILE] or "{}")

@@ -13,16 +13,18 @@ import torch
 from torch import nn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.deployment.artefact import FORMATS, METADATA_FILE, Artefact, load_artefact
+from isomorph.deployment.artefact import FORMATS, METADATA_FILE, load_artefact
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
+from isomorph.deployment.named_inputs import NamedShapes, plan_inputs, takes_named_inputs
 from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
 from isomorph.deployment.program import fused_modules, prepare, quiet, trace
-from isomorph.deployment.shapes import ExportShapes, Shape, parse_dynamic, plan_shapes
+from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.verify import InputDeviation
 
 ATOL = 1e-4
@@ -35,7 +37,7 @@ Progress = Callable[[str], None]
 class ExportReport:
     """What was exported, and how far its outputs are from the model's: `deviation` has both, shape by shape.
 
-    `fused` is the number of layers that were fused.
+    `fused` is the number of layers that were fused, `axes` are the names of the axes that stay open.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 8), torch.nn.Flatten())
@@ -52,6 +54,7 @@ class ExportReport:
     megabytes: float
     fused: int
     deviation: VerifyReport
+    axes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
@@ -60,8 +63,7 @@ class ExportReport:
     def __str__(self) -> str:
         kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
         multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
-        names = {"batch": "batch", "size": f"height, width{multiples}"}
-        taken = ", ".join(names[name] for name in self.dynamic) or "nothing"
+        taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
         lines = [f"fused {self.fused} layers"] if self.fused else []
         return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
 
@@ -81,11 +83,12 @@ def export(
 
     The model is fused (`iso.fuse`) and exported in float32 and eval mode. The result is run on three shapes of random
     images, and compared with the model in float32 and in float64; a file is written only if it agrees. It holds, as
-    metadata, the images that the model expects and its classes.
+    metadata, the images that the model expects and its classes. Text networks are exported with token ids, attention
+    mask and, where the network has them, token types as inputs; a `ddpm_unet` with images and time steps.
 
     Args:
         path: File ending in .onnx (run by onnxruntime and others) or .pt2 (run by torch.export.load).
-        dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
+        dynamic: Axes that stay open: "batch", "batch,size" (also height and width, or the length of texts) or "none".
         size: Height and width, by default the model's own.
         opset: ONNX operator set, 18 to 23.
         atol: Largest difference allowed, relative to the largest output where that is above 1.
@@ -110,20 +113,31 @@ def export(
         require_packages()
         check_onnx_size(model)
     progress("choosing shapes")
-    model = fit_to_size(model, size) if size else model
-    shapes = plan_shapes(model, dynamic, size)
+    model, shapes = _plan(model, dynamic, size)
     progress("fusing")
     prepared = prepare(model)
     contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
     progress("comparing")
-    deviation = compare_artefact(model, load_artefact(contents, kind), shapes.checks, atol)
+    deviation = compare_artefact(model, load_artefact(contents, kind), shapes.examples(), atol)
     if not deviation.passed:
         raise NotEqual(deviation)
     progress("writing")
     write_atomically(path, lambda file: file.write_bytes(contents))
     opset = check_opset(opset) if kind == "onnx" else None
     fused = len(fused_modules(model))
-    return ExportReport(str(path), kind, opset, dynamic, shapes.size_multiple, len(contents) / 1e6, fused, deviation)
+    axes = tuple(dict.fromkeys(name for names in shapes.axes.values() for name in names.values()))
+    about = (str(path), kind, opset, dynamic, shapes.size_multiple, len(contents) / 1e6, fused, deviation, axes)
+    return ExportReport(*about)
+
+
+def _plan(
+    model: nn.Module, dynamic: tuple[str, ...], size: ImageSize | None
+) -> tuple[nn.Module, ExportShapes | NamedShapes]:
+    """Return the model, fitted to a size of images, and the inputs to trace and check it on."""
+    if takes_named_inputs(model):
+        return model, plan_inputs(model, dynamic, size)
+    model = fit_to_size(model, size) if size else model
+    return model, plan_shapes(model, dynamic, size)
 
 
 def check_format(path: Path, opset: int | None = None) -> str:
@@ -152,7 +166,12 @@ def check_destination(path: Path, overwrite: bool) -> None:
 
 
 def _encode(
-    prepared: nn.Module, model: nn.Module, kind: str, shapes: ExportShapes, opset: int, progress: Progress
+    prepared: nn.Module,
+    model: nn.Module,
+    kind: str,
+    shapes: ExportShapes | NamedShapes,
+    opset: int,
+    progress: Progress,
 ) -> bytes:
     """Return the bytes of the file of a prepared model, with the metadata of the model that it was made from."""
     progress("tracing")
@@ -170,14 +189,23 @@ def _encode(
 
 
 @torch.no_grad()
-def compare_artefact(model: nn.Module, artefact: Artefact, shapes: Sequence[Shape], atol: float = ATOL) -> VerifyReport:
-    """Return the deviation of an artefact from its model in float32 and in float64, on random images of each shape."""
+def compare_artefact(
+    model: nn.Module, artefact: nn.Module, examples: Sequence[tuple[str, Inputs]], atol: float = ATOL
+) -> VerifyReport:
+    """Return the deviation of an artefact from its model in float32 and in float64, on inputs with their shapes."""
     plain = copy.deepcopy(model).cpu().float().eval()
     exact = copy.deepcopy(plain).double()
     rows = []
-    for seed, shape in enumerate(shapes):
-        images = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        out, single, double = artefact(images).double(), plain(images).double(), exact(images.double())
+    for shape, inputs in examples:
+        out, single = run_model(artefact, inputs).double(), run_model(plain, inputs).double()
+        double = run_model(exact, _to_double(inputs))
         apart = ((out - single).abs().max().item(), (out - double).abs().max().item())
-        rows.append(InputDeviation("x".join(map(str, shape)), *apart, double.abs().max().item()))
+        rows.append(InputDeviation(shape, *apart, double.abs().max().item()))
     return VerifyReport(atol, tuple(rows), ())
+
+
+def _to_double(inputs: Inputs) -> Inputs:
+    """Return inputs with their floating-point tensors in float64."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.double()
+    return {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}

@@ -24,7 +24,7 @@ from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import save
 from isomorph.checkpoints.rebuild import is_same_network, rebuild
-from isomorph.deployment.artefact import Artefact, open_artefact
+from isomorph.deployment.artefact import Artefact, NamedArtefact, open_image_artefact
 from isomorph.deployment.artefact_card import artefact_card
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -168,7 +168,7 @@ def save_for_hub(
     >>> iso.load("shared/model.safetensors").num_classes
     3
     """
-    if isinstance(model, Artefact):
+    if isinstance(model, Artefact | NamedArtefact):
         raise UserError("an exported model is shared as its file; give the path of the .onnx or .pt2 file")
     folder = Path(folder)
     training = cards.read_training(Path(run)) if run else None
@@ -180,7 +180,7 @@ def save_for_hub(
             in_timm = _write_config(net, written, name)
             card = cards.model_card(net, name, training, results or {}, in_timm)
         else:
-            artefact, file = open_artefact(model), Path(model)
+            artefact, file = open_image_artefact(model), Path(model)
             shutil.copyfile(file, written / file.name)
             card = artefact_card(artefact, file.name, name, training, results or {})
         (written / CARD).write_text(card, encoding="utf-8")

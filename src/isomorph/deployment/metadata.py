@@ -9,6 +9,7 @@ from torch import nn
 
 from isomorph.checkpoints.header import DATA_KEYS, parse_data
 from isomorph.checkpoints.rebuild import describe_data
+from isomorph.deployment.named_inputs import NamedShapes
 from isomorph.deployment.shapes import DYNAMIC, ExportShapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -18,19 +19,22 @@ FORMAT_KEY = "isomorph_version"
 METADATA_KEYS = (
     *(FORMAT_KEY, "architecture", "num_classes", "class_names", "input_size", "mean", "std"),
     *("interpolation", "crop_pct", "crop_mode", "source", "split", "dynamic", "size_multiple"),
-    "quantization",
+    *("quantization", "inputs", "length", "task"),
 )
 """Keys of the metadata, each with a JSON value; the version, and a name or word, stand there without quotes."""
 _WORDS = (FORMAT_KEY, "architecture", "interpolation", "crop_mode", "source", "quantization")
 
 
-def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
+def describe(model: nn.Module, shapes: ExportShapes | NamedShapes) -> dict[str, str]:
     """Return the metadata of a model exported with these shapes, as texts by key.
 
     Keys without a value (class names of a model that has none) are left out.
     """
-    config = evaluation_config(model, (shapes.checks[0][2], shapes.checks[0][3]))
-    data = describe_data(model) | {key: config[key] for key in DATA_KEYS if key in config}
+    if isinstance(shapes, NamedShapes):
+        config, inputs = shapes.data(), list(shapes.names)
+    else:
+        config, inputs = evaluation_config(model, (shapes.checks[0][2], shapes.checks[0][3])), None
+    data = describe_data(model) | {key: config[key] for key in (*DATA_KEYS, "length") if key in config}
     values = {
         FORMAT_KEY: own_version(),
         "architecture": (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or type(model).__name__,
@@ -39,6 +43,7 @@ def describe(model: nn.Module, shapes: ExportShapes) -> dict[str, str]:
         **data,
         "dynamic": list(shapes.dynamic),
         "size_multiple": shapes.size_multiple,
+        "inputs": inputs,
     }
     return {
         key: values[key] if key in _WORDS else json.dumps(values[key])
@@ -57,7 +62,7 @@ def own_version() -> str:
 
 def parse_metadata(texts: Mapping[str, str], path: object) -> dict[str, Any]:
     """Return the values of metadata by key. Raises: UserError when isomorph did not write it, or a value is damaged."""
-    if FORMAT_KEY not in texts or "input_size" not in texts:
+    if FORMAT_KEY not in texts or not {"input_size", "inputs"} & set(texts):
         raise UserError(f"{path} does not say which images it expects; give a file that isomorph export wrote")
     try:
         known = {key: texts[key] for key in METADATA_KEYS if key in texts}

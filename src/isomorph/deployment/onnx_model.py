@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from isomorph.deployment.constants import optimize_graph
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
+from isomorph.deployment.named_inputs import NamedShapes
 from isomorph.deployment.program import name_failure, prepare, quiet, trace
 from isomorph.deployment.shapes import ExportShapes, plan_shapes
 from isomorph.errors import UserError
@@ -23,8 +24,8 @@ DEFAULT_OPSET = 20
 """Operator set of ONNX unless another one is asked for; onnxruntime runs it since 2023."""
 OPSETS = range(18, 24)
 """Operator sets that torch's exporter writes."""
-INPUT, OUTPUT = "images", "logits"
-"""Names of the graph's input and output."""
+INPUT = "images"
+"""Name of the graph's input, of networks of images."""
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
 """Where torch's exporter notes the modules that a node is from, and its own name."""
 MAX_BYTES = 2**31 - 2**20
@@ -76,14 +77,14 @@ def check_onnx_size(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "ModelProto":
+def convert(program: ExportedProgram, shapes: ExportShapes | NamedShapes, opset: int) -> "ModelProto":
     """Convert a traced model to ONNX. Raises: UserError that names the operator when there is no ONNX form of it."""
     try:
         with quiet():
             made = torch.onnx.export(
                 program,
-                input_names=[INPUT],
-                output_names=[OUTPUT],
+                input_names=list(shapes.names),
+                output_names=[shapes.output],
                 opset_version=opset,
                 dynamo=True,
                 optimize=False,
@@ -101,10 +102,13 @@ def convert(program: ExportedProgram, shapes: ExportShapes, opset: int) -> "Mode
     return proto
 
 
-def _name_axes(proto: "ModelProto", shapes: ExportShapes) -> None:
-    """Name the dynamic axes batch, height and width, instead of the tracer's symbols, and remove notes on the code."""
-    (images,) = proto.graph.input
-    symbols = {images.type.tensor_type.shape.dim[axis].dim_param: name for axis, name in shapes.dynamic_axes.items()}
+def _name_axes(proto: "ModelProto", shapes: ExportShapes | NamedShapes) -> None:
+    """Name the dynamic axes, such as batch, instead of the tracer's symbols, and remove notes on the code."""
+    symbols = {
+        value.type.tensor_type.shape.dim[axis].dim_param: name
+        for value in proto.graph.input
+        for axis, name in shapes.axes[value.name].items()
+    }
     pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols) or r"(?!)")
     for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from isomorph.deployment.named_inputs import NamedShapes
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.surgery import fuse, fusible_modules
@@ -61,16 +62,17 @@ def quiet() -> Iterator[None]:
 
 
 @torch.no_grad()
-def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
+def trace(model: nn.Module, shapes: ExportShapes | NamedShapes) -> ExportedProgram:
     """Trace a prepared model with torch.export, with the dynamic axes of the shapes.
 
     Raises: UserError that names the operator when the model cannot be traced.
     """
-    images = torch.randn(shapes.trace, generator=torch.Generator().manual_seed(0))
-    axes = dict.fromkeys(shapes.dynamic_axes, Dim.DYNAMIC)
+    images, named = shapes.example()
+    axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
     try:
         with quiet():
-            program = torch.export.export(model, (images,), dynamic_shapes=(axes or None,))
+            dynamic = axes if named else tuple(axes.values())
+            program = torch.export.export(model, images, named, dynamic_shapes=dynamic)
     except UserError:
         raise
     except Exception as error:  # tracing runs the model's code, and raises whatever that raises with symbolic sizes
@@ -83,7 +85,7 @@ def trace(model: nn.Module, shapes: ExportShapes) -> ExportedProgram:
     return program
 
 
-def _advice(shapes: ExportShapes) -> str:
+def _advice(shapes: ExportShapes | NamedShapes) -> str:
     """Return what to try when a model cannot be traced with these dynamic axes."""
     return "; try it with dynamic batch alone" if "size" in shapes.dynamic else ""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
-from isomorph.deployment.artefact import Artefact, load_artefact
+from isomorph.deployment.artefact import load_artefact
 from isomorph.deployment.export import ATOL, Progress, check_destination
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
@@ -173,7 +173,7 @@ def _report(graphs: Graphs, batches: list[Tensor], shapes: ExportShapes, **optio
 
 
 @torch.no_grad()
-def _compare(model: nn.Module, artefact: Artefact, batches: Sequence[Tensor]) -> tuple[float, float]:
+def _compare(model: nn.Module, artefact: nn.Module, batches: Sequence[Tensor]) -> tuple[float, float]:
     """Return in percent how often two models predict the same class, and the SQNR of the second one's outputs.
 
     Raises: UserError if an output is not finite.

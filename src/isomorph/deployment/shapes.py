@@ -2,12 +2,15 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
+import torch
 from timm.layers import PatchEmbed
 from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, evaluation_config, input_size_problem
+from isomorph.surgery.model_inputs import Inputs
 
 DYNAMIC = ("batch", "size")
 """What may be dynamic: the number of images, and their height and width."""
@@ -28,12 +31,36 @@ class ExportShapes:
     trace: Shape
     checks: tuple[Shape, ...]
     size_multiple: int | None = None
+    names: ClassVar[tuple[str, ...]] = ("images",)
+    output: ClassVar[str] = "logits"
 
     @property
-    def dynamic_axes(self) -> dict[int, str]:
+    def axes(self) -> dict[str, dict[int, str]]:
         """The dynamic axes of the images, and their names."""
-        sizes = {2: "height", 3: "width"} if "size" in self.dynamic else {}
-        return ({0: "batch"} if "batch" in self.dynamic else {}) | sizes
+        return {"images": open_axes(self.dynamic, {2: "height", 3: "width"})}
+
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and named arguments to trace a model on."""
+        return (random_images(self.trace, 0),), {}
+
+    def examples(self) -> list[tuple[str, Inputs]]:
+        """Return inputs to check a model on, each with its shape in words."""
+        return [("x".join(map(str, shape)), random_images(shape, seed)) for seed, shape in enumerate(self.checks)]
+
+
+def random_images(shape: Shape, seed: int) -> torch.Tensor:
+    """Return standard normal noise, the same for every call with a seed."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def open_axes(dynamic: tuple[str, ...], sides: dict[int, str]) -> dict[int, str]:
+    """Return the dynamic axes of an input by number, with their names: the batch, and the given sides."""
+    return ({0: "batch"} if "batch" in dynamic else {}) | (sides if "size" in dynamic else {})
+
+
+def batch_sizes(dynamic: tuple[str, ...]) -> tuple[int, int, int]:
+    """Return the numbers of examples in the checks; the second is that of the traced inputs."""
+    return (1, 2, 5) if "batch" in dynamic else (1, 1, 1)
 
 
 def parse_dynamic(dynamic: str | Iterable[str]) -> tuple[str, ...]:
@@ -53,10 +80,12 @@ def plan_shapes(
     Raises: UserError when the model does not take that size, or is to take any size and takes only one.
     """
     names = parse_dynamic(dynamic)
+    if inputs := getattr(model, "example_inputs", None):
+        raise UserError(f"the model takes {' and '.join(inputs(1))}, not images alone; give a network of images")
     channels, height, width = evaluation_config(model, size)["input_size"]
     if problem := input_size_problem(model, (channels, height, width)):
         raise UserError(f"the model takes no images of {height} x {width}: {problem}")
-    batches = (1, 2, 5) if "batch" in names else (1, 1, 1)
+    batches = batch_sizes(names)
     if "size" not in names:
         checks = tuple((batch, channels, height, width) for batch in batches)
         return ExportShapes(names, checks[1], checks)
