@@ -1,13 +1,13 @@
 """UPerNet on CamVid: eight images learnt by heart, then a narrow ViT with and without pyramids, and fused.
 
     python benchmarks/segmentation.py [--root shared/data/camvid] [--out runs/segmentation] [--steps 300]
-        [--only eight plain pyramid cost memory loading sizes] [--sizes 512]
+        [--only eight plain pyramid robustness cost memory loading sizes] [--sizes 512]
 
 Eight training images at 160 x 120 are trained and tested on. The other runs train on the images of the training split,
 and test on those of the val split at their own size. Runs resume, so the script may be stopped at any time. Results,
 with the IoU of every class, are in benchmarks/results/segmentation.json. `--only cost` measures training and inference
 with the whole ViT-Tiny on images of each size, `--only memory` counts what a training step keeps, without computing it,
-and `--only loading` measures the reading and augmentation of an image.
+`--only loading` measures the reading and augmentation of an image, and `--only robustness` the runs under corruptions.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 import isomorph as iso
 from interleave import RESULTS, forward, interleaved, kept_mib, show, update
 from isomorph.distributed import ALONE
+from isomorph.tasks.robustness import CellOptions, measure_task
 from isomorph.tasks.segmentation.augment import TrainTransform
 from isomorph.tasks.segmentation.data import open_splits
 from isomorph.tasks.segmentation.fields import SegmentationPart
@@ -81,6 +82,22 @@ def measured(name, model, root, run=None):
         lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
         row["seconds"] = round(sum(line["seconds"] for line in lines))
     return row
+
+
+def robustness(root, out, corruptions, severities):
+    """Mean IoU of the plain and the fused network under corruptions, by default all 19; resumes from files in `out`."""
+    rows = []
+    for name, folder in {"plain": "plain", "fused": "pyramid"}.items():
+        model = iso.load(out / folder / "model.safetensors").eval()
+        model = iso.fuse(model) if name == "fused" else model
+        cells = CellOptions(corruptions, severities, extra=not corruptions, out=out / f"{name}.jsonl")
+        found = measure_task(model, task_of(model), EvaluationOptions(root=root), cells, name)
+        means = {f"severity {level}": value for level, value in found["by_severity"].items()}
+        kinds = found["by_category"] | found["by_corruption"]
+        row = dict(network=name, clean=found["clean"]["miou"], corrupted=found["mean_miou"], relative=found["relative"])
+        rows.append(row | means | kinds | dict(images=found["images"]))
+    update("segmentation", {"robustness": rows})
+    show("Mean IoU under corruptions (%)", [{"": n} | {r["network"]: r[n] for r in rows} for n in list(rows[0])[1:]])
 
 
 def sizes():
@@ -198,8 +215,10 @@ def main():
         "--only",
         nargs="+",
         default=["eight", "plain", "pyramid"],
-        choices=["eight", "plain", "pyramid", "cost", "memory", "loading", "sizes"],
+        choices=["eight", "plain", "pyramid", "robustness", "cost", "memory", "loading", "sizes"],
     )
+    parser.add_argument("--corruptions", nargs="+", help="of --only robustness; by default all 19")
+    parser.add_argument("--severities", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="of --only robustness")
     parser.add_argument("--sizes", type=int, nargs="+", default=[512], help="of --only cost, memory and loading")
     parser.add_argument("--images", type=int, default=2, help="in a training step of --only cost and memory")
     parser.add_argument("--rounds", type=int, default=3, help="of --only cost")
@@ -211,12 +230,14 @@ def main():
     if "cost" in given.only:
         options = dict(images=given.images, rounds=given.rounds, warm_up=given.warm_up)
         cost(given.sizes, checkpointing=given.checkpointing, **options)
+    if "robustness" in given.only:
+        robustness(given.root, given.out, given.corruptions, given.severities)
     if "memory" in given.only:
         memory(given.sizes, given.images)
     if "loading" in given.only:
         loading(given.root, given.sizes)
     rows = []
-    for name in (each for each in given.only if each not in ("cost", "memory", "loading", "sizes")):
+    for name in (each for each in given.only if each not in ("robustness", "cost", "memory", "loading", "sizes")):
         root = eight_images(given.root, given.out / "images") if name == "eight" else given.root
         options = {
             "eight": dict(steps=800, backbone=PLAIN, task=WHOLE, lr=4e-3, auxiliary=False, drop_rate=0.0),
