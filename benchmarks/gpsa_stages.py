@@ -1,12 +1,15 @@
 """Gated attention in every stage of a CNN: each form of content against the convolution, and whole networks.
 
-    python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only stages|networks|memory|forms|tiles|naive]
+    python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only TABLE]
 
-Ratios are times relative to the convolution, interleaved in one process. With `--only`, the other tables stay in the
-result file. "memory" counts what autograd keeps and allocates no GPU memory.
+Ratios are times relative to the convolution, interleaved in one process. TABLE is stages, networks, memory, training,
+forms, tiles or naive; the other tables stay in the result file. "memory" counts what autograd keeps, and allocates no
+GPU memory.
 """
 
 import argparse
+import resource
+import time
 
 import timm
 import torch
@@ -120,6 +123,19 @@ def memory_table(device, rounds):
     return rows
 
 
+def training_table(device, rounds):
+    """One training step of a whole ResNet-50 with windows, 32 images of 224 x 224, and the memory of the process."""
+    model = recast_whole(timm.create_model("resnet50"), "window").to(device)
+    x, optimizer = torch.randn(IMAGES, 3, 224, 224, device=device), torch.optim.AdamW(model.parameters())
+    began = time.perf_counter()
+    model(x).square().mean().backward()
+    optimizer.step()
+    row = {"network": "resnet50", "form": "window", "batch": IMAGES, "seconds": time.perf_counter() - began}
+    if device.type == "cpu":  # ru_maxrss is in KiB
+        return [row | {"GiB of the process at most": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}]
+    return [row | {"GiB at most": torch.cuda.max_memory_allocated(device) / 2**30}]
+
+
 def form_table(device, rounds):
     """Behind BY_HEAD_COST: positions as one convolution and head by head."""
     rows = []
@@ -174,6 +190,7 @@ TABLES = {
     "stages": stage_table,
     "networks": network_table,
     "memory": memory_table,
+    "training": training_table,
     "forms": form_table,
     "tiles": tile_table,
 }
