@@ -12,6 +12,8 @@ with the whole ViT-Tiny on images of each size, `--only memory` counts what a tr
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -25,7 +27,6 @@ from torch.utils.data import DataLoader
 import isomorph as iso
 from interleave import RESULTS, forward, interleaved, kept_mib, show, update
 from isomorph.distributed import ALONE
-from isomorph.tasks.robustness import CellOptions, measure_task
 from isomorph.tasks.segmentation.augment import TrainTransform
 from isomorph.tasks.segmentation.data import open_splits
 from isomorph.tasks.segmentation.fields import SegmentationPart
@@ -86,16 +87,17 @@ def measured(name, model, root, run=None):
 
 def robustness(root, out, corruptions, severities):
     """Mean IoU of the plain and the fused network under corruptions, by default all 19; resumes from files in `out`."""
+    iso.save(iso.fuse(iso.load(out / "pyramid" / "model.safetensors").eval()), out / "fused.safetensors")
+    chosen = [part for name in corruptions or () for part in ("--corruption", name)] or ["--extra"]
+    chosen += [part for level in severities for part in ("--severity", str(level))]
     rows = []
-    for name, folder in {"plain": "plain", "fused": "pyramid"}.items():
-        model = iso.load(out / folder / "model.safetensors").eval()
-        model = iso.fuse(model) if name == "fused" else model
-        cells = CellOptions(corruptions, severities, extra=not corruptions, out=out / f"{name}.jsonl")
-        found = measure_task(model, task_of(model), EvaluationOptions(root=root), cells, name)
-        means = {f"severity {level}": value for level, value in found["by_severity"].items()}
-        kinds = found["by_category"] | found["by_corruption"]
+    for name, model in {"plain": out / "plain", "fused": out / "fused.safetensors"}.items():
+        command = [sys.executable, "-m", "isomorph", "robustness", str(model), "--data", "camvid", "--root", str(root)]
+        command += [*chosen, "--out", str(out / f"{name}.jsonl"), "--json"]
+        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         row = dict(network=name, clean=found["clean"]["miou"], corrupted=found["mean_miou"], relative=found["relative"])
-        rows.append(row | means | kinds | dict(images=found["images"]))
+        means = {f"severity {level}": value for level, value in found["by_severity"].items()}
+        rows.append(row | means | found["by_category"] | found["by_corruption"] | dict(images=found["images"]))
     update("segmentation", {"robustness": rows})
     show("Mean IoU under corruptions (%)", [{"": n} | {r["network"]: r[n] for r in rows} for n in list(rows[0])[1:]])
 
