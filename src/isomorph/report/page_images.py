@@ -5,23 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from isomorph.data.loaders import eval_transform
+from isomorph.data.sources import read_image
 from isomorph.errors import UserError
 from isomorph.report.attention_viewer import PageImage
 
 
 def _read_image(path: Path, channels: int) -> Image.Image:
     """Return an image file, in grey for one channel, else in colour. Raises: UserError when it cannot be read."""
-    try:
-        with Image.open(path) as image:
-            return image.convert("L" if channels == 1 else "RGB")
-    except FileNotFoundError:
-        raise UserError(f"image {path} does not exist") from None
-    except (OSError, UnidentifiedImageError, ValueError, SyntaxError) as error:
-        raise UserError(f"{path} cannot be read as an image ({' '.join(str(error).split())[:120]})") from None
+    if not path.exists():
+        raise UserError(f"image {path} does not exist")
+    image = read_image(path)
+    return image.convert("L") if channels == 1 else image
 
 
 def normalise_images(images: Sequence[PageImage], config: dict[str, Any]) -> Tensor:
