@@ -810,10 +810,16 @@ class TestCommands:
                 main(f"analyze {pair} --image a.png".split())
             assert "the models differ in image channels (" in capsys.readouterr().err
 
+    def test_images_of_16_bits_keep_their_greys(self, tmp_path):
+        Image.fromarray(np.full((32, 32), 100 * 257, np.uint16)).save(tmp_path / "deep.png")
+        config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
+        (image,) = iso.report.open_images([tmp_path / "deep.png"], config)
+        torch.testing.assert_close(image.pixels, torch.full((3, 32, 32), 100 / 255))
+
     @pytest.mark.parametrize(
         ("command", "expected"),
         {
-            "analyze cnn.safetensors --image b.png": "b.png cannot be read as an image",
+            "analyze cnn.safetensors --image b.png": "cannot read b.png",
             "analyze cnn.safetensors --image c.png": "image c.png does not exist",
             "analyze none.safetensors --image a.png": "no checkpoint none.safetensors",
             "analyze cnn.safetensors --image a.png --robustness x.jsonl": "cannot read results x.jsonl",
