@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 
 import numpy as np
 import pytest
@@ -116,6 +117,10 @@ class TestData:
             (changed(segmentation=[[1, 2, 3, 4]]), r"annotation 0 has a polygon with fewer than three points"),
             (changed(segmentation=[]), r"annotation 0 has no segmentation; .*task.masks false"),
             (changed(segmentation={"size": [4, 4], "counts": [16]}), r"RLE mask of size \[4, 4\]"),
+            (changed(segmentation=[["a"] * 6]), r"annotation 0 has a polygon .* not pairs of numbers"),
+            (changed(segmentation=[[math.nan] * 6]), r"annotation 0 has a polygon .* not pairs of numbers"),
+            (changed(segmentation={"size": [48, 64], "counts": [16]}), r"counts do not add up to its pixels"),
+            (changed(segmentation={"size": [48, 64], "counts": 7}), r"counts do not add up to its pixels"),
             ({**coco(), "images": [{"id": 0}]}, r"image 0 needs an id, a file_name"),
             ({**coco(), "images": coco()["images"] * 2}, r"two images with id 0"),
             ({**coco(), "categories": [{"id": 3}, {"id": 3}]}, r"categories must have an id each"),
@@ -143,6 +148,14 @@ class TestData:
             (tmp_path / "images" / name).unlink()
         with pytest.raises(iso.UserError, match=r"has no file 1.png and 1 more, of the images in .*train.json"):
             open_split(tmp_path, "train", masks=False)
+
+    def test_outlines_that_cannot_be_drawn_and_crowds_alone(self, tmp_path):
+        write(tmp_path, changed(segmentation={"size": [48, 64], "counts": "@@@@zzz"}))
+        with pytest.raises(iso.UserError, match=r"train.json: an outline in 0.png cannot be drawn"):
+            open_split(tmp_path, "train", masks=True)[0]
+        write(tmp_path, changed(iscrowd=1))
+        with pytest.raises(iso.UserError, match=r"train.json has crowds only"):
+            open_split(tmp_path, "train", masks=False).with_objects()
 
     def test_bad_boxes_may_be_left_out(self, tmp_path):
         content = coco(2)
@@ -347,6 +360,13 @@ class TestRun:
         content["categories"].append({"id": 9, "name": "circle"})
         with pytest.raises(iso.UserError, match="the data has 3 classes and the model 2; give data of its classes"):
             iso.evaluate(model, write(tmp_path, content, "val"))
+        with pytest.raises(iso.UserError, match="nowhere is neither a folder nor an annotation file"):
+            iso.evaluate(model, "nowhere")
+        (tmp_path / "val.json").unlink()
+        with pytest.raises(
+            iso.UserError, match=r"has none of .*val.json.*; give such a folder, or the annotation file"
+        ):
+            iso.evaluate(model, tmp_path)
 
     @pytest.mark.filterwarnings("ignore:__array__ implementation")
     def test_the_commands(self, squares, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -139,6 +140,8 @@ def test_a_folder_of_pairs(folder):
         ("missing", "has no mask"),
         ("damaged", "cannot read"),
         ("empty", "has no images"),
+        ("ignored", "no pixel of the masks in .*masks has a class"),
+        ("names", r"cannot read .*classes\.txt: .*; save it as text in UTF-8"),
     ],
 )
 def test_bad_files_are_found_before_training(tmp_path, broken, message):
@@ -146,6 +149,7 @@ def test_bad_files_are_found_before_training(tmp_path, broken, message):
     write_pair(tmp_path, "1", image, mask, "val")
     path = tmp_path / "train" / "masks" / "0.png"
     wrong = {"size": mask[:, :60], "class": np.where(mask == 1, 7, mask), "colours": image}
+    wrong["ignored"] = np.full_like(mask, IGNORE)
     write_pair(tmp_path, "0", image, wrong.get(broken, mask))
     if broken == "missing":
         path.unlink()
@@ -153,7 +157,7 @@ def test_bad_files_are_found_before_training(tmp_path, broken, message):
         path.write_bytes(b"no image")
     if broken == "empty":
         (tmp_path / "train" / "images" / "0.png").unlink()
-    (tmp_path / "classes.txt").write_text("a\nb\n")
+    (tmp_path / "classes.txt").write_bytes(b"\xff\xfea" if broken == "names" else b"a\nb\n")
 
     def check():
         for part in open_splits("masks", tmp_path, None):
@@ -163,6 +167,17 @@ def test_bad_files_are_found_before_training(tmp_path, broken, message):
         check()
     assert str(tmp_path) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_damaged_files_may_be_left_out(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "data")
+    pairs = open_masks("masks", "train", tmp_path / "data")
+    whole = pairs.masks[1].read_bytes()
+    pairs.masks[1].write_bytes(whole[: len(whole) // 2])  # its size can be read
+    pairs.images[2].write_bytes(b"")
+    pairs.check(unreadable=2)
+    with pytest.raises(iso.UserError, match=r"cannot read .*1\.png: .*allow unreadable images with data\.unreadable"):
+        pairs.check(unreadable=1)
 
 
 def test_a_fraction_to_test_on(tmp_path):
