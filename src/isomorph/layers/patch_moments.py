@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.grad import conv2d_weight
 
 from isomorph.layers.tokens import Window
 
@@ -57,8 +58,8 @@ def _sum_products(x: Tensor, shift: Tensor, groups: int) -> Tensor:
     """Return the sum over all patches of y y^T. Shape: x (B, C, H, W), shift (C, 1, 1) -> (G, c, 9, c, 9)"""
     half = LaggedProducts.apply(x, shift, groups)  # (G, c, c, 3, 5)
     lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # (G, c, c, 5, 5)
-    tap = torch.arange(3, device=x.device)
-    lag = tap - tap.unsqueeze(1) + REACH  # (3, 3): from tap a to tap b
+    taps = torch.arange(3, device=x.device)
+    lag = taps - taps.unsqueeze(1) + REACH  # (3, 3): from tap a to tap b
     index = lag[:, None, :, None] * 5 + lag[:, None, :]  # (ay, ax, by, bx)
     products = lags.flatten(-2)[..., index].permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, ay, ax, c, by, bx)
     for tap, at in ((0, -1), (2, 0)):
@@ -86,7 +87,7 @@ class LaggedProducts(torch.autograd.Function):
         y = _centre(x, shift)
         around = F.pad(y, (REACH, REACH, 0, REACH))
         size = (x.shape[1], x.shape[1] // groups, REACH + 1, 2 * REACH + 1)
-        return torch.nn.grad.conv2d_weight(around, size, y, groups=groups).unflatten(0, (groups, -1))
+        return conv2d_weight(around, size, y, groups=groups).unflatten(0, (groups, -1))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
