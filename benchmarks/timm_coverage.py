@@ -1,6 +1,6 @@
 """Which modules of every timm model each rule accepts, and one model of every family verified in float64.
 
-    nice -n 10 python benchmarks/coverage.py [--family NAME ...] [--runs runs/coverage]
+    nice -n 10 python benchmarks/timm_coverage.py [--family NAME ...] [--runs runs/coverage]
 
 Counts on the meta device, then verifies the smallest model of each family with random weights and statistics: every
 rule that accepts a module, on an image of odd size where the model takes one. Both parts resume. Writes
@@ -30,7 +30,7 @@ ODD, MOST = (97, 129), 6
 ConvToGPSA recasts the last ones: its cost grows with the square of the number of positions.
 """
 PAGE = Path(__file__).parents[1] / "docs/reference/coverage.md"
-MARKS = ("<!-- table: benchmarks/coverage.py -->", "<!-- end of the table -->")
+MARKS = ("<!-- table: benchmarks/timm_coverage.py -->", "<!-- end of the table -->")
 SAMPLE = ["resnet18", "swin_tiny_patch4_window7_224", "levit_128s", "xcit_nano_12_p16_224", "mobilevit_xxs"]
 SAMPLE += ["test_nfnet"]
 """Models whose rows the tests compare."""
