@@ -302,12 +302,12 @@ def test_the_command_line_exports_and_evaluates(tmp_path):
 
 
 BAD = {
-    "format": (["--format", "jpg"], 'Choose from: "onnx", "pt2"'),
+    "format": (["--format", "jpg"], 'choose from: "onnx", "pt2"'),
     "ending": (["--format", "onnx", "--out", "x.pt2"], "--out x.pt2 must end in .onnx, or leave --format out"),
     "other ending": (["--out", "x.bin"], "--out x.bin must end in .onnx or .pt2"),
-    "opset": (["--opset", "9"], "Choose from: 18"),
+    "opset": (["--opset", "9"], "choose from: 18"),
     "opset of a program": (["--format", "pt2", "--opset", "20"], "--opset is for ONNX files"),
-    "dynamic": (["--dynamic", "width"], 'Choose from: "batch"'),
+    "dynamic": (["--dynamic", "width"], 'choose from: "batch"'),
     "atol": (["--atol", "0"], "--atol 0 must be above 0"),
     "folder": (["--out", "/proc/none/x.onnx"], "cannot write /proc/none/x.onnx"),
     "weights": (["--weights", "x.pth"], "there is no checkpoint x.pth"),

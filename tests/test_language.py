@@ -306,6 +306,7 @@ class TestBadInput:
             ),
             (lambda v, r: v["model"]["kwargs"].update(vocab_size=20), "does not belong to this network: it has 57 tok"),
             (lambda v, r: v["model"]["kwargs"].update(pad_token_id=3), "its padding is token 0, the network's 3"),
+            (lambda v, r: v["model"]["kwargs"].update(is_decoder=True), "is causal.* leave out is_decoder"),
             (lambda v, r: v["task"].update(tokenizer=str(r / "text.txt")), "not a vocabulary of BERT.*no \\[PAD\\]"),
             (lambda v, r: v["task"].update(tokenizer=str(r / "no")), "not a vocabulary file, a folder or a name"),
             (lambda v, r: v["data"].update(root=str(r / "RTE")), "there are no text files"),

@@ -189,3 +189,9 @@ def test_export_with_open_size(tmp_path):
 def test_errors(arguments, message):
     with pytest.raises(iso.UserError, match=message.replace("(", r"\(")), torch.device("meta"):
         timm.create_model("upernet", **arguments)
+
+
+def test_a_backbone_without_feature_maps_is_refused(monkeypatch):
+    monkeypatch.delattr(timm.models.resnet.ResNet, "forward_intermediates")
+    with pytest.raises(iso.UserError, match="resnet18 has no feature maps"), torch.device("meta"):
+        timm.create_model("upernet", backbone="resnet18")

@@ -78,6 +78,10 @@ class MaskedLM(LanguageTask):
         super().check_model(recipe, model, config)
         if model.num_classes:
             raise UserError(f"the network has {model.num_classes} classes, and masked_lm needs one that predicts words")
+        if getattr(model.body.config, "is_decoder", False):  # type: ignore[union-attr]
+            raise UserError(
+                "the network is causal, but masked words are predicted from both sides; leave out is_decoder"
+            )
 
     def objective(self, recipe: Recipe, model: nn.Module, device: torch.device) -> Objective:
         return Objective(MaskedWords(model, device), self.measure, lambda metrics: -metrics["masked_loss"])
