@@ -42,7 +42,7 @@ def _strip_traceback(error: Exception) -> str:
     """Return the message without the traceback that a data loader's worker process wraps around it."""
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     from_worker = any(line.startswith("Original Traceback") for line in lines)
-    return lines[-1].partition("UserError: ")[2] if from_worker else "\n".join(lines)
+    return lines[-1].partition(": ")[2] if from_worker else "\n".join(lines)  # after the name of the exception
 
 
 _ANOTHER_ENDED = "another process of this run has ended; its error message says why"

@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from isomorph.report.charts import json_numbers
+from isomorph.report.image_uris import image_uri
 from isomorph.report.layer_maps import (
     MAX_MAP_CHARACTERS,
     LayerMaps,
@@ -18,7 +19,6 @@ from isomorph.report.layer_maps import (
     largest_differences,
     pack_layer_maps,
 )
-from isomorph.report.pictures import picture_uri
 
 ORDINALS = {2: "second", 3: "third"}
 EQUAL_BOUNDS = (1e-6, 1e-5)
@@ -45,7 +45,7 @@ class PageImage:
         pixels = (self.pixels.clamp(0, 1) * 255).round().to("cpu").numpy().astype(np.uint8)
         colour = np.broadcast_to(pixels, (3, *pixels.shape[1:])).transpose(1, 2, 0)  # (H, W, 3)
         small = max(pixels.shape[1:]) <= MAX_PNG_SIDE
-        return picture_uri(Image.fromarray(np.ascontiguousarray(colour)), "png" if small else "jpeg")
+        return image_uri(Image.fromarray(np.ascontiguousarray(colour)), "png" if small else "jpeg")
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.ops import box_iou
 
 from isomorph.report.html import ImageCard, Section, write_page
-from isomorph.report.pictures import picture_uri, stack_pictures
+from isomorph.report.image_uris import image_uri, stack_images
 from isomorph.tasks.detection.dataset import DetectionSource
 from isomorph.tasks.detection.extra import decode_masks
 from isomorph.tasks.detection.metrics import Results
@@ -109,4 +109,4 @@ def _card(source: DetectionSource, score: ImageScore, detections: dict[str, Tens
     pictures = [draw_objects(image, each, names) for each in (source.objects(score.image), detections)]
     total = score.found + score.missed
     lines = [f"found {score.found} of {total}, wrong {score.wrong}"]
-    return ImageCard(picture_uri(stack_pictures(pictures, _WIDTH)), source.images[score.image].file, lines)
+    return ImageCard(image_uri(stack_images(pictures, _WIDTH)), source.images[score.image].file, lines)

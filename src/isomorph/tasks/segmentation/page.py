@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 from isomorph.report.charts import Matrix
 from isomorph.report.html import ImageCard, Section, write_page
-from isomorph.report.pictures import picture_uri, stack_pictures
+from isomorph.report.image_uris import image_uri, stack_images
 from isomorph.tasks.segmentation.figures import class_colours, overlay
 from isomorph.tasks.segmentation.metrics import Confusion
 from isomorph.tasks.segmentation.pairs import IGNORE, MaskedImages
@@ -100,12 +100,12 @@ def _card(pairs: MaskedImages, score: ImageScore, colours: np.ndarray) -> ImageC
     """Return the truth and the prediction of an image next to each other, with its worst classes."""
     image, truth = pairs.image(score.number), pairs.mask(score.number)
     shown = np.where(truth == IGNORE, IGNORE, score.mask)
-    picture = stack_pictures([overlay(image, mask, colours) for mask in (truth, shown)], _WIDTH)
+    picture = stack_images([overlay(image, mask, colours) for mask in (truth, shown)], _WIDTH)
     rows = [row for row in score.counts.rows(pairs.classes) if row["iou"] is not None and row["share"]]
     lowest = sorted(rows, key=lambda row: row["iou"])[:_WORST_CLASSES]
     text = ", ".join(f"{row['class']} {row['iou']:.0f}%" for row in lowest)
     return ImageCard(
-        picture_uri(picture), pairs.images[score.number].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
+        image_uri(picture), pairs.images[score.number].name, [f"mean IoU {score.miou:.1f}%", f"lowest: {text}"]
     )
 
 
@@ -120,4 +120,4 @@ def _legend(names: Sequence[str], colours: np.ndarray, total: Confusion) -> Imag
         draw.rectangle((0, top + 3, 2 * _ROW, top + _ROW - 3), fill=tuple(colours[number].tolist()))
         draw.text((2 * _ROW + 10, top + 3), names[number], fill="black", font_size=_ROW - 10)
     left = f" of {int((pixels > 0).sum())}" if len(shown) < int((pixels > 0).sum()) else ""
-    return ImageCard(picture_uri(canvas), "Colours", [f"{len(shown)}{left} classes, the most frequent first"])
+    return ImageCard(image_uri(canvas), "Colours", [f"{len(shown)}{left} classes, the most frequent first"])
