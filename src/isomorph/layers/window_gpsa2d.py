@@ -101,8 +101,8 @@ class WindowGPSA2d(WindowHeads, BoundedGPSA2d):
 
     It is `GPSA2d` with the softmax of content over the keys of a window of `window` positions (height and width, odd)
     around the query. The window is clipped at the border of the zero-padded map; one that covers the map gives GPSA2d.
-    No map is formed: work and memory are linear in the number of positions, so early stages can be recast too. The
-    other arguments are those of `GPSA2d`.
+    On large maps, work and memory are linear in the number of positions, so early stages can be recast too; small maps
+    (256 x 256 query-key pairs at most) are formed whole, which is faster. The other arguments are those of `GPSA2d`.
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
     Source: T-CNN eq. 4-7; differs: the window, besides what differs in GPSA2d
