@@ -91,8 +91,8 @@ def blocks_table(device, rounds, batches):
 def convolutions_table(device, rounds, batches):
     """One training step of a CIFAR ResNet-20 whose 3x3 convolutions are pyramids, or have RepVGG's branches."""
     x = torch.randn(128, 3, 32, 32, device=device)
-    forms = {form: build("cifar_resnet20", form, 0).to(device) for form in ("plain", "repvgg", "P-W2S")}
-    forms = {"plain": forms["plain"], "repvgg": forms["repvgg"], "closed": forms["P-W2S"]}
+    names = {"plain": "plain", "repvgg": "repvgg", "closed": "P-W2S"}
+    forms = {name: build("cifar_resnet20", form, 0).to(device) for name, form in names.items()}
     forms["branches"] = branch_by_branch(forms["closed"])
     times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
     return [

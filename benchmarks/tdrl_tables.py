@@ -95,9 +95,8 @@ def convolution_table(rows: Sequence[Row]) -> list[Row]:
     table = []
     for form in dict.fromkeys(row["form"] for row in rows):
         found = select(rows, form=form)
-        means = {rate: statistics.mean(row["val"] for row in each) for rate, each in by_rate(found).items()}
-        best = select(found, lr=max(means, key=lambda rate: means[rate]))
-        entry: Row = {"network": form, "epochs": best[0]["epochs"], "rates": len(means), "rate": f"{best[0]['lr']:g}"}
+        best, rates = chosen(found), len(by_rate(found))
+        entry: Row = {"network": form, "epochs": best[0]["epochs"], "rates": rates, "rate": f"{best[0]['lr']:g}"}
         entry |= {"seeds": len(best)} | {name: spread([row[name] for row in best]) for name in ("val", "test")}
         table.append(entry | {"training loss": spread([row["curve"][-1][2] for row in best])})
     return table

@@ -19,7 +19,7 @@ from isomorph.hub_names import parse_hub_name
 from isomorph.report.page_models import find_recipe
 from isomorph.surgery import notes
 from isomorph.training.recipe.parse import parse_value
-from isomorph.training.task import task_of
+from isomorph.training.task import task_of, task_record
 
 
 def open_given(
@@ -79,7 +79,7 @@ def open_classifier(
 def require_classifier(model: nn.Module, name: str) -> None:
     """Raise UserError for a model that was trained for another task than image classification."""
     if task_of(model):
-        kind = model.pretrained_cfg["task"]["name"]  # type: ignore[index]
+        kind = task_record(model)["name"]
         raise UserError(f"{name} was trained for {kind}; this command is for image classifiers, see isomorph evaluate")
 
 

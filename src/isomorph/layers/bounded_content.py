@@ -61,7 +61,7 @@ class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.maps_are_smaller(*x.shape[-2:]):
-            return self.apply_filters(self.soft_columns_dense(x), *x.shape[-2:])
+            return super().forward(x)
         values = self.map_values(x).unflatten(-1, x.shape[-2:])
         position = self.position_taps(values, self.position_share)
         content = self.content_taps(x, values, torch.sigmoid(-self.gate))

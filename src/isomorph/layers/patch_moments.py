@@ -46,8 +46,8 @@ def measure_patches(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     cross = (sums @ inside.mT / positions - means.unsqueeze(-1) * shares).permute(0, 3, 1, 2)  # (G, 9, c, 9)
     cross = m[:, :, None, None, None] * cross.unsqueeze(1)  # (G, c, 9, c, 9): of the indicator with y
     constant = (m.unsqueeze(2) * m.unsqueeze(1))[:, :, None, :, None] * ones.unsqueeze(1)
-    means_too = means[..., None, None] * means[:, None, None]
-    covariance = second - means_too + cross + cross.permute(0, 3, 4, 1, 2) + constant
+    own = second - means[..., None, None] * means[:, None, None]  # (G, c, 9, c, 9): of y with y
+    covariance = own + cross + cross.permute(0, 3, 4, 1, 2) + constant
     mean = means + m.unsqueeze(-1) * shares
     width = mean[0].numel()
     rest = () if groups == 1 else (groups,)

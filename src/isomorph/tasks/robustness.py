@@ -23,7 +23,7 @@ from isomorph.errors import UserError
 from isomorph.suites.robustness import measure_classifier
 from isomorph.suites.robustness.cells import CellOptions, ProgressCallback, open_cells
 from isomorph.suites.robustness.results import weights_hash
-from isomorph.training.task import EvaluationOptions, ImagesWithTruth, Task, task_of
+from isomorph.training.task import EvaluationOptions, ImagesWithTruth, Task, task_of, task_record
 
 _PICTURES = "files at their own size, corrupted, then as in testing"
 """How images are made. Results are compared by this text, so it must not change."""
@@ -122,8 +122,7 @@ def measure_task(
     """
     metric = task.corruption_metric
     if not metric:
-        kind = (getattr(model, "pretrained_cfg", None) or {})["task"]["name"]
-        raise UserError(f"the model is for {kind}: corruptions of images do not apply to it")
+        raise UserError(f"the model is for {task_record(model)['name']}: corruptions of images do not apply to it")
     wanted = cells.wanted()
     corruption_functions()  # raises now, not after hours, if their package is missing
     images = task.open_images(model, options)

@@ -241,9 +241,14 @@ def task_of(model: nn.Module) -> Task | None:
     return task
 
 
+def task_record(model: nn.Module) -> dict[str, Any]:
+    """Return name and options of the task that a model's checkpoint recorded; empty if the recipe named none."""
+    return (getattr(model, "pretrained_cfg", None) or {}).get("task") or {}
+
+
 def recorded_task(model: nn.Module) -> Task | None:
     """Return the task that a model was trained for, as its checkpoint recorded it; None if the recipe named none."""
-    recorded = (getattr(model, "pretrained_cfg", None) or {}).get("task")
+    recorded = task_record(model)
     if not recorded:
         return None
     options = {name: value for name, value in recorded.items() if name != "name"}

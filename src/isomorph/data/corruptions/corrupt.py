@@ -38,8 +38,10 @@ CORRUPTION_VERSION = 2
 Corruption = Callable[[np.ndarray, int, RandomState], np.ndarray]
 
 
-def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np.ndarray:
+def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int, name: str = "this one") -> np.ndarray:
     """Return an image under one of ImageNet-C's corruptions, at severity 1 to 5; the seed makes it reproducible.
+
+    `name` is that of the image in messages.
 
     Shape: (H, W, 3) uint8 -> (H, W, 3) uint8
     Source: Hendrycks and Dietterich 2019 (ImageNet-C)
@@ -51,7 +53,7 @@ def corrupt(pixels: np.ndarray, corruption: str, severity: int, seed: int) -> np
     """
     if min(pixels.shape[:2]) < MIN_IMAGE_SIDE:
         size = f"{pixels.shape[1]} x {pixels.shape[0]}"
-        raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; this one is {size}")
+        raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; {name} is {size}")
     package, own = corruption_functions()
     if corruption in own:
         return own[corruption](pixels, severity, RandomState(seed))
@@ -119,11 +121,8 @@ class ImageCorruption:
     seed: int = 0
 
     def __call__(self, image: Image.Image, name: str) -> Image.Image:
-        if min(image.size) < MIN_IMAGE_SIDE:
-            size = f"{image.width} x {image.height}"
-            raise UserError(f"corruptions need images of {MIN_IMAGE_SIDE} px at least; {name} is {size}")
         seed = corruption_seed(self.corruption, self.severity, zlib.crc32(name.encode()), self.seed)
-        return Image.fromarray(corrupt(np.asarray(image), self.corruption, self.severity, seed))
+        return Image.fromarray(corrupt(np.asarray(image), self.corruption, self.severity, seed, name))
 
 
 class _AlteredSource(Source):

@@ -5,6 +5,7 @@ from torch import nn
 
 from isomorph.errors import UserError
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
+from isomorph.training.task import task_record
 
 
 def require_denoiser(model: nn.Module, name: str) -> None:
@@ -28,6 +29,6 @@ def check_denoiser_size(model: nn.Module, size: tuple[int, ...]) -> None:
 
 def noise_schedule(model: nn.Module) -> NoiseSchedule:
     """Return the noise schedule that a network was trained with; the published one for a network of another program."""
-    recorded = (getattr(model, "pretrained_cfg", None) or {}).get("task") or {}
+    recorded = task_record(model)
     betas = {name: float(recorded[name]) for name in ("beta_start", "beta_end") if name in recorded}
     return NoiseSchedule(int(model.time_steps), **betas)  # type: ignore[arg-type]
