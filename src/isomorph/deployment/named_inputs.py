@@ -68,7 +68,7 @@ def plan_inputs(model: Any, dynamic: str | Iterable[str], size: ImageSize | None
 def _plan_text(model: Any, names: tuple[str, ...], size: ImageSize | None) -> NamedShapes:
     """Return sequences of unequal lengths, with padding in every batch, and the types of their tokens if they count."""
     if size:
-        raise UserError("the size (--size) is for images; leave it out for a text network")
+        raise UserError("--size is for images; leave it out for a text network")
     longest = min(int(model.max_length), _MAX_LENGTH)
     lengths = (longest // 2, longest // 3, longest - 1) if "size" in names else (longest,) * 3
     checks = tuple(_text(model, b, n) for b, n in zip(batch_sizes(names), lengths, strict=True))
