@@ -66,6 +66,9 @@ class Arm:
 class Images:
     """CIFAR-10 on the device: 20,000 training images with a border, 5,000 others for validation, 10,000 for test."""
 
+    crop_step = 1
+    """Random crops start at multiples of this many pixels."""
+
     def __init__(self, device: torch.device, limit: int | None = None) -> None:
         images, labels = decoded("train")
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(20))
@@ -79,6 +82,13 @@ class Images:
     def normalise(self, images: Tensor) -> Tensor:
         """Return uint8 images as normalised floats."""
         return (images.float() - self.mean) / self.std
+
+    def answers(self, order: Tensor, offset: Tensor, flip: Tensor) -> Tensor:
+        """Return what networks learn for images, cropped and flipped: labels. Shape: (S, B) three times -> (S, B)
+
+        `offset` is where the crop starts in the padded image: row times width plus column.
+        """
+        return self.labels[order]
 
 
 def _part(images: Tensor, labels: Tensor, chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -118,20 +128,24 @@ class Batches:
         """Draw the order and the augmentation of one epoch."""
         for row, generator in enumerate(self.generators):
             count = self.images.count
-            crops = torch.randint(2 * PAD + 1, (2, count), generator=generator)
+            step = self.images.crop_step
+            crops = step * torch.randint(2 * PAD // step + 1, (2, count), generator=generator)
             self.order[row].copy_(torch.randperm(count, generator=generator))
             self.offset[row].copy_(crops[0] * (32 + 2 * PAD) + crops[1])
             self.flip[row].copy_(torch.randint(2, (count,), generator=generator))
 
     def draw(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the batch of a step, a tensor so that a graph can count. Shape: -> (S, B, 3, 32, 32), (S, B)"""
+        """Return images and answers of a step, a tensor so that a graph can count.
+
+        Shape: -> (S, B, 3, 32, 32), (S, B, ...)
+        """
         width = 32 + 2 * PAD
         at = step % self.steps * self.batch + torch.arange(self.batch, device=step.device)
         order, offset, flip = (t[:, at] for t in (self.order, self.offset, self.flip))  # (S, B)
         first = (order * 3 * width**2 + offset)[..., None, None, None]
         columns = torch.where(flip[..., None].bool(), 31 - self.lines, self.lines)[..., None, None, :]
         index = first + self.planes + self.lines[:, None] * width + columns  # (S, B, 3, 32, 32)
-        return self.images.normalise(self.images.padded[index]), self.images.labels[order]
+        return self.images.normalise(self.images.padded[index]), self.images.answers(order, offset, flip)
 
 
 def parameter_kinds(model: nn.Module) -> dict[str, str]:
@@ -146,8 +160,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, str]:
 class Stack:
     """K networks of one form with their optimiser, trained from step `first` on, of `total` steps.
 
-    `loss` maps (outputs of one network, labels or targets) to the mean loss; `target` maps (images, labels) of every
-    seed to what the loss compares with.
+    `loss` maps (outputs of one network, answers of the images) to the mean loss.
     """
 
     def __init__(
@@ -157,9 +170,8 @@ class Stack:
         images: Images,
         span: tuple[int, int],
         loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-        target: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        self.arms, self.models, self.loss, self.target = list(arms), list(models), loss, target
+        self.arms, self.models, self.loss = list(arms), list(models), loss
         self.device, self.total = images.device, span[1]
         self.base = copy.deepcopy(models[0]).to(self.device).train()
         seeds = sorted({arm.seed for arm in arms})
@@ -222,9 +234,8 @@ class Stack:
         warm, done = max(1, self.total // 20), self.step_number + 1
         cosine = 0.5 * (1 + torch.cos(math.pi * (done - warm) / max(1, self.total - warm)))
         self.rates.copy_(self.peaks * torch.where(done <= warm, done / warm, cosine))
-        images, labels = self.batches.draw(self.step_number)
-        targets = labels if self.target is None else self.target(images, labels)
-        losses = vmap(self.loss)(self._forward(images[self.row]), targets[self.row])  # (K,)
+        images, answers = self.batches.draw(self.step_number)
+        losses = vmap(self.loss)(self._forward(images[self.row]), answers[self.row])  # (K,)
         found = torch.autograd.grad(losses.sum(), list(self.parameters.values()), allow_unused=True)
         found = [torch.zeros_like(p) if g is None else g for g, p in zip(found, self.parameters.values(), strict=True)]
         torch.cat([g.flatten(1) for g in found], 1, out=self.gradient)
