@@ -422,6 +422,19 @@ class TestFolders:
             assert all(torch.equal(tensor, tensors[f"{prefix}{name}"]) for name, tensor in state.items())
 
 
+def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
+    """And is then the run that had them from the start; where the rate depends on the end, it is another run."""
+    steady = dict(optim=dict(lr=1e-3, schedule="constant"), ema=0.5)
+    for epochs in (1, 3):
+        iso.train(tiny(tmp_path / "on", **steady | dict(epochs=epochs)), show=False)
+    iso.train(tiny(tmp_path / "whole", **steady | dict(epochs=3)), show=False)
+    same_weights(tmp_path / "on", tmp_path / "whole")
+    ended, expected = (iso.load(tmp_path / name / "model.safetensors").state_dict() for name in ("on", "whole"))
+    assert all(torch.equal(ended[name], expected[name]) for name in expected)
+    with pytest.raises(iso.UserError, match="epochs was 3, is now 2"):
+        iso.train(tiny(tmp_path / "on", **steady | dict(epochs=2)), show=False)
+
+
 SMALL = dict(img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=2)
 MASKED = dict(
     model=dict(name="tdrl_vit_ti", kwargs=SMALL),

@@ -56,8 +56,11 @@ def find_snapshot(recipe: Recipe, runtime: Runtime) -> IntactSnapshot | None:
 
 
 def _check_same_recipe(recipe: Recipe, found: IntactSnapshot) -> None:
-    """Raise UserError when the snapshot is of another recipe."""
-    changed = changed_fields(add_defaults(found.values["recipe"]), json.loads(identity_json(recipe)))
+    """Raise UserError when the snapshot is of another recipe. At a constant rate it may be of a shorter run."""
+    old, new = add_defaults(found.values["recipe"]), json.loads(identity_json(recipe))
+    if recipe.optim.schedule == "constant" and recipe.iterations is None and old["epochs"] < recipe.epochs:
+        old["epochs"] = recipe.epochs  # until then, both runs are the same
+    changed = changed_fields(old, new)
     if changed:
         where = found.path.parent
         hint = f"give `out` another folder (model.weights={where / 'model.safetensors'} starts from this run's weights)"
