@@ -1,6 +1,6 @@
-"""Refined attention in transformers' text models: equality, leaks across padding, and cost against plain attention.
+"""Refined attention in transformers' text models: equality, leaks across padding, exports, and cost next to plain.
 
-    python benchmarks/bert.py [--tables verify leaks cost] [--rounds 5] [--forms plain refined] [--name bert]
+    python benchmarks/bert.py [--tables verify leaks exports cost] [--rounds 5] [--forms plain refined] [--name bert]
 
 Cost is of BERT-Small: times relative to the plain network with transformers' `sdpa`, all interleaved in one process;
 MiB are kept for the backward pass, of one sequence. A step is a forward and a backward pass.
@@ -8,6 +8,8 @@ MiB are kept for the backward pass, of one sequence. A step is a forward and a b
 
 import argparse
 import copy
+import tempfile
+from pathlib import Path
 
 import timm
 import torch
@@ -28,10 +30,11 @@ LENGTHS = (64, 50, 33, 7)
 RULE = iso.AttentionToRefined(ratio=3)
 
 
-def build(family):
+def build(family, **changes):
     """A network of the family, and the same with refined attention."""
     torch.manual_seed(0)
-    plain = timm.create_model("text_transformer", family=family, num_classes=4, **WIDTHS | FAMILIES[family]).eval()
+    fields = WIDTHS | FAMILIES[family] | changes
+    plain = timm.create_model("text_transformer", family=family, num_classes=4, **fields).eval()
     return plain, iso.recast(plain, RULE, where="*.attention" if family == "distilbert" else "*.attention.self")
 
 
@@ -96,6 +99,21 @@ def leak(model):
     return {"outputs": f"{outputs:.1e}", "gradients, relative": f"{worst:.1e}"}
 
 
+def export_table():
+    """Largest differences of exported files, of any batch and length, from networks of one layer, random refiners."""
+    rows = []
+    for family in FAMILIES:
+        model = train_refiners(build(family, num_hidden_layers=1)[1])
+        for format in ("onnx", "pt2"):
+            with tempfile.TemporaryDirectory() as folder:
+                report = iso.export(model, Path(folder) / f"net.{format}", dynamic="batch,size")
+            found = report.deviation
+            shapes = ", ".join(row.shape for row in found.inputs)
+            rows.append(dict(family=family, format=format, shapes=shapes, fp32=found.fp32, fp64=found.fp64))
+            assert found.passed
+    return [{k: f"{v:.1e}" if isinstance(v, float) else v for k, v in row.items()} for row in rows]
+
+
 def run_of(model, inputs, train):
     """A forward pass, or a forward and backward pass."""
 
@@ -157,7 +175,7 @@ def cost_table(rounds, forms):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tables", nargs="+", default=["verify", "leaks", "cost"])
+    parser.add_argument("--tables", nargs="+", default=["verify", "leaks", "exports", "cost"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--forms", nargs="+", default=["plain", "plain, eager", "refined", "refined, recomputed"])
     parser.add_argument("--name", default="bert")
@@ -165,6 +183,7 @@ def main():
     makers = {
         "verify": verify_table,
         "leaks": leak_table,
+        "exports": export_table,
         "cost": lambda: cost_table(arguments.rounds, arguments.forms),
     }
     for title in arguments.tables:
