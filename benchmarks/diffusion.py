@@ -1,6 +1,6 @@
 """Diffusion with and without pyramids: the published U-Net, and narrow ones on a tenth of CIFAR-10.
 
-    python benchmarks/diffusion.py network step
+    python benchmarks/diffusion.py network step exports
     python benchmarks/diffusion.py curves norms samples --runs runs [--epoch 1] [--images 1000] [--ddim-steps 10]
     python benchmarks/diffusion.py curves --figure docs/guides/diffusion_loss.svg --page docs/guides/diffusion.md
 
@@ -13,6 +13,7 @@ Results are added to results/diffusion.json. With --figure, `norms` draws diffus
 import argparse
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +59,24 @@ def network(side=16):
             deviation = dict(float32=f"{row.fp32:.2g}", float64=f"{row.fp64:.2g}", largest=f"{row.scale:.3g}")
             rows.append({"change": name, "parameters": count_parameters(after), "time step": t, **deviation})
     return {"published network": rows}
+
+
+def exports():
+    """The narrow U-Net with pyramids, fused and exported: the largest differences over several sizes of images."""
+    torch.manual_seed(0)
+    plain = timm.create_model("ddpm_unet", **iso.load_recipe(RUNS["plain"]).model.kwargs)
+    wide = iso.recast(plain.eval(), iso.LinearToPyramid("P-W2S"), where=ATTENTION_PROJECTIONS)
+    for parameter in wide.parameters():
+        if parameter.requires_grad and parameter.ndim > 1:
+            nn.init.xavier_uniform_(parameter)
+    rows = []
+    for format in ("onnx", "pt2"):
+        with tempfile.TemporaryDirectory() as folder:
+            found = iso.export(wide, Path(folder) / f"net.{format}", dynamic="batch,size").deviation
+        row = {"file": format, "images": ", ".join(each.shape for each in found.inputs)}
+        largest = max(each.scale for each in found.inputs)
+        rows.append(row | dict(float32=f"{found.fp32:.2g}", float64=f"{found.fp64:.2g}", largest=f"{largest:.3g}"))
+    return {"exports": rows}
 
 
 def narrow_step(rounds):
@@ -240,6 +259,8 @@ def samples(args):
 TITLES = {
     "published network": "The published U-Net with random weights, 16 x 16 images: largest differences of the outputs",
     "narrow step": "A training step of the narrow U-Net, 32 images, processor time",
+    "exports": "The narrow U-Net with pyramids and random weights, exported with open batch and size: largest "
+    "differences of the outputs",
     "epochs": "Error of the predicted noise (MSE per pixel) after each epoch; seconds of training at the usual speed",
     "equal time": "Training error over the last 100 steps in equal time, that of the plain network",
     "statistics by time": "Statistics of the pyramids' BatchNorms at single time steps, against the running ones: "
@@ -275,6 +296,7 @@ FIGURES = {
 PARTS = {
     "network": lambda args: network(),
     "step": lambda args: narrow_step(args.rounds),
+    "exports": lambda args: exports(),
     "curves": curves,
     "norms": norms,
     "samples": samples,
