@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from interleave import show, write
-from tcnn_opens import images_of
+from tcnn_opens import images_of, pixel_noise
 
 WINDOW, POSITIONS, PENALTIES = 7, 96, (1e-4, 1e-2, 1.0, 100.0)
 LAYERS = (
@@ -167,9 +167,7 @@ def main() -> None:
     images = images_of(given.fit)
     data = [images["train"], tuple(part[: given.held] for part in images["val"])]
     model = timm.create_model("cifar_resnet20", pretrained=True).eval().requires_grad_(False)
-    deviation = timm.data.resolve_data_config(model=model)["std"]
-    noise = given.noise / torch.tensor(deviation).view(3, 1, 1)
-    targets = {"training": training_target, "denoising": partial(denoising_target, noise=noise)}
+    targets = {"training": training_target, "denoising": partial(denoising_target, noise=pixel_noise(given.noise))}
     tables = {}
     with torch.no_grad():
         for title, target in targets.items():

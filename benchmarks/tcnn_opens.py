@@ -1,9 +1,12 @@
 """Attention that opens: what makes the gates of a T-CNN open in fine-tuning, on 5,000 validation images of CIFAR-10.
 
     nice -n 19 python benchmarks/tcnn_opens.py [--arms tcnn principal] [--epochs 4] [--images 10000] [--seeds 1]
+        [--noise 0.1]
 
 Needs ISOMORPH_DATA with cifar10 and weights. The validation images are cut from the training images, and are no part of
-the test images. Arms run one at a time; each finished one is a line of the output file, and is skipped by a later call.
+the test images. With --noise, all images have noise of this standard deviation, of pixels in 0 to 1; that of training
+images is drawn anew in every step. Arms run one at a time; each finished one is a line of the output file, and is
+skipped by a later call.
 Ends with a table of all finished arms, in benchmarks/results/tcnn_opens.json.
 """
 
@@ -22,7 +25,7 @@ from torch import Tensor, nn
 import isomorph as iso
 from interleave import show, spread, write
 from isomorph.data.sources import spaced_images
-from isomorph.layers import GPSA2d, WindowGPSA2d
+from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
 from isomorph.layers.eval_mode import eval_mode
 
 VALIDATION, OPEN = 5_000, 0.5
@@ -46,6 +49,8 @@ WINDOW = dict(content="window", window=5)
 ARMS = {
     "cnn": Arm("the CNN"),
     "tcnn": Arm("T-CNN, global, closed gates", SOFT),
+    "positions": Arm("positions only", dict(locality=5.0, content="none")),
+    "positions everywhere": Arm("positions only, in all stages", dict(locality=5.0, content="none"), "layer?.*.conv?"),
     "window": Arm("windows, closed gates", SOFT | WINDOW),
     "principal": Arm("windows, principal directions, closed gates", SOFT | WINDOW, temperature=1.0),
     "half open": Arm("windows, principal directions, gate 1", dict(locality=5.0, gate=1.0) | WINDOW, temperature=1.0),
@@ -134,11 +139,25 @@ def images_of(count: int) -> dict[str, tuple[Tensor, Tensor]]:
     return found
 
 
-def augment(images: Tensor) -> Tensor:
-    """One flip and one shift of up to 4 pixels for a batch."""
+def pixel_noise(noise: float) -> Tensor:
+    """Return a standard deviation, of pixels in 0 to 1, as one of the network's inputs. Shape: -> (3, 1, 1)"""
+    config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
+    return noise / torch.tensor(config["std"]).view(3, 1, 1)
+
+
+def with_noise(images: dict[str, tuple[Tensor, Tensor]], noise: float) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the images with noise on those of the validation split, always the same."""
+    x, y = images["val"]
+    drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    return images | {"val": (x + pixel_noise(noise) * drawn, y)}
+
+
+def augment(images: Tensor, noise: Tensor) -> Tensor:
+    """One flip and one shift of up to 4 pixels for a batch, and noise. Shape: (B, 3, 32, 32), (3, 1, 1)"""
     images = images.flip(-1) if torch.rand(()) < 0.5 else images
     top, left = torch.randint(0, 9, (2,)).tolist()
-    return F.pad(images, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
+    images = F.pad(images, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
+    return images + noise * torch.randn_like(images) if noise.any() else images
 
 
 @torch.no_grad()
@@ -148,12 +167,14 @@ def observe(model: nn.Module, images: tuple[Tensor, Tensor]) -> dict[str, Any]:
         logits = torch.cat([model(part) for part in images[0].split(250)])
     row: dict[str, Any] = {"top1": 100 * (logits.argmax(1) == images[1]).float().mean().item()}
     if gates := [layer.position_share for layer in model.modules() if isinstance(layer, GPSA2d)]:
-        gates, spans = torch.cat(gates), torch.cat([1 / m.locality for m in model.modules() if isinstance(m, GPSA2d)])
-        row |= {"gate": gates.mean().item(), "open": (gates < OPEN).float().mean().item(), "span": spans.mean().item()}
+        gates = torch.cat(gates)
+        row |= {"gate": gates.mean().item(), "open": (gates < OPEN).float().mean().item()}
+    if spans := [1 / m.locality for m in model.modules() if isinstance(m, GPSA2d | PositionalConv2d)]:
+        row["span"] = torch.cat(spans).mean().item()
     return row
 
 
-def run(arm: Arm, seed: int, epochs: int, images: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Any]:
+def run(arm: Arm, seed: int, epochs: int, images: dict[str, tuple[Tensor, Tensor]], noise: Tensor) -> dict[str, Any]:
     """Fine-tune one arm, and return what was observed after every epoch."""
     (x, y), started = images["train"], time.time()
     model = build(arm, x[:256], seed)
@@ -167,7 +188,7 @@ def run(arm: Arm, seed: int, epochs: int, images: dict[str, tuple[Tensor, Tensor
         torch.manual_seed(1000 * seed + epoch)  # the same batches and flips for every arm
         model.train()
         for batch in torch.randperm(len(x))[: len(x) // 128 * 128].split(128):
-            F.cross_entropy(model(augment(x[batch])), y[batch]).backward()
+            F.cross_entropy(model(augment(x[batch], noise)), y[batch]).backward()
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
@@ -178,13 +199,14 @@ def run(arm: Arm, seed: int, epochs: int, images: dict[str, tuple[Tensor, Tensor
 
 def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for every finished arm and length: mean over seeds, half the range in brackets."""
-    groups: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
+    groups: dict[tuple[float, str, int, int], list[dict[str, Any]]] = {}
     for row in runs:
-        groups.setdefault((row["arm"], row["epochs"], row["images"]), []).append(row)
+        groups.setdefault((row["noise"], row["arm"], row["epochs"], row["images"]), []).append(row)
     rows = []
-    for (name, epochs, count), found in groups.items():
+    for (noise, name, epochs, count), found in groups.items():
         last = [row["curve"][-1] for row in found]
-        row = {"arm": name, "what": ARMS[name].about, "images": count, "epochs": epochs, "seeds": len(found)}
+        row = {"arm": name, "what": ARMS[name].about, "noise": noise, "images": count, "epochs": epochs}
+        row["seeds"] = len(found)
         row["before"] = spread([each["curve"][0]["top1"] for each in found])
         for title, key in (("validation top-1", "top1"), ("gate", "gate"), ("open heads", "open"), ("span", "span")):
             row[title] = spread([each[key] for each in last]) if key in last[0] else ""
@@ -198,19 +220,21 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--noise", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=Path("runs/tcnn_opens.jsonl"))
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    runs = [json.loads(line) for line in given.out.read_text().splitlines()] if given.out.exists() else []
+    lines = given.out.read_text().splitlines() if given.out.exists() else []
+    runs = [{"noise": 0.0} | json.loads(line) for line in lines]
     images = None
     for seed in range(given.seeds):
         for name in given.arms:
-            key = {"arm": name, "seed": seed, "epochs": given.epochs, "images": given.images}
+            key = {"arm": name, "seed": seed, "epochs": given.epochs, "images": given.images, "noise": given.noise}
             if any(key.items() <= row.items() for row in runs):
                 continue
-            images = images or images_of(given.images)
-            print(f"{name}, seed {seed}", flush=True)
-            runs.append(key | run(ARMS[name], seed, given.epochs, images))
+            images = images or with_noise(images_of(given.images), given.noise)
+            print(f"{name}, seed {seed}, noise {given.noise}", flush=True)
+            runs.append(key | run(ARMS[name], seed, given.epochs, images, pixel_noise(given.noise)))
             with given.out.open("a") as file:
                 file.write(json.dumps(runs[-1]) + "\n")
     if runs:
