@@ -214,9 +214,9 @@ def _cifar_pretrain(kwargs: dict[str, Any], mask: dict[str, Any], epochs: int) -
     )
 
 
-def _cifar_fine_tune(weights: str | None) -> dict[str, Any]:
+def _cifar_fine_tune(weights: str | None, layout: str = "P-W2S") -> dict[str, Any]:
     """Return five epochs on a fifth of the labels, from scratch or, with a lower learning rate, from `weights`."""
-    recipe = _cifar_recipe("P-W2S")
+    recipe = _cifar_recipe(layout)
     if weights:
         recipe["model"] |= dict(weights=weights)
         recipe["optim"] |= dict(lr=1e-3, layer_decay=0.8)
@@ -224,8 +224,11 @@ def _cifar_fine_tune(weights: str | None) -> dict[str, Any]:
     return recipe | dict(epochs=5, source="TDRL section 4.1 at CIFAR scale, docs/training.md")
 
 
-CIFAR_TEACHER = "runs/cifar_mae_teacher/autoencoder.safetensors"
-CIFAR_STUDENT = "runs/cifar_tdrl_g2sd/model.safetensors"
+def _cifar_student(layout: str) -> dict[str, Any]:
+    """Return generic distillation from `cifar_mae_teacher`, for four epochs."""
+    teacher = "runs/cifar_mae_teacher/autoencoder.safetensors"
+    return _cifar_pretrain(dict(layout=layout), dict(teacher=teacher, depth=2, width=64, heads=4), epochs=4)
+
 
 RECIPES: dict[str, dict[str, Any]] = {
     **_tables(),
@@ -251,11 +254,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cifar_mae_teacher": _cifar_pretrain(
         PLAIN_LAYOUT | dict(embed_dim=128), dict(depth=4, width=64, heads=4), epochs=6
     ),
-    "cifar_tdrl_g2sd": _cifar_pretrain(
-        dict(layout="P-W2S"), dict(teacher=CIFAR_TEACHER, depth=2, width=64, heads=4), epochs=4
-    ),
+    "cifar_tdrl_g2sd": _cifar_student("P-W2S"),
+    "cifar_tdrl_plain_g2sd": _cifar_student("plain"),
     "cifar_tdrl_scratch": _cifar_fine_tune(None),
-    "cifar_tdrl_finetuned": _cifar_fine_tune(CIFAR_STUDENT),
+    "cifar_tdrl_finetuned": _cifar_fine_tune("runs/cifar_tdrl_g2sd/model.safetensors"),
+    "cifar_tdrl_plain_finetuned": _cifar_fine_tune("runs/cifar_tdrl_plain_g2sd/model.safetensors", "plain"),
     "cifar_tdrl": _cifar_recipe("P-W2S"),
     "cifar_tdrl_plain": _cifar_recipe("plain"),
 }
