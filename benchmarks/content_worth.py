@@ -1,22 +1,25 @@
-"""What content attention could add to the convolutions of a trained CNN, by least squares on CIFAR-10.
+"""What content attention could add to the convolutions of a trained CNN, by least squares on real images.
 
     python benchmarks/content_worth.py [--noise 0.1] [--fit 300] [--held 200] [--layers layer1.0.conv1 ...]
+    python benchmarks/content_worth.py --data imagenet/ --size 96 --fit 60 --held 40 --layers layer1.0.conv1 ...
 
-Needs ISOMORPH_DATA with cifar10 and weights. For a convolution of the public ResNet-20, a linear map of its taps (the
-3 x 3 patch that it reads) is fitted to a target at every position, and then one of the taps and what attention in a
-7 x 7 window would add. The share of the target's variance that is explained on other images says what the addition is
+Needs ISOMORPH_DATA with cifar10 and weights. For a convolution of the public CIFAR ResNet-20, a linear map of its taps
+(the 3 x 3 patch that it reads) is fitted to a target at every position, and then one of the taps and what attention in
+a 7 x 7 window would add. The share of the target's variance that is explained on other images says what the addition is
 worth: gates open if it is worth something. Two targets:
 
 - "training": the negative gradient of the loss with respect to the layer's output, the change that training asks for;
 - "denoising": the layer's output for the clean image, where the layer reads one with noise (standard deviation
   `--noise`, of pixels in 0 to 1).
 
-All images are training images; the strength of the ridge penalty is chosen on a third of those of the fit. Results are
-in results/content_worth.json.
+Without `--data` these are training images of CIFAR-10. With it, the target is denoising alone, on the middle of the
+images of a folder: their shorter side is resized to 256 pixels, and squares of `--size` are cut out. The strength of
+the ridge penalty is chosen on a third of the images of the fit. Results are added to results/content_worth.json.
 """
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import timm
@@ -24,9 +27,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from interleave import show, write
+import isomorph as iso
+from interleave import show, update
+from isomorph.data.sources import spaced_images
 from tcnn_opens import images_of, pixel_noise
 
+SHORT_SIDE = 256
 WINDOW, POSITIONS, PENALTIES = 7, 96, (1e-4, 1e-2, 1.0, 100.0)
 LAYERS = (
     "layer1.0.conv1", "layer1.2.conv1", "layer2.1.conv1", "layer2.2.conv2", "layer3.1.conv1", "layer3.2.conv2",
@@ -50,37 +56,70 @@ def mean_of_window(x: Tensor) -> Tensor:
     return window_average(x.new_zeros(len(x), WINDOW**2, x[0, 0].numel()), x)
 
 
-def attention(x: Tensor, basis: Tensor, distance: bool) -> Tensor:
-    """Return attention by the product of principal components, or by their distance (non-local means)."""
-    z = torch.einsum("bchw,cd->bdhw", x, basis)
-    query, keys = z.flatten(2).unsqueeze(2), patches(z, WINDOW)  # (B, d, 1, N), (B, d, 49, N)
-    scores = -(query - keys).square().sum(1) / 2 if distance else (query * keys).sum(1)
-    return window_average(scores, x)
+@dataclass(frozen=True)
+class Components:
+    """Principal components of a layer's input, scaled so that their variances sum to the temperature."""
 
+    mean: Tensor  # (C, 1, 1)
+    basis: Tensor  # (C, d)
+    temperature: float
 
-def principal_basis(x: Tensor, components: int, temperature: float) -> Tensor:
-    """Return directions whose components of x have a variance of temperature / components. Shape: -> (C, d)"""
-    values, directions = torch.linalg.eigh(torch.cov(x.transpose(0, 1).flatten(1)))  # ascending
-    scale = (temperature / components / values[-components:].clamp(min=1e-6)).sqrt()
-    return directions[:, -components:] * scale
+    @classmethod
+    def of(cls, x: Tensor, count: int, temperature: float) -> "Components":
+        """Return the first components of tokens. Shape: x (B, C, H, W)"""
+        tokens = x.transpose(0, 1).flatten(1)
+        values, directions = torch.linalg.eigh(torch.cov(tokens))  # ascending
+        scale = (temperature / count / values[-count:].clamp(min=1e-6)).sqrt()
+        return cls(tokens.mean(1)[:, None, None], directions[:, -count:] * scale, temperature)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Shape: (B, C, H, W) -> (B, d, H, W)"""
+        return torch.einsum("bchw,cd->bdhw", x, self.basis)
+
+    def by_product(self, x: Tensor) -> Tensor:
+        """Return attention by the product of components, as attention compares."""
+        z = self.project(x)
+        return window_average((z.flatten(2).unsqueeze(2) * patches(z, WINDOW)).sum(1), x)
+
+    def by_direction(self, x: Tensor) -> Tensor:
+        """Return attention by the product of centred components of equal length (cosine attention)."""
+        z = F.normalize(self.project(x - self.mean)) * self.temperature**0.5
+        return window_average((z.flatten(2).unsqueeze(2) * patches(z, WINDOW)).sum(1), x)
+
+    def by_distance(self, x: Tensor) -> Tensor:
+        """Return attention by the distance of components (non-local means)."""
+        z = self.project(x)
+        return window_average(-(z.flatten(2).unsqueeze(2) - patches(z, WINDOW)).square().sum(1) / 2, x)
 
 
 def additions(x: Tensor) -> dict[str, list[Content]]:
     """Return what is added to the taps, by name; of several, the best one counts."""
-    bases = [principal_basis(x, min(d, x.shape[1]), t) for d in (4, 12) for t in (4.0, 16.0)]
+    found = [Components.of(x, min(count, x.shape[1]), t) for count in (4, 12) for t in (4.0, 16.0)]
     return {
         "taps": [lambda x: x[:, :0].flatten(2)],
         "mean of the window": [mean_of_window],
-        "attention by product": [partial(attention, basis=basis, distance=False) for basis in bases],
-        "attention by distance": [partial(attention, basis=basis, distance=True) for basis in bases],
-        "5 x 5 taps": [lambda x: patches(x, 5).flatten(1, 2)],
+        "attention by product": [each.by_product for each in found],
+        "attention by direction": [each.by_direction for each in found],
+        "attention by distance": [each.by_distance for each in found],
+        "5 x 5 taps": [wider_taps],
+        "5 x 5 taps and distance": [partial(both, wider_taps, each.by_distance) for each in found],
     }
+
+
+def wider_taps(x: Tensor) -> Tensor:
+    """Return the patch of 5 x 5. Shape: (B, C, H, W) -> (B, 25 C, N)"""
+    return patches(x, 5).flatten(1, 2)
+
+
+def both(one: Content, other: Content, x: Tensor) -> Tensor:
+    """Return two additions together."""
+    return torch.cat([one(x), other(x)], 1)
 
 
 def samples(x: Tensor, add: Content, keep: Tensor) -> Tensor:
     """Return a constant, the taps and an addition at some positions. Shape: -> (images x positions, features)"""
     rows = []
-    for part in x.split(50):
+    for part in x.split(max(1, 50_000 // x[0, 0].numel())):
         features = torch.cat([patches(part, 3).flatten(1, 2), add(part)], 1)[..., keep]
         rows.append(F.pad(features.transpose(1, 2).flatten(0, 1), (0, 1), value=1.0))
     return torch.cat(rows).double()
@@ -110,6 +149,14 @@ def rows(y: Tensor, keep: Tensor) -> Tensor:
     """Return a target at some positions, around its mean. Shape: (B, C, H, W) -> (images x positions, C)"""
     found = y.flatten(2)[..., keep].transpose(1, 2).flatten(0, 1).double()
     return found - found.mean(0)
+
+
+def images_of_folder(folder: str, size: int, count: int) -> Tensor:
+    """Return squares from the middle of images that are spread over a folder, normalised."""
+    config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
+    config |= {"input_size": (3, size, size), "crop_pct": size / SHORT_SIDE}
+    source = spaced_images(iso.data.open_source(folder, "test"), count)
+    return torch.cat([images for images, _ in iso.data.eval_loader(source, config, 50)])
 
 
 def input_and_output(model: nn.Module, name: str, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,18 +210,23 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=300, help="images to fit on")
     parser.add_argument("--held", type=int, default=200, help="other images, to measure on")
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), help="of stride 1")
+    parser.add_argument("--data", help="images other than CIFAR-10")
+    parser.add_argument("--size", type=int, default=96, help="of squares of these images")
     given = parser.parse_args()
-    images = images_of(given.fit)
-    data = [images["train"], tuple(part[: given.held] for part in images["val"])]
     model = timm.create_model("cifar_resnet20", pretrained=True).eval().requires_grad_(False)
     targets = {"training": training_target, "denoising": partial(denoising_target, noise=pixel_noise(given.noise))}
-    tables = {}
+    if given.data:
+        images = images_of_folder(given.data, given.size, given.fit + given.held)
+        data = [(part, None) for part in images.split([given.fit, given.held])]
+        targets = {f"denoising, {given.size} px": targets["denoising"]}
+    else:
+        found = images_of(given.fit)
+        data = [found["train"], tuple(part[: given.held] for part in found["val"])]
     with torch.no_grad():
-        for title, target in targets.items():
-            tables[title] = table(model, target, data, given.layers)
+        tables = {title: table(model, target, data, given.layers) for title, target in targets.items()}
     for title, found in tables.items():
         show(title, found)
-    print(f"\nwrote {write('content_worth', tables | {'settings': [vars(given)]})}")
+    print(f"\nwrote {update('content_worth', tables)}")
 
 
 if __name__ == "__main__":
