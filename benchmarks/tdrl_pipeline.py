@@ -6,9 +6,9 @@ Needs ISOMORPH_DATA with cifar10 and weights. The teacher is the public CIFAR Re
 4 x 4 positions and normalised, is what the 16 tokens of a student shall tell (generic distillation, smooth L1 loss
 with beta 2, no labels). Fine-tuning follows, with a new head, on the labels of the same 20,000 images. Both stages are
 equally long; with --equal-time, the plain student also gets as many epochs more as a step with pyramids takes longer
-than a plain one (2.65 times on a CPU). Rates of both stages are chosen with the first seed on 5,000 validation images, cut from the training
-images. Every finished stage is a line of OUT/runs.jsonl and a file of weights, so the script may be stopped at any
-time. Ends with a table in results/tdrl_pipeline.json.
+than a plain one (2.65 times on a CPU). Rates of both stages are chosen with the first seed on 5,000 validation images,
+cut from the training images. Every finished stage is a line of OUT/runs.jsonl and a file of weights, so the script may
+be stopped at any time. Ends with a table in results/tdrl_pipeline.json.
 """
 
 import argparse
