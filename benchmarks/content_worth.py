@@ -33,7 +33,7 @@ from isomorph.data.sources import spaced_images
 from tcnn_opens import images_of, pixel_noise
 
 SHORT_SIDE = 256
-WINDOW, POSITIONS, PENALTIES = 7, 96, (1e-4, 1e-2, 1.0, 100.0)
+WINDOW, POSITIONS, PENALTIES = 7, 512, (1e-4, 1e-2, 1.0, 100.0)
 LAYERS = (
     "layer1.0.conv1", "layer1.2.conv1", "layer2.1.conv1", "layer2.2.conv2", "layer3.1.conv1", "layer3.2.conv2",
 )  # fmt: skip
