@@ -1,6 +1,6 @@
 """What content attention could add to the convolutions of a trained CNN, by least squares on real images.
 
-    python benchmarks/content_worth.py [--noise 0.1] [--fit 300] [--held 200] [--layers layer1.0.conv1 ...]
+    python benchmarks/content_worth.py [--noise 0.1] [--fit 300] [--held 200] [--positions 96] [--layers layer1.0.conv1]
     python benchmarks/content_worth.py --data imagenet/ --size 96 --fit 60 --held 40 --layers layer1.0.conv1 ...
 
 Needs ISOMORPH_DATA with cifar10 and weights. For a convolution of the public CIFAR ResNet-20, a linear map of its taps
@@ -33,7 +33,7 @@ from isomorph.data.sources import spaced_images
 from tcnn_opens import images_of, pixel_noise
 
 SHORT_SIDE = 256
-WINDOW, POSITIONS, PENALTIES = 7, 512, (1e-4, 1e-2, 1.0, 100.0)
+WINDOW, PENALTIES = 7, (1e-4, 1e-2, 1.0, 100.0)
 LAYERS = (
     "layer1.0.conv1", "layer1.2.conv1", "layer2.1.conv1", "layer2.2.conv2", "layer3.1.conv1", "layer3.2.conv2",
 )  # fmt: skip
@@ -190,12 +190,14 @@ def denoising_target(
     return input_and_output(model, name, noisy)[0], input_and_output(model, name, images)[1]
 
 
-def table(model: nn.Module, targets: Callable[..., tuple[Tensor, Tensor]], data: list, layers: list[str]) -> list[dict]:
+def table(
+    model: nn.Module, targets: Callable[..., tuple[Tensor, Tensor]], data: list, given: argparse.Namespace
+) -> list[dict]:
     """Return a row for each layer: what its taps explain, and how many points each addition adds."""
     found = []
-    for name in layers:
+    for name in given.layers:
         fit, held = (targets(model, name, *part) for part in data)
-        keep = torch.randperm(fit[1][0, 0].numel(), generator=torch.Generator().manual_seed(0))[:POSITIONS]
+        keep = torch.randperm(fit[1][0, 0].numel(), generator=torch.Generator().manual_seed(0))[: given.positions]
         best = {title: max(worth(fit, held, add, keep) for add in adds) for title, adds in additions(fit[0]).items()}
         row = {"layer": name, "taps": f"{best['taps']:.2f}"}
         row |= {title: f"{best[title] - best['taps']:+.2f}" for title in best if title != "taps"}
@@ -209,6 +211,7 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.1)
     parser.add_argument("--fit", type=int, default=300, help="images to fit on")
     parser.add_argument("--held", type=int, default=200, help="other images, to measure on")
+    parser.add_argument("--positions", type=int, default=512, help="of each image, at most")
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), help="of stride 1")
     parser.add_argument("--data", help="images other than CIFAR-10")
     parser.add_argument("--size", type=int, default=96, help="of squares of these images")
@@ -223,7 +226,7 @@ def main() -> None:
         found = images_of(given.fit)
         data = [found["train"], tuple(part[: given.held] for part in found["val"])]
     with torch.no_grad():
-        tables = {title: table(model, target, data, given.layers) for title, target in targets.items()}
+        tables = {title: table(model, target, data, given) for title, target in targets.items()}
     for title, found in tables.items():
         show(title, found)
     print(f"\nwrote {update('content_worth', tables)}")
