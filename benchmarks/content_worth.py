@@ -92,9 +92,9 @@ class Components:
         return window_average(-(z.flatten(2).unsqueeze(2) - patches(z, WINDOW)).square().sum(1) / 2, x)
 
 
-def additions(x: Tensor) -> dict[str, list[Content]]:
-    """Return what is added to the taps, by name; of several, the best one counts."""
-    found = [Components.of(x, min(count, x.shape[1]), t) for count in (4, 12) for t in (4.0, 16.0)]
+def additions(x: Tensor, counts: Sequence[int]) -> dict[str, list[Content]]:
+    """Return what is added to the taps, by name, with so many components; of several, the best one counts."""
+    found = [Components.of(x, min(count, x.shape[1]), t) for count in counts for t in (4.0, 16.0)]
     return {
         "taps": [lambda x: x[:, :0].flatten(2)],
         "mean of the window": [mean_of_window],
@@ -198,7 +198,10 @@ def table(
     for name in given.layers:
         fit, held = (targets(model, name, *part) for part in data)
         keep = torch.randperm(fit[1][0, 0].numel(), generator=torch.Generator().manual_seed(0))[: given.positions]
-        best = {title: max(worth(fit, held, add, keep) for add in adds) for title, adds in additions(fit[0]).items()}
+        best = {
+            title: max(worth(fit, held, add, keep) for add in adds)
+            for title, adds in additions(fit[0], given.components).items()
+        }
         row = {"layer": name, "taps": f"{best['taps']:.2f}"}
         row |= {title: f"{best[title] - best['taps']:+.2f}" for title in best if title != "taps"}
         print(row, flush=True)
@@ -212,6 +215,7 @@ def main() -> None:
     parser.add_argument("--fit", type=int, default=300, help="images to fit on")
     parser.add_argument("--held", type=int, default=200, help="other images, to measure on")
     parser.add_argument("--positions", type=int, default=512, help="of each image, at most")
+    parser.add_argument("--components", type=int, nargs="+", default=[4, 12], help="of tokens, that attention compares")
     parser.add_argument("--layers", nargs="+", default=list(LAYERS), help="of stride 1")
     parser.add_argument("--data", help="images other than CIFAR-10")
     parser.add_argument("--size", type=int, default=96, help="of squares of these images")
@@ -225,8 +229,9 @@ def main() -> None:
     else:
         found = images_of(given.fit)
         data = [found["train"], tuple(part[: given.held] for part in found["val"])]
+    of = f", components {given.components}" if given.components != [4, 12] else ""
     with torch.no_grad():
-        tables = {title: table(model, target, data, given) for title, target in targets.items()}
+        tables = {title + of: table(model, target, data, given) for title, target in targets.items()}
     for title, found in tables.items():
         show(title, found)
     print(f"\nwrote {update('content_worth', tables)}")

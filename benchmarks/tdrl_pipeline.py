@@ -34,7 +34,10 @@ Row = dict[str, Any]
 TEACHER, STRIDE, WIDTH, GRID = "cifar_resnet20", 4, 64, 4
 """The teacher, the pixels between two positions of its last map, its channels, and the student's tokens a side."""
 FORMS = {"plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
-RATES = {"plain xavier": (2e-3, 4e-3, 8e-3), "P-W2S": (5e-4, 1e-3, 2e-3)}
+RATES = {
+    "distillation": {"plain xavier": (2e-3, 4e-3, 8e-3), "P-W2S": (5e-4, 1e-3, 2e-3)},
+    "fine-tuning": {"plain xavier": (2e-3, 4e-3), "P-W2S": (2.5e-4, 5e-4, 1e-3)},
+}
 SMOOTH_L1 = partial(F.smooth_l1_loss, beta=2.0)
 
 
@@ -174,10 +177,10 @@ def top1(model: nn.Module, images: Images, split: str) -> float:
 
 def chosen(pipeline: Pipeline, form: str, epochs: int, seed: int) -> tuple[float, float]:
     """Return the rates of both stages with which a seed does best on the validation images."""
-    arms = [Arm("vit", form, epochs, rate, seed) for rate in RATES[form]]
-    starts = [pipeline.stage("distillation", arm) for arm in arms]
+    arms = {stage: [Arm("vit", form, epochs, rate, seed) for rate in rates[form]] for stage, rates in RATES.items()}
+    starts = [pipeline.stage("distillation", arm) for arm in arms["distillation"]]
     best = min(starts, key=lambda row: row["val_loss"])
-    tuned = [pipeline.stage("fine-tuning", arm, best) for arm in arms]
+    tuned = [pipeline.stage("fine-tuning", arm, best) for arm in arms["fine-tuning"]]
     return best["lr"], max(tuned, key=lambda row: row["val"])["lr"]
 
 
