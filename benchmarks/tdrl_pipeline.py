@@ -36,7 +36,7 @@ TEACHER, STRIDE, WIDTH, GRID = "cifar_resnet20", 4, 64, 4
 FORMS = {"plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
 RATES = {
     "distillation": {"plain xavier": (2e-3, 4e-3, 8e-3), "P-W2S": (5e-4, 1e-3, 2e-3)},
-    "fine-tuning": {"plain xavier": (2e-3, 4e-3), "P-W2S": (2.5e-4, 5e-4, 1e-3)},
+    "fine-tuning": {"plain xavier": (2e-3, 4e-3), "P-W2S": (2.5e-4, 5e-4)},
 }
 SMOOTH_L1 = partial(F.smooth_l1_loss, beta=2.0)
 
