@@ -305,7 +305,7 @@ PARTS = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=list(PARTS))
+    parser.add_argument("parts", nargs="+", choices=list(PARTS))
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--images", type=int, default=1000)
