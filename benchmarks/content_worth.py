@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import isomorph as iso
 from interleave import show, update
 from isomorph.data.sources import spaced_images
-from tcnn_opens import images_of, pixel_noise
+from tcnn_opens import images_of, pixel_noise, preprocessing
 
 SHORT_SIDE = 256
 WINDOW, PENALTIES = 7, (1e-4, 1e-2, 1.0, 100.0)
@@ -49,6 +49,11 @@ def window_average(scores: Tensor, x: Tensor) -> Tensor:
     """Return the average over the window by softmax(scores), clipped at the border. Shape: (B, 49, N) -> (B, C, N)"""
     inside = patches(torch.ones_like(x[:1, :1]), WINDOW)[:, 0]
     return torch.einsum("bkn,bckn->bcn", (scores + inside.log()).softmax(1), patches(x, WINDOW))
+
+
+def attend_by_product(z: Tensor, x: Tensor) -> Tensor:
+    """Return attention in the window by the product of features z. Shape: (B, d, H, W), (B, C, H, W) -> (B, C, N)"""
+    return window_average((z.flatten(2).unsqueeze(2) * patches(z, WINDOW)).sum(1), x)
 
 
 def mean_of_window(x: Tensor) -> Tensor:
@@ -78,13 +83,11 @@ class Components:
 
     def by_product(self, x: Tensor) -> Tensor:
         """Return attention by the product of components, as attention compares."""
-        z = self.project(x)
-        return window_average((z.flatten(2).unsqueeze(2) * patches(z, WINDOW)).sum(1), x)
+        return attend_by_product(self.project(x), x)
 
     def by_direction(self, x: Tensor) -> Tensor:
         """Return attention by the product of centred components of equal length (cosine attention)."""
-        z = F.normalize(self.project(x - self.mean)) * self.temperature**0.5
-        return window_average((z.flatten(2).unsqueeze(2) * patches(z, WINDOW)).sum(1), x)
+        return attend_by_product(F.normalize(self.project(x - self.mean)) * self.temperature**0.5, x)
 
     def by_distance(self, x: Tensor) -> Tensor:
         """Return attention by the distance of components (non-local means)."""
@@ -153,8 +156,7 @@ def rows(y: Tensor, keep: Tensor) -> Tensor:
 
 def images_of_folder(folder: str, size: int, count: int) -> Tensor:
     """Return squares from the middle of images that are spread over a folder, normalised."""
-    config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
-    config |= {"input_size": (3, size, size), "crop_pct": size / SHORT_SIDE}
+    config = preprocessing() | {"input_size": (3, size, size), "crop_pct": size / SHORT_SIDE}
     source = spaced_images(iso.data.open_source(folder, "test"), count)
     return torch.cat([images for images, _ in iso.data.eval_loader(source, config, 50)])
 

@@ -126,10 +126,15 @@ def build(arm: Arm, images: Tensor, seed: int) -> nn.Module:
     return model
 
 
+def preprocessing() -> dict[str, Any]:
+    """Return size, mean and standard deviation of the network's images."""
+    return timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
+
+
 def images_of(count: int) -> dict[str, tuple[Tensor, Tensor]]:
     """Normalised training and validation images of CIFAR-10's training split, in memory."""
     source = iso.data.open_source("cifar10", "train")
-    config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
+    config = preprocessing()
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
     parts = {"val": source.subset(order[:VALIDATION]), "train": spaced_images(source.subset(order[VALIDATION:]), count)}
     found = {}
@@ -141,8 +146,7 @@ def images_of(count: int) -> dict[str, tuple[Tensor, Tensor]]:
 
 def pixel_noise(noise: float) -> Tensor:
     """Return a standard deviation, of pixels in 0 to 1, as one of the network's inputs. Shape: -> (3, 1, 1)"""
-    config = timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
-    return noise / torch.tensor(config["std"]).view(3, 1, 1)
+    return noise / torch.tensor(preprocessing()["std"]).view(3, 1, 1)
 
 
 def with_noise(images: dict[str, tuple[Tensor, Tensor]], noise: float) -> dict[str, tuple[Tensor, Tensor]]:

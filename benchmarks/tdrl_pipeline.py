@@ -12,7 +12,6 @@ be stopped at any time. Ends with a table in results/tdrl_pipeline.json.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -29,8 +28,8 @@ import isomorph as iso  # registers the public weights
 from interleave import show, spread, write
 from parallel_arms import PAD, Arm, Images, Stack, train_stacks
 from tdrl_networks import build, fused
+from tdrl_study import Row, write_rows
 
-Row = dict[str, Any]
 TEACHER, STRIDE, WIDTH, GRID = "cifar_resnet20", 4, 64, 4
 """The teacher, the pixels between two positions of its last map, its channels, and the student's tokens a side."""
 FORMS = {"plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
@@ -102,9 +101,7 @@ class Pipeline:
     def __init__(self, out: Path, limit: int | None) -> None:
         self.out, self.limit, self.file = out, limit, out / "runs.jsonl"
         out.mkdir(parents=True, exist_ok=True)
-        self.rows: list[Row] = (
-            [json.loads(line) for line in self.file.read_text().splitlines()] if self.file.exists() else []
-        )
+        self.rows = read(self.file)
         self.images: dict[type[Images], Images] = {}
 
     def data(self, kind: type[Images]) -> Images:
@@ -113,8 +110,9 @@ class Pipeline:
             self.images[kind] = kind(torch.device("cpu"), self.limit)
         return self.images[kind]
 
-    def stage(self, name: str, arm: Arm, start: Row | None = None) -> Row:
-        """Run a stage, or find it finished."""
+    def stage(self, arm: Arm, start: Row | None = None) -> Row:
+        """Run a stage, or find it finished: fine-tuning from a start, or distillation."""
+        name = "fine-tuning" if start else "distillation"
         key = {"stage": name, "form": arm.form, "epochs": arm.epochs, "lr": arm.lr, "seed": arm.seed}
         key |= {"start": start["weights"]} if start else {}
         if found := [row for row in self.rows if key.items() <= row.items()]:
@@ -122,15 +120,15 @@ class Pipeline:
         print(f"{name}: {arm.form}, {arm.epochs} epochs, rate {arm.lr:g}, seed {arm.seed}", flush=True)
         row = key | (self.distil(arm) if start is None else self.fine_tune(arm, start))
         self.rows.append(row)
-        with self.file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        write_rows(self.file, [row])
         return row
 
     def distil(self, arm: Arm) -> Row:
         """Teach the teacher's features to an untrained student."""
         images = self.data(TeacherFeatures)
         torch.manual_seed(arm.seed)
-        model, about = train(arm, Aligned(build(arm.network, arm.form, arm.seed)), images, SMOOTH_L1)
+        stack, about = train(arm, Aligned(build(arm.network, arm.form, arm.seed)), images, SMOOTH_L1)
+        model = stack.trained()[0]
         weights = f"{arm.form}_{arm.epochs}_{arm.lr:g}_{arm.seed}.safetensors".replace(" ", "_")
         save_file(model.student.state_dict(), self.out / weights)
         return about | {"weights": weights, "val_loss": alignment(model, images)}
@@ -139,14 +137,16 @@ class Pipeline:
         """Teach labels to a distilled student."""
         images, model = self.data(Images), build(arm.network, arm.form, arm.seed)
         model.load_state_dict(load_file(self.out / start["weights"]))
-        model, about = train(arm, model, images, F.cross_entropy)
+        stack, about = train(arm, model, images, F.cross_entropy)
+        model = stack.trained()[0]
         pixels = images.normalise(images.splits["test"][0][:64])
         report = iso.surgery.compare_outputs(model, fused(model), pixels, atol=1e-4)
-        return about | {split: top1(model, images, split) for split in ("val", "test")} | {"fused_fp32": report.fp32}
+        scores = {split: round(stack.evaluate(images, split)[0][0], 2) for split in ("val", "test")}
+        return about | scores | {"fused_fp32": report.fp32}
 
 
-def train(arm: Arm, model: nn.Module, images: Images, loss: Any) -> tuple[nn.Module, Row]:
-    """Return the trained network, and its losses by epoch with the seconds."""
+def train(arm: Arm, model: nn.Module, images: Images, loss: Any) -> tuple[Stack, Row]:
+    """Return a stack of the trained network, and its losses by epoch with the seconds."""
     steps, started, losses = images.count // arm.batch, time.time(), []
     stack = Stack([arm], [model], images, (0, arm.epochs * steps), loss)
 
@@ -156,7 +156,7 @@ def train(arm: Arm, model: nn.Module, images: Images, loss: Any) -> tuple[nn.Mod
         print(f"  epoch {number}: loss {losses[-1]}", flush=True)
 
     train_stacks([stack], arm.epochs, after_epoch)
-    return stack.trained()[0], {"losses": losses, "seconds": round(time.time() - started)}
+    return stack, {"losses": losses, "seconds": round(time.time() - started)}
 
 
 @torch.no_grad()
@@ -167,27 +167,19 @@ def alignment(model: nn.Module, images: TeacherFeatures) -> float:
     return round(SMOOTH_L1(output, answers).item(), 5)
 
 
-@torch.no_grad()
-def top1(model: nn.Module, images: Images, split: str) -> float:
-    """Return top-1 in percent."""
-    pixels, labels = images.splits[split]
-    found = torch.cat([model(images.normalise(part)).argmax(1) for part in pixels.split(500)])
-    return round((found == labels).float().mean().item() * 100, 2)
-
-
 def chosen(pipeline: Pipeline, form: str, epochs: int, seed: int) -> tuple[float, float]:
     """Return the rates of both stages with which a seed does best on the validation images."""
     arms = {stage: [Arm("vit", form, epochs, rate, seed) for rate in rates[form]] for stage, rates in RATES.items()}
-    starts = [pipeline.stage("distillation", arm) for arm in arms["distillation"]]
+    starts = [pipeline.stage(arm) for arm in arms["distillation"]]
     best = min(starts, key=lambda row: row["val_loss"])
-    tuned = [pipeline.stage("fine-tuning", arm, best) for arm in arms["fine-tuning"]]
+    tuned = [pipeline.stage(arm, best) for arm in arms["fine-tuning"]]
     return best["lr"], max(tuned, key=lambda row: row["val"])["lr"]
 
 
 def both_stages(pipeline: Pipeline, form: str, epochs: int, rates: tuple[float, float], seed: int) -> Row:
     """Return the row of fine-tuning after distillation, each at its rate."""
     first, second = (Arm("vit", form, epochs, rate, seed) for rate in rates)
-    return pipeline.stage("fine-tuning", second, pipeline.stage("distillation", first))
+    return pipeline.stage(second, pipeline.stage(first))
 
 
 def summarise(found: dict[str, list[Row]], distilled: Sequence[Row]) -> list[Row]:

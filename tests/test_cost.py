@@ -143,7 +143,11 @@ class TestPeak:
         assert found is not None
         assert found / 2**20 == pytest.approx(64, abs=8)
 
-    def test_training_takes_more(self, meter):
+    def test_training_takes_more_and_a_class_of_nowhere_is_unavailable(self, meter):
+        class Nowhere(nn.Linear):
+            pass
+
+        assert peak_bytes(Nowhere(3, 3), (3,)) is None
         model = timm.create_model("cifar_resnet20")
         plain, training = (peak_bytes(model, (3, 64, 64), 8, train, meter) for train in (False, True))
         assert plain < training

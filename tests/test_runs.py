@@ -423,7 +423,7 @@ class TestFolders:
 
 
 def test_a_run_with_a_constant_rate_goes_on_for_more_epochs(tmp_path):
-    """And is then the run that had them from the start; where the rate depends on the end, it is another run."""
+    """And is then the run that had them from the start. With fewer epochs it is another run."""
     steady = dict(optim=dict(lr=1e-3, schedule="constant"), ema=0.5)
     for epochs in (1, 3):
         iso.train(tiny(tmp_path / "on", **steady | dict(epochs=epochs)), show=False)
