@@ -28,7 +28,7 @@ import isomorph as iso  # registers the public weights
 from interleave import show, spread, write
 from parallel_arms import PAD, Arm, Images, Stack, train_stacks
 from tdrl_networks import build, fused
-from tdrl_study import Row, write_rows
+from tdrl_study import Row, read, write_rows
 
 TEACHER, STRIDE, WIDTH, GRID = "cifar_resnet20", 4, 64, 4
 """The teacher, the pixels between two positions of its last map, its channels, and the student's tokens a side."""
