@@ -1,16 +1,18 @@
 """Attention that opens: what makes the gates of a T-CNN open in fine-tuning, on 5,000 validation images of CIFAR-10.
 
-    nice -n 19 python benchmarks/tcnn_opens.py [--arms tcnn principal] [--epochs 4] [--images 10000] [--seeds 1]
-        [--noise 0.1]
+    nice -n 19 python benchmarks/tcnn_opens.py [--arms tcnn principal] [--epochs 4] [--images 10000] [--seeds 0 1 2]
+        [--noise 0.1] [--network cifar_resnet56] [--test]
 
 Needs ISOMORPH_DATA with cifar10 and weights. The validation images are cut from the training images, and are no part of
 the test images. With --noise, all images have noise of this standard deviation, of pixels in 0 to 1; that of training
-images is drawn anew in every step. Arms run one at a time; each finished one is a line of the output file, and is
-skipped by a later call.
-Ends with a table of all finished arms, in benchmarks/results/tcnn_opens.json.
+images is drawn anew in every step. With --test, finished networks are measured on the test images too, clean (all) and
+under the 15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning. Arms run one at a time;
+each finished one is a line of the output file and a file of weights next to it, and is skipped by a later call. A new
+file begins with the runs in benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
 """
 
 import argparse
+import copy
 import json
 import time
 from dataclasses import dataclass, field
@@ -20,16 +22,23 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import isomorph as iso
-from interleave import show, spread, write
-from isomorph.data.sources import spaced_images
-from isomorph.layers import GPSA2d, PositionalConv2d, WindowGPSA2d
+from interleave import RESULTS, show, spread, write
+from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, CorruptedSource
+from isomorph.data.sources import Source, spaced_images
+from isomorph.layers import GPSA2d, PositionalConv2d, SimilarGPSA2d, WindowGPSA2d
 from isomorph.layers.eval_mode import eval_mode
 
 VALIDATION, OPEN = 5_000, 0.5
 """Images of the validation split; and the share of position below which a head counts as open."""
+CORRUPTED_IMAGES, SEVERITIES, TOLERANCE = 2_000, (1, 3), 0.05
+"""What the test is: images under each corruption, its severities, and what pruning may leave out of a head."""
+Split = tuple[Tensor, Tensor]
+"""Images and labels. Shape: (N, 3, 32, 32), (N,)"""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,28 @@ class Arm:
 
     about: str
     rule: dict[str, Any] | None = None
-    where: str = "layer3.*.conv?"
+    where: str | list[str] = "layer3.*.conv?"
     temperature: float | None = None  # queries and keys are principal directions of the layer's input
     apart: bool = False  # content reads values of its own, which start at zero
+    sharpness: float | None = None  # of similarity, relative to the variance of what a layer reads
     rates: dict[str, str] = field(default_factory=dict)
 
 
 SOFT = dict(locality=5.0, gate=6.0)
 WINDOW = dict(content="window", window=5)
+OPEN_SIMILAR = dict(content="similar", gate=0.0)
+FAST = dict(gate_lr="100x", position_lr="100x")  # sharpness counts among the positions
 ARMS = {
     "cnn": Arm("the CNN"),
+    "paper": Arm("T-CNN as in the paper: last stage, paper's start", dict(init="paper"), rates=dict(position_lr="1x")),
+    "soft stem": Arm("positions only, in the stem", dict(locality=3.0, content="none"), "conv1"),
+    "similar": Arm("similar positions, in the stem", OPEN_SIMILAR, "conv1", sharpness=32.0, rates=FAST),
+    "similar 5": Arm(
+        "as similar, windows of 5 x 5", OPEN_SIMILAR | dict(window=5), "conv1", sharpness=32.0, rates=FAST
+    ),
+    "similar early": Arm(
+        "as similar, and in the first stage", OPEN_SIMILAR, ["conv1", "layer1.*.conv?"], sharpness=32.0, rates=FAST
+    ),
     "tcnn": Arm("T-CNN, global, closed gates", SOFT),
     "positions": Arm("positions only", dict(locality=5.0, content="none")),
     "positions everywhere": Arm("positions only, in all stages", dict(locality=5.0, content="none"), "layer?.*.conv?"),
@@ -111,13 +132,15 @@ def principal_content(model: nn.Module, images: Tensor, temperature: float) -> N
                 layer.query.weight[row] = layer.key.weight[row] = unit * temperature**0.5
 
 
-def build(arm: Arm, images: Tensor, seed: int) -> nn.Module:
+def build(arm: Arm, network: str, images: Tensor, seed: int) -> nn.Module:
     """The network of an arm, from the public weights."""
-    model = timm.create_model("cifar_resnet20", pretrained=True)
+    model = timm.create_model(network, pretrained=True)
     torch.manual_seed(seed)
     if arm.rule is None:
         return model
     model = iso.recast(model, iso.ConvToGPSA(**arm.rule), arm.where)
+    if arm.sharpness:
+        model = iso.fit_sharpness(model, images, arm.sharpness)
     for name, layer in list(model.named_modules()):
         if arm.apart and isinstance(layer, WindowGPSA2d):
             model.set_submodule(name, apart(layer))
@@ -131,17 +154,53 @@ def preprocessing() -> dict[str, Any]:
     return timm.data.resolve_data_config(model=timm.create_model("cifar_resnet20"))
 
 
-def images_of(count: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Normalised training and validation images of CIFAR-10's training split, in memory."""
+def in_memory(source: Source) -> Split:
+    """Normalised images of a source, and their labels."""
+    batches = list(iso.data.eval_loader(source, preprocessing(), 500))
+    images, labels = (torch.cat(each) for each in zip(*batches, strict=True))
+    return images, labels
+
+
+def images_of(count: int) -> dict[str, Split]:
+    """Training and validation images of CIFAR-10's training split."""
     source = iso.data.open_source("cifar10", "train")
-    config = preprocessing()
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
     parts = {"val": source.subset(order[:VALIDATION]), "train": spaced_images(source.subset(order[VALIDATION:]), count)}
-    found = {}
-    for name, part in parts.items():
-        batches = list(iso.data.eval_loader(part, config, 500))
-        found[name] = tuple(torch.cat(each) for each in zip(*batches, strict=True))
+    return {name: in_memory(part) for name, part in parts.items()}
+
+
+def test_images() -> dict[str, dict[str, Split]]:
+    """All test images, clean, and the first ones under each corruption and severity, by category."""
+    source = iso.data.open_source("cifar10", "test")
+    found = {"clean": {"": in_memory(source)}}
+    part = source.subset(range(CORRUPTED_IMAGES))
+    for category, names in CORRUPTION_CATEGORIES.items():
+        corrupted = {f"{name} {level}": CorruptedSource(part, name, level) for name in names for level in SEVERITIES}
+        found[category] = {name: in_memory(each) for name, each in corrupted.items()}
     return found
+
+
+@torch.no_grad()
+def top1(model: nn.Module, split: Split) -> float:
+    """Top-1 accuracy in percent."""
+    with eval_mode(model):
+        logits = torch.cat([model(part) for part in split[0].split(250)])
+    return 100 * (logits.argmax(1) == split[1]).float().mean().item()
+
+
+def measure(model: nn.Module, images: dict[str, dict[str, Split]]) -> dict[str, float]:
+    """Test accuracy, clean, by category of corruption, and the mean over all corruptions."""
+    found = {category: [top1(model, split) for split in splits.values()] for category, splits in images.items()}
+    corrupted = [score for category, scores in found.items() for score in scores if category != "clean"]
+    row = {category: sum(scores) / len(scores) for category, scores in found.items()}
+    return row | {"corrupted": sum(corrupted) / len(corrupted)}
+
+
+def pruned(model: nn.Module) -> nn.Module | None:
+    """The network without what its closed heads do not use, or None if there is nothing to prune."""
+    gated = any(isinstance(layer, GPSA2d | SimilarGPSA2d) for layer in model.modules())
+    closed = gated and iso.surgery.prunable_heads(model, TOLERANCE)
+    return iso.prune(copy.deepcopy(model), TOLERANCE) if closed else None
 
 
 def pixel_noise(noise: float) -> Tensor:
@@ -149,7 +208,7 @@ def pixel_noise(noise: float) -> Tensor:
     return noise / torch.tensor(preprocessing()["std"]).view(3, 1, 1)
 
 
-def with_noise(images: dict[str, tuple[Tensor, Tensor]], noise: float) -> dict[str, tuple[Tensor, Tensor]]:
+def with_noise(images: dict[str, Split], noise: float) -> dict[str, Split]:
     """Return the images with noise on those of the validation split, always the same."""
     x, y = images["val"]
     drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
@@ -165,24 +224,25 @@ def augment(images: Tensor, noise: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def observe(model: nn.Module, images: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def observe(model: nn.Module, images: Split) -> Row:
     """Validation accuracy, gates and spans."""
-    with eval_mode(model):
-        logits = torch.cat([model(part) for part in images[0].split(250)])
-    row: dict[str, Any] = {"top1": 100 * (logits.argmax(1) == images[1]).float().mean().item()}
-    if gates := [layer.position_share for layer in model.modules() if isinstance(layer, GPSA2d)]:
+    row: Row = {"top1": top1(model, images)}
+    if gates := [m.position_share for m in model.modules() if isinstance(m, GPSA2d | SimilarGPSA2d)]:
         gates = torch.cat(gates)
         row |= {"gate": gates.mean().item(), "open": (gates < OPEN).float().mean().item()}
     if spans := [1 / m.locality for m in model.modules() if isinstance(m, GPSA2d | PositionalConv2d)]:
         row["span"] = torch.cat(spans).mean().item()
+    if sharpness := [m.sharpness.item() for m in model.modules() if isinstance(m, SimilarGPSA2d)]:
+        row["sharpness"] = sum(sharpness) / len(sharpness)
     return row
 
 
-def run(arm: Arm, seed: int, epochs: int, images: dict[str, tuple[Tensor, Tensor]], noise: Tensor) -> dict[str, Any]:
-    """Fine-tune one arm, and return what was observed after every epoch."""
-    (x, y), started = images["train"], time.time()
-    model = build(arm, x[:256], seed)
-    rates = dict(lr=5e-4, gate_lr="100x", position_lr="20x") | arm.rates
+def run(
+    model: nn.Module, rates: dict[str, str], seed: int, epochs: int, images: dict[str, Split], noise: Tensor
+) -> Row:
+    """Fine-tune a network, and return what was observed after every epoch."""
+    (x, y), started = images["train"], time.process_time()
+    rates = dict(lr=5e-4, gate_lr="100x", position_lr="20x") | rates
     optimizer = torch.optim.AdamW(iso.training.parameter_groups(model, **rates))
     steps = epochs * (len(x) // 128)
     peaks = [group["lr"] for group in optimizer.param_groups]
@@ -198,53 +258,93 @@ def run(arm: Arm, seed: int, epochs: int, images: dict[str, tuple[Tensor, Tensor
             schedule.step()
         curve.append(observe(model, images["val"]))
         print(f"  epoch {epoch + 1}: {curve[-1]}", flush=True)
-    return {"seconds": round(time.time() - started), "curve": curve}
+    return {"seconds": round(time.process_time() - started), "curve": curve}
 
 
-def rows_of(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for every finished arm and length: mean over seeds, half the range in brackets."""
-    groups: dict[tuple[float, str, int, int], list[dict[str, Any]]] = {}
+KEYS = ("network", "noise", "arm", "images", "epochs")
+"""What runs of one row have in common; they differ by seed."""
+
+
+def groups_of(runs: list[Row]) -> list[list[Row]]:
+    """Finished runs by arm and length; of several with one seed, the last one."""
+    groups: dict[tuple[Any, ...], dict[int, Row]] = {}
     for row in runs:
-        groups.setdefault((row["noise"], row["arm"], row["epochs"], row["images"]), []).append(row)
+        groups.setdefault(tuple(row[key] for key in KEYS), {})[row["seed"]] = row
+    return [list(group.values()) for group in groups.values()]
+
+
+def rows_of(runs: list[Row]) -> list[Row]:
+    """A row for every finished arm and length, on validation images: mean over seeds, half the range in brackets."""
     rows = []
-    for (noise, name, epochs, count), found in groups.items():
+    for found in groups_of(runs):
         last = [row["curve"][-1] for row in found]
-        row = {"arm": name, "what": ARMS[name].about, "noise": noise, "images": count, "epochs": epochs}
-        row["seeds"] = len(found)
+        row = {key: found[0][key] for key in KEYS} | {"what": ARMS[found[0]["arm"]].about, "seeds": len(found)}
         row["before"] = spread([each["curve"][0]["top1"] for each in found])
         for title, key in (("validation top-1", "top1"), ("gate", "gate"), ("open heads", "open"), ("span", "span")):
             row[title] = spread([each[key] for each in last]) if key in last[0] else ""
+        row["seconds"] = spread([each["seconds"] for each in found])
         rows.append(row)
     return rows
+
+
+def test_rows(runs: list[Row]) -> list[Row]:
+    """The same on test images, for the runs that were measured there."""
+    rows = []
+    for found in groups_of([row for row in runs if "test" in row]):
+        for title in ("test", "pruned"):
+            if title in found[0]:
+                row = {key: found[0][key] for key in KEYS} | {"form": title, "seeds": len(found)}
+                names = found[0][title]
+                rows.append(row | {name: spread([each[title][name] for each in found]) for name in names})
+    return rows
+
+
+def read_runs(out: Path) -> list[Row]:
+    """The runs so far; those of the stored results, if there is no file yet."""
+    if not out.is_file():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        stored = json.loads((RESULTS / "tcnn_opens.json").read_text())["runs"]
+        out.write_text("".join(json.dumps(row) + "\n" for row in stored))
+    return [{"noise": 0.0, "network": "cifar_resnet20"} | json.loads(line) for line in out.read_text().splitlines()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS))
+    parser.add_argument("--network", default="cifar_resnet20", choices=("cifar_resnet20", "cifar_resnet56"))
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--images", type=int, default=10_000)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--test", action="store_true", help="measure on test images too, clean and corrupted")
     parser.add_argument("--out", type=Path, default=Path("runs/tcnn_opens.jsonl"))
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    lines = given.out.read_text().splitlines() if given.out.exists() else []
-    runs = [{"noise": 0.0} | json.loads(line) for line in lines]
-    images = None
-    for seed in range(given.seeds):
+    runs, images, tests = read_runs(given.out), None, None
+    for seed in given.seeds:
         for name in given.arms:
-            key = {"arm": name, "seed": seed, "epochs": given.epochs, "images": given.images, "noise": given.noise}
-            if any(key.items() <= row.items() for row in runs):
+            key = {"network": given.network, "arm": name, "seed": seed}
+            key |= {"epochs": given.epochs, "images": given.images, "noise": given.noise}
+            if any(key.items() <= row.items() and (not given.test or "test" in row) for row in runs):
                 continue
             images = images or with_noise(images_of(given.images), given.noise)
-            print(f"{name}, seed {seed}, noise {given.noise}", flush=True)
-            runs.append(key | run(ARMS[name], seed, given.epochs, images, pixel_noise(given.noise)))
+            print(", ".join(map(str, key.values())), flush=True)
+            model = build(ARMS[name], given.network, images["train"][0][:256], seed)
+            row = key | run(model, ARMS[name].rates, seed, given.epochs, images, pixel_noise(given.noise))
+            save_file(model.state_dict(), given.out.with_name(" ".join(map(str, key.values())) + ".safetensors"))
+            if given.test:
+                tests = tests or test_images()
+                row["test"] = measure(model, tests)
+                if (smaller := pruned(model)) is not None:
+                    row["pruned"] = measure(smaller, tests)
+                print(f"  test: {row['test']}", flush=True)
+            runs.append(row)
             with given.out.open("a") as file:
-                file.write(json.dumps(runs[-1]) + "\n")
-    if runs:
-        rows = rows_of(runs)
-        show("Attention that opens", rows)
-        print(f"\nwrote {write('tcnn_opens', {'table': rows, 'runs': runs})}")
+                file.write(json.dumps(row) + "\n")
+    rows, tested = rows_of(runs), test_rows(runs)
+    show("Attention that opens", rows)
+    if tested:
+        show("On test images", tested)
+    print(f"\nwrote {write('tcnn_opens', {'table': rows, 'test': tested, 'runs': runs})}")
 
 
 if __name__ == "__main__":

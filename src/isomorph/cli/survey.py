@@ -36,7 +36,7 @@ def survey(
     classes: WholeNumber | None = None,
     where: tuple[str, ...] = ("*",),
     setting: list[tuple[float, float]] | None = None,
-    content: Literal["global", "window", "pooled", "none"] = "global",
+    content: Literal["global", "window", "pooled", "similar", "none"] = "global",
     loss: float = 1.0,
     max_images: WholeNumber = 500,
     out: Path | None = None,
@@ -73,7 +73,8 @@ def survey(
         --setting 5 6 --setting 2 3; by default seven from 8 8 to 1 1.
     content
         What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
-        of the map (pooled), or nothing (none). All but global are fast enough for early layers.
+        of the map (pooled), what looks like the position under their tap (similar), or nothing (none). All but global
+        are fast enough for early layers.
     loss
         Points of top-1 that may be lost in the advice.
     max_images

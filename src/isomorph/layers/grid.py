@@ -8,6 +8,7 @@ the outer product of a softmax over H and a softmax over W.
 import math
 
 import torch
+from timm.layers import to_2tuple
 from torch import Tensor
 
 
@@ -39,6 +40,14 @@ def axis_offsets(
     queries = start + stride * torch.arange(num_queries, device=device, dtype=dtype)
     keys = torch.arange(num_keys, device=device, dtype=dtype)
     return keys - queries[:, None]
+
+
+def odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
+    height, width = to_2tuple(window)
+    if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
+        raise ValueError(f"window {height} x {width} has no centre; use odd numbers above 0")
+    return height, width
 
 
 def square_window(num_taps: int) -> tuple[int, int]:

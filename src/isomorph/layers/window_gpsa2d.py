@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.layers import register_notrace_module, to_2tuple
+from timm.layers import register_notrace_module
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from isomorph.layers.bounded_content import BoundedContentConv2d, BoundedContentHeads, BoundedGPSA2d
-from isomorph.layers.grid import axis_offsets
+from isomorph.layers.grid import axis_offsets, odd_window
 from isomorph.layers.positional_attention import geometry_dtype
 from isomorph.layers.window_tiles import axis_tiles, window_taps
 
@@ -20,20 +20,12 @@ MAX_MASKED_PAIRS = 256 * 256
 """Most query-key pairs for which a masked map is faster than windows in tiles (benchmarks/gpsa_stages.py)."""
 
 
-def _odd_window(window: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the height and width of a window. Raises: ValueError unless both are odd and above 0."""
-    height, width = to_2tuple(window)
-    if height < 1 or width < 1 or height % 2 == 0 or width % 2 == 0:
-        raise ValueError(f"window {height} x {width} has no centre; use odd numbers above 0")
-    return height, width
-
-
 class WindowHeads(BoundedContentHeads):
     """Base of layers whose heads attend by content to a window around the query, clipped at the padding's border."""
 
     def __init__(self, *args: Any, window: int | tuple[int, int] = WINDOW, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.window = _odd_window(window)
+        self.window = odd_window(window)
 
     @property
     def content_options(self) -> dict[str, tuple[int, int]]:

@@ -1,6 +1,6 @@
 """Rule that replaces convolutions by gated positional self-attention (GPSA)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -9,8 +9,17 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from isomorph.errors import UserError
-from isomorph.layers import GPSA2d, PooledGPSA2d, PositionalConv2d, WindowGPSA2d
-from isomorph.surgery.field_checks import CELLS, GATE, LOCALITY, WINDOW, check_choice, check_int, check_number
+from isomorph.layers import GPSA2d, PooledGPSA2d, PositionalConv2d, SimilarGPSA2d, WindowGPSA2d
+from isomorph.surgery.field_checks import (
+    CELLS,
+    GATE,
+    LOCALITY,
+    SHARPNESS,
+    WINDOW,
+    check_choice,
+    check_int,
+    check_number,
+)
 from isomorph.surgery.layer_checks import layer_mismatch
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.rules.explained_rule import ExplainedRule
@@ -51,15 +60,23 @@ def check_gating(locality: float, gate: float) -> None:
     check_number("gate", gate, GATE)
 
 
-GatedLayer = GPSA2d | PositionalConv2d
+GatedLayer = GPSA2d | SimilarGPSA2d | PositionalConv2d
 
 CONTENT: Mapping[str, type[GatedLayer]] = {
     "global": GPSA2d,
     "window": WindowGPSA2d,
     "pooled": PooledGPSA2d,
+    "similar": SimilarGPSA2d,
     "none": PositionalConv2d,
 }
 """Layer for every value of `content` of ConvToGPSA."""
+
+_CONTENT_FIELDS: tuple[tuple[str, Callable[..., None], tuple[float, float], tuple[str, ...]], ...] = (
+    ("window", check_int, WINDOW, ("window", "similar")),
+    ("cells", check_int, CELLS, ("pooled",)),
+    ("sharpness", check_number, SHARPNESS, ("similar",)),
+)
+"""Fields of ConvToGPSA for some values of `content`: the check of their value, its bounds, and these values."""
 
 
 @register_rule
@@ -75,7 +92,9 @@ class ConvToGPSA(ExplainedRule):
 
     `content` says where heads attend by content. With "global" (`GPSA2d`) cost grows with the square of the number of
     positions: use it for late stages. With "window" (`WindowGPSA2d`), "pooled" (`PooledGPSA2d`) and "none"
-    (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage.
+    (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage. With "similar"
+    (`SimilarGPSA2d`), heads average what looks like the position under their tap: gates open in training, in first
+    stages above all, and noise is averaged away.
 
     Source: T-CNN section 2.
     Raises: UserError for a field out of range; from `recast`, for a convolution that it does not accept.
@@ -98,15 +117,21 @@ class ConvToGPSA(ExplainedRule):
     gate: float | None = None
     """Logit of the share of position in the attention, which iso.gates returns; by default that of init."""
 
-    content: Literal["global", "window", "pooled", "none"] = "global"
+    content: Literal["global", "window", "pooled", "similar", "none"] = "global"
     """What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
-    of the whole map (pooled), or nothing, so that only position is left."""
+    of the whole map (pooled), what looks like the position under their tap (similar), or nothing, so that only position
+    is left."""
 
     window: int | None = None
-    """Height and width of the window in positions, odd; by default 7. For content="window"."""
+    """Height and width of the window in positions, odd; by default 7, and 3 for what is similar. For content="window"
+    or "similar"."""
 
     cells: int | None = None
     """Most cells along each axis of the map; by default 7. For content="pooled"."""
+
+    sharpness: float | None = None
+    """How sharply similar positions are told from others, in units of one over a variance of the layer's input; by
+    default 10, for normalised images. For content="similar"."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
@@ -121,19 +146,20 @@ class ConvToGPSA(ExplainedRule):
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
             raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
-        for name, content, bounds in (("window", "window", WINDOW), ("cells", "pooled", CELLS)):
-            if (size := getattr(self, name)) is not None:
-                check_int(name, size, bounds)
-                if self.content != content:
-                    raise UserError(f"{name} {size} has no effect with content={self.content!r}; use {content!r}")
+        for name, check, bounds, contents in _CONTENT_FIELDS:
+            if (value := getattr(self, name)) is not None:
+                check(name, value, bounds)
+                if self.content not in contents:
+                    use = " or ".join(map(repr, contents))
+                    raise UserError(f"{name} {value:g} has no effect with content={self.content!r}; use {use}")
         if self.window is not None and self.window % 2 == 0:
             raise UserError(f"window {self.window} has no position in its middle; use an odd number")
 
     @property
-    def _content_options(self) -> dict[str, int]:
+    def _content_options(self) -> dict[str, float]:
         """The arguments of the layer that say where it attends by content, without defaults."""
-        given = {"window": self.window, "cells": self.cells}
-        return {name: size for name, size in given.items() if size is not None}
+        given = {name: getattr(self, name) for name, *_ in _CONTENT_FIELDS}
+        return {name: value for name, value in given.items() if value is not None}
 
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
