@@ -8,10 +8,12 @@ with beta 2, no labels). Fine-tuning follows, with a new head, on the labels of 
 equally long; with --equal-time, the plain student also gets as many epochs more as a step with pyramids takes longer
 than a plain one (2.65 times on a CPU). Rates of both stages are chosen with the first seed on 5,000 validation images,
 cut from the training images. Every finished stage is a line of OUT/runs.jsonl and a file of weights, so the script may
-be stopped at any time. Ends with a table in results/tdrl_pipeline.json.
+be stopped at any time. A new folder begins with the stages in results/tdrl_pipeline.json; weights that are not there
+are trained again when a stage needs them. Ends with a table in that file.
 """
 
 import argparse
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import isomorph as iso  # registers the public weights
-from interleave import show, spread, write
+from interleave import RESULTS, show, spread, write
 from parallel_arms import PAD, Arm, Images, Stack, train_stacks
 from tdrl_networks import build, fused
 from tdrl_study import Row, read, write_rows
@@ -34,8 +36,8 @@ TEACHER, STRIDE, WIDTH, GRID = "cifar_resnet20", 4, 64, 4
 """The teacher, the pixels between two positions of its last map, its channels, and the student's tokens a side."""
 FORMS = {"plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
 RATES = {
-    "distillation": {"plain xavier": (2e-3, 4e-3, 8e-3), "P-W2S": (5e-4, 1e-3, 2e-3)},
-    "fine-tuning": {"plain xavier": (2e-3, 4e-3), "P-W2S": (2.5e-4, 5e-4)},
+    "distillation": {"plain xavier": (2e-3, 4e-3, 8e-3, 1.6e-2), "P-W2S": (5e-4, 1e-3, 2e-3, 4e-3)},
+    "fine-tuning": {"plain xavier": (1e-3, 2e-3, 4e-3), "P-W2S": (2.5e-4, 5e-4, 1e-3)},
 }
 SMOOTH_L1 = partial(F.smooth_l1_loss, beta=2.0)
 
@@ -101,6 +103,9 @@ class Pipeline:
     def __init__(self, out: Path, limit: int | None) -> None:
         self.out, self.limit, self.file = out, limit, out / "runs.jsonl"
         out.mkdir(parents=True, exist_ok=True)
+        if not self.file.is_file():
+            stored = RESULTS / "tdrl_pipeline.json"
+            write_rows(self.file, json.loads(stored.read_text())["runs"] if stored.is_file() and not limit else [])
         self.rows = read(self.file)
         self.images: dict[type[Images], Images] = {}
 
@@ -118,7 +123,7 @@ class Pipeline:
         if found := [row for row in self.rows if key.items() <= row.items()]:
             return found[0]
         print(f"{name}: {arm.form}, {arm.epochs} epochs, rate {arm.lr:g}, seed {arm.seed}", flush=True)
-        row = key | (self.distil(arm) if start is None else self.fine_tune(arm, start))
+        row = key | (self.distil(arm) if start is None else self.fine_tune(arm, self.weights(start)))
         self.rows.append(row)
         write_rows(self.file, [row])
         return row
@@ -133,10 +138,18 @@ class Pipeline:
         save_file(model.student.state_dict(), self.out / weights)
         return about | {"weights": weights, "val_loss": alignment(model, images)}
 
-    def fine_tune(self, arm: Arm, start: Row) -> Row:
+    def weights(self, start: Row) -> Path:
+        """Return the file of a distilled student, which is trained again if the file is not there."""
+        path = self.out / start["weights"]
+        if not path.is_file():
+            print(f"distillation again, for its weights: {path.name}", flush=True)
+            self.distil(Arm("vit", *(start[name] for name in ("form", "epochs", "lr", "seed"))))
+        return path
+
+    def fine_tune(self, arm: Arm, weights: Path) -> Row:
         """Teach labels to a distilled student."""
         images, model = self.data(Images), build(arm.network, arm.form, arm.seed)
-        model.load_state_dict(load_file(self.out / start["weights"]))
+        model.load_state_dict(load_file(weights))
         stack, about = train(arm, model, images, F.cross_entropy)
         model = stack.trained()[0]
         pixels = images.normalise(images.splits["test"][0][:64])
