@@ -5,8 +5,9 @@
 
 Needs ISOMORPH_DATA with cifar10 and weights. For a convolution of the public CIFAR ResNet-20, a linear map of its taps
 (the 3 x 3 patch that it reads) is fitted to a target at every position, and then one of the taps and what attention in
-a 7 x 7 window would add. The share of the target's variance that is explained on other images says what the addition is
-worth: gates open if it is worth something. Two targets:
+a 7 x 7 window would add; "at the taps" is attention of nine queries, one at each tap. The share of the target's
+variance that is explained on other images says what the addition is worth: gates open if it is worth something. Two
+targets:
 
 - "training": the negative gradient of the loss with respect to the layer's output, the change that training asks for;
 - "denoising": the layer's output for the clean image, where the layer reads one with noise (standard deviation
@@ -35,7 +36,7 @@ from tcnn_opens import images_of, pixel_noise, preprocessing
 SHORT_SIDE = 256
 WINDOW, PENALTIES = 7, (1e-4, 1e-2, 1.0, 100.0)
 LAYERS = (
-    "layer1.0.conv1", "layer1.2.conv1", "layer2.1.conv1", "layer2.2.conv2", "layer3.1.conv1", "layer3.2.conv2",
+    "conv1", "layer1.0.conv1", "layer1.2.conv1", "layer2.1.conv1", "layer2.2.conv2", "layer3.1.conv1", "layer3.2.conv2",
 )  # fmt: skip
 Content = Callable[[Tensor], Tensor]
 
@@ -104,6 +105,7 @@ def additions(x: Tensor, counts: Sequence[int]) -> dict[str, list[Content]]:
         "attention by product": [each.by_product for each in found],
         "attention by direction": [each.by_direction for each in found],
         "attention by distance": [each.by_distance for each in found],
+        "by distance, at the taps": [partial(at_taps, each.by_distance) for each in found],
         "5 x 5 taps": [wider_taps],
         "5 x 5 taps and distance": [partial(both, wider_taps, each.by_distance) for each in found],
     }
@@ -112,6 +114,11 @@ def additions(x: Tensor, counts: Sequence[int]) -> dict[str, list[Content]]:
 def wider_taps(x: Tensor) -> Tensor:
     """Return the patch of 5 x 5. Shape: (B, C, H, W) -> (B, 25 C, N)"""
     return patches(x, 5).flatten(1, 2)
+
+
+def at_taps(add: Content, x: Tensor) -> Tensor:
+    """Return what an addition gives at the position of every tap. Shape: (B, C, H, W) -> (B, 9 C, N)"""
+    return patches(add(x).unflatten(-1, x.shape[-2:]), 3).flatten(1, 2)
 
 
 def both(one: Content, other: Content, x: Tensor) -> Tensor:

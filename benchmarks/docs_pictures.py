@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import isomorph as iso
 from docs_diagrams import coatnet_diagram, pyramid_diagram
+from isomorph.layers.similar_mean import similar_mean, similar_weights
 from isomorph.report.charts import Bars
 from isomorph.report.figures import QueryMaps, draw_chart, maps_figure, pyplot, style
 
@@ -31,6 +32,8 @@ RESULTS = Path(__file__).parent / "results"
 PELICAN = ("imagenet_samples-000.tar", "0144_n02051845_pelican.jpg")
 QUERY = (0.42, 0.62)
 """The query of all maps, as fractions of height and width: the pelican's neck."""
+SIMILAR_IMAGES = (1, 3, 7, 11, 17, 26)
+"""Test images of CIFAR-10 on which attention to similar positions is shown."""
 HEAD_NAMES = ["up left", "up", "up right", "left", "middle", "right", "down left", "down", "down right"]
 
 
@@ -72,11 +75,11 @@ def tcnn_maps(model: nn.Module, layer: str, image: np.ndarray) -> QueryMaps:
     return maps_from_query(inner.flatten(-2), (side, side))
 
 
-def trained_run(runs: Path) -> Path:
-    """Fine-tune a T-CNN for a few minutes from the paper's start, if it is not there yet, and return its folder."""
-    changes = ["epochs=4", "data.fraction=0.05", "keep_every=1", "evaluate_every=4", f"out={runs / 'cifar_paper'}"]
-    iso.train(iso.load_recipe("cifar_paper", changes))
-    return runs / "cifar_paper"
+def trained_run(runs: Path, recipe: str = "cifar_paper") -> Path:
+    """Fine-tune a T-CNN for a few minutes, if it is not there yet, and return its folder."""
+    changes = ["epochs=4", "data.fraction=0.05", "keep_every=1", "evaluate_every=4", f"out={runs / recipe}"]
+    iso.train(iso.load_recipe(recipe, changes))
+    return runs / recipe
 
 
 def tcnn_heads(runs: Path) -> Any:
@@ -90,6 +93,33 @@ def tcnn_heads(runs: Path) -> Any:
         "after fine-tuning": iso.load(trained_run(runs) / "model.safetensors"),
     }
     return maps_figure(image, {title: tcnn_maps(model, layer, image) for title, model in models.items()})
+
+
+@torch.no_grad()
+def similar(runs: Path) -> Any:
+    """Return what the opened heads of a trained stem attend to on test images, and what they read instead."""
+    model = iso.load(trained_run(runs, "cifar_similar") / "model.safetensors").eval()
+    layer, source = model.conv1, iso.data.open_source("cifar10", "test")
+    images = np.stack([np.asarray(source.image(index)) / 255 for index in SIMILAR_IMAGES])
+    x = torch.cat([as_batch(image, model) for image in images])
+    z = layer.embed(x)
+    own = similar_weights(z, (layer.window[0] // 2, layer.window[1] // 2))[:, layer.window[0] * layer.window[1] // 2]
+    std = torch.tensor(model.pretrained_cfg["std"]).view(3, 1, 1)
+    change = ((similar_mean(x, z, layer.window) - x) * std).permute(0, 2, 3, 1).numpy()
+    figure, axes = pyplot().subplots(4, len(images), figsize=(7.4, 5.0))
+    rows = {
+        "test image": images,
+        "attention to itself\n(white: all of it)": own.numpy(),
+        "what an open\nhead reads": (images + change).clip(0, 1),
+        "difference, times 4": (0.5 + 4 * change).clip(0, 1),
+    }
+    for line, (title, values) in zip(axes, rows.items(), strict=True):
+        line[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=8)
+        for cell, value in zip(line, values, strict=True):
+            cell.imshow(value, cmap="gray", vmin=1 / 9, vmax=1, interpolation="nearest")
+            remove_ticks(cell)
+    figure.subplots_adjust(wspace=0.05, hspace=0.06)
+    return figure
 
 
 def gates_and_spans(runs: Path) -> Any:
@@ -263,6 +293,7 @@ PICTURES: dict[str, Callable[[Path], Any]] = {
     "locality.png": locality,
     "gate.png": gate,
     "refiner.png": refiner,
+    "similar.png": similar,
     "cost.svg": cost,
     "robustness.svg": robustness,
 }

@@ -2,9 +2,9 @@
 
     python benchmarks/gpsa_stages.py [--device cuda] [--rounds 5] [--only TABLE]
 
-Ratios are times relative to the convolution, interleaved in one process. TABLE is stages, networks, memory, training,
-forms, tiles or naive; the other tables stay in the result file. "memory" counts what autograd keeps, and allocates no
-GPU memory.
+Ratios are times relative to the convolution, interleaved in one process. TABLE is stages, similar, networks, memory,
+training, forms, tiles or naive; the other tables stay in the result file. "memory" counts what autograd keeps, and
+allocates no GPU memory.
 """
 
 import argparse
@@ -31,6 +31,7 @@ STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batc
     "depthwise 7x7, 28": (192, 192, 28, 7, 1, 192, 4),
     "groups of 4, 28": (128, 128, 28, 3, 1, 32, 4),
 }
+CIFAR_STEM = (3, 16, 32, 3, 1, 1, 128)
 FORMS = {
     "positions": dict(content="none"),
     "pooled": dict(content="pooled"),
@@ -46,7 +47,7 @@ IMAGES = 32
 
 def convolution(stage):
     """The convolution of a stage and its input."""
-    channels, out, side, kernel, stride, groups, batch = STAGES[stage]
+    channels, out, side, kernel, stride, groups, batch = STAGES.get(stage, CIFAR_STEM)
     conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return conv, torch.randn(batch, channels, side, side)
 
@@ -76,6 +77,36 @@ def stage_table(device, rounds):
             row |= {"forward ms": run[key], "forward / convolution": run[key] / run["convolution", ""]}
             row |= {"step ms": train[key], "step / convolution": train[key] / train["convolution", ""]}
             rows.append(row | {"saved MiB": saved_mib(layer, x)})
+    return rows
+
+
+def similar_table(device, rounds):
+    """Attention to similar positions by stage and window, and networks with it in the stem and everywhere."""
+    rows = []
+    for stage in [*STAGES, "3x3 stem, 32"]:
+        conv, x = convolution(stage)
+        conv, x = conv.to(device), x.to(device)
+        layers = {"convolution": conv}
+        for window in (3, 5, 7):
+            fields = dict(content="similar", window=window, gate=0.0)
+            layers[f"similar, window {window}"] = iso.ConvToGPSA(**fields).build(conv).to(device)
+        run = interleaved({key: forward(layer, x) for key, layer in layers.items()}, device, rounds)
+        train = interleaved({key: step(layer, x) for key, layer in layers.items()}, device, max(rounds // 2, 2))
+        for form, layer in layers.items():
+            row = {"stage": stage, "batch": len(x), "form": form, "forward / convolution": run[form]}
+            row["forward / convolution"] /= run["convolution"]
+            row["step / convolution"] = train[form] / train["convolution"]
+            rows.append(row | {"saved MiB": saved_mib(layer, x)})
+    for name, size, batch in (("cifar_resnet20", 32, 64), ("resnet18", 224, 1), ("resnet50", 224, 1)):
+        cnn, x = timm.create_model(name).to(device), torch.randn(batch, 3, size, size, device=device)
+        rule = iso.ConvToGPSA(content="similar", gate=0.0)
+        models = {"CNN": cnn, "similar, stem": iso.recast(cnn, rule, "conv1")}
+        models["similar, all"] = iso.recast(cnn, rule, odd_square)
+        run = interleaved({key: forward(model.eval(), x) for key, model in models.items()}, device, rounds)
+        train = interleaved({key: step(model.train(), x) for key, model in models.items()}, device, 2)
+        for form, model in models.items():
+            row = {"stage": name, "batch": batch, "form": form, "forward / convolution": run[form] / run["CNN"]}
+            rows.append(row | {"step / convolution": train[form] / train["CNN"], "saved MiB": saved_mib(model, x)})
     return rows
 
 
@@ -188,6 +219,7 @@ def naive_table(device, rounds):
 TABLES = {
     "naive": naive_table,
     "stages": stage_table,
+    "similar": similar_table,
     "networks": network_table,
     "memory": memory_table,
     "training": training_table,

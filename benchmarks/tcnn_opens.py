@@ -244,7 +244,7 @@ def run(
     (x, y), started = images["train"], time.process_time()
     rates = dict(lr=5e-4, gate_lr="100x", position_lr="20x") | rates
     optimizer = torch.optim.AdamW(iso.training.parameter_groups(model, **rates))
-    steps = epochs * (len(x) // 128)
+    steps = max(1, epochs * (len(x) // 128))
     peaks = [group["lr"] for group in optimizer.param_groups]
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps=steps)
     curve = [observe(model, images["val"])]

@@ -9,7 +9,15 @@ from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 
-from isomorph.layers import GPSA, PSA, GPSA2d, PostRelativeAttention, RelativeAttention, ViTRelativeAttention
+from isomorph.layers import (
+    GPSA,
+    PSA,
+    GPSA2d,
+    PostRelativeAttention,
+    RelativeAttention,
+    SimilarGPSA2d,
+    ViTRelativeAttention,
+)
 
 MAX_MAP_ENTRIES = 2**22
 """Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
@@ -197,6 +205,12 @@ def _gpsa_scores(layer: GPSA, x: Tensor, *_: Any, **__: Any) -> Scores:
 def _gpsa2d_scores(layer: GPSA2d, x: Tensor) -> Scores:
     """Return the scores of the content attention of GPSA2d, whose keys include the padding. Shape: x (B, C, H, W)"""
     return Scores(*layer.content_scores(x))
+
+
+@scores.register
+def _similar_scores(layer: SimilarGPSA2d, x: Tensor) -> Scores:
+    """Return the scores of attention to similar positions, whose keys include the padding. Shape: x (B, C, H, W)"""
+    return Scores(layer.content_logits(x), None)
 
 
 @scores.register

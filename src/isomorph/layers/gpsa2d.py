@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isomorph.layers.content_heads import ContentHeads, forms_map
 from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.positional_attention import attend_shared_values, compute_dtype, kronecker
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.tap_heads import GatedHeads
 
 
 class _SoftColumns(torch.autograd.Function):
@@ -46,7 +46,7 @@ class _SoftColumns(torch.autograd.Function):
 
 
 @register_notrace_module
-class GPSA2d(ContentHeads, PositionHeads):
+class GPSA2d(ContentHeads, GatedHeads):
     """Self-attention that starts as a given k x k convolution and can learn to attend globally (T-CNN).
 
     Each of the k*k heads stands for one tap of the convolution and has that tap's filter:
@@ -90,7 +90,6 @@ class GPSA2d(ContentHeads, PositionHeads):
         groups: int = 1,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, num_heads, groups)
-        self.gate = nn.Parameter(torch.empty(self.num_heads))
         self.add_queries_keys()
         has_values = num_heads is None and groups == 1
         self.value = nn.Linear(in_channels, in_channels, bias=False) if has_values else None
@@ -107,11 +106,6 @@ class GPSA2d(ContentHeads, PositionHeads):
         if self.value is not None:
             nn.init.eye_(self.value.weight)
         self.set_gating(locality, gate)
-
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
-        return torch.sigmoid(self.gate)
 
     def forward(self, x: Tensor) -> Tensor:
         H, W = x.shape[-2:]
@@ -149,14 +143,6 @@ class GPSA2d(ContentHeads, PositionHeads):
         position = attend_shared_values(*self.unpadded_axis_maps(x, values.dtype), values)  # (B, nh, Nq, C)
         mixed = gated_mix(content, position, self.gate)
         return mixed.permute(0, 3, 1, 2).flatten(1, 2)  # (B, C nh, Nq)
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
-
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
-        """
-        content = self.content_attention(x)
-        return gated_mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
 
     def folded_filters(self) -> Tensor:
         """Return the filter of every head times the values, weight_h W_val, in float64.

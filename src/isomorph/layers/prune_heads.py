@@ -93,7 +93,7 @@ def prune_heads(layer: nn.Module, heads: str) -> nn.Module:
     Raises: ValueError if there is not one letter for each head, or the letters do not fit the layer.
     """
     if not isinstance(layer, MAP_LAYERS + TOKEN_LAYERS):
-        raise ValueError(f"{type(layer).__name__} has no gated heads; prune GPSA and GPSA2d")
+        raise ValueError(f"{type(layer).__name__} has no gated heads; prune GPSA, GPSA2d or SimilarGPSA2d")
     now = current_heads(layer)
     fitting = (
         set(heads) == {"t"} if "t" in heads else all(old in (new, "b") for new, old in zip(heads, now, strict=False))
@@ -101,7 +101,9 @@ def prune_heads(layer: nn.Module, heads: str) -> nn.Module:
     if len(heads) != len(now) or set(heads) - set(HEAD_FORMS) or not fitting:
         raise ValueError(f"heads {heads!r} do not fit the {len(now)} heads of this layer, {now!r}")
     if isinstance(layer, SimilarGPSA2d) and set(heads) not in ({"p"}, {"t"}):
-        raise ValueError(f"the heads of SimilarGPSA2d share their means: prune all {len(heads)} of them, or none")
+        raise ValueError(
+            f"heads {heads!r}: the heads of SimilarGPSA2d share their means; use p or t for all {len(now)}"
+        )
     build = _prune_map_layer if isinstance(layer, MAP_LAYERS) else _prune_token_layer
     return build(layer, heads).train(layer.training)  # type: ignore[arg-type]
 

@@ -1,8 +1,9 @@
-"""Gated attention on feature maps whose heads attend by content to what looks like the position under their tap.
+"""Gated attention on feature maps whose heads attend by content to positions similar to the one under their tap.
 
 Letters: B batch, C channels, H W key grid, Hq Wq query grid, nh heads (one per tap), Nq queries, K offsets of a window.
 """
 
+import copy
 import math
 
 import torch
@@ -10,12 +11,11 @@ import torch.nn.functional as F
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.grid import odd_window
 from isomorph.layers.moments import disable_autocast
-from isomorph.layers.positional_attention import compute_dtype, geometry_dtype, kronecker
-from isomorph.layers.similar_mean import similar_mean, similar_weights
-from isomorph.layers.tap_heads import PositionHeads
+from isomorph.layers.positional_attention import compute_dtype, geometry_dtype
+from isomorph.layers.similar_mean import similar_mean, similar_scores, similar_weights, window_offsets
+from isomorph.layers.tap_heads import GatedHeads
 
 SIMILAR_WINDOW = 3
 """Default height and width of the window."""
@@ -25,17 +25,17 @@ SHARPNESS = 10.0
 
 
 @register_notrace_module
-class SimilarGPSA2d(PositionHeads):
-    """Gated attention on feature maps whose heads attend by content to positions that look like the one at their tap.
+class SimilarGPSA2d(GatedHeads):
+    """Gated attention on feature maps whose heads attend by content to positions similar to the one under their tap.
 
         y = sum_h A_h x weight_h + bias
         A_h(p) = (1 - sigma(gate_h)) S(p + tap_h) + sigma(gate_h) softmax(-locality_h |delta - centre_h|^2)
         S(r) = softmax_window(-sharpness |E x(r) - E x(j)|^2 / 2)    for the positions j of the window around r
 
-    A head replaces the position under its tap by the mean of the similar positions around it. The layer therefore
-    convolves the map with itself, denoised (S is non-local means): edges stay and noise goes. `GPSA2d` compares a query
-    in the middle of all taps with keys by their product instead, and has to give up a tap to attend by content; here an
-    opened head keeps what it reads. With closed gates, or a high sharpness, the layer is the convolution.
+    A head with an open gate reads, instead of the position under its tap, the mean of the similar positions around it
+    (non-local means). With all gates open the layer is the convolution of a denoised map. `GPSA2d` compares the query
+    in the middle of all taps with its keys, by their product, so an open head no longer reads its own tap. With closed
+    gates, or a sharpness that is high for the scale of the input, the layer is the convolution.
 
     All heads share S and the embedding E (`embedding`, C x C, the identity at first), so a map is averaged once, at a
     cost that is linear in its positions. `sharpness` is positive, as exp of `log_sharpness`; it has the unit of one
@@ -43,7 +43,7 @@ class SimilarGPSA2d(PositionHeads):
     contain the values. The other arguments are those of `GPSA2d`.
 
     Shape: x (B, C, H, W) -> (B, C_out, Hq, Wq), sizes as nn.Conv2d
-    Source: T-CNN eq. 4-7; differs: content is asked for at the tap, by distance. Buades et al. 2005 (non-local means)
+    Source: T-CNN eq. 4-7; differs: content attention is computed at the tap, by distance (Buades et al. 2005)
     Raises: ValueError for an even window, a sharpness that is not above 0 and finite, or as GPSA2d.
 
     Example:
@@ -69,9 +69,8 @@ class SimilarGPSA2d(PositionHeads):
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, bias, None, groups)
         self.window = odd_window(window)
-        self.gate = nn.Parameter(torch.empty(self.num_heads))
         self.embedding = nn.Linear(in_channels, in_channels, bias=False)
-        self.log_sharpness = nn.Parameter(torch.empty(()))
+        self.log_sharpness = nn.Parameter(torch.empty(1))
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         nn.init.eye_(self.embedding.weight)
         self.centre_on_taps()
@@ -90,20 +89,15 @@ class SimilarGPSA2d(PositionHeads):
 
     @property
     def sharpness(self) -> Tensor:
-        """Sharpness of the comparison, in units of one over a variance of the input. Shape: -> ()"""
+        """Sharpness of the comparison, in units of one over a variance of the input. Shape: -> (1,)"""
         return self.log_sharpness.to(geometry_dtype(self.log_sharpness)).exp()
-
-    @property
-    def position_share(self) -> Tensor:
-        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
-        return torch.sigmoid(self.gate)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters that weight decay would pull to 0: gates, sharpness, and those of the positions."""
         return super().no_weight_decay() | {"log_sharpness"}
 
     def embed(self, x: Tensor) -> Tensor:
-        """Return what is compared: half the squared distance of two positions is minus their score.
+        """Return what is compared: the score of two positions is minus half the squared distance of their embeddings.
 
         Shape: x (B, C, H, W) -> (B, C, H, W), in float32 at least
         """
@@ -114,10 +108,11 @@ class SimilarGPSA2d(PositionHeads):
 
     def forward(self, x: Tensor) -> Tensor:
         values = x.to(compute_dtype(x))
+        position = self.position_taps(values, self.position_share)
         similar = similar_mean(values, self.embed(x), self.window)
         filters = self.scaled_filters(torch.sigmoid(-self.gate)).view_as(self.weight).to(values.dtype)
         content = F.conv2d(similar, filters, None, self.stride, self.padding, groups=self.groups)
-        return self.with_bias(self.position_taps(values, self.position_share) + content)
+        return self.with_bias(position + content)
 
     def content_attention(self, x: Tensor) -> Tensor:
         """Return the map of content attention over the zero-padded keys, every row of which sums to 1.
@@ -126,40 +121,48 @@ class SimilarGPSA2d(PositionHeads):
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        every = self.similarity_map(x)
-        (Hq, Wq), (sh, sw), Wp = self.query_grid(*x.shape[-2:]), self.stride, x.shape[-1] + 2 * self.padding[1]
-        tap = torch.arange(self.kernel_size, device=x.device)
-        rows = sh * torch.arange(Hq, device=x.device) + tap[:, None]  # (k, Hq), of the padded map
-        columns = sw * torch.arange(Wq, device=x.device) + tap[:, None]
-        asked = rows[:, None, :, None] * Wp + columns[None, :, None, :]  # (k, k, Hq, Wq)
-        return every[:, asked.flatten(2).flatten(0, 1)]
+        return self._by_tap(similar_weights(self.embed(x), self.window).to(x.dtype), own=1.0, elsewhere=0.0)
 
-    def similarity_map(self, x: Tensor) -> Tensor:
-        """Return S for every position of the zero-padded map. Shape: x (B, C, H, W) -> (B, keys, keys)"""
-        (H, W), (ph, pw), (up, left) = x.shape[-2:], self.padding, (side // 2 for side in self.window)
+    def content_logits(self, x: Tensor) -> Tensor:
+        """Return the scores of content attention over the zero-padded keys, -inf outside of the window. Shape: as there
+
+        A tap on the padding has a score for itself only.
+        """
+        return self._by_tap(similar_scores(self.embed(x), self.window), own=0.0, elsewhere=-torch.inf)
+
+    def _by_tap(self, by_offset: Tensor, own: float, elsewhere: float) -> Tensor:
+        """Return numbers for every offset of the window as maps over the zero-padded keys, one for each tap.
+
+        Keys outside of the window get `elsewhere`, and positions of the padding `own` for themselves.
+
+        Shape: by_offset (B, K, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        (H, W), (ph, pw), device = by_offset.shape[-2:], self.padding, by_offset.device
         Hp, Wp = H + 2 * ph, W + 2 * pw
-        weights = similar_weights(self.embed(x), (up, left)).to(x.dtype)  # (B, K, H, W)
-        keys = torch.arange(Hp * Wp, device=x.device).view(Hp, Wp)
+        keys = torch.arange(Hp * Wp, device=device).view(Hp, Wp)
         inside = keys[ph : ph + H, pw : pw + W]
-        every = torch.eye(Hp * Wp, dtype=x.dtype, device=x.device)
-        every[inside.flatten(), inside.flatten()] = 0
-        every = every.repeat(x.shape[0], 1, 1)
-        for at, weight in enumerate(weights.unbind(1)):
-            down, right = at // (2 * left + 1) - up, at % (2 * left + 1) - left
+        every = by_offset.new_full((by_offset.shape[0], Hp * Wp, Hp * Wp), elsewhere)
+        every.diagonal(dim1=1, dim2=2).fill_(own)
+        for (down, right), numbers in zip(window_offsets(self.window), by_offset.unbind(1), strict=True):
             rows, columns = (
                 slice(max(0, -step), max(0, size - max(0, step))) for step, size in ((down, H), (right, W))
             )
-            own = inside[rows, columns].flatten()
-            every[:, own, own + down * Wp + right] = weight[:, rows, columns].flatten(1)
-        return every
+            here = inside[rows, columns].flatten()
+            every[:, here, here + down * Wp + right] = numbers[:, rows, columns].flatten(1)
+        (Hq, Wq), (sh, sw), tap = self.query_grid(H, W), self.stride, torch.arange(self.kernel_size, device=device)
+        rows_asked = sh * torch.arange(Hq, device=device) + tap[:, None]  # (k, Hq), of the padded map
+        columns_asked = sw * torch.arange(Wq, device=device) + tap[:, None]
+        asked = rows_asked[:, None, :, None] * Wp + columns_asked[None, :, None, :]  # (k, k, Hq, Wq)
+        return every[:, asked.flatten(2).flatten(0, 1)]
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
+    def deviation_from(self, conv: nn.Conv2d) -> float:
+        """Return the largest relative |difference| to `conv` if all positions of a window were equally similar.
 
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        In the standard normal input of this comparison they never are, which would hide content attention.
         """
-        content = self.content_attention(x)
-        return gated_mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
+        even = copy.deepcopy(self)
+        even.log_sharpness.data.fill_(-math.inf)
+        return GatedHeads.deviation_from(even, conv)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, window={self.window}"

@@ -14,8 +14,9 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 
 from isomorph.layers.folded_taps import folded_reach, folded_taps
+from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.grid import conv_output_size, window_centres
-from isomorph.layers.positional_attention import geometry_dtype
+from isomorph.layers.positional_attention import geometry_dtype, kronecker
 from isomorph.layers.soft_taps import soft_taps
 from isomorph.layers.tap_axis import TapAxis
 
@@ -245,3 +246,31 @@ class PositionHeads(TapHeads):
             for module in (conv, self)
         )
         return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+class GatedHeads(PositionHeads):
+    """Base of layers whose heads attend by position and by content, each with a gate. Arguments as in `TapHeads`."""
+
+    def __init__(self, *args: int | tuple[int, int] | bool | None, **kwargs: int | tuple[int, int] | bool) -> None:
+        super().__init__(*args, **kwargs)
+        self.gate = nn.Parameter(torch.empty(self.num_heads))
+
+    @property
+    def position_share(self) -> Tensor:
+        """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
+        return torch.sigmoid(self.gate)
+
+    def content_attention(self, x: Tensor) -> Tensor:
+        """Return the map of content attention over the zero-padded keys.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        raise NotImplementedError
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        content = self.content_attention(x)
+        return gated_mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)

@@ -1,4 +1,6 @@
-"""Fit the sharpness of similarity attention to what its layers read."""
+"""Set the sharpness of attention to similar positions from the variance of each layer's input."""
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -11,24 +13,26 @@ from isomorph.surgery.field_checks import SHARPNESS, check_number
 from isomorph.surgery.model_inputs import Inputs, run_model
 
 RELATIVE_SHARPNESS = 32.0
-"""Default: chosen on validation images of CIFAR-10 (docs/methods/tcnn.md)."""
+"""Sharpness times the total variance of what is compared; the default of `fit_sharpness`, chosen on validation images
+of CIFAR-10 (docs/notes/tcnn.md)."""
 
 
 @torch.no_grad()
 def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_SHARPNESS) -> nn.Module:
-    """Return a copy of the model in which every `SimilarGPSA2d` tells positions apart as sharply for what it reads.
+    """Return a copy of the model with the sharpness of every `SimilarGPSA2d` fitted to the variance of its input.
 
-    Each layer's sharpness becomes `sharpness` divided by the total variance of the layer's input on these images (of
-    all channels, over images and positions). Layers are fitted in the order in which they run, in eval mode.
+    Each layer's sharpness becomes `sharpness` divided by the total variance, on these images, of what the layer
+    compares (of all channels, over images and positions). Layers are fitted one after the other as they run, in eval
+    mode, and one that runs several times by its first input.
 
     Args:
         model: a model with layers of `ConvToGPSA(content="similar")`.
         images: a batch as the model reads it (B, C, H, W), or a dictionary of the model's inputs by name.
-        sharpness: how sharply, relative to the variance. Higher values keep more of the function, lower ones average
-            more.
+        sharpness: how sharply similar positions are told from others, relative to the variance. Higher values keep more
+            of the function, lower ones average more.
 
-    Raises: UserError if the model has no such layer, for a sharpness out of range, or if a layer reads the same value
-        everywhere.
+    Raises: UserError if the model has no such layer, for a sharpness out of range, if a layer reads the same value
+        everywhere or values that are not finite, or if one does not run.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20").eval()
@@ -43,12 +47,12 @@ def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_
         raise UserError(
             "the model has no SimilarGPSA2d to fit; recast convolutions with iso.ConvToGPSA(content='similar') first"
         )
+    fitted: set[str] = set()
 
     def fit(name: str, layer: SimilarGPSA2d, x: Tensor) -> None:
-        variance = x.double().var((0, 2, 3), correction=0).sum().item()
-        if not variance > 0:
-            raise UserError(f"{name} reads the same value everywhere, so its sharpness cannot be fitted; use images")
-        layer.set_sharpness(sharpness / variance)
+        if name not in fitted:
+            fitted.add(name)
+            layer.set_sharpness(_relative_to(name, layer, x, sharpness))
 
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args, name=name: fit(name, layer, args[0]))
@@ -60,4 +64,23 @@ def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_
     finally:
         for hook in hooks:
             hook.remove()
+    if left := [name for name in layers if name not in fitted]:
+        raise UserError(f"{', '.join(left)} did not run on these images, so the sharpness cannot be fitted")
     return model
+
+
+def _relative_to(name: str, layer: SimilarGPSA2d, x: Tensor, sharpness: float) -> float:
+    """Return a sharpness divided by the total variance of what a layer compares.
+
+    Raises: UserError if the variance is 0 or not finite, or leads to a sharpness out of range.
+    """
+    compared = layer.embed(x)
+    variance = compared.var((0, 2, 3), correction=0).sum().item() / layer.sharpness.item()
+    if not math.isfinite(variance):
+        raise UserError(f"{name or 'the model'} reads no finite values, so its sharpness cannot be fitted")
+    if variance == 0:
+        raise UserError(
+            f"{name or 'the model'} reads the same value everywhere, so its sharpness cannot be fitted; use images"
+        )
+    check_number(f"the fitted sharpness of {name or 'the model'},", sharpness / variance, SHARPNESS)
+    return sharpness / variance

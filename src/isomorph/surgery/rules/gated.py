@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from timm.layers import to_2tuple
@@ -71,12 +71,21 @@ CONTENT: Mapping[str, type[GatedLayer]] = {
 }
 """Layer for every value of `content` of ConvToGPSA."""
 
-_CONTENT_FIELDS: tuple[tuple[str, Callable[..., None], tuple[float, float], tuple[str, ...]], ...] = (
-    ("window", check_int, WINDOW, ("window", "similar")),
-    ("cells", check_int, CELLS, ("pooled",)),
-    ("sharpness", check_number, SHARPNESS, ("similar",)),
+
+class _ContentField(NamedTuple):
+    """A field of ConvToGPSA for some values of `content`, with the check of its value, and the bounds of that."""
+
+    name: str
+    check: Callable[..., None]
+    bounds: tuple[float, float]
+    contents: tuple[str, ...]
+
+
+_CONTENT_FIELDS = (
+    _ContentField("window", check_int, WINDOW, ("window", "similar")),
+    _ContentField("cells", check_int, CELLS, ("pooled",)),
+    _ContentField("sharpness", check_number, SHARPNESS, ("similar",)),
 )
-"""Fields of ConvToGPSA for some values of `content`: the check of their value, its bounds, and these values."""
 
 
 @register_rule
@@ -93,8 +102,8 @@ class ConvToGPSA(ExplainedRule):
     `content` says where heads attend by content. With "global" (`GPSA2d`) cost grows with the square of the number of
     positions: use it for late stages. With "window" (`WindowGPSA2d`), "pooled" (`PooledGPSA2d`) and "none"
     (`PositionalConv2d`: a convolution whose taps can move and widen) it is linear, for every stage. With "similar"
-    (`SimilarGPSA2d`), heads average what looks like the position under their tap: gates open in training, in first
-    stages above all, and noise is averaged away.
+    (`SimilarGPSA2d`), heads average positions similar to the one under their tap. In the first layer of a CNN their
+    gates stayed open in training (docs/methods/tcnn.md).
 
     Source: T-CNN section 2.
     Raises: UserError for a field out of range; from `recast`, for a convolution that it does not accept.
@@ -119,19 +128,18 @@ class ConvToGPSA(ExplainedRule):
 
     content: Literal["global", "window", "pooled", "similar", "none"] = "global"
     """What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
-    of the whole map (pooled), what looks like the position under their tap (similar), or nothing, so that only position
+    of the whole map (pooled), positions similar to the one under their tap (similar), or nothing, so that only position
     is left."""
 
     window: int | None = None
-    """Height and width of the window in positions, odd; by default 7, and 3 for what is similar. For content="window"
-    or "similar"."""
+    """Height and width of the window in positions, odd; by default 7 for content="window", and 3 for "similar"."""
 
     cells: int | None = None
     """Most cells along each axis of the map; by default 7. For content="pooled"."""
 
     sharpness: float | None = None
-    """How sharply similar positions are told from others, in units of one over a variance of the layer's input; by
-    default 10, for normalised images. For content="similar"."""
+    """How sharply similar positions are told from others, in units of one over a variance of the layer's input. For
+    content="similar"; by default 10, which suits the first layer of normalised images."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
@@ -146,19 +154,19 @@ class ConvToGPSA(ExplainedRule):
         check_choice("content", self.content, CONTENT)
         if self.content == "none" and self.gate is not None:
             raise UserError(f"gate {self.gate:g} has no effect with content='none', which has no gates; leave it out")
-        for name, check, bounds, contents in _CONTENT_FIELDS:
-            if (value := getattr(self, name)) is not None:
-                check(name, value, bounds)
-                if self.content not in contents:
-                    use = " or ".join(map(repr, contents))
-                    raise UserError(f"{name} {value:g} has no effect with content={self.content!r}; use {use}")
+        for field in _CONTENT_FIELDS:
+            if (value := getattr(self, field.name)) is not None:
+                field.check(field.name, value, field.bounds)
+                if self.content not in field.contents:
+                    use = " or ".join(map(repr, field.contents))
+                    raise UserError(f"{field.name} {value:g} has no effect with content={self.content!r}; use {use}")
         if self.window is not None and self.window % 2 == 0:
             raise UserError(f"window {self.window} has no position in its middle; use an odd number")
 
     @property
-    def _content_options(self) -> dict[str, float]:
-        """The arguments of the layer that say where it attends by content, without defaults."""
-        given = {name: getattr(self, name) for name, *_ in _CONTENT_FIELDS}
+    def _content_options(self) -> dict[str, int | float]:
+        """The arguments of the layer for its kind of content, without defaults."""
+        given = {field.name: getattr(self, field.name) for field in _CONTENT_FIELDS}
         return {name: value for name, value in given.items() if value is not None}
 
     def rejection_reason(self, module: nn.Module) -> str | None:
