@@ -103,7 +103,8 @@ def similar(runs: Path) -> Any:
     images = np.stack([np.asarray(source.image(index)) / 255 for index in SIMILAR_IMAGES])
     x = torch.cat([as_batch(image, model) for image in images])
     z = layer.embed(x)
-    own = similar_weights(z, (layer.window[0] // 2, layer.window[1] // 2))[:, layer.window[0] * layer.window[1] // 2]
+    positions = layer.window[0] * layer.window[1]
+    own = similar_weights(z, layer.window)[:, positions // 2]
     std = torch.tensor(model.pretrained_cfg["std"]).view(3, 1, 1)
     change = ((similar_mean(x, z, layer.window) - x) * std).permute(0, 2, 3, 1).numpy()
     figure, axes = pyplot().subplots(4, len(images), figsize=(7.4, 5.0))
@@ -116,7 +117,7 @@ def similar(runs: Path) -> Any:
     for line, (title, values) in zip(axes, rows.items(), strict=True):
         line[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=8)
         for cell, value in zip(line, values, strict=True):
-            cell.imshow(value, cmap="gray", vmin=1 / 9, vmax=1, interpolation="nearest")
+            cell.imshow(value, cmap="gray", vmin=1 / positions, vmax=1, interpolation="nearest")
             remove_ticks(cell)
     figure.subplots_adjust(wspace=0.05, hspace=0.06)
     return figure

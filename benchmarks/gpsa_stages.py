@@ -31,7 +31,7 @@ STAGES = {  # channels in and out, side of the map, kernel, stride, groups, batc
     "depthwise 7x7, 28": (192, 192, 28, 7, 1, 192, 4),
     "groups of 4, 28": (128, 128, 28, 3, 1, 32, 4),
 }
-CIFAR_STEM = (3, 16, 32, 3, 1, 1, 128)
+SIMILAR_STAGES = STAGES | {"stem 3x3, 32": (3, 16, 32, 3, 1, 1, 128)}
 FORMS = {
     "positions": dict(content="none"),
     "pooled": dict(content="pooled"),
@@ -47,7 +47,7 @@ IMAGES = 32
 
 def convolution(stage):
     """The convolution of a stage and its input."""
-    channels, out, side, kernel, stride, groups, batch = STAGES.get(stage, CIFAR_STEM)
+    channels, out, side, kernel, stride, groups, batch = SIMILAR_STAGES[stage]
     conv = nn.Conv2d(channels, out, kernel, stride, kernel // 2, groups=groups, bias=False)
     return conv, torch.randn(batch, channels, side, side)
 
@@ -83,7 +83,7 @@ def stage_table(device, rounds):
 def similar_table(device, rounds):
     """Attention to similar positions by stage and window, and networks with it in the stem and everywhere."""
     rows = []
-    for stage in [*STAGES, "3x3 stem, 32"]:
+    for stage in SIMILAR_STAGES:
         conv, x = convolution(stage)
         conv, x = conv.to(device), x.to(device)
         layers = {"convolution": conv}

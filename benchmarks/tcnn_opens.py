@@ -4,15 +4,15 @@
         [--noise 0.1] [--network cifar_resnet56] [--test]
 
 Needs ISOMORPH_DATA with cifar10 and weights. The validation images are cut from the training images, and are no part of
-the test images. With --noise, all images have noise of this standard deviation, of pixels in 0 to 1; that of training
-images is drawn anew in every step. With --test, finished networks are measured on the test images too, clean (all) and
-under the 15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning. Arms run one at a time;
-each finished one is a line of the output file and a file of weights next to it, and is skipped by a later call. A new
-file begins with the runs in benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
+the test images. With --noise, all images but those of the test have noise of this standard deviation, of pixels in 0 to
+1; that of training images is drawn anew in every step. With --test, finished networks are measured on the test images
+too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning.
+Arms run one at a time; each finished one is a line of the output file and a file of weights next to it, and is skipped
+by a later call. A new file begins with the runs in benchmarks/results/tcnn_opens.json. Ends with tables of all finished
+arms in that file.
 """
 
 import argparse
-import copy
 import json
 import time
 from dataclasses import dataclass, field
@@ -29,8 +29,9 @@ import isomorph as iso
 from interleave import RESULTS, show, spread, write
 from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, CorruptedSource
 from isomorph.data.sources import Source, spaced_images
-from isomorph.layers import GPSA2d, PositionalConv2d, SimilarGPSA2d, WindowGPSA2d
+from isomorph.layers import GPSA2d, SimilarGPSA2d, WindowGPSA2d
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.layers.tap_heads import PositionHeads
 
 VALIDATION, OPEN = 5_000, 0.5
 """Images of the validation split; and the share of position below which a head counts as open."""
@@ -57,17 +58,17 @@ class Arm:
 SOFT = dict(locality=5.0, gate=6.0)
 WINDOW = dict(content="window", window=5)
 OPEN_SIMILAR = dict(content="similar", gate=0.0)
-FAST = dict(gate_lr="100x", position_lr="100x")  # sharpness counts among the positions
+SIMILAR: dict[str, Any] = dict(sharpness=32.0, rates=dict(position_lr="100x"))  # sharpness counts among the positions
 ARMS = {
     "cnn": Arm("the CNN"),
     "paper": Arm("T-CNN as in the paper: last stage, paper's start", dict(init="paper"), rates=dict(position_lr="1x")),
     "soft stem": Arm("positions only, in the stem", dict(locality=3.0, content="none"), "conv1"),
-    "similar": Arm("similar positions, in the stem", OPEN_SIMILAR, "conv1", sharpness=32.0, rates=FAST),
+    "similar": Arm("similar positions, in the stem", OPEN_SIMILAR, "conv1", **SIMILAR),
     "similar 5": Arm(
-        "as similar, windows of 5 x 5", OPEN_SIMILAR | dict(window=5), "conv1", sharpness=32.0, rates=FAST
+        "similar positions in 5 x 5 windows, in the stem", OPEN_SIMILAR | dict(window=5), "conv1", **SIMILAR
     ),
     "similar early": Arm(
-        "as similar, and in the first stage", OPEN_SIMILAR, ["conv1", "layer1.*.conv?"], sharpness=32.0, rates=FAST
+        "similar positions, in the stem and the first stage", OPEN_SIMILAR, ["conv1", "layer1.*.conv?"], **SIMILAR
     ),
     "tcnn": Arm("T-CNN, global, closed gates", SOFT),
     "positions": Arm("positions only", dict(locality=5.0, content="none")),
@@ -200,7 +201,7 @@ def pruned(model: nn.Module) -> nn.Module | None:
     """The network without what its closed heads do not use, or None if there is nothing to prune."""
     gated = any(isinstance(layer, GPSA2d | SimilarGPSA2d) for layer in model.modules())
     closed = gated and iso.surgery.prunable_heads(model, TOLERANCE)
-    return iso.prune(copy.deepcopy(model), TOLERANCE) if closed else None
+    return iso.prune(model, TOLERANCE) if closed else None
 
 
 def pixel_noise(noise: float) -> Tensor:
@@ -230,7 +231,7 @@ def observe(model: nn.Module, images: Split) -> Row:
     if gates := [m.position_share for m in model.modules() if isinstance(m, GPSA2d | SimilarGPSA2d)]:
         gates = torch.cat(gates)
         row |= {"gate": gates.mean().item(), "open": (gates < OPEN).float().mean().item()}
-    if spans := [1 / m.locality for m in model.modules() if isinstance(m, GPSA2d | PositionalConv2d)]:
+    if spans := [1 / m.locality for m in model.modules() if isinstance(m, PositionHeads)]:
         row["span"] = torch.cat(spans).mean().item()
     if sharpness := [m.sharpness.item() for m in model.modules() if isinstance(m, SimilarGPSA2d)]:
         row["sharpness"] = sum(sharpness) / len(sharpness)
@@ -263,6 +264,7 @@ def run(
 
 KEYS = ("network", "noise", "arm", "images", "epochs")
 """What runs of one row have in common; they differ by seed."""
+TITLES = {"noise": "noise in training"}
 
 
 def groups_of(runs: list[Row]) -> list[list[Row]]:
@@ -278,7 +280,10 @@ def rows_of(runs: list[Row]) -> list[Row]:
     rows = []
     for found in groups_of(runs):
         last = [row["curve"][-1] for row in found]
-        row = {key: found[0][key] for key in KEYS} | {"what": ARMS[found[0]["arm"]].about, "seeds": len(found)}
+        row = {TITLES.get(key, key): found[0][key] for key in KEYS} | {
+            "what": ARMS[found[0]["arm"]].about,
+            "seeds": len(found),
+        }
         row["before"] = spread([each["curve"][0]["top1"] for each in found])
         for title, key in (("validation top-1", "top1"), ("gate", "gate"), ("open heads", "open"), ("span", "span")):
             row[title] = spread([each[key] for each in last]) if key in last[0] else ""
@@ -288,12 +293,12 @@ def rows_of(runs: list[Row]) -> list[Row]:
 
 
 def test_rows(runs: list[Row]) -> list[Row]:
-    """The same on test images, for the runs that were measured there."""
+    """A row for every arm and length that was measured on test images: mean over seeds, half the range in brackets."""
     rows = []
     for found in groups_of([row for row in runs if "test" in row]):
         for title in ("test", "pruned"):
             if title in found[0]:
-                row = {key: found[0][key] for key in KEYS} | {"form": title, "seeds": len(found)}
+                row = {TITLES.get(key, key): found[0][key] for key in KEYS} | {"form": title, "seeds": len(found)}
                 names = found[0][title]
                 rows.append(row | {name: spread([each[title][name] for each in found]) for name in names})
     return rows

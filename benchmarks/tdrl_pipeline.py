@@ -105,8 +105,8 @@ class Pipeline:
         out.mkdir(parents=True, exist_ok=True)
         if not self.file.is_file():
             stored = RESULTS / "tdrl_pipeline.json"
-            write_rows(self.file, json.loads(stored.read_text())["runs"] if stored.is_file() and not limit else [])
-        self.rows = read(self.file)
+            write_rows(self.file, json.loads(stored.read_text())["runs"] if stored.is_file() else [])
+        self.rows = [{"images": None} | row for row in read(self.file)]
         self.images: dict[type[Images], Images] = {}
 
     def data(self, kind: type[Images]) -> Images:
@@ -119,7 +119,7 @@ class Pipeline:
         """Run a stage, or find it finished: fine-tuning from a start, or distillation."""
         name = "fine-tuning" if start else "distillation"
         key = {"stage": name, "form": arm.form, "epochs": arm.epochs, "lr": arm.lr, "seed": arm.seed}
-        key |= {"start": start["weights"]} if start else {}
+        key |= {"images": self.limit} | ({"start": start["weights"]} if start else {})
         if found := [row for row in self.rows if key.items() <= row.items()]:
             return found[0]
         print(f"{name}: {arm.form}, {arm.epochs} epochs, rate {arm.lr:g}, seed {arm.seed}", flush=True)
