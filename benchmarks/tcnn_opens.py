@@ -64,9 +64,7 @@ ARMS = {
     "paper": Arm("T-CNN as in the paper: last stage, paper's start", dict(init="paper"), rates=dict(position_lr="1x")),
     "soft stem": Arm("positions only, in the stem", dict(locality=3.0, content="none"), "conv1"),
     "similar": Arm("similar positions, in the stem", OPEN_SIMILAR, "conv1", **SIMILAR),
-    "similar 5": Arm(
-        "similar positions in 5 x 5 windows, in the stem", OPEN_SIMILAR | dict(window=5), "conv1", **SIMILAR
-    ),
+    "similar 5": Arm("similar positions in 5 x 5, in the stem", OPEN_SIMILAR | dict(window=5), "conv1", **SIMILAR),
     "similar early": Arm(
         "similar positions, in the stem and the first stage", OPEN_SIMILAR, ["conv1", "layer1.*.conv?"], **SIMILAR
     ),

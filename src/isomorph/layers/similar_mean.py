@@ -36,7 +36,7 @@ class _Pair(NamedTuple):
 
     `first` and `second` are the corners of the compared parts of the padded map, which have `growth` more rows and
     columns than the map. In the map of their distances, those of the offset begin at `offset_corner`, and those of its
-    opposite at `opposite_corner`. `index` and `opposite_index` are their indices among the K offsets.
+    opposite at `opposite_corner`. `offset_index` and `opposite_index` are their indices among the K offsets.
     """
 
     first: _Corner
@@ -44,13 +44,14 @@ class _Pair(NamedTuple):
     growth: _Corner
     offset_corner: _Corner
     opposite_corner: _Corner
-    index: int
+    offset_index: int
     opposite_index: int
 
 
 def window_offsets(window: _Window) -> list[tuple[int, int]]:
     """Return the rows and columns from the middle of a window to its K positions."""
-    return list(product(*(range(-(side // 2), side // 2 + 1) for side in window)))
+    rows, columns = (range(-(side // 2), side // 2 + 1) for side in window)
+    return list(product(rows, columns))
 
 
 def _pairs(window: _Window) -> Iterator[_Pair]:
@@ -65,7 +66,7 @@ def _pairs(window: _Window) -> Iterator[_Pair]:
             growth=(down, far + near),
             offset_corner=(down, far),
             opposite_corner=(0, near),
-            index=index,
+            offset_index=index,
             opposite_index=len(offsets) - 1 - index,
         )
 
@@ -110,7 +111,7 @@ def similar_scores(z: Tensor, window: _Window) -> Tensor:
     for pair in _pairs(window):
         first, second = _compared(padded, pair, H, W)
         distance = (first - second).square().sum(1)
-        distances[pair.index] = _cut(distance, pair.offset_corner, H, W)
+        distances[pair.offset_index] = _cut(distance, pair.offset_corner, H, W)
         distances[pair.opposite_index] = _cut(distance, pair.opposite_corner, H, W)
     inside = torch.stack(list(_shifted(_pad_map(z.new_ones(H, W), window), window))).log()  # 0, or -inf
     return inside - torch.stack(distances, 1) / 2
@@ -189,7 +190,7 @@ def _embedding_gradient(x: Tensor, z: Tensor, grad: Tensor, window: _Window) -> 
     d_scores = weights * (d_scores - (weights * d_scores).sum(1, keepdim=True))
     for pair in _pairs(window):
         first, second = _compared(padded, pair, H, W)
-        d_distance = _place(d_scores[:, pair.index], pair.offset_corner, pair.growth)
+        d_distance = _place(d_scores[:, pair.offset_index], pair.offset_corner, pair.growth)
         d_distance = d_distance + _place(d_scores[:, pair.opposite_index], pair.opposite_corner, pair.growth)
         change = (first - second) * d_distance[:, None]  # minus the gradient of the first position
         d_z = d_z + _cut(change, pair.opposite_corner, H, W) - _cut(change, pair.offset_corner, H, W)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from timm.layers import to_2tuple
@@ -164,7 +164,7 @@ class ConvToGPSA(ExplainedRule):
             raise UserError(f"window {self.window} has no position in its middle; use an odd number")
 
     @property
-    def _content_options(self) -> dict[str, int | float]:
+    def _content_options(self) -> dict[str, Any]:
         """The arguments of the layer for its kind of content, without defaults."""
         given = {field.name: getattr(self, field.name) for field in _CONTENT_FIELDS}
         return {name: value for name, value in given.items() if value is not None}
