@@ -95,10 +95,14 @@ def tcnn_heads(runs: Path) -> Any:
     return maps_figure(image, {title: tcnn_maps(model, layer, image) for title, model in models.items()})
 
 
-@torch.no_grad()
 def similar(runs: Path) -> Any:
     """Return what the opened heads of a trained stem attend to on test images, and what they read instead."""
-    model = iso.load(trained_run(runs, "cifar_similar") / "model.safetensors").eval()
+    return similar_figure(iso.load(trained_run(runs, "cifar_similar") / "model.safetensors").eval())
+
+
+@torch.no_grad()
+def similar_figure(model: Any) -> Any:
+    """Return the figure of a network whose first layer attends to similar positions."""
     layer, source = model.conv1, iso.data.open_source("cifar10", "test")
     images = np.stack([np.asarray(source.image(index)) / 255 for index in SIMILAR_IMAGES])
     x = torch.cat([as_batch(image, model) for image in images])

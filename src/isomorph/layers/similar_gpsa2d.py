@@ -34,8 +34,8 @@ class SimilarGPSA2d(GatedHeads):
 
     A head with an open gate reads, instead of the position under its tap, the mean of the similar positions around it
     (non-local means). With all gates open the layer is the convolution of a denoised map. `GPSA2d` compares the query
-    in the middle of all taps with its keys, by their product, so an open head no longer reads its own tap. With closed
-    gates, or a sharpness that is high for the scale of the input, the layer is the convolution.
+    in the middle of all taps with its keys, by their product, so an open head no longer reads its own tap. With a
+    high locality, and closed gates or a sharpness that is high for the scale of the input, it is the convolution.
 
     All heads share S and the embedding E (`embedding`, C x C, the identity at first), so a map is averaged once, at a
     cost that is linear in its positions. `sharpness` is positive, as exp of `log_sharpness`; it has the unit of one
@@ -79,7 +79,7 @@ class SimilarGPSA2d(GatedHeads):
 
     @torch.no_grad()
     def set_sharpness(self, sharpness: float) -> None:
-        """Set how sharply similar positions are told from others.
+        """Set how strongly similar positions are distinguished from others.
 
         Raises: ValueError if it is not above 0 and finite.
         """
@@ -124,9 +124,11 @@ class SimilarGPSA2d(GatedHeads):
         return self._by_tap(similar_weights(self.embed(x), self.window).to(x.dtype), own=1.0, elsewhere=0.0)
 
     def content_logits(self, x: Tensor) -> Tensor:
-        """Return the scores of content attention over the zero-padded keys, -inf outside of the window. Shape: as there
+        """Return the scores of content attention over the zero-padded keys, -inf outside of the window.
 
         A tap on the padding has a score for itself only.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
         return self._by_tap(similar_scores(self.embed(x), self.window), own=0.0, elsewhere=-torch.inf)
 

@@ -28,8 +28,8 @@ def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_
     Args:
         model: a model with layers of `ConvToGPSA(content="similar")`.
         images: a batch as the model reads it (B, C, H, W), or a dictionary of the model's inputs by name.
-        sharpness: how sharply similar positions are told from others, relative to the variance. Higher values keep more
-            of the function, lower ones average more.
+        sharpness: how strongly similar positions are distinguished from others, relative to the variance. Higher values
+            keep more of the function, lower ones average more.
 
     Raises: UserError if the model has no such layer, for a sharpness out of range, if a layer reads the same value
         everywhere or values that are not finite, or if one does not run.
@@ -77,7 +77,9 @@ def _relative_to(name: str, layer: SimilarGPSA2d, x: Tensor, sharpness: float) -
     compared = layer.embed(x)
     variance = compared.var((0, 2, 3), correction=0).sum().item() / layer.sharpness.item()
     if not math.isfinite(variance):
-        raise UserError(f"{name or 'the model'} reads no finite values, so its sharpness cannot be fitted")
+        raise UserError(
+            f"{name or 'the model'} reads values that are not finite, so its sharpness cannot be fitted; check the images"
+        )
     if variance == 0:
         raise UserError(
             f"{name or 'the model'} reads the same value everywhere, so its sharpness cannot be fitted; use images"

@@ -138,8 +138,8 @@ class ConvToGPSA(ExplainedRule):
     """Most cells along each axis of the map; by default 7. For content="pooled"."""
 
     sharpness: float | None = None
-    """How sharply similar positions are told from others, in units of one over a variance of the layer's input. For
-    content="similar"; by default 10, which suits the first layer of normalised images."""
+    """How strongly similar positions are distinguished from others, in units of one over a variance of the layer's
+    input. For content="similar"; by default 10, which suits the first layer of normalised images."""
 
     atol: ClassVar[float] = 1e-3
     kind: ClassVar[type[nn.Module]] = nn.Conv2d
