@@ -77,9 +77,7 @@ def _relative_to(name: str, layer: SimilarGPSA2d, x: Tensor, sharpness: float) -
     compared = layer.embed(x)
     variance = compared.var((0, 2, 3), correction=0).sum().item() / layer.sharpness.item()
     if not math.isfinite(variance):
-        raise UserError(
-            f"{name or 'the model'} reads values that are not finite, so its sharpness cannot be fitted; check the images"
-        )
+        raise UserError(f"{name or 'the model'} reads NaN or infinite values, so its sharpness cannot be fitted")
     if variance == 0:
         raise UserError(
             f"{name or 'the model'} reads the same value everywhere, so its sharpness cannot be fitted; use images"
