@@ -63,6 +63,21 @@ def test_values_are_those_of_the_recast_model(model, loader, result):
     assert cell["kl"] == pytest.approx(kl.item(), rel=1e-3)
 
 
+def test_similarity_is_as_sharp_as_each_layer_needs(model, loader):
+    layer, batches = "conv1", list(loader)
+    rules = [iso.ConvToGPSA(content="similar", gate=0.0, sharpness=sharpness) for sharpness in (None, 1.0)]
+    found = cells(iso.survey(model, loader, rules, where=layer, seconds=0), "alone")
+    recasts = [iso.recast(model, rule, where=layer) for rule in rules]
+    recasts[0] = iso.fit_sharpness(recasts[0], batches[0][0])
+    assert recasts[0].get_submodule(layer).sharpness.item() != pytest.approx(10, rel=0.1)
+    for cell, soft in zip(found.values(), recasts, strict=True):
+        assert cell["deviation"] > 1e-4
+        assert cell["top1"] == pytest.approx(iso.evaluate(soft, loader)["top1"])
+        old, new = (torch.cat([m.eval()(images) for images, _ in batches]).double() for m in (model, soft))
+        deviation = (new - old).square().mean() / (old - old.mean(1, keepdim=True)).square().mean()
+        assert cell["deviation"] == pytest.approx(deviation.sqrt().item(), rel=1e-4)
+
+
 def test_last_layers_are_added_from_the_back(result):
     together = [cell["layers"] for cell in result["cells"] if cell["kind"] == "last" and cell["rule"] == "exact"]
     assert together == [LAYERS[1:], LAYERS]

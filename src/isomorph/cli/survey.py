@@ -74,7 +74,7 @@ def survey(
     content
         What heads attend to by content: the whole feature map (global), a window around the query, averages over cells
         of the map (pooled), positions similar to the one under their tap (similar), or nothing (none). All but global
-        are fast enough for early layers. With similar, all layers have a sharpness of 10, which suits the first layer.
+        are fast enough for early layers. The sharpness of similar is fitted to what each layer reads.
     loss
         Points of top-1 that may be lost in the advice.
     max_images

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.suites.result_file import Line, ResultFile
@@ -16,7 +16,7 @@ from isomorph.suites.survey.advice import loss_of
 from isomorph.suites.survey.costs import layer_costs
 from isomorph.suites.survey.measure import Batch, Reference, read_batches
 from isomorph.suites.survey.rules import SurveyedRule, conv_rules, label_rules, shared_fields
-from isomorph.surgery import Rule, acceptance, recast
+from isomorph.surgery import ConvToGPSA, Rule, acceptance, fit_sharpness, recast
 from isomorph.surgery.where import Where, describe_where
 
 KIND = "isomorph survey"
@@ -197,7 +197,7 @@ def _measure(
         if _key(cell) not in done:
             step = f"{kind} {len(names)}, {entry.label}" if kind == "last" else f"{names[-1]}, {entry.label}"
             values = _known(found, cell) or reference.compare(
-                _recast(model, entry.rule, names),
+                _recast(model, entry.rule, names, reference.batches[0][0]),
                 lambda fraction, number=number, step=step: progress(number + fraction, len(wanted), step),  # type: ignore[misc]
             )
             done[_key(cell)] = cell | values
@@ -206,10 +206,12 @@ def _measure(
     return found
 
 
-def _recast(model: nn.Module, rule: Rule, names: Sequence[str]) -> nn.Module:
-    """Recast layers, with the same random initial weights at every call."""
+def _recast(model: nn.Module, rule: Rule, names: Sequence[str], images: Tensor) -> nn.Module:
+    """Recast layers, with the same random initial weights at every call, and a sharpness that fits the images."""
     torch.manual_seed(0)
-    return recast(model, rule, where=names)
+    recasted = recast(model, rule, where=names)
+    fits = isinstance(rule, ConvToGPSA) and rule.content == "similar" and rule.sharpness is None
+    return fit_sharpness(recasted, images) if fits else recasted
 
 
 def _key(cell: Line) -> Key:
