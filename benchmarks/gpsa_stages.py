@@ -80,33 +80,31 @@ def stage_table(device, rounds):
     return rows
 
 
+def compared_rows(stage, forms, x, device, rounds):
+    """A row for every form, with times relative to the first."""
+    first = next(iter(forms))
+    run = interleaved({form: forward(model.eval(), x) for form, model in forms.items()}, device, rounds)
+    train = interleaved({form: step(model.train(), x) for form, model in forms.items()}, device, max(rounds // 2, 2))
+    return [
+        {"stage": stage, "batch": len(x), "form": form, "forward / convolution": run[form] / run[first]}
+        | {"step / convolution": train[form] / train[first], "saved MiB": saved_mib(forms[form], x)}
+        for form in forms
+    ]
+
+
 def similar_table(device, rounds):
     """Attention to similar positions by stage and window, and networks with it in the stem and everywhere."""
     rows = []
     for stage in SIMILAR_STAGES:
-        conv, x = convolution(stage)
-        conv, x = conv.to(device), x.to(device)
-        layers = {"convolution": conv}
-        for window in (3, 5, 7):
-            fields = dict(content="similar", window=window, gate=0.0)
-            layers[f"similar, window {window}"] = iso.ConvToGPSA(**fields).build(conv).to(device)
-        run = interleaved({key: forward(layer, x) for key, layer in layers.items()}, device, rounds)
-        train = interleaved({key: step(layer, x) for key, layer in layers.items()}, device, max(rounds // 2, 2))
-        for form, layer in layers.items():
-            row = {"stage": stage, "batch": len(x), "form": form, "forward / convolution": run[form]}
-            row["forward / convolution"] /= run["convolution"]
-            row["step / convolution"] = train[form] / train["convolution"]
-            rows.append(row | {"saved MiB": saved_mib(layer, x)})
+        conv, x = (part.to(device) for part in convolution(stage))
+        rules = {window: iso.ConvToGPSA(content="similar", window=window, gate=0.0) for window in (3, 5, 7)}
+        layers = {f"similar, window {window}": rule.build(conv).to(device) for window, rule in rules.items()}
+        rows += compared_rows(stage, {"convolution": conv} | layers, x, device, rounds)
     for name, size, batch in (("cifar_resnet20", 32, 64), ("resnet18", 224, 1), ("resnet50", 224, 1)):
         cnn, x = timm.create_model(name).to(device), torch.randn(batch, 3, size, size, device=device)
-        rule = iso.ConvToGPSA(content="similar", gate=0.0)
-        models = {"CNN": cnn, "similar, stem": iso.recast(cnn, rule, "conv1")}
-        models["similar, all"] = iso.recast(cnn, rule, odd_square)
-        run = interleaved({key: forward(model.eval(), x) for key, model in models.items()}, device, rounds)
-        train = interleaved({key: step(model.train(), x) for key, model in models.items()}, device, 2)
-        for form, model in models.items():
-            row = {"stage": name, "batch": batch, "form": form, "forward / convolution": run[form] / run["CNN"]}
-            rows.append(row | {"step / convolution": train[form] / train["CNN"], "saved MiB": saved_mib(model, x)})
+        rule, where = iso.ConvToGPSA(content="similar", gate=0.0), {"stem": "conv1", "all": odd_square}
+        models = {f"similar, {title}": iso.recast(cnn, rule, layers) for title, layers in where.items()}
+        rows += compared_rows(name, {"CNN": cnn} | models, x, device, rounds)
     return rows
 
 

@@ -5,8 +5,9 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -133,6 +134,25 @@ def update(name: str, tables: dict[str, list[dict[str, object]]]) -> Path:
     new = f"{processor()}, torch {torch.__version__}"
     runs = dict.fromkeys(earlier, old) | found.get("runs", {}) | dict.fromkeys(tables, new)
     return write(name, {**earlier, **tables, "runs": runs})
+
+
+def read_rows(out: Path) -> list[dict[str, Any]]:
+    """The finished runs in a file of one line each; none if there is no file."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
+
+
+def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Appends finished runs to such a file."""
+    with out.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def continued_rows(out: Path, name: str) -> list[dict[str, Any]]:
+    """The finished runs in such a file; a new file begins with the runs that are stored in the results."""
+    if not out.is_file():
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_rows(out, json.loads((RESULTS / f"{name}.json").read_text())["runs"])
+    return read_rows(out)
 
 
 def fill_page(page: Path, marks: tuple[str, str], tables: dict[str, list[dict[str, object]]], end: str = "") -> None:

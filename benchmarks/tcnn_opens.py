@@ -13,7 +13,6 @@ arms in that file.
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import isomorph as iso
-from interleave import RESULTS, show, spread, write
+from interleave import continued_rows, show, spread, write, write_rows
 from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, CorruptedSource
 from isomorph.data.sources import Source, spaced_images
 from isomorph.layers import GPSA2d, SimilarGPSA2d, WindowGPSA2d
@@ -304,11 +303,7 @@ def test_rows(runs: list[Row]) -> list[Row]:
 
 def read_runs(out: Path) -> list[Row]:
     """The runs so far; those of the stored results, if there is no file yet."""
-    if not out.is_file():
-        out.parent.mkdir(parents=True, exist_ok=True)
-        stored = json.loads((RESULTS / "tcnn_opens.json").read_text())["runs"]
-        out.write_text("".join(json.dumps(row) + "\n" for row in stored))
-    return [{"noise": 0.0, "network": "cifar_resnet20"} | json.loads(line) for line in out.read_text().splitlines()]
+    return [{"noise": 0.0, "network": "cifar_resnet20"} | row for row in continued_rows(out, "tcnn_opens")]
 
 
 def main() -> None:
@@ -341,8 +336,7 @@ def main() -> None:
                     row["pruned"] = measure(smaller, tests)
                 print(f"  test: {row['test']}", flush=True)
             runs.append(row)
-            with given.out.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            write_rows(given.out, [row])
     rows, tested = rows_of(runs), test_rows(runs)
     show("Attention that opens", rows)
     if tested:

@@ -13,7 +13,6 @@ are trained again when a stage needs them. Ends with a table in that file.
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import isomorph as iso  # registers the public weights
-from interleave import RESULTS, show, spread, write
+from interleave import continued_rows, show, spread, write, write_rows
 from parallel_arms import PAD, Arm, Images, Stack, train_stacks
 from tdrl_networks import build, fused
-from tdrl_study import Row, read, write_rows
+from tdrl_study import Row
 
 TEACHER, STRIDE, WIDTH, GRID = "cifar_resnet20", 4, 64, 4
 """The teacher, the pixels between two positions of its last map, its channels, and the student's tokens a side."""
@@ -102,11 +101,7 @@ class Pipeline:
 
     def __init__(self, out: Path, limit: int | None) -> None:
         self.out, self.limit, self.file = out, limit, out / "runs.jsonl"
-        out.mkdir(parents=True, exist_ok=True)
-        if not self.file.is_file():
-            stored = RESULTS / "tdrl_pipeline.json"
-            write_rows(self.file, json.loads(stored.read_text())["runs"] if stored.is_file() else [])
-        self.rows = [{"images": None} | row for row in read(self.file)]
+        self.rows = [{"images": None} | row for row in continued_rows(self.file, "tdrl_pipeline")]
         self.images: dict[type[Images], Images] = {}
 
     def data(self, kind: type[Images]) -> Images:

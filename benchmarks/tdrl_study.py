@@ -9,7 +9,6 @@ reported for the chosen settings only.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import isomorph as iso
-from interleave import RESULTS, processor
+from interleave import continued_rows, processor, write_rows
 from parallel_arms import Arm, Images, Stack, train_stacks
 from tdrl_networks import build, fused
 
@@ -135,17 +134,6 @@ def fused_deviation(index: int) -> tuple[float, float]:
     return report.fp32, report.fp64
 
 
-def read(out: Path) -> list[Row]:
-    """Return the results so far."""
-    return [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
-
-
-def write_rows(out: Path, rows: Iterable[Row]) -> None:
-    """Append results to the file."""
-    with out.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
-
-
 def arm_of(row: Row) -> Arm:
     """Return the arm of a result."""
     return Arm(**{name: row[name] for name in Arm.__dataclass_fields__})
@@ -225,10 +213,7 @@ def main() -> None:
     if on_gpu:
         torch.set_num_threads(1)  # OpenMP's threads do not survive the forks below
     images = Images(torch.device("cuda" if on_gpu else "cpu"), options.images)
-    if not options.out.is_file():
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        write_rows(options.out, json.loads((RESULTS / "tdrl_study.json").read_text())["runs"])
-    while arms := next_job(read(options.out), options.only, skipped):
+    while arms := next_job(continued_rows(options.out, "tdrl_study"), options.only, skipped):
         start, forms = time.time(), ", ".join(f"{len(g)} x {g[0].form}" for g in group(arms, "form"))
         title = f"{arms[0].network} {arms[0].epochs} epochs, batch {arms[0].batch}, fuse at {arms[0].fuse_at}: {forms}"
         print(title, flush=True)

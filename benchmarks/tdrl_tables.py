@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from interleave import RESULTS, show, spread, write
+from interleave import RESULTS, read_rows, show, spread, write
 from isomorph.report.figures import Line, Panel, panels_figure
-from tdrl_study import Row, read
+from tdrl_study import Row
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True)
 TITLES = {"plain": "plain", "P-W2S": "P-W2S"}
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--step-ratio", type=float, required=True)
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_study.svg"))
     options = parser.parse_args()
-    rows = read(options.runs)
+    rows = read_rows(options.runs)
     vits = select(rows, network="vit")
     main_rows = [row for row in select(vits, **DEFAULTS) if row["form"] in TITLES]
     tables = {

@@ -62,11 +62,9 @@ def psa(layer, x, grid_size):
     return layer.proj(torch.cat(heads, dim=-1))
 
 
-def gpsa2d_attention(layer, x):
-    """T-CNN eq. 7 on an explicitly padded map, head by head. -> (B, nh, Nq, Nk)"""
-    k, (sh, sw), (ph, pw) = layer.kernel_size, layer.stride, layer.padding
-    padded = F.pad(x, (pw, pw, ph, ph))
-    H, W = padded.shape[-2:]
+def tap_positions(layer, H, W):
+    """Keys and queries of an H x W map, padding included, and T-CNN eq. 4. -> lists of (row, column), (nh, Nq, Nk)"""
+    k, (sh, sw) = layer.kernel_size, layer.stride
     keys = [(r, c) for r in range(H) for c in range(W)]
     queries = [(r + k // 2, c + k // 2) for r in range(0, H - k + 1, sh) for c in range(0, W - k + 1, sw)]
     alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
@@ -75,7 +73,14 @@ def gpsa2d_attention(layer, x):
         delta_1, delta_2 = layer.centre.unbind(1)
         return -alpha * (dy**2 + dx**2 - 2 * delta_1 * dy - 2 * delta_2 * dx)
 
-    position = position_softmax(queries, keys, score)
+    return keys, queries, position_softmax(queries, keys, score)
+
+
+def gpsa2d_attention(layer, x):
+    """T-CNN eq. 7 on an explicitly padded map, head by head. -> (B, nh, Nq, Nk)"""
+    ph, pw = layer.padding
+    padded = F.pad(x, (pw, pw, ph, ph))
+    keys, queries, position = tap_positions(layer, *padded.shape[-2:])
     tokens = padded.flatten(2).transpose(1, 2)
     standing = torch.stack([padded[:, :, r, c] for r, c in queries], dim=1)
     nh = layer.num_heads
@@ -135,18 +140,10 @@ def gpsa2d(layer, x):
 
 def similar_attention(layer, x):
     """The formula of SimilarGPSA2d, query by query and key by key, on the padded map. -> (B, nh, Nq, Nk)"""
-    (ph, pw), (sh, sw), k = layer.padding, layer.stride, layer.kernel_size
-    H, W = x.shape[-2:]
+    (ph, pw), (H, W), k = layer.padding, x.shape[-2:], layer.kernel_size
     Hp, Wp = H + 2 * ph, W + 2 * pw
-    keys = [(r, c) for r in range(Hp) for c in range(Wp)]
-    corners = [(r, c) for r in range(0, Hp - k + 1, sh) for c in range(0, Wp - k + 1, sw)]
-    alpha = torch.log(1 + torch.exp(5 * layer.raw_locality)) / 5
-
-    def score(dy, dx):
-        delta_1, delta_2 = layer.centre.unbind(1)
-        return -alpha * (dy**2 + dx**2 - 2 * delta_1 * dy - 2 * delta_2 * dx)
-
-    position = position_softmax(keys=keys, queries=[(r + k // 2, c + k // 2) for r, c in corners], score=score)
+    keys, queries, position = tap_positions(layer, Hp, Wp)
+    corners = [(r - k // 2, c - k // 2) for r, c in queries]
     embedded = torch.einsum("dc,bchw->bhwd", layer.embedding.weight, x)
 
     def similar(r, c):  # of a position of the padded map

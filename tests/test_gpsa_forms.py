@@ -15,6 +15,7 @@ from isomorph.layers.gpsa2d import GPSA2d
 from isomorph.layers.pooled_gpsa2d import PooledContentConv2d, PooledGPSA2d
 from isomorph.layers.positional_conv import PositionalConv2d
 from isomorph.layers.prune_heads import closed_heads, prune_heads
+from isomorph.layers.similar_gpsa2d import SimilarGPSA2d
 from isomorph.layers.window_gpsa2d import WindowContentConv2d, WindowGPSA2d
 from isomorph.surgery.rules import gated
 from test_gpsa import assert_equal, output_and_gradients, perturbed
@@ -239,7 +240,12 @@ def test_analysis_sees_bounded_content():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: WindowGPSA2d(6, 1, 3, 1, 1, window=3), lambda: PooledGPSA2d(6, 1, 3, 1, 1, cells=2)]
+    "make",
+    [
+        lambda: WindowGPSA2d(6, 1, 3, 1, 1, window=3),
+        lambda: PooledGPSA2d(6, 1, 3, 1, 1, cells=2),
+        lambda: perturbed(SimilarGPSA2d(6, 1, 3, 1, 1, sharpness=0.5)),
+    ],
 )
 def test_functional_gradients_and_second_derivatives(make):
     layer = make().double()

@@ -1,4 +1,4 @@
-"""Gated attention whose heads attend by content to what looks like the position under their tap."""
+"""Gated attention whose heads attend by content to positions similar to the one under their tap."""
 
 import math
 
@@ -15,6 +15,7 @@ from isomorph.layers.similar_gpsa2d import SimilarGPSA2d
 from isomorph.layers.similar_mean import similar_mean
 from references import similar_attention, similar_gpsa2d
 from test_gpsa import assert_equal, output_and_gradients, perturbed
+from test_gpsa_forms import SmallNet
 from torch_citizens import TorchCitizens
 
 CASES = {  # height, width, channels, out, kernel, stride, padding, groups, window
@@ -72,22 +73,6 @@ class TestTorchCitizens(TorchCitizens):
         assert self.layer(self.x[:0]).shape == (0, *self.layer(self.x).shape[1:])
 
 
-def test_functional_gradients_and_second_derivatives():
-    layer = perturbed(SimilarGPSA2d(3, 2, 3, 1, 1, sharpness=0.5).double())
-    x = torch.randn(1, 3, 3, 2, dtype=torch.float64, requires_grad=True)
-    parameters = dict(layer.named_parameters())
-
-    def loss(p, x):
-        return torch.func.functional_call(layer, p, (x,)).square().sum()
-
-    loss(parameters, x).backward()
-    for name, gradient in torch.func.grad(loss)(parameters, x).items():
-        torch.testing.assert_close(gradient, parameters[name].grad)
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.randn(2, 1, 3, 3, 2).double())
-    assert each["gate"].shape == (2, 9)
-    assert torch.autograd.gradgradcheck(layer, (x,))
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler and the exporter warn about themselves
 def test_compiles_as_one_graph_and_exports_at_any_size(tmp_path):
@@ -110,31 +95,16 @@ def test_memory_does_not_grow_with_the_window():
     assert kept[0] == kept[1] < 4
 
 
-class SmallNet(nn.Module):
-    """A stem with stride, a grouped and a depthwise convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Conv2d(3, 12, 7, 2, 3, bias=False)
-        self.grouped = nn.Conv2d(12, 18, 3, padding=1, groups=3)
-        self.depthwise = nn.Conv2d(18, 18, 3, 2, 1, groups=18)
-
-    def forward(self, x):
-        for layer in self.children():
-            x = torch.tanh(layer(x))
-        return x.mean((2, 3))
-
-
 def test_there_and_back():
     cnn, x = SmallNet().eval(), torch.randn(2, 3, 21, 30)
     rule = iso.ConvToGPSA(content="similar", window=5, sharpness=4.0)
     tcnn = iso.recast(cnn, rule)
-    assert [type(layer) for layer in tcnn.children()] == [SimilarGPSA2d] * 3
+    assert [type(layer) for layer in tcnn.children()] == [SimilarGPSA2d] * 4
     assert iso.verify(cnn, tcnn, x, atol=2e-5).passed
     assert tcnn.stem.window == (5, 5)
     assert tcnn.stem.sharpness.item() == pytest.approx(4.0)
-    assert [type(layer) for layer in iso.revert(tcnn).children()] == [nn.Conv2d] * 3
-    assert [type(layer) for layer in iso.prune(tcnn).children()] == [nn.Conv2d] * 3
+    assert [type(layer) for layer in iso.revert(tcnn).children()] == [nn.Conv2d] * 4
+    assert [type(layer) for layer in iso.prune(tcnn).children()] == [nn.Conv2d] * 4
     maps = iso.attention_maps(tcnn, x)
     assert maps["depthwise"].shape[:2] == (2, 9)
     assert iso.gates(tcnn)["stem"].shape == (49,)

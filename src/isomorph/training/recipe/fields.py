@@ -164,8 +164,7 @@ class OptimPart(Part):
     lr: Positive = 1e-4
     """Peak learning rate."""
     weight_decay: NotNegative = 0.05
-    """Weight decay of matrices and filters; biases, norms, gates, centres, localities and sharpness have
-    none."""
+    """Weight decay of matrices and filters; biases, norms, gates, centres, localities and sharpness have none."""
     gate_lr: PartRate = "1000x"  # type: ignore[assignment]
     """Peak learning rate of the gates, without weight decay: a number, or a multiple of lr like 1000x."""
     position_lr: PartRate = "1x"  # type: ignore[assignment]
