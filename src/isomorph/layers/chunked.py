@@ -1,7 +1,8 @@
 """Process a batch in chunks of images, which on a CPU keeps intermediate results in its cache."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +36,16 @@ def has_inner_hooks(module: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module)
 
 
-def run_in_chunks(function: Callable[..., Tensor], size: int, *tensors: Tensor | None) -> Tensor:
-    """Call `function` on `size` images at a time and concatenate the results."""
+def split_batch(size: int, *tensors: Tensor | None) -> Iterable[tuple[Any, ...]]:
+    """Return `size` images of all tensors at a time; None stays None."""
     first = tensors[0]
     assert first is not None
     if size >= first.shape[0]:
-        return function(*tensors)
-    parts = [t.split(size) if t is not None else repeat(None) for t in tensors]
-    return torch.cat([function(*part) for part in zip(*parts, strict=False)])
+        return [tensors]
+    return zip(*(t.split(size) if t is not None else repeat(None) for t in tensors), strict=False)
+
+
+def run_in_chunks(function: Callable[..., Tensor], size: int, *tensors: Tensor | None) -> Tensor:
+    """Call `function` on `size` images at a time and concatenate the results."""
+    parts = [function(*part) for part in split_batch(size, *tensors)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.chunked import is_eager, is_functorch_tensor, run_in_chunks
+from isomorph.layers.chunked import is_eager, is_functorch_tensor, run_in_chunks, split_batch
 
 MAX_NUMBERS = 2**19
 """Numbers of features and weights that are processed together on a CPU, a size that its cache holds."""
@@ -141,13 +141,14 @@ class _SimilarMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x, z), window = ctx.saved_tensors, tuple(ctx.window)
-        size = _images_together(x, z, math.prod(window))
-        d_x, d_z = (
-            run_in_chunks(partial(gradient, window=window), size, x, z, grad) if needed else None
-            for gradient, needed in zip((_input_gradient, _embedding_gradient), ctx.needs_input_grad, strict=False)
-        )
-        return d_x, d_z, None, None
+        (x, z), window, (needs_x, needs_z, *_) = ctx.saved_tensors, tuple(ctx.window), ctx.needs_input_grad
+        d_x: list[Tensor] = []
+        d_z: list[Tensor] = []
+        for part in split_batch(_images_together(x, z, math.prod(window)), x, z, grad):
+            weights = similar_weights(part[1], window)
+            d_x += [_input_gradient(*part, weights, window)] if needs_x else []
+            d_z += [_embedding_gradient(*part, weights, window)] if needs_z else []
+        return torch.cat(d_x) if d_x else None, torch.cat(d_z) if d_z else None, None, None
 
 
 def _images_together(x: Tensor, z: Tensor, offsets: int) -> int:
@@ -173,18 +174,17 @@ def _sum_products(weights: Iterable[Tensor], values: Iterable[Tensor]) -> Tensor
     return total
 
 
-def _input_gradient(x: Tensor, z: Tensor, grad: Tensor, window: _Window) -> Tensor:
+def _input_gradient(x: Tensor, z: Tensor, grad: Tensor, weights: Tensor, window: _Window) -> Tensor:
     """Return the gradient of x for some images: every position gets what it gave to the means around it."""
-    weights = _pad_map(similar_weights(z, window), window).unbind(1)
-    corners = reversed(list(product(range(window[0]), range(window[1]))))
-    given = (_cut(weight, corner, *x.shape[-2:]) for weight, corner in zip(weights, corners, strict=True))
+    padded, corners = _pad_map(weights, window).unbind(1), reversed(list(product(range(window[0]), range(window[1]))))
+    given = (_cut(weight, corner, *x.shape[-2:]) for weight, corner in zip(padded, corners, strict=True))
     seen = reversed(list(_shifted(_pad_map(grad.to(z.dtype), window), window)))
     return _sum_products(given, seen).to(x.dtype)
 
 
-def _embedding_gradient(x: Tensor, z: Tensor, grad: Tensor, window: _Window) -> Tensor:
+def _embedding_gradient(x: Tensor, z: Tensor, grad: Tensor, weights: Tensor, window: _Window) -> Tensor:
     """Return the gradient of z for some images."""
-    (H, W), weights, padded = z.shape[-2:], similar_weights(z, window), _pad_map(z, window)
+    (H, W), padded = z.shape[-2:], _pad_map(z, window)
     grad, d_z = grad.to(z.dtype), torch.zeros_like(z)
     d_scores = torch.stack([(grad * seen).sum(1) for seen in _shifted(_pad_map(x.to(z.dtype), window), window)], 1)
     d_scores = weights * (d_scores - (weights * d_scores).sum(1, keepdim=True))
