@@ -12,6 +12,8 @@ from isomorph.models.tdrl_vit import PYRAMID_LAYERS
 
 PARTS = {"qkv": PYRAMID_LAYERS[:1], "v": ("blocks.*.attn.v",), "mlp": PYRAMID_LAYERS[1:], "fc1": PYRAMID_LAYERS[1:2]}
 CONVOLUTIONS = ("layer?.*.conv?",)
+PATCH = {"vit": 8, "vit patch 4": 4}
+"""The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
 
 
 def build(network: str, form: str, seed: int) -> nn.Module:
@@ -22,7 +24,7 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     initialised as they are.
     """
     torch.manual_seed(seed)
-    model = vit() if network == "vit" else timm.create_model(network, num_classes=10)
+    model = vit(PATCH[network]) if network in PATCH else timm.create_model(network, num_classes=10)
     layout, *options = form.split()
     if layout == "repvgg":
         return add_branches(model)
@@ -32,7 +34,7 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     rectify = next((o for o in options if o in ("none", "rescale", "batchnorm")), "paper")
     init = "same-function" if "same-function" in options else "paper"
     statistics = next((option for option in options if "/" in option), "all")
-    where = part if network == "vit" else CONVOLUTIONS
+    where = part if network in PATCH else CONVOLUTIONS
     rule = iso.LinearToPyramid(layout, init=init, rectify=rectify, statistics=statistics)
     return iso.recast(model, rule, where=where)
 
@@ -49,15 +51,15 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def vit() -> nn.Module:
-    """Return timm's ViT of width 64, with 6 blocks of 4 heads, for 16 patches of 32 x 32 images."""
+def vit(patch: int = 8) -> nn.Module:
+    """Return timm's ViT of width 64, with 6 blocks of 4 heads, for 32 x 32 images."""
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, depth=6, num_heads=4, class_token=False,
+        "vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=64, depth=6, num_heads=4, class_token=False,
         global_pool="avg", num_classes=10,
     )  # fmt: skip
     model.patch_embed.proj.__class__ = PatchProjection
     for block in model.blocks:
-        block.attn.fused_attn = False  # torch's fused attention cannot be stacked by vmap
+        block.attn.fused_attn = not torch.cuda.is_available()  # vmap, which is for GPUs, cannot stack the fused form
     return model
 
 

@@ -1,6 +1,6 @@
 """The study of docs/methods/tdrl.md: small ViTs trained long on CIFAR-10, plain and with pyramids.
 
-    python benchmarks/tdrl_study.py --out runs/tdrl_study.jsonl [--only 'vit 30'] [--seconds 600]
+    python benchmarks/tdrl_study.py --out runs/tdrl_study.jsonl [--only 'vit 30 P-W2S seed 0'] [--seconds 600]
 
 Needs ISOMORPH_DATA with cifar10. Every finished run is one line of the output file, and runs found there are skipped,
 so the study can be stopped and continued, on a GPU or a CPU. A new file begins with the runs that are stored in
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import isomorph as iso
 from interleave import continued_rows, processor, write_rows
 from parallel_arms import Arm, Images, Stack, train_stacks
-from tdrl_networks import build, fused
+from tdrl_networks import PATCH, build, fused
 
 MOST_TOGETHER = 16
 RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -48,7 +48,7 @@ class Job:
 
     def __init__(self, arms: Sequence[Arm], images: Images, deadline: float) -> None:
         self.arms, self.images, self.deadline, self.started = list(arms), images, deadline, time.time()
-        most = MOST_TOGETHER if arms[0].network == "vit" else 1  # vmap turns convolutions into grouped ones
+        most = MOST_TOGETHER if arms[0].network in PATCH else 1  # vmap turns convolutions into grouped ones
         forms = group(arms, "form")
         self.groups = [form[i : i + most] for form in forms for i in range(0, len(form), most)]
         models = {(arm.form, arm.seed): build(arm.network, arm.form, arm.seed) for arm in arms}
@@ -172,18 +172,21 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 10, 2, 1))]]
     stages += [runs("plain xavier", 10, near("plain", 10, 1, 1)[::-1])]
     stages += [runs("plain", epochs, near("plain", 30)) for epochs in (20, 60)]  # as long in time as pyramids
-    stages += [runs("plain xavier", 60, [4e-3])]
+    stages += [runs("plain xavier", 10, [8e-3], [0])]
+    stages += [runs("plain xavier", epochs, [4e-3]) for epochs in (20, 14, 30, 60)]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]
     changes = (dict(branch_lr=0.1), dict(branch_lr=0.3), dict(pyramid_lr=1 / 3), dict(branch_decay=0.0))
     variants = [arm for change in changes for arm in runs("P-W2S", 30, near("P-W2S", 30), range(2), **change)]
     for form in ("P-W2S same-function", "P-W2S none", "P-W2S mlp", "P-W2S qkv"):
         variants += runs(form, 30, near("P-W2S", 30), range(2))
-    stages += [variants + runs("plain xavier", 30, near("plain", 30), range(2))]
+    stages += [variants]
     stages += [runs("P-W2S", 30, near("P-W2S", 30), range(2), fuse_at=0.5)]
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 30, 0, 2), range(2), batch=1024)]]
     stages += [runs("P-W2S", 10, [best("P-W2S", 10)], tf32=False)]
     stages += [[arm for form in ("P-W2S", "P-W2S 1/4", "P-W2S 1/16") for arm in runs(form, 6, [5e-4], range(2))]]
+    for form, epochs, rate in (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3)):  # equally long in time on a CPU
+        stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
     convs: Row = {**same, "network": "cifar_resnet20"}
     kinds = ("plain", "repvgg", "P-W2S")
     stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds for rate in RATES[2:6]]]
@@ -196,7 +199,7 @@ def next_job(rows: Sequence[Row], only: str, skipped: set[Arm]) -> list[Arm]:
     """Return the arms to train next: those of the first stage of the plan that are not done."""
     done = {arm_of(row) for row in rows} | skipped
     for stage in plan(rows):
-        if left := [a for a in stage if a not in done and only in f"{a.network} {a.epochs} {a.form}"]:
+        if left := [a for a in stage if a not in done and only in f"{a.network} {a.epochs} {a.form} seed {a.seed}"]:
             return left if torch.cuda.is_available() else left[:1]
     return []
 
@@ -204,7 +207,7 @@ def next_job(rows: Sequence[Row], only: str, skipped: set[Arm]) -> list[Arm]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tdrl_study.jsonl"))
-    parser.add_argument("--only", default="", help="train only runs whose 'NETWORK EPOCHS FORM' contains this")
+    parser.add_argument("--only", default="", help="train only runs with this in their 'NETWORK EPOCHS FORM seed SEED'")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no job that would last longer")
     parser.add_argument("--images", type=int, help="of each split; by default 20,000 to train on and all others")
     options = parser.parse_args()
