@@ -10,7 +10,13 @@ from torch import Tensor, nn
 import isomorph as iso
 from isomorph.models.tdrl_vit import PYRAMID_LAYERS
 
-PARTS = {"qkv": PYRAMID_LAYERS[:1], "v": ("blocks.*.attn.v",), "mlp": PYRAMID_LAYERS[1:], "fc1": PYRAMID_LAYERS[1:2]}
+PARTS = {
+    "qkv": PYRAMID_LAYERS[:1],
+    "v": ("blocks.*.attn.v",),
+    "mlp": PYRAMID_LAYERS[1:],
+    "fc1": PYRAMID_LAYERS[1:2],
+    "qkv-fc1": PYRAMID_LAYERS[:2],
+}
 CONVOLUTIONS = ("layer?.*.conv?",)
 PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
@@ -20,16 +26,18 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     """Return an untrained network.
 
     `form` is "plain", "repvgg", or a layout of `LinearToPyramid` followed by options: a rectification, same-function
-    (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for `statistics`; "plain xavier" is
-    initialised as they are.
+    (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for `statistics`, and xavier, which
+    initialises the other layers as pyramids are.
     """
     torch.manual_seed(seed)
     model = vit(PATCH[network]) if network in PATCH else timm.create_model(network, num_classes=10)
     layout, *options = form.split()
     if layout == "repvgg":
         return add_branches(model)
+    if "xavier" in options:
+        model = xavier(model)
     if layout == "plain":
-        return xavier(model) if options else model
+        return model
     part = next((PARTS[option] for option in options if option in PARTS), PYRAMID_LAYERS)
     rectify = next((o for o in options if o in ("none", "rescale", "batchnorm")), "paper")
     init = "same-function" if "same-function" in options else "paper"

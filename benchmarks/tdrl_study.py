@@ -185,6 +185,9 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 30, 0, 2), range(2), batch=1024)]]
     stages += [runs("P-W2S", 10, [best("P-W2S", 10)], tf32=False)]
     stages += [[arm for form in ("P-W2S", "P-W2S 1/4", "P-W2S 1/16") for arm in runs(form, 6, [5e-4], range(2))]]
+    forms = ["naive-W1 xavier", "P-W1S xavier", "P-W2S xavier"]
+    forms += [f"P-W2S xavier {part}" for part in ("qkv-fc1", "qkv", "mlp", "none", "fc1", "v")]
+    stages += [runs(form, 10, [4e-3], [0], pyramid_lr=1 / 8) for form in forms]
     for form, epochs, rate in (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3)):  # equally long in time on a CPU
         stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
     convs: Row = {**same, "network": "cifar_resnet20"}
