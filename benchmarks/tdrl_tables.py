@@ -17,7 +17,7 @@ from isomorph.report.figures import Line, Panel, panels_figure
 from tdrl_study import Row
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True)
-TITLES = {"plain": "plain", "P-W2S": "P-W2S"}
+TITLES = {"plain": "plain", "plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
 
 
 def select(rows: Iterable[Row], **fields: object) -> list[Row]:
@@ -62,7 +62,7 @@ def rate_table(rows: Sequence[Row]) -> list[Row]:
                 f"{rate:g}": f"{statistics.mean(row['val'] for row in found[rate]):.2f}" if rate in found else ""
                 for rate in rates
             }
-            table.append({"epochs": epochs, "network": title, **means})
+            table += [{"epochs": epochs, "network": title, **means}] if found else []
     return table
 
 
@@ -90,15 +90,18 @@ def change_table(rows: Sequence[Row]) -> list[Row]:
     return table
 
 
-def convolution_table(rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each form of ResNet-20, at the rate chosen on the validation images."""
+def form_table(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each network, length and form, at the rate chosen on the validation images."""
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["network"], row["epochs"], change_of(row)), []).append(row)
     table = []
-    for form in dict.fromkeys(row["form"] for row in rows):
-        found = select(rows, form=form)
+    for (network, epochs, name), found in groups.items():
         best, rates = chosen(found), len(by_rate(found))
-        entry: Row = {"network": form, "epochs": best[0]["epochs"], "rates": rates, "rate": f"{best[0]['lr']:g}"}
+        entry: Row = {"network": network, "form": name, "epochs": epochs, "rates": rates, "rate": f"{best[0]['lr']:g}"}
         entry |= {"seeds": len(best)} | {name: spread([row[name] for row in best]) for name in ("val", "test")}
-        table.append(entry | {"training loss": spread([row["curve"][-1][2] for row in best])})
+        entry |= {"training loss": spread([row["curve"][-1][2] for row in best])}
+        table.append(entry | {"seconds": spread([row["seconds"] for row in best])})
     return table
 
 
@@ -122,7 +125,7 @@ def panels(rows: Sequence[Row], step_ratio: float) -> list[Panel]:
             "test accuracy, equal time",
             "time, in epochs of the plain network",
             "top-1",
-            {t: line(f, "test", 1.0 if f == "plain" else step_ratio) for f, t in TITLES.items()},
+            {t: line(f, "test", step_ratio if f == "P-W2S" else 1.0) for f, t in TITLES.items()},
         ),
         Panel("training loss", "epochs", "nats", {t: line(f, "loss") for f, t in TITLES.items()}),
     ]
@@ -142,8 +145,16 @@ def main() -> None:
         "rates": rate_table(main_rows),
         "changes at 30 epochs": change_table(select(vits, epochs=30)),
     }
-    if convolutions := select(rows, network="cifar_resnet20"):
-        tables["convolutions"] = convolution_table(convolutions)
+    more = {
+        "pyramids in parts, 10 epochs": [
+            *select(vits, **DEFAULTS, epochs=10, form="plain xavier"),
+            *select(vits, epochs=10, pyramid_lr=1 / 8),
+        ],
+        "sampled statistics, 6 epochs": select(vits, epochs=6),
+        "64 tokens": select(rows, network="vit patch 4"),
+        "convolutions": select(rows, network="cifar_resnet20"),
+    }
+    tables |= {title: form_table(found) for title, found in more.items() if found}
     for title, table in tables.items():
         show(title, table)
     largest = max(row["fused_fp32"] for row in rows)
