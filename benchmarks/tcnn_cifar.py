@@ -41,7 +41,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--births", nargs="+", default=list(SURGERIES), choices=list(SURGERIES))
+    parser.add_argument("--births", nargs="+", default=["cnn", "exact", "paper", "annealed"], choices=list(SURGERIES))
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/study"))
     options = parser.parse_args()

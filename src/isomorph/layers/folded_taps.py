@@ -27,7 +27,7 @@ BY_HEAD_COST = 1.5
 def head_reach(axis: TapAxis) -> float:
     """Return the distance from a query beyond which no head's weight counts at the precision of the localities.
 
-    A weight counts if it is above an eighth of the precision, relative to the head's largest one.
+    A weight counts if it is above a seventh of the precision, relative to the head's largest one.
     """
     smallest = 2 - math.log(torch.finfo(axis.centre.dtype).eps)
     off_grid = axis.centre - axis.centre.round()
