@@ -288,3 +288,35 @@ def test_a_window_is_saved_with_the_model(tmp_path):
     assert iso.edits(again)[0].rule == rule
     x = torch.randn(1, 3, 32, 32)
     assert torch.equal(again.eval()(x), tcnn.eval()(x))
+
+
+FORMS = [dict(content=content, locality=1.0) for content in ("global", "window", "pooled", "similar", "none")]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["content"])
+def test_the_attention_of_one_query_is_a_row_of_the_map(form):
+    layer = iso.ConvToGPSA(**form).build(nn.Conv2d(4, 6, 3, stride=2, padding=1)).double()
+    with torch.no_grad():
+        if hasattr(layer, "gate"):
+            layer.gate.copy_(torch.linspace(-2, 2, 9))
+    layers = [layer] if form["content"] == "similar" else [layer, prune_heads(layer, "p" * 9)]
+    layers += [prune_heads(layer, "bbbbppccc")] if form["content"] in ("global", "window", "pooled") else []
+    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+    for each in layers:
+        whole = each.attention(x)
+        for query in (0, 7, whole.shape[2] - 1):
+            torch.testing.assert_close(each.attention(x, query=query), whole[:, :, query : query + 1])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form["content"])
+def test_another_input_is_refused_in_words(form):
+    layer = iso.ConvToGPSA(**form).build(nn.Conv2d(4, 8, 3, padding=1))
+    for call in (layer, layer.attention):
+        with pytest.raises(ValueError, match="reads feature maps of 4 channels, not 8"):
+            call(torch.randn(1, 8, 6, 6))
+        with pytest.raises(ValueError, match=r"reads feature maps \(B, C, H, W\); this input has shape \(4, 6, 6\)"):
+            call(torch.randn(4, 6, 6))
+        with pytest.raises(ValueError, match=r"weights of .* are torch.float32, its input is torch.uint8; convert one"):
+            call(torch.ones(1, 4, 6, 6, dtype=torch.uint8))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(torch.randn(1, 4, 6, 6, dtype=torch.bfloat16)).shape == (1, 8, 6, 6)

@@ -9,6 +9,8 @@ from PIL import Image
 
 import isomorph as iso
 from isomorph.checkpoints.rebuild import record_data
+from isomorph.cli.open_models import open_given
+from isomorph.cli.options import CheckpointOptions
 from isomorph.data.sources import image_name
 from isomorph.evaluation.cost import count_macs
 from isomorph.evaluation.input_sizes import evaluation_config
@@ -16,6 +18,7 @@ from isomorph.recipes import parse_overrides
 from isomorph.suites.robustness.inputs import prepare_inputs
 from isomorph.suites.test_data import evaluation_data, open_test_images, open_training_images, sample_images
 from isomorph.training.build import open_sources
+from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.fields import DataPart
 
 CLASSES = ("apple", "pear", "plum")
@@ -231,3 +234,24 @@ def test_the_data_of_a_recipe_may_be_a_folder(tmp_path):
         iso.load_recipe("finetune", ["data=photoz", "model.weights=x.pth"])
     with pytest.raises(iso.UserError, match=r"finetune has no model; give --model\.weights FILE"):
         iso.train(iso.load_recipe("finetune", [f"data={photos}"]))
+
+
+def test_the_folder_of_a_run_is_its_data(tmp_path, monkeypatch):
+    for split in ("train", "val"):
+        images(tmp_path / "photos" / split)
+    values = dict(
+        model=dict(name="cifar_resnet20", pretrained=False),
+        data=dict(source="imagefolder", root=str(tmp_path / "photos"), size=[16, 16], batch_size=4),
+        augment=dict(crop_padding=2, hflip=0),
+        epochs=1,
+        out=str(tmp_path / "run"),
+    )
+    iso.train(validate(values), show=False)
+    monkeypatch.setenv("ISOMORPH_DATA", str(tmp_path))
+    for name in (tmp_path / "run", tmp_path / "run/model.safetensors"):
+        model = open_given(str(name), CheckpointOptions())
+        assert len(open_test_images(model, None, None)) == 15
+        assert len(open_training_images(model, None, None)) == 15
+    shutil.rmtree(tmp_path / "photos")
+    with pytest.raises(iso.UserError, match="no images in"):
+        open_test_images(model, None, None)  # $ISOMORPH_DATA, as for a model of another machine

@@ -227,3 +227,37 @@ def test_wrong_values_are_rejected_in_words():
         iso.ConvToGPSA(sharpness=3)
     with pytest.raises(iso.UserError, match="sharpness -1 must be above 0"):
         iso.ConvToGPSA(content="similar", sharpness=-1)
+
+
+def test_nothing_to_prune_says_which_head_is_open():
+    net = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1))
+    tcnn = iso.recast(net, iso.ConvToGPSA(content="similar", gate=6.0))
+    tcnn[0].gate.data[2] = 1.0
+    with pytest.raises(
+        iso.UserError, match=r"heads of 0 share their means.*head 2 is 0\.73.*: train on, or .* least 0\.27"
+    ):
+        iso.prune(tcnn)
+    tcnn[0].set_gating(gate=-15.0)  # all open: no tolerance closes them
+    with pytest.raises(iso.UserError, match=r"head 0 is 3\.059e-07: train on$"):
+        iso.prune(tcnn)
+
+
+def test_attention_of_one_position_needs_no_map():
+    net = nn.Sequential(nn.Conv2d(3, 4, 7, stride=2, padding=3))
+    tcnn = iso.recast(net, iso.ConvToGPSA(content="similar", gate=0.0))
+    images = torch.randn(1, 3, 224, 224)
+    seen = iso.analysis.attention_from(tcnn, images, (0.0, 0.5))["0"]
+    assert seen.shape == (1, 49, 224, 224)
+    torch.testing.assert_close(seen[:, 24].sum((1, 2)), torch.ones(1))  # the tap in the middle
+    assert seen[:, :21].sum() < 1e-6  # the taps above the image
+    with pytest.raises(iso.UserError, match=r"attention maps of 0 .* take 121\.1 GiB .*iso\.analysis\.attention_from"):
+        iso.attention_maps(tcnn, images)
+    with pytest.raises(iso.UserError, match=r"position \(2, 0\.5\) must be two fractions"):
+        iso.analysis.attention_from(tcnn, images, (2, 0.5))
+
+
+@pytest.mark.parametrize("call", [iso.fit_sharpness, iso.attention_maps, lambda model, x: iso.verify(model, model, x)])
+def test_a_loader_is_not_a_batch(call):
+    tcnn = iso.recast(nn.Sequential(nn.Conv2d(3, 4, 3)), iso.ConvToGPSA(content="similar"))
+    with pytest.raises(iso.UserError, match=r"give a batch as the model reads it.*next\(iter\(loader\)\)\[0\]"):
+        call(tcnn, [(torch.randn(2, 3, 8, 8), torch.zeros(2))])

@@ -1,5 +1,6 @@
 """Attention that a layer applies to its values: as queries and keys, as a formed map, or computed on demand."""
 
+import math
 from collections.abc import Iterator
 from functools import singledispatch
 from typing import Any, NamedTuple, Protocol
@@ -9,6 +10,7 @@ from timm.layers import Attention
 from timm.layers.attention import maybe_add_mask, resolve_self_attn_mask
 from torch import Tensor, nn
 
+from isomorph.errors import UserError
 from isomorph.layers import (
     GPSA,
     PSA,
@@ -18,9 +20,14 @@ from isomorph.layers import (
     SimilarGPSA2d,
     ViTRelativeAttention,
 )
+from isomorph.layers.prune_heads import MAP_LAYERS
 
 MAX_MAP_ENTRIES = 2**22
 """Entries of a layer's maps that are in memory at the same time where only statistics of them are needed."""
+
+
+MAX_MAP_BYTES = 2**32
+"""Most bytes that the maps of a recast convolution may take when they are formed."""
 
 
 class AppliedAttention(Protocol):
@@ -36,6 +43,10 @@ class AppliedAttention(Protocol):
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
+        ...
+
+    def row(self, query: int) -> Tensor:
+        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
         ...
 
     def chunks(self) -> Iterator[Tensor]:
@@ -90,6 +101,10 @@ class Scores(NamedTuple):
             bias = bias[..., start:stop, :]
         return self.product(self.q[:, :, start:stop], bias)
 
+    def row(self, query: int) -> Tensor:
+        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
+        return torch.softmax(self.rows(query, query + 1), dim=-1)[:, :, 0]
+
     def images(self, start: int, stop: int) -> "Scores":
         """Return the scores of images start to stop."""
         k = None if self.k is None else self.k[start:stop]
@@ -116,6 +131,10 @@ class FormedMap(NamedTuple):
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
         return self.maps
 
+    def row(self, query: int) -> Tensor:
+        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
+        return self.maps[:, :, query]
+
     def chunks(self) -> Iterator[Tensor]:
         """Yield the maps of a few images at a time. Shape: (b, nh, Nq, Nk) each"""
         yield from self.maps.split(images_per_chunk(*self.maps.shape[1:]))
@@ -127,16 +146,26 @@ class MethodMap(NamedTuple):
     layer: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    name: str = ""
     shape: tuple[int, int] | None = None
 
     @property
     def logits(self) -> Scores | None:
+        if isinstance(self.layer, SimilarGPSA2d):
+            _check_size(self.name, self.layer, self.args[0])
         known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
         return scores(self.layer, *self.args, **self.kwargs) if known else None
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
+        _check_size(self.name, self.layer, self.args[0])
         return self.layer.attention(*self.args, **self.kwargs)
+
+    def row(self, query: int) -> Tensor:
+        """Return the attention of one query. Shape: -> (B, nh, Nk)"""
+        if isinstance(self.layer, MAP_LAYERS):
+            return self.layer.attention(self.args[0], query)[:, :, 0]
+        return torch.cat([maps[:, :, query] for maps in self.chunks()])
 
     def images(self, start: int, stop: int) -> "MethodMap":
         """Return the attention of images start to stop, with these rows of every input that has one row an image."""
@@ -147,7 +176,7 @@ class MethodMap(NamedTuple):
             return value[start:stop] if each else value
 
         kwargs = {name: part(value) for name, value in self.kwargs.items()}
-        return MethodMap(self.layer, tuple(map(part, self.args)), kwargs)
+        return MethodMap(self.layer, tuple(map(part, self.args)), kwargs, self.name)
 
     def chunks(self) -> Iterator[Tensor]:
         """Yield the maps of a few images at a time. Shape: (b, nh, Nq, Nk) each"""
@@ -156,6 +185,24 @@ class MethodMap(NamedTuple):
         count = images_per_chunk(*first.shape[1:])
         for start in range(1, len(self.args[0]), count):
             yield self.images(start, start + count).map()
+
+
+def _check_size(name: str, layer: Any, x: Tensor) -> None:
+    """Check that the maps of a recast convolution are not too large to be formed. Shape: x (B, C, H, W)
+
+    Raises: UserError if they take more than `MAX_MAP_BYTES`.
+    """
+    if not isinstance(layer, MAP_LAYERS):
+        return
+    queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
+    keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
+    size = x.element_size() * len(x) * layer.num_heads * queries * keys
+    if size > MAX_MAP_BYTES:
+        raise UserError(
+            f"the attention maps of {name or type(layer).__name__} ({len(x)} x {layer.num_heads} heads, {queries:,} "
+            f"queries, {keys:,} keys) take {size / 2**30:.1f} GiB of the {MAX_MAP_BYTES / 2**30:.0f} GiB allowed; use "
+            "smaller or fewer images, select other layers, or look at one query with iso.analysis.attention_from"
+        )
 
 
 @singledispatch

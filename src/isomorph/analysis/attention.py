@@ -70,11 +70,11 @@ def attention_from(
 ) -> dict[str, Tensor]:
     """Return the attention of one query in every head, on the grid of the layer without padding and prefix tokens.
 
-    `position`: row and column of the query, as fractions of height and width. Layers whose queries and keys have no
-    common grid are left out.
+    `position`: row and column of the query, as fractions of height and width from 0 to 1. Layers whose queries and keys
+    have no common grid are left out. Of a recast convolution, only what this query attends to is computed.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
-    Raises: UserError as in `attention_maps`, or if the grid of no layer is known.
+    Raises: UserError as in `attention_maps`, for a position outside of the image, or if the grid of no layer is known.
 
     Example:
         >>> vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2)
@@ -83,8 +83,11 @@ def attention_from(
         (4, 3, 2, 2)
     """
 
+    if len(position) != 2 or not all(0 <= part <= 1 for part in position):
+        raise UserError(f"position {tuple(position)} must be two fractions of height and width, from 0 to 1")
+
     def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
-        return torch.cat([grid.attention_from(maps, position) for maps in attention.chunks()])
+        return grid.on_map(attention.row(grid.query_at(position)))
 
     return _measure_on_grid(model, batch, measure, where)
 

@@ -26,6 +26,7 @@ from isomorph.analysis.timm_layouts import fused_form_has_no_map, to_standard_la
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.attention_classes import no_map_reason
+from isomorph.surgery.model_inputs import check_inputs
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
 _SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
@@ -47,7 +48,7 @@ class LayerCall:
     def attention(self) -> AppliedAttention | None:
         """Return the attention that the layer applied, after its forward, or None if it applied none."""
         if has_attention_method(self.layer):
-            return MethodMap(self.layer, self.args, self.kwargs)
+            return MethodMap(self.layer, self.args, self.kwargs, self.name)
         formed = [maps for maps in self.captured if isinstance(maps, FormedMap)]
         if len(formed) == len(self.captured) > 1:  # the layer loops over its heads
             return _join_heads(formed)
@@ -160,7 +161,11 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
-    """Run the model in eval mode, not compiled, and remove the hooks afterwards."""
+    """Run the model in eval mode, not compiled, and remove the hooks afterwards.
+
+    Raises: UserError if the batch is not one.
+    """
+    check_inputs(batch)
     try:
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
             model(batch)

@@ -35,13 +35,17 @@ class TokenGrid(NamedTuple):
         squared = rows[:, None, :, None] + columns[None, :, None, :]  # (Hq, Wq, Hk, Wk)
         return squared.sqrt().flatten(2).flatten(0, 1)
 
-    def attention_from(self, maps: Tensor, position: tuple[float, float]) -> Tensor:
-        """Return the attention of one query, at fractions of height and width, on the grid of the unpadded keys.
-
-        Shape: maps (B, nh, prefix + Nq, prefix + Nk) -> (B, nh, H, W)
-        """
+    def query_at(self, position: tuple[float, float]) -> int:
+        """Return the index of the query at fractions of height and width, from 0 to 1."""
         row, column = (min(int(part * size), size - 1) for part, size in zip(position, self.queries, strict=True))
-        attention = maps[:, :, self.prefix + row * self.queries[1] + column, self.prefix :].unflatten(-1, self.keys)
+        return self.prefix + row * self.queries[1] + column
+
+    def on_map(self, attention: Tensor) -> Tensor:
+        """Return the attention of one query on the grid of the unpadded keys.
+
+        Shape: attention (B, nh, prefix + Nk) -> (B, nh, H, W)
+        """
+        attention = attention[..., self.prefix :].unflatten(-1, self.keys)
         (ph, pw), (Hk, Wk) = self.padding, self.keys
         return attention[..., ph : Hk - ph, pw : Wk - pw]
 

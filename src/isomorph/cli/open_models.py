@@ -42,7 +42,16 @@ def open_given(
     name, among = _on_disk(name), [_on_disk(other) for other in among]
     if not needs_options(name) and any(map(needs_options, among)):
         checkpoint = CheckpointOptions(ema=checkpoint.ema)
-    return _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
+    model = _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
+    if recipe := _recipe_of(name):
+        model.isomorph_root = (recipe.get("data") or {}).get("root")  # type: ignore[assignment]  # the folder of its images
+    return model
+
+
+def _recipe_of(name: str) -> dict[str, Any] | None:
+    """Return the recipe of a run, or of the run of a checkpoint, or None."""
+    path = Path(name)
+    return find_recipe(path) if path.exists() else None
 
 
 @functools.cache
@@ -66,8 +75,7 @@ def open_classifier(
     if is_artefact(name):
         return _open_exported(name, weights, pretrained)
     check_pretrained_option(name, weights, pretrained)
-    path = Path(name)
-    recipe = find_recipe(path) if path.exists() else None
+    recipe = _recipe_of(name)
     if recipe and recipe.get("mask"):
         raise UserError(
             f"{name} is a run of masked pre-training: its classifier is not trained; fine-tune it first, with its "

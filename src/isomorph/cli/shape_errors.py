@@ -12,6 +12,9 @@ _PATTERNS = {
     r"expected input\[.*?\] to have (\d+) channels, but got (\d+) channels": (
         "the model takes {0}-channel images, but these have {1} channels; give other data, or another model"
     ),
+    r"reads feature maps of (\d+) channels, not (\d+)": (
+        "the model takes {0}-channel images, but these have {1} channels; give other data, or another model"
+    ),
     r"[Kk]ernel size can't be greater than actual input size": (
         "the images are too small for this model; give a larger --size"
     ),

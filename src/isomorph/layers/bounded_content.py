@@ -60,7 +60,7 @@ class BoundedGPSA2d(BoundedContentHeads, GPSA2d):
     """Base of gated attention whose content is bounded: the sum of the position and the content of every head."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.maps_are_smaller(*x.shape[-2:]):
+        if self.maps_are_smaller(*self.check_map(x)):
             return super().forward(x)
         values = self.map_values(x).unflatten(-1, x.shape[-2:])
         position = self.position_taps(values, self.position_share)
@@ -72,6 +72,6 @@ class BoundedContentConv2d(BoundedContentHeads, ContentConv2d):
     """Base of attention by bounded content alone."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.maps_are_smaller(*x.shape[-2:]):
+        if self.maps_are_smaller(*self.check_map(x)):
             return super().forward(x)
         return self.with_bias(self.content_taps(x, x.to(compute_dtype(x))))

@@ -109,12 +109,15 @@ class ContentHeads(TapHeads):
         keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
         return q * q.shape[-1] ** -0.5, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3), None
 
-    def content_attention(self, x: Tensor) -> Tensor:
-        """Return the map of content attention over the zero-padded keys, every row of which sums to 1.
+    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
+        self.check_map(x)
         q, keys, bias = self.content_scores(x)
+        if query is not None:
+            q, bias = q[:, :, query : query + 1], bias if bias is None or len(bias) == 1 else bias[query : query + 1]
         scores = q @ keys.transpose(-2, -1)
         return torch.softmax(scores if bias is None else scores + bias, dim=-1)
 
@@ -169,7 +172,7 @@ class ContentConv2d(ContentHeads):
         return self.weight.new_full((self.num_heads, 2), torch.nan)
 
     def forward(self, x: Tensor) -> Tensor:
-        H, W = x.shape[-2:]
+        H, W = self.check_map(x)
         Hq, Wq = self.query_grid(H, W)
         if forms_map(Hq * Wq, H * W):
             columns = torch.einsum("bhqk,bck->bchq", self.content_map(x), x.flatten(2))  # (B, C, nh, Nq)
@@ -177,6 +180,9 @@ class ContentConv2d(ContentHeads):
             columns = self.attend_by_content(x, x.flatten(2).transpose(1, 2)).permute(0, 3, 1, 2)  # (B, C, nh, Nq)
         return self.apply_filters(columns.flatten(1, 2), H, W)
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map over the zero-padded keys. Shape: -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))"""
-        return self.content_attention(x)
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the attention map over the zero-padded keys, or the row of one query.
+
+        Shape: -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        return self.content_attention(x, query)

@@ -108,7 +108,7 @@ class GPSA2d(ContentHeads, GatedHeads):
         self.set_gating(locality, gate)
 
     def forward(self, x: Tensor) -> Tensor:
-        H, W = x.shape[-2:]
+        H, W = self.check_map(x)
         Hq, Wq = self.query_grid(H, W)
         gather_columns = self.soft_columns_dense if forms_map(Hq * Wq, H * W) else self.soft_columns_by_axis
         return self.apply_filters(gather_columns(x), H, W)

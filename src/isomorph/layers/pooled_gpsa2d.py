@@ -107,8 +107,8 @@ class PooledHeads(BoundedContentHeads):
         heads = torch.arange(self.num_heads, device=x.device).clamp(max=self.distinct_heads - 1)
         return q[:, heads], k[:, heads], score[None]
 
-    def content_attention(self, x: Tensor) -> Tensor:
-        """Return the map of content attention over the zero-padded keys, every row of which sums to 1.
+    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.
 
         The attention to a cell is spread evenly over its positions.
 
@@ -116,7 +116,7 @@ class PooledHeads(BoundedContentHeads):
         """
         (H, W), (ph, pw) = x.shape[-2:], self.padding
         counts = self.cell_counts(H, W, like=x).to(x.dtype)
-        maps = super().content_attention(x) / counts.clamp(min=1)  # (B, nh, Nq, h w + 1)
+        maps = super().content_attention(x, query) / counts.clamp(min=1)  # (B, nh, Nq, h w + 1)
         rows, columns = self.cell_members(H, W, like=x)
         cell = rows.argmax(0)[:, None] * len(columns) + columns.argmax(0)  # (H, W)
         return maps[..., F.pad(cell, (pw, pw, ph, ph), value=len(counts) - 1).flatten()]

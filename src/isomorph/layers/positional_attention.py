@@ -17,11 +17,16 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
+def is_autocast_on(x: Tensor) -> bool:
+    """True if matrix products with x are computed in the dtype of autocast."""
+    return x.device.type != "meta" and torch.is_autocast_enabled(
+        x.device.type
+    )  # autocast does not know the meta device
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which matrix products with x are computed: that of autocast where it is on, else of x."""
-    device = x.device.type
-    on = device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
-    return torch.get_autocast_dtype(device) if on else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if is_autocast_on(x) else x.dtype
 
 
 def centred_axis_attention(offsets: Tensor, centre: Tensor, locality: Tensor) -> Tensor:

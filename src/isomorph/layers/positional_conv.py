@@ -4,7 +4,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from isomorph.layers.positional_attention import compute_dtype, kronecker
+from isomorph.layers.positional_attention import compute_dtype
 from isomorph.layers.tap_heads import PositionHeads
 
 
@@ -55,11 +55,12 @@ class PositionalConv2d(PositionHeads):
         return torch.ones_like(self.raw_locality)
 
     def forward(self, x: Tensor) -> Tensor:
+        self.check_map(x)
         return self.with_bias(self.position_taps(x.to(compute_dtype(x))))
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map over the zero-padded keys, the same for every image.
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the attention map over the zero-padded keys, the same for every image, or the row of one query.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        return kronecker(*self.axis_maps(*x.shape[-2:])).to(x.dtype).expand(x.shape[0], -1, -1, -1)
+        return self.position_attention(x, query).to(x.dtype).expand(x.shape[0], -1, -1, -1)

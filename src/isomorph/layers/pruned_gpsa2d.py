@@ -119,12 +119,12 @@ class PrunedGPSA2d(nn.Module):
         """Return the height and width of the output for an H x W input."""
         return next(iter(self.parts().values())).query_grid(H, W)
 
-    def attention(self, x: Tensor) -> Tensor:
-        """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the attention map over the zero-padded keys, or the row of one query. Rows sum to 1.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        return self.in_head_order([part.attention(x) for part in self.parts().values()], dim=1)
+        return self.in_head_order([part.attention(x, query) for part in self.parts().values()], dim=1)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}"

@@ -101,27 +101,29 @@ class SimilarGPSA2d(GatedHeads):
 
         Shape: x (B, C, H, W) -> (B, C, H, W), in float32 at least
         """
+        self.check_map(x)
         with disable_autocast(x.device):
             dtype = geometry_dtype(x)
             weight = self.embedding.weight.to(dtype) * self.sharpness.to(dtype).sqrt()
             return F.conv2d(x.to(dtype), weight[:, :, None, None])
 
     def forward(self, x: Tensor) -> Tensor:
-        values = x.to(compute_dtype(x))
+        z, values = self.embed(x), x.to(compute_dtype(x))
         position = self.position_taps(values, self.position_share)
-        similar = similar_mean(values, self.embed(x), self.window)
+        similar = similar_mean(values, z, self.window)
         filters = self.scaled_filters(torch.sigmoid(-self.gate)).view_as(self.weight).to(values.dtype)
         content = F.conv2d(similar, filters, None, self.stride, self.padding, groups=self.groups)
         return self.with_bias(position + content)
 
-    def content_attention(self, x: Tensor) -> Tensor:
-        """Return the map of content attention over the zero-padded keys, every row of which sums to 1.
+    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of content attention over the zero-padded keys, or the row of one query. Rows sum to 1.
 
         A tap on the padding attends to itself, a zero.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        return self._by_tap(similar_weights(self.embed(x), self.window).to(x.dtype), own=1.0, elsewhere=0.0)
+        weights = similar_weights(self.embed(x), self.window).to(x.dtype)
+        return self._by_tap(weights, own=1.0, elsewhere=0.0, query=query)
 
     def content_logits(self, x: Tensor) -> Tensor:
         """Return the scores of content attention over the zero-padded keys, -inf outside of the window.
@@ -132,7 +134,7 @@ class SimilarGPSA2d(GatedHeads):
         """
         return self._by_tap(similar_scores(self.embed(x), self.window), own=0.0, elsewhere=-torch.inf)
 
-    def _by_tap(self, by_offset: Tensor, own: float, elsewhere: float) -> Tensor:
+    def _by_tap(self, by_offset: Tensor, own: float, elsewhere: float, query: int | None = None) -> Tensor:
         """Return numbers for every offset of the window as maps over the zero-padded keys, one for each tap.
 
         Keys outside of the window get `elsewhere`, and positions of the padding `own` for themselves.
@@ -140,22 +142,27 @@ class SimilarGPSA2d(GatedHeads):
         Shape: by_offset (B, K, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
         (H, W), (ph, pw), device = by_offset.shape[-2:], self.padding, by_offset.device
-        Hp, Wp = H + 2 * ph, W + 2 * pw
-        keys = torch.arange(Hp * Wp, device=device).view(Hp, Wp)
-        inside = keys[ph : ph + H, pw : pw + W]
-        every = by_offset.new_full((by_offset.shape[0], Hp * Wp, Hp * Wp), elsewhere)
-        every.diagonal(dim1=1, dim2=2).fill_(own)
-        for (down, right), numbers in zip(window_offsets(self.window), by_offset.unbind(1), strict=True):
-            rows, columns = (
-                slice(max(0, -step), max(0, size - max(0, step))) for step, size in ((down, H), (right, W))
-            )
-            here = inside[rows, columns].flatten()
-            every[:, here, here + down * Wp + right] = numbers[:, rows, columns].flatten(1)
-        (Hq, Wq), (sh, sw), tap = self.query_grid(H, W), self.stride, torch.arange(self.kernel_size, device=device)
-        rows_asked = sh * torch.arange(Hq, device=device) + tap[:, None]  # (k, Hq), of the padded map
-        columns_asked = sw * torch.arange(Wq, device=device) + tap[:, None]
-        asked = rows_asked[:, None, :, None] * Wp + columns_asked[None, :, None, :]  # (k, k, Hq, Wq)
-        return every[:, asked.flatten(2).flatten(0, 1)]
+        keys, (rows, columns) = (H + 2 * ph) * (W + 2 * pw), self._taps(H, W, query, device)  # (nh, Nq)
+        offsets = torch.tensor(window_offsets(self.window), device=device)  # (K, 2)
+        down, right = rows[..., None] + offsets[:, 0], columns[..., None] + offsets[:, 1]  # (nh, Nq, K)
+        itself = (offsets == 0).all(1)
+        on_map = _is_inside(rows, columns, H, W)[..., None]
+        used = torch.where(on_map, _is_inside(down, right, H, W), itself)
+        numbers = by_offset[:, :, rows.clamp(0, H - 1), columns.clamp(0, W - 1)].movedim(1, -1)  # (B, nh, Nq, K)
+        numbers = torch.where(on_map, numbers, own)
+        key = torch.where(used, (down + ph) * (W + 2 * pw) + right + pw, keys)  # a last key that is dropped
+        maps = by_offset.new_full((*numbers.shape[:-1], keys + 1), elsewhere)
+        return maps.scatter(-1, key.expand_as(numbers), numbers)[..., :-1]
+
+    def _taps(self, H: int, W: int, query: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the row and column on the map of every tap of every query, or of one. Shape: -> (nh, Nq), twice"""
+        along = [
+            stride * torch.arange(queries, device=device) + torch.arange(self.kernel_size, device=device)[:, None] - pad
+            for queries, stride, pad in zip(self.query_grid(H, W), self.stride, self.padding, strict=True)
+        ]  # (k, Hq), (k, Wq)
+        grid = torch.broadcast_tensors(along[0][:, None, :, None], along[1][None, :, None, :])  # (k, k, Hq, Wq)
+        rows, columns = (each.flatten(2).flatten(0, 1) for each in grid)
+        return (rows, columns) if query is None else (rows[:, query : query + 1], columns[:, query : query + 1])
 
     def deviation_from(self, conv: nn.Conv2d) -> float:
         """Return the largest relative |difference| to `conv` if all positions of a window were equally similar.
@@ -168,3 +175,8 @@ class SimilarGPSA2d(GatedHeads):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, window={self.window}"
+
+
+def _is_inside(rows: Tensor, columns: Tensor, H: int, W: int) -> Tensor:
+    """True for positions on an H x W map."""
+    return (rows >= 0) & (rows < H) & (columns >= 0) & (columns < W)

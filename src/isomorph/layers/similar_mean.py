@@ -144,10 +144,10 @@ class _SimilarMean(torch.autograd.Function):
         (x, z), window, (needs_x, needs_z, *_) = ctx.saved_tensors, tuple(ctx.window), ctx.needs_input_grad
         d_x: list[Tensor] = []
         d_z: list[Tensor] = []
-        for part in split_batch(_images_together(x, z, math.prod(window)), x, z, grad):
-            weights = similar_weights(part[1], window)
-            d_x += [_input_gradient(*part, weights, window)] if needs_x else []
-            d_z += [_embedding_gradient(*part, weights, window)] if needs_z else []
+        for few_x, few_z, few_grad in split_batch(_images_together(x, z, math.prod(window)), x, z, grad):
+            weights = similar_weights(few_z, window)
+            d_x += [_input_gradient(few_x, few_z, few_grad, weights, window)] if needs_x else []
+            d_z += [_embedding_gradient(few_x, few_z, few_grad, weights, window)] if needs_z else []
         return torch.cat(d_x) if d_x else None, torch.cat(d_z) if d_z else None, None, None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from isomorph.layers.folded_taps import folded_reach, folded_taps
 from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.grid import conv_output_size, window_centres
-from isomorph.layers.positional_attention import geometry_dtype, kronecker
+from isomorph.layers.positional_attention import geometry_dtype, is_autocast_on, kronecker
 from isomorph.layers.soft_taps import soft_taps
 from isomorph.layers.tap_axis import TapAxis
 
@@ -74,6 +74,22 @@ class TapHeads(nn.Module):
     def head_width(self) -> int:
         """Number of query and key channels of a head, with those that only some heads use."""
         return -(-self.in_channels // self.kernel_size**2)
+
+    def check_map(self, x: Tensor) -> tuple[int, int]:
+        """Return the height and width of a feature map.
+
+        Raises: ValueError if its channels are not the layer's, or its dtype is not, unless autocast converts it.
+        """
+        name = type(self).__name__
+        if x.ndim != 4:
+            raise ValueError(f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}")
+        if x.shape[1] != self.in_channels:
+            raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
+        if x.dtype != self.weight.dtype and not is_autocast_on(x):
+            raise ValueError(
+                f"the weights of {name} are {self.weight.dtype}, its input is {x.dtype}; convert one of them"
+            )
+        return x.shape[2], x.shape[3]
 
     def query_grid(self, H: int, W: int) -> tuple[int, int]:
         """Return the height and width of the output for an H x W input.
@@ -161,6 +177,17 @@ class PositionHeads(TapHeads):
         """
         rows, columns = self.axes(H, W)
         return rows.maps(), columns.maps()
+
+    def position_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of position attention over the zero-padded keys, or the row of one query.
+
+        Shape: x (B, C, H, W) -> (nh, Nq, (H + 2 pad) (W + 2 pad))
+        """
+        rows, columns = self.axis_maps(*self.check_map(x))
+        if query is not None:
+            row, column = divmod(query, columns.shape[1])
+            rows, columns = rows[:, row : row + 1], columns[:, column : column + 1]
+        return kronecker(rows, columns)
 
     def unpadded_axis_maps(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the axis maps without the padded keys, whose values are zero. Shape: -> (nh, Hq, H), (nh, Wq, W)"""
@@ -260,17 +287,19 @@ class GatedHeads(PositionHeads):
         """Share of position attention in every head: sigmoid(gate). Shape: -> (nh,)"""
         return torch.sigmoid(self.gate)
 
-    def content_attention(self, x: Tensor) -> Tensor:
-        """Return the map of content attention over the zero-padded keys.
+    def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:
+        """Return the map of content attention over the zero-padded keys, or the row of one query.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
         raise NotImplementedError
 
-    def attention(self, x: Tensor) -> Tensor:
+    def attention(self, x: Tensor, query: int | None = None) -> Tensor:
         """Return the attention map over the zero-padded keys; it is formed only here, and every row sums to 1.
 
-        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
+        With `query`, an index among the Nq queries, only its row is formed, which takes little memory.
+
+        Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad)), with `query` (B, nh, 1, ...)
         """
-        content = self.content_attention(x)
-        return gated_mix(content, kronecker(*self.axis_maps(*x.shape[-2:])).to(content.dtype), self.gate)
+        position, content = self.position_attention(x, query), self.content_attention(x, query)
+        return gated_mix(content, position.to(content.dtype), self.gate)

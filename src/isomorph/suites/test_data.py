@@ -32,6 +32,12 @@ def default_data(model: nn.Module) -> str:
     return "cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder"
 
 
+def default_root(model: nn.Module) -> Path | None:
+    """Return the folder that holds the data source that a model was trained on, if its run is known and it exists."""
+    root = getattr(model, "isomorph_root", None)
+    return Path(root) if root and Path(root).is_dir() else None
+
+
 def open_test_images(
     model: nn.Module,
     data: str | None,
@@ -46,6 +52,7 @@ def open_test_images(
     Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
     some of these images.
     """
+    root = root or (None if data else default_root(model))
     source = open_source(data or default_data(model), "test", root, None if test_fraction == 1 else test_fraction)
     if test_fraction != 1:
         _check_unseen(source, model)
@@ -61,6 +68,7 @@ def open_training_images(model: nn.Module, data: str | None, root: Path | None) 
     Raises: UserError when the data is missing.
     """
     name, (fraction, images) = data or default_data(model), _recorded_split(model)
+    root = root or (None if data else default_root(model))
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = open_source(name, "train", root, fraction)

@@ -181,21 +181,41 @@ def prune(model: nn.Module, tolerance: float = 0.01, where: Where = "*") -> nn.M
     return pruned
 
 
+class _Nearest(NamedTuple):
+    """What comes nearest to being pruned: the tolerance that it would need, and what is in the way, in words."""
+
+    needed: float
+    reason: str
+
+
 def _nothing_to_prune(layers: dict[str, nn.Module], tolerance: float) -> str:
-    """Return the message that no head is closed or open, with the head that is nearest to it."""
-    nearest = []
-    for name, layer in layers.items():
-        shares = layer.position_share.tolist()  # type: ignore[operator]
-        if isinstance(layer, SimilarGPSA2d):  # all of its heads have to be closed
-            nearest.append((1 - min(shares), min(shares), name, shares.index(min(shares))))
-            continue
-        for number, (share, letter) in enumerate(zip(shares, current_heads(layer), strict=True)):
-            if letter == "b":
-                nearest.append((min(share, 1 - share), share, name, number))
+    """Return the message that no head is closed or open, with what comes nearest to it."""
+    nearest = [found for name, layer in layers.items() if (found := _nearest_to_prune(name, layer, tolerance))]
     if not nearest:
         return f"nothing to prune: no head has a gate left, and no layer is on its taps within tolerance {tolerance:g}"
-    need, share, name, number = min(nearest)
-    return (
-        f"nothing to prune: no head's share of position attention is within {tolerance:g} of 0 or 1; the nearest is "
-        f"{share:.5g} (head {number} of {name or 'the model'}): train on, or give a tolerance of at least {need:.2g}"
+    needed, reason = min(nearest)
+    advice = f", or give a tolerance of at least {needed:.2g}" if needed < TOLERANCE[1] else ""
+    return f"nothing to prune: {reason}: train on{advice}"
+
+
+def _nearest_to_prune(name: str, layer: nn.Module, tolerance: float) -> _Nearest | None:
+    """Return what of a layer comes nearest to being pruned, or None if no head of it has a gate."""
+    shares, name = layer.position_share.tolist(), name or "the model"  # type: ignore[operator]
+    if isinstance(layer, SimilarGPSA2d):
+        share = min(shares)
+        reason = (
+            f"the heads of {name} share their means, so all of them have to be closed (a share of position attention "
+            f"within {tolerance:g} of 1), and that of head {shares.index(share)} is {share:.5g}"
+        )
+        return _Nearest(1 - share, reason)
+    gated = [
+        (min(s, 1 - s), s, n) for n, (s, own) in enumerate(zip(shares, current_heads(layer), strict=True)) if own == "b"
+    ]
+    if not gated:
+        return None
+    needed, share, number = min(gated)
+    reason = (
+        f"no head's share of position attention is within {tolerance:g} of 0 or 1; the nearest is {share:.5g} "
+        f"(head {number} of {name})"
     )
+    return _Nearest(needed, reason)

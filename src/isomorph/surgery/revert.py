@@ -10,7 +10,7 @@ from isomorph.surgery.layer_checks import first_altered_part
 from isomorph.surgery.notes import add_notes
 from isomorph.surgery.recast import Edit, attach_rule, check_model, edits, replace_module
 from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
-from isomorph.surgery.where import Where, describe_where, matches_where
+from isomorph.surgery.where import Where, describe_where, list_names, matches_where
 
 _REVERT_METHODS = ("to_conv", "to_attention")
 """Methods by which a recast layer converts back to its original form, if it still computes the same function."""
@@ -42,13 +42,16 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     tied = tied_parameters(model)
     names = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
     if not names:
-        raise UserError(f"{describe_where(where)} selects no layer that can be reverted; for pyramids use fuse")
+        possible = [n for n, m in model.named_modules() if _revert_method(m)]
+        hint = f"there are {list_names(possible)}" if possible else "for pyramids use fuse"
+        raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
     for name in names:
         layer = model.get_submodule(name)
         try:
             original = _revert_method(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
-            raise UserError(f"{name or 'the model'}: {error}") from None
+            others = "; with `where`, revert the other layers alone" if len(names) > 1 else ""
+            raise UserError(f"{name or 'the model'}: {error}{others}") from None
         except (RuntimeError, TypeError, KeyError):  # torch's errors for weights that cannot be merged
             if reason := first_altered_part(layer):
                 raise UserError(f"{name or 'the model'} cannot be reverted: {reason}") from None

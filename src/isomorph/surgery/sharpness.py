@@ -74,6 +74,8 @@ def _relative_to(name: str, layer: SimilarGPSA2d, x: Tensor, sharpness: float) -
 
     Raises: UserError if the variance is 0 or not finite, or leads to a sharpness out of range.
     """
+    if not x.numel():
+        raise UserError(f"{name or 'the model'} reads an empty batch, so its sharpness cannot be fitted")
     compared = layer.embed(x)
     variance = compared.var((0, 2, 3), correction=0).sum().item() / layer.sharpness.item()
     if not math.isfinite(variance):

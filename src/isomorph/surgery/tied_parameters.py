@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from isomorph.surgery.where import list_names
+
 
 def tied_parameters(model: nn.Module) -> list[list[str]]:
     """Return the names of each parameter that two or more modules share; a module used twice counts once."""
@@ -52,11 +54,5 @@ def _are_equal(a: nn.Parameter, b: nn.Parameter) -> bool:
 def _describe_lost_tie(lost: list[str], tied: list[str]) -> str:
     """Return a sentence about parameters that no longer share one tensor."""
     verb = "was" if tied and len(lost) == 1 else "were"
-    partners = f" to {_join_names(tied)}" if tied else ""
-    return f"{_join_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"
-
-
-def _join_names(names: list[str]) -> str:
-    """Return at most three names in a row, and the number of the others."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+    partners = f" to {list_names(tied)}" if tied else ""
+    return f"{list_names(lost)} {verb} tied{partners}; they are no longer tied and train separately"

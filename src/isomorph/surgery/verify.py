@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
-from isomorph.surgery.model_inputs import Inputs, run_model
+from isomorph.surgery.model_inputs import Inputs, check_inputs, run_model
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import edits_since
 
@@ -217,6 +217,7 @@ def _eval_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 def _map_floats(batch: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
     """Return a batch with its floating-point tensors changed; tensors of integers, such as token ids, stay."""
+    check_inputs(batch)
     if isinstance(batch, Tensor):
         return change(batch) if batch.is_floating_point() else batch
     return {name: change(x) if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}

@@ -28,3 +28,9 @@ def nearest_names(where: Where, names: Sequence[str]) -> str:
     globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
     close = [name for glob in globs for name in difflib.get_close_matches(glob, names, n=3, cutoff=0.4)]
     return f"; nearest names: {', '.join(dict.fromkeys(close))}" if close else ""
+
+
+def list_names(names: Sequence[str]) -> str:
+    """Return at most three names in a row, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -82,7 +82,7 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
                 f"model.weights {path} is recast already, but model.recast_epoch is {part.recast_epoch}; set "
                 "model.recast_epoch to 0, or give weights of the model before its recast"
             ) from None
-        model.isomorph_start = describe_loaded_weights(model, path, new, " (of the recast model)")  # type: ignore[assignment]
+        model.isomorph_start = describe_loaded_weights(model, path, new, RECAST_WEIGHTS)  # type: ignore[assignment]
         return model
     model.isomorph_start = describe_loaded_weights(model, path, new, form)  # type: ignore[assignment]
     return _recast_or_freeze(model, part, recast_now)
@@ -102,6 +102,10 @@ def _fill_recast(
     except UserError as error:
         reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
         raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
+
+
+RECAST_WEIGHTS = " (of the recast model), whose gates and other start values replace those of model.recast"
+"""What is said of weights that contain what a recast would set."""
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:

@@ -17,7 +17,7 @@ from isomorph.suites.survey.costs import layer_costs
 from isomorph.suites.survey.measure import Batch, Reference, read_batches
 from isomorph.suites.survey.rules import SurveyedRule, conv_rules, label_rules, shared_fields
 from isomorph.surgery import ConvToGPSA, Rule, acceptance, fit_sharpness, recast
-from isomorph.surgery.where import Where, describe_where
+from isomorph.surgery.where import Where, describe_where, nearest_names
 
 KIND = "isomorph survey"
 MAX_LOSS = 20.0
@@ -141,7 +141,9 @@ def _surveyed_layers(model: nn.Module, rules: Sequence[SurveyedRule], where: Whe
     layers = [layer for layer in found[0].accepted if layer not in rejected]
     if not layers:
         why = f": {next(iter(rejected))}: {next(iter(rejected.values()))}" if rejected else ""
-        raise UserError(f"there is no layer to survey for {describe_where(where)}{why}")
+        possible = acceptance(model, rules[0].rule, "*").accepted
+        hint = nearest_names(where, possible) if possible else "; no layer of this model can be recast"
+        raise UserError(f"there is no layer to survey for {describe_where(where)}{why}{hint}")
     return layers, rejected
 
 

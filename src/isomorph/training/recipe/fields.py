@@ -29,6 +29,9 @@ from isomorph.training.recipe.part import (
 )
 from isomorph.training.task import task_names
 
+MAX_PART_RATE = 10.0
+"""Largest learning rate of gates, positions and branches: a larger number is probably a multiple without its x."""
+
 
 class DataPart(Part):
     """The data to train and test on."""
@@ -207,6 +210,8 @@ class OptimPart(Part):
         """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
         if rate is None and info.field_name == "position_lr":
             rate = "1x"
+        if isinstance(rate, int | float) and rate > MAX_PART_RATE:
+            rate = f"{rate:g}"
         if not isinstance(rate, str):
             return rate
         try:
@@ -215,6 +220,8 @@ class OptimPart(Part):
             factor = 0.0
         if not 0 < factor < math.inf:
             raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
+        if not rate.endswith("x") and factor > MAX_PART_RATE:
+            raise ValueError(f"would be a learning rate of {factor:g}; for a multiple of optim.lr, write {factor:g}x")
         return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
 
     @field_validator("name")
