@@ -188,7 +188,9 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     forms = ["naive-W1 xavier", "P-W1S xavier", "P-W2S xavier"]
     forms += [f"P-W2S xavier {part}" for part in ("qkv-fc1", "qkv", "mlp", "none", "fc1", "v")]
     stages += [runs(form, 10, [4e-3], [0], pyramid_lr=1 / 8) for form in forms]
-    for form, epochs, rate in (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3)):  # equally long in time on a CPU
+    longer = (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3), ("plain xavier", 18, 4e-3))
+    longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3))
+    for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
         stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
     convs: Row = {**same, "network": "cifar_resnet20"}
     kinds = ("plain", "repvgg", "P-W2S")
