@@ -306,10 +306,20 @@ def test_the_attention_of_one_query_is_a_row_of_the_map(form):
         whole = each.attention(x)
         for query in (0, 7, whole.shape[2] - 1):
             torch.testing.assert_close(each.attention(x, query=query), whole[:, :, query : query + 1])
+        for query in (-1, whole.shape[2]):
+            with pytest.raises(ValueError, match=f"query {query} must be from 0 to 19"):
+                each.attention(x, query=query)
+
+
+def test_the_attention_of_one_query_needs_no_map():
+    layer = WindowGPSA2d(3, 4, 7, stride=2, padding=3, window=9)
+    row = layer.attention(torch.randn(1, 3, 224, 224), query=12_543)
+    assert row.shape == (1, 49, 1, 230 * 230)
+    torch.testing.assert_close(row.sum(-1), torch.ones(1, 49, 1))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form["content"])
-def test_another_input_is_refused_in_words(form):
+def test_another_input_is_rejected_in_words(form):
     layer = iso.ConvToGPSA(**form).build(nn.Conv2d(4, 8, 3, padding=1))
     for call in (layer, layer.attention):
         with pytest.raises(ValueError, match="reads feature maps of 4 channels, not 8"):
@@ -320,3 +330,5 @@ def test_another_input_is_refused_in_words(form):
             call(torch.ones(1, 4, 6, 6, dtype=torch.uint8))
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(1, 4, 6, 6, dtype=torch.bfloat16)).shape == (1, 8, 6, 6)
+        with pytest.raises(ValueError, match=r"its input is torch.float64; convert one"):
+            layer(torch.randn(1, 4, 6, 6, dtype=torch.float64))

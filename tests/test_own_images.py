@@ -18,8 +18,8 @@ from isomorph.recipes import parse_overrides
 from isomorph.suites.robustness.inputs import prepare_inputs
 from isomorph.suites.test_data import evaluation_data, open_test_images, open_training_images, sample_images
 from isomorph.training.build import open_sources
-from isomorph.training.recipe.recipe import validate
 from isomorph.training.recipe.fields import DataPart
+from isomorph.training.recipe.recipe import validate
 
 CLASSES = ("apple", "pear", "plum")
 
@@ -253,5 +253,8 @@ def test_the_folder_of_a_run_is_its_data(tmp_path, monkeypatch):
         assert len(open_test_images(model, None, None)) == 15
         assert len(open_training_images(model, None, None)) == 15
     shutil.rmtree(tmp_path / "photos")
-    with pytest.raises(iso.UserError, match="no images in"):
-        open_test_images(model, None, None)  # $ISOMORPH_DATA, as for a model of another machine
+    for recipe in ((tmp_path / "run/recipe.json").read_text(), '{"data": "cifar10"}', '{"data": {"root": 3}}'):
+        (tmp_path / "run/recipe.json").write_text(recipe)
+        model = open_given(str(tmp_path / "run/model.safetensors"), CheckpointOptions())
+        with pytest.raises(iso.UserError, match="no images in"):
+            open_test_images(model, None, None)  # $ISOMORPH_DATA, as for a model of another machine

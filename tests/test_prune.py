@@ -254,7 +254,7 @@ def test_bad_arguments_are_one_clear_line():
         iso.prune(small_convit(), 0.7)
     with pytest.raises(iso.UserError, match="must be a number"):
         iso.prune(small_convit(), "much")
-    with pytest.raises(iso.UserError, match=r"nothing to prune.*the nearest is 0\.99988.*at least 0\.00012"):
+    with pytest.raises(iso.UserError, match=r"nothing to prune.*the nearest is 0\.99988.*at least 0\.00013"):
         iso.prune(small_convit(), 1e-6)
     with pytest.raises(iso.UserError, match="no head has a gate left"):
         iso.prune(iso.prune(small_tcnn([9.0] * 9)))

@@ -237,6 +237,10 @@ def test_nothing_to_prune_says_which_head_is_open():
         iso.UserError, match=r"heads of 0 share their means.*head 2 is 0\.73.*: train on, or .* least 0\.27"
     ):
         iso.prune(tcnn)
+    tcnn[0].gate.data[2] = 1.2  # a share of 0.769: 1 - 0.769 is rounded up
+    with pytest.raises(iso.UserError, match=r"at least 0\.24$"):
+        iso.prune(tcnn)
+    assert type(iso.prune(tcnn, 0.24)[0]).__name__ == "Conv2d"
     tcnn[0].set_gating(gate=-15.0)  # all open: no tolerance closes them
     with pytest.raises(iso.UserError, match=r"head 0 is 3\.059e-07: train on$"):
         iso.prune(tcnn)
@@ -256,7 +260,10 @@ def test_attention_of_one_position_needs_no_map():
         iso.analysis.attention_from(tcnn, images, (2, 0.5))
 
 
-@pytest.mark.parametrize("call", [iso.fit_sharpness, iso.attention_maps, lambda model, x: iso.verify(model, model, x)])
+CALLS = [iso.fit_sharpness, iso.attention_maps, iso.analysis.attention_from, lambda net, x: iso.verify(net, net, x)]
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_a_loader_is_not_a_batch(call):
     tcnn = iso.recast(nn.Sequential(nn.Conv2d(3, 4, 3)), iso.ConvToGPSA(content="similar"))
     with pytest.raises(iso.UserError, match=r"give a batch as the model reads it.*next\(iter\(loader\)\)\[0\]"):

@@ -307,6 +307,15 @@ class TestOptim:
             iso.load_recipe("tcnn_resnetrs50", [f"optim.gate_lr={rate}"])
         assert "\n" not in str(caught.value)
 
+    def test_a_multiple_without_its_x_is_rejected(self):
+        with pytest.raises(
+            iso.UserError, match=r"would be a learning rate of 100; for a multiple of optim.lr, write 100x"
+        ):
+            iso.training.parameter_groups(timm.create_model("cifar_resnet20"), gate_lr="100")
+        recipe = validate(dict(model=dict(name="cifar_resnet20"), optim=dict(name="sgd", lr=0.1, gate_lr="1000x")))
+        assert recipe.optim.gate_lr == 100  # a result may be that large, and a stored recipe is read again
+        assert validate(recipe.model_dump()) == recipe
+
     def test_a_wrong_lr_is_the_only_problem(self):
         with pytest.raises(iso.UserError, match=r"1 problem: optim\.lr"):
             iso.load_recipe("tcnn_resnetrs50", ["optim.lr=-1"])

@@ -151,14 +151,15 @@ class MethodMap(NamedTuple):
 
     @property
     def logits(self) -> Scores | None:
-        if isinstance(self.layer, SimilarGPSA2d):
-            _check_size(self.name, self.layer, self.args[0])
+        if isinstance(self.layer, SimilarGPSA2d) and _map_bytes(self.layer, self.args[0])[0] > MAX_MAP_BYTES:
+            return None  # its scores are a formed map
         known = scores.dispatch(type(self.layer)) is not scores.dispatch(object)
         return scores(self.layer, *self.args, **self.kwargs) if known else None
 
     def map(self) -> Tensor:
         """Return the attention map. Shape: -> (B, nh, Nq, Nk)"""
-        _check_size(self.name, self.layer, self.args[0])
+        if isinstance(self.layer, MAP_LAYERS):
+            _check_size(self.name, self.layer, self.args[0])
         return self.layer.attention(*self.args, **self.kwargs)
 
     def row(self, query: int) -> Tensor:
@@ -187,16 +188,16 @@ class MethodMap(NamedTuple):
             yield self.images(start, start + count).map()
 
 
-def _check_size(name: str, layer: Any, x: Tensor) -> None:
-    """Check that the maps of a recast convolution are not too large to be formed. Shape: x (B, C, H, W)
-
-    Raises: UserError if they take more than `MAX_MAP_BYTES`.
-    """
-    if not isinstance(layer, MAP_LAYERS):
-        return
+def _map_bytes(layer: Any, x: Tensor) -> tuple[int, int, int]:
+    """Return the bytes of a recast convolution's attention maps, and their queries and keys. Shape: x (B, C, H, W)"""
     queries = math.prod(layer.query_grid(x.shape[2], x.shape[3]))
     keys = math.prod(n + 2 * padding for n, padding in zip(x.shape[2:], layer.padding, strict=True))
-    size = x.element_size() * len(x) * layer.num_heads * queries * keys
+    return x.element_size() * len(x) * layer.num_heads * queries * keys, queries, keys
+
+
+def _check_size(name: str, layer: Any, x: Tensor) -> None:
+    """Raise UserError if the maps of a recast convolution take more than `MAX_MAP_BYTES`. Shape: x (B, C, H, W)"""
+    size, queries, keys = _map_bytes(layer, x)
     if size > MAX_MAP_BYTES:
         raise UserError(
             f"the attention maps of {name or type(layer).__name__} ({len(x)} x {layer.num_heads} heads, {queries:,} "

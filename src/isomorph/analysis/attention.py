@@ -1,6 +1,6 @@
 """Attention maps of a model and measures of where they attend, by layer name."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from isomorph.analysis.capture import LayerCall, capture_attention
 from isomorph.analysis.token_grid import TokenGrid, find_token_grid, image_grid
 from isomorph.analysis.windows import attention_windows
 from isomorph.errors import UserError
+from isomorph.surgery.model_inputs import check_inputs
 from isomorph.surgery.where import Where
 
 
@@ -46,6 +47,7 @@ def _measure_on_grid(
 
     Raises: UserError if there is no such layer, with the reason for the first.
     """
+    check_inputs(batch, Tensor)
     grid, reasons = image_grid(model, batch), list[str]()
 
     def measure_call(call: LayerCall, attention: AppliedAttention) -> Tensor | None:
@@ -83,8 +85,8 @@ def attention_from(
         (4, 3, 2, 2)
     """
 
-    if len(position) != 2 or not all(0 <= part <= 1 for part in position):
-        raise UserError(f"position {tuple(position)} must be two fractions of height and width, from 0 to 1")
+    if not isinstance(position, Sequence) or len(position) != 2 or not all(0 <= part <= 1 for part in position):
+        raise UserError(f"position {position} must be two fractions of height and width, from 0 to 1")
 
     def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
         return grid.on_map(attention.row(grid.query_at(position)))

@@ -163,9 +163,9 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
 def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
     """Run the model in eval mode, not compiled, and remove the hooks afterwards.
 
-    Raises: UserError if the batch is not one.
+    Raises: UserError unless the batch is a tensor.
     """
-    check_inputs(batch)
+    check_inputs(batch, Tensor)
     try:
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
             model(batch)

@@ -63,7 +63,8 @@ def logit_stats(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "
 
 def _layer_stats(_: LayerCall, applied: AppliedAttention) -> Tensor | None:
     """Return the statistics of one layer, or None if its logits are not known. Shape: -> (3, heads)"""
-    return None if applied.logits is None else summarise_scores(applied.logits.float())
+    logits = applied.logits
+    return None if logits is None else summarise_scores(logits.float())
 
 
 def summarise_scores(scores: Scores) -> Tensor:

@@ -17,6 +17,7 @@ from isomorph.deployment.artefact import is_artefact, open_image_artefact
 from isomorph.errors import UserError
 from isomorph.hub_names import parse_hub_name
 from isomorph.report.page_models import find_recipe
+from isomorph.suites.test_data import record_root
 from isomorph.surgery import notes
 from isomorph.training.recipe.parse import parse_value
 from isomorph.training.task import task_of, task_record
@@ -44,7 +45,7 @@ def open_given(
         checkpoint = CheckpointOptions(ema=checkpoint.ema)
     model = _print_notes(open_model(name, weights, pretrained, library_options(checkpoint)))
     if recipe := _recipe_of(name):
-        model.isomorph_root = (recipe.get("data") or {}).get("root")  # type: ignore[assignment]  # the folder of its images
+        record_root(model, recipe)
     return model
 
 

@@ -47,5 +47,9 @@ def split_batch(size: int, *tensors: Tensor | None) -> Iterable[tuple[Any, ...]]
 
 def run_in_chunks(function: Callable[..., Tensor], size: int, *tensors: Tensor | None) -> Tensor:
     """Call `function` on `size` images at a time and concatenate the results."""
-    parts = [function(*part) for part in split_batch(size, *tensors)]
+    return join_batch([function(*part) for part in split_batch(size, *tensors)])
+
+
+def join_batch(parts: list[Tensor]) -> Tensor:
+    """Return the images of all parts as one batch."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

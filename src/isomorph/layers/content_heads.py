@@ -99,13 +99,16 @@ class ContentHeads(TapHeads):
         bias = self.padding_score(q, *x.shape[-2:]).expand(1, 1, Nq, -1)
         return F.scaled_dot_product_attention(q, k, shared, attn_mask=bias, scale=hd**-0.5)
 
-    def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the queries, divided by sqrt(hd), the keys of the padded grid, and a score added to each key, or None.
+
+        With `query`, an index among the Nq queries, only this one.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
         ph, pw = self.padding
         q, k = self.queries_keys(x)
+        q = q if query is None else q[:, :, query : query + 1]
         keys = k[:, :, :-1].unflatten(2, x.shape[-2:])  # (B, nh, H, W, hd)
         return q * q.shape[-1] ** -0.5, F.pad(keys, (0, 0, pw, pw, ph, ph)).flatten(2, 3), None
 
@@ -114,10 +117,8 @@ class ContentHeads(TapHeads):
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        self.check_map(x)
-        q, keys, bias = self.content_scores(x)
-        if query is not None:
-            q, bias = q[:, :, query : query + 1], bias if bias is None or len(bias) == 1 else bias[query : query + 1]
+        self.check_map(x, query)
+        q, keys, bias = self.content_scores(x, query)
         scores = q @ keys.transpose(-2, -1)
         return torch.softmax(scores if bias is None else scores + bias, dim=-1)
 

@@ -98,13 +98,14 @@ class PooledHeads(BoundedContentHeads):
         y = F.pad(filtered, (0, 1)).flatten(2) @ maps.to(values.dtype).flatten(1, 2)  # (B, C_out, Nq)
         return y.unflatten(-1, self.query_grid(x.shape[-2], x.shape[-1]))
 
-    def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the queries, the keys of the cells and of the padding, and the score added to each key.
+    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries, or one, the keys of the cells and of the padding, and the score added to each key.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, h w + 1, hd), (1, h w + 1)
         """
         q, k, score = self.cell_scores(x)
         heads = torch.arange(self.num_heads, device=x.device).clamp(max=self.distinct_heads - 1)
+        q = q if query is None else q[:, :, query : query + 1]
         return q[:, heads], k[:, heads], score[None]
 
     def content_attention(self, x: Tensor, query: int | None = None) -> Tensor:

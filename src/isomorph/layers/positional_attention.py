@@ -19,9 +19,8 @@ def geometry_dtype(parameter: Tensor) -> torch.dtype:
 
 def is_autocast_on(x: Tensor) -> bool:
     """True if matrix products with x are computed in the dtype of autocast."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(
-        x.device.type
-    )  # autocast does not know the meta device
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)  # autocast does not know the meta device
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isomorph.layers.chunked import is_eager, is_functorch_tensor, run_in_chunks, split_batch
+from isomorph.layers.chunked import is_eager, is_functorch_tensor, join_batch, run_in_chunks, split_batch
 
 MAX_NUMBERS = 2**19
 """Numbers of features and weights that are processed together on a CPU, a size that its cache holds."""
@@ -148,7 +148,7 @@ class _SimilarMean(torch.autograd.Function):
             weights = similar_weights(few_z, window)
             d_x += [_input_gradient(few_x, few_z, few_grad, weights, window)] if needs_x else []
             d_z += [_embedding_gradient(few_x, few_z, few_grad, weights, window)] if needs_z else []
-        return torch.cat(d_x) if d_x else None, torch.cat(d_z) if d_z else None, None, None
+        return join_batch(d_x) if d_x else None, join_batch(d_z) if d_z else None, None, None
 
 
 def _images_together(x: Tensor, z: Tensor, offsets: int) -> int:

@@ -75,21 +75,25 @@ class TapHeads(nn.Module):
         """Number of query and key channels of a head, with those that only some heads use."""
         return -(-self.in_channels // self.kernel_size**2)
 
-    def check_map(self, x: Tensor) -> tuple[int, int]:
+    def check_map(self, x: Tensor, query: int | None = None) -> tuple[int, int]:
         """Return the height and width of a feature map.
 
-        Raises: ValueError if its channels are not the layer's, or its dtype is not, unless autocast converts it.
+        Raises: ValueError if its channels are not the layer's, if its dtype is not and autocast does not convert it, or
+            for a `query` that is no index of a query.
         """
         name = type(self).__name__
         if x.ndim != 4:
             raise ValueError(f"{name} reads feature maps (B, C, H, W); this input has shape {tuple(x.shape)}")
         if x.shape[1] != self.in_channels:
             raise ValueError(f"{name} reads feature maps of {self.in_channels} channels, not {x.shape[1]}")
-        if x.dtype != self.weight.dtype and not is_autocast_on(x):
+        if x.dtype != self.weight.dtype and not (is_autocast_on(x) and x.is_floating_point() and x.itemsize <= 4):
             raise ValueError(
                 f"the weights of {name} are {self.weight.dtype}, its input is {x.dtype}; convert one of them"
             )
-        return x.shape[2], x.shape[3]
+        H, W = x.shape[2], x.shape[3]
+        if query is not None and not 0 <= query < math.prod(self.query_grid(H, W)):
+            raise ValueError(f"query {query} must be from 0 to {math.prod(self.query_grid(H, W)) - 1}")
+        return H, W
 
     def query_grid(self, H: int, W: int) -> tuple[int, int]:
         """Return the height and width of the output for an H x W input.
@@ -183,7 +187,7 @@ class PositionHeads(TapHeads):
 
         Shape: x (B, C, H, W) -> (nh, Nq, (H + 2 pad) (W + 2 pad))
         """
-        rows, columns = self.axis_maps(*self.check_map(x))
+        rows, columns = self.axis_maps(*self.check_map(x, query))
         if query is not None:
             row, column = divmod(query, columns.shape[1])
             rows, columns = rows[:, row : row + 1], columns[:, column : column + 1]

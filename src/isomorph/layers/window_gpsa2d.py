@@ -55,13 +55,18 @@ class WindowHeads(BoundedContentHeads):
         Hq, Wq = self.query_grid(H, W)
         return statically_known_true(Hq * Wq * H * W <= MAX_MASKED_PAIRS)
 
-    def window_mask(self, H: int, W: int, device: torch.device) -> Tensor:
-        """Return True for the padded keys in the window of a query. Shape: -> (Nq, (H + 2 pad) (W + 2 pad))"""
+    def window_mask(self, H: int, W: int, device: torch.device, query: int | None = None) -> Tensor:
+        """Return True for the padded keys in the window of every query, or of one.
+
+        Shape: -> (Nq, (H + 2 pad) (W + 2 pad))
+        """
         near = []
         for axis, (queries, keys) in enumerate(zip(self.query_grid(H, W), (H, W), strict=True)):
             padded, middle = keys + 2 * self.padding[axis], self.kernel_size // 2
             offsets = axis_offsets(queries, padded, middle, self.stride[axis], device)
             near.append(offsets.abs() <= self.window[axis] // 2)
+        if query is not None:
+            near = [each[at, None] for each, at in zip(near, divmod(query, len(near[1])), strict=True)]
         return (near[0][:, None, :, None] & near[1][None, :, None, :]).flatten(2).flatten(0, 1)
 
     def padding_score(self, like: Tensor, H: int, W: int) -> Tensor:
@@ -74,13 +79,13 @@ class WindowHeads(BoundedContentHeads):
         padded = mask.sum(1, keepdim=True) - inside.sum(1, keepdim=True)
         return torch.cat([inside.to(geometry_dtype(like)), padded.to(geometry_dtype(like))], 1).log().to(like.dtype)
 
-    def content_scores(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the queries and the keys of the padded grid, and a score of -inf for keys outside of the window.
+    def content_scores(self, x: Tensor, query: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the queries, or one, the keys of the padded grid, and a score of -inf for keys outside of the window.
 
         Shape: x (B, C, H, W) -> (B, nh, Nq, hd), (B, nh, (H + 2 pad) (W + 2 pad), hd), (Nq, keys)
         """
-        q, keys, _ = super().content_scores(x)
-        mask = self.window_mask(x.shape[-2], x.shape[-1], x.device)
+        q, keys, _ = super().content_scores(x, query)
+        mask = self.window_mask(x.shape[-2], x.shape[-1], x.device, query)
         return q, keys, torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, -torch.inf)
 
 

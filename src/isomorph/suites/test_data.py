@@ -1,7 +1,7 @@
 """The test images of a model, with its labels, and its accuracy on them."""
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,16 @@ def default_data(model: nn.Module) -> str:
     return "cifar10" if "cifar10" in (config.get("tag") or "") else "imagefolder"
 
 
+def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
+    """Record the folder of the data that a run's recipe names. It is not saved with the model."""
+    data = recipe.get("data")
+    root = data.get("root") if isinstance(data, Mapping) else None
+    model.isomorph_root = root if isinstance(root, str) else None  # type: ignore[assignment]
+
+
 def default_root(model: nn.Module) -> Path | None:
-    """Return the folder that holds the data source that a model was trained on, if its run is known and it exists."""
-    root = getattr(model, "isomorph_root", None)
+    """Return the folder of the data that a model's run was trained on, or None if it is unknown or no longer there."""
+    root: Any = getattr(model, "isomorph_root", None)
     return Path(root) if root and Path(root).is_dir() else None
 
 

@@ -1,6 +1,7 @@
 """Inputs of a model: one tensor, or several by name."""
 
 from collections.abc import Mapping
+from types import UnionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,9 +21,9 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
     return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
 
 
-def check_inputs(inputs: object) -> None:
-    """Raise UserError for anything but one batch: a tensor, or a dictionary of keyword arguments."""
-    if not isinstance(inputs, Tensor | Mapping):
+def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> None:
+    """Raise UserError for anything but one batch: a tensor, or where it is allowed a dictionary of arguments."""
+    if not isinstance(inputs, kinds):
         raise UserError(
             f"give a batch as the model reads it, like a tensor of images (B, C, H, W), not a {type(inputs).__name__}; "
             "of a loader, give the images of one batch: next(iter(loader))[0]"

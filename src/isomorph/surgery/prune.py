@@ -1,5 +1,6 @@
 """Prune gated attention: remove queries and keys of closed heads, and the positions of open ones."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -194,12 +195,12 @@ def _nothing_to_prune(layers: dict[str, nn.Module], tolerance: float) -> str:
     if not nearest:
         return f"nothing to prune: no head has a gate left, and no layer is on its taps within tolerance {tolerance:g}"
     needed, reason = min(nearest)
-    advice = f", or give a tolerance of at least {needed:.2g}" if needed < TOLERANCE[1] else ""
+    advice = f", or give a tolerance of at least {_round_up(needed):g}" if needed < TOLERANCE[1] else ""
     return f"nothing to prune: {reason}: train on{advice}"
 
 
 def _nearest_to_prune(name: str, layer: nn.Module, tolerance: float) -> _Nearest | None:
-    """Return what of a layer comes nearest to being pruned, or None if no head of it has a gate."""
+    """Return the head of a layer that is nearest to being pruned, or None if no head has a gate."""
     shares, name = layer.position_share.tolist(), name or "the model"  # type: ignore[operator]
     if isinstance(layer, SimilarGPSA2d):
         share = min(shares)
@@ -215,7 +216,13 @@ def _nearest_to_prune(name: str, layer: nn.Module, tolerance: float) -> _Nearest
         return None
     needed, share, number = min(gated)
     reason = (
-        f"no head's share of position attention is within {tolerance:g} of 0 or 1; the nearest is {share:.5g} "
-        f"(head {number} of {name})"
+        f"no head of {name} has a share of position attention within {tolerance:g} of 0 or 1; the nearest is "
+        f"{share:.5g} (head {number})"
     )
     return _Nearest(needed, reason)
+
+
+def _round_up(value: float) -> float:
+    """Return the next number with two digits."""
+    digits = 1 - math.floor(math.log10(value)) if value > 0 else 0
+    return math.ceil(value * 10**digits) / 10**digits

@@ -43,14 +43,15 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     names = [n for n, m in model.named_modules() if _revert_method(m) and matches_where(where, n, m)]
     if not names:
         possible = [n for n, m in model.named_modules() if _revert_method(m)]
-        hint = f"there are {list_names(possible)}" if possible else "for pyramids use fuse"
+        listed = list_names([name or "the model" for name in possible])
+        hint = f"layers that can be: {listed}" if possible else "for pyramids use fuse"
         raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
     for name in names:
         layer = model.get_submodule(name)
         try:
             original = _revert_method(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
-            others = "; with `where`, revert the other layers alone" if len(names) > 1 else ""
+            others = "; to revert only the other layers, select them with `where`" if len(names) > 1 else ""
             raise UserError(f"{name or 'the model'}: {error}{others}") from None
         except (RuntimeError, TypeError, KeyError):  # torch's errors for weights that cannot be merged
             if reason := first_altered_part(layer):

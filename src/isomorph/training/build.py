@@ -32,6 +32,9 @@ from isomorph.training.recipe.recipe import Recipe
 
 Data = Source | Stream
 
+_RECAST_WEIGHTS = " (of the recast model), whose gates and other start values replace those of model.recast"
+"""Part of the message for weights of a model that is recast already."""
+
 
 def build_model(part: ModelPart, num_classes: int, drop_path: float = 0.0, recast_now: bool = True) -> nn.Module:
     """Create the base model with its weights, and unstride and recast it if `recast_now`.
@@ -82,7 +85,7 @@ def _start_from(model: nn.Module, part: ModelPart, recast_now: bool) -> nn.Modul
                 f"model.weights {path} is recast already, but model.recast_epoch is {part.recast_epoch}; set "
                 "model.recast_epoch to 0, or give weights of the model before its recast"
             ) from None
-        model.isomorph_start = describe_loaded_weights(model, path, new, RECAST_WEIGHTS)  # type: ignore[assignment]
+        model.isomorph_start = describe_loaded_weights(model, path, new, _RECAST_WEIGHTS)  # type: ignore[assignment]
         return model
     model.isomorph_start = describe_loaded_weights(model, path, new, form)  # type: ignore[assignment]
     return _recast_or_freeze(model, part, recast_now)
@@ -102,10 +105,6 @@ def _fill_recast(
     except UserError as error:
         reason = str(error).removeprefix(f"{part.weights} does not fit {type(model).__name__}: ")
         raise UserError(f"{misfit}; nor does it fit the recast model: {reason}") from None
-
-
-RECAST_WEIGHTS = " (of the recast model), whose gates and other start values replace those of model.recast"
-"""What is said of weights that contain what a recast would set."""
 
 
 def describe_loaded_weights(model: nn.Module, path: str | Path, new: Sequence[str], form: str = "") -> str:

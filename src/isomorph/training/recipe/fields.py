@@ -29,8 +29,8 @@ from isomorph.training.recipe.part import (
 )
 from isomorph.training.task import task_names
 
-MAX_PART_RATE = 10.0
-"""Largest learning rate of gates, positions and branches: a larger number is probably a multiple without its x."""
+MAX_WRITTEN_RATE = 10.0
+"""Largest learning rate that may be written as text, like "0.1": a larger one is probably a multiple without its x."""
 
 
 class DataPart(Part):
@@ -210,8 +210,6 @@ class OptimPart(Part):
         """Convert a multiple of lr to a learning rate; without a valid lr, the result is unused."""
         if rate is None and info.field_name == "position_lr":
             rate = "1x"
-        if isinstance(rate, int | float) and rate > MAX_PART_RATE:
-            rate = f"{rate:g}"
         if not isinstance(rate, str):
             return rate
         try:
@@ -220,7 +218,7 @@ class OptimPart(Part):
             factor = 0.0
         if not 0 < factor < math.inf:
             raise ValueError("must be a number above 0, or a multiple of optim.lr like 1000x")
-        if not rate.endswith("x") and factor > MAX_PART_RATE:
+        if not rate.endswith("x") and factor > MAX_WRITTEN_RATE:
             raise ValueError(f"would be a learning rate of {factor:g}; for a multiple of optim.lr, write {factor:g}x")
         return factor * info.data.get("lr", 1.0) if rate.endswith("x") else factor
 
