@@ -40,6 +40,11 @@ def test_recast_verify_evaluate(tmp_path, weights):
     assert json.loads(run.stdout)["passed"]
     run = isomorph("evaluate", out, "--data", "digits", "--json", "--max-images", 100)
     assert json.loads(run.stdout)["images"] == 100
+    back = isomorph("revert", out, "--out", tmp_path / "back.safetensors", "--json")
+    found = json.loads(back.stdout)
+    assert found["report"]["passed"]
+    assert found["after"] < found["before"]
+    assert iso.edits(iso.load(tmp_path / "back.safetensors")) == ()
     isomorph("recast", weights, "--where", "layer3.2.conv?", "--out", tmp_path / "paper.safetensors", "--init", "paper")
     assert "NOT equal" in refused("verify", weights, tmp_path / "paper.safetensors")
 
@@ -285,6 +290,9 @@ BAD = {
     "fuse onto itself": (["fuse", "few.safetensors", "--out", "few.safetensors"], "give another file"),
     "fuse suffix": (["fuse", "few.safetensors", "--out", "few.pth"], "must end in .safetensors"),
     "fuse by nothing": (["fuse", "few.safetensors", "--recalibrate", "-1"], "--recalibrate must be at least 0"),
+    "nothing to revert": (["revert", "few.safetensors", "--where", "no*"], "selects no layer that can be reverted"),
+    "revert by nothing": (["revert", "few.safetensors", "--atol", "-1"], "--atol -1 must be at least 0"),
+    "revert onto itself": (["revert", "few.safetensors", "--out", "few.safetensors"], "give another file"),
     "monitor": (["train", "digits_cnn", "--monitor_every=5", "out=never"], "no attention layer with a known map"),
     "pattern": (["models", "vgg*"], "no model of isomorph matches"),
     "infinite page": (["analyze", "{weights}", "--image", "x.png", "--megabytes", "inf"], "--megabytes inf is out of"),
