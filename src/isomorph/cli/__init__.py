@@ -22,7 +22,6 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
     prune,
     push,
     quantize,
-    revert,
     robustness,
     sample,
     surgery,

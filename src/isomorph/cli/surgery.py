@@ -1,7 +1,8 @@
-"""The verify and fuse commands."""
+"""The verify, fuse and revert commands."""
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import isomorph as iso
 from isomorph.cli.app import app, loading
@@ -18,6 +19,9 @@ from isomorph.cli.options import (
 )
 from isomorph.cli.sizes import Sizes
 from isomorph.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 app.command(
     "isomorph.cli.recast:recast",
@@ -132,9 +136,7 @@ def fuse(
     with loading():
         from isomorph.cli.open_models import open_given_checkpoint
         from isomorph.cli.recalibrate_run import recalibrate_on_data
-        from isomorph.evaluation.cost import count_parameters
-        from isomorph.evaluation.random_inputs import random_inputs
-        from isomorph.surgery import compare_outputs, fusible_modules
+        from isomorph.surgery import fusible_modules
     net = open_given_checkpoint(model, checkpoint)
     if not fusible_modules(net):
         raise UserError(
@@ -144,12 +146,68 @@ def fuse(
     if recalibrate:
         net = recalibrate_on_data(net, data, root, recalibrate, batch_size)
     fused = iso.fuse(net)
-    report = compare_outputs(net, fused, [random_inputs(1, net)])
+    _write_converted(net, fused, out, "fusing", json_)
+
+
+@app.command
+@check_limits
+def revert(
+    model: Path,
+    /,
+    *,
+    where: list[str] | None = None,
+    atol: float = 1e-3,
+    out: Path | None = None,
+    checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
+    overwrite: Overwrite = False,
+    json_: Json = False,
+) -> None:
+    """Convert recast layers back to convolutions or plain attention, verify and save the model.
+
+    This needs layers that still compute the same function: their gates have not opened, their heads are on their taps.
+    For pyramids, use isomorph fuse.
+
+    Example: isomorph revert tcnn.safetensors --out cnn.safetensors
+
+    Parameters
+    ----------
+    model
+        A checkpoint of isomorph or of another program, or the folder of a run, finished or not.
+    where
+        Glob over the names of layers to convert; may be given several times. By default all recast layers.
+    atol
+        Largest difference of a layer's outputs allowed, relative to the largest output.
+    out
+        File for the new checkpoint; by default NAME-reverted.safetensors in the same folder.
+    """
+    if not atol >= 0:
+        raise UserError(f"--atol {atol:g} must be at least 0")
+    out = out or out_next_to(model, "-reverted.safetensors")
+    check_out(out, overwrite, model)
+    with loading():
+        from isomorph.cli.open_models import open_given_checkpoint
+    net = open_given_checkpoint(model, checkpoint)
+    reverted = iso.revert(net, where or "*", atol)
+    _write_converted(net, reverted, out, "reverting", json_, atol=max(1e-4, 10 * atol))
+
+
+def _write_converted(
+    before: "nn.Module", after: "nn.Module", out: Path, what: str, json_: bool, atol: float | None = None
+) -> None:
+    """Compare a model with what `what` has made of it, save that, and print both.
+
+    Raises: UserError if the outputs differ by more than `atol`, by default that of the rule.
+    """
+    from isomorph.evaluation.cost import count_parameters
+    from isomorph.evaluation.random_inputs import random_inputs
+    from isomorph.surgery import compare_outputs
+
+    report = compare_outputs(before, after, [random_inputs(1, before)], atol=atol)
     if not report.passed:
         raise UserError(str(report).splitlines()[0])
-    iso.save(fused, out)
-    before, after = count_parameters(net), count_parameters(fused)
+    iso.save(after, out)
+    counts = {"before": count_parameters(before), "after": count_parameters(after)}
     if json_:
-        print(json.dumps({"out": str(out), "before": before, "after": after, "report": report.as_dict()}))
+        print(json.dumps({"out": str(out), **counts, "report": report.as_dict()}))
     else:
-        print(f"{report}\n{before:,} parameters before, {after:,} after fusing\nwrote {out}")
+        print(f"{report}\n{counts['before']:,} parameters before, {counts['after']:,} after {what}\nwrote {out}")
