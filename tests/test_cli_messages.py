@@ -274,6 +274,10 @@ def test_every_class_has_its_share_of_images_where_classes_take_turns():
         ("sample run --ot grid.png", "--ot is not an option (did you mean --out?); see `isomorph sample --help`"),
         ("sample", "sample needs MODEL; see `isomorph sample --help`"),
         ("sample run --out grid.png more", "sample does not take more; see `isomorph sample --help`"),
+        (
+            "survey m --where a b",
+            "survey does not take b; for several values, give the option several times: --where a --",
+        ),
         ("recast cifar_resnet20 --out x.safetensors", "recast needs --where; see `isomorph recast --help`"),
         ("sample run --out grid.png --sampler dim", "--sampler; choose from: "),
         ("sample run --out grid.png --images two", "--images two must be a whole number"),

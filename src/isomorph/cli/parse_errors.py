@@ -1,9 +1,13 @@
 """Errors of the command line's parser in the words of isomorph's own messages."""
 
 import re
+from collections.abc import Sequence
 from difflib import get_close_matches
+from inspect import signature
 
 from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
+
+from isomorph.cli.app import app
 
 
 def explain_parse_error(error: CycloptsError) -> str:
@@ -13,10 +17,30 @@ def explain_parse_error(error: CycloptsError) -> str:
     if isinstance(error, MissingArgumentError) and error.argument:
         return _missing_message(error, command) + see
     if isinstance(error, UnusedCliTokensError):
-        return f"{command} does not take {' '.join(error.unused_tokens or ())}{see}"
+        unused = list(error.unused_tokens or ())
+        hint = _repeat_hint(command, error.root_input_tokens or (), unused)
+        return f"{command} does not take {' '.join(unused)}{hint}{see}"
     whole = re.sub(r"^Invalid value for (--[\w.-]+): (?=\1 )", "", str(error).strip())
     sentences = whole.removesuffix(".").split(". ")
     return "; ".join(text[:1].lower() + text[1:] for text in sentences)
+
+
+def _repeat_hint(command: str, tokens: Sequence[str], unused: Sequence[str]) -> str:
+    """Return a hint to give an option several times, if the first unused token follows a value of such a one, or ""."""
+    before = list(tokens[: tokens.index(unused[0])]) if unused and unused[0] in tokens else []
+    if len(before) < 2 or before[-2] not in _repeatable_options(command) or unused[0].startswith("-"):
+        return ""
+    return f"; for several values, give the option several times: {before[-2]} {before[-1]} {before[-2]} {unused[0]}"
+
+
+def _repeatable_options(command: str) -> set[str]:
+    """Return the options of a command that may be given several times."""
+    parameters = signature(app[command].default_command).parameters.values()  # type: ignore[arg-type]
+    return {
+        f"--{p.name.replace('_', '-')}"
+        for p in parameters
+        if "list[" in str(p.annotation) or "..." in str(p.annotation)
+    }
 
 
 def _missing_message(error: MissingArgumentError, command: str) -> str:
