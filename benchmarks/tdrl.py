@@ -2,7 +2,7 @@
 
     python benchmarks/tdrl.py [--device cuda] [--batches 32 128] [--rounds 5] [--tables training] [--name NAME]
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, also on a busy machine
-    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions --name tdrl_cpu_1thread
+    OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions small --name tdrl_cpu_1thread
 
 The closed form is exact, with the statistics of all tokens, or sampled, with those of a quarter of them.
 
@@ -18,7 +18,7 @@ import torch
 import isomorph as iso
 from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
 from naive import branch_by_branch
-from tdrl_networks import build
+from tdrl_networks import PATCH, build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
@@ -107,6 +107,19 @@ def convolutions_table(device, rounds, batches):
     ]
 
 
+def small_table(device, rounds, batches):
+    """One training step of the small ViTs of the study at batch 256, by the part of the tokens for the statistics."""
+    x = torch.randn(256, 3, 32, 32, device=device)
+    rows = []
+    for network, patch in PATCH.items():
+        names = {"plain": "plain", "all": "P-W2S", "1/4": "P-W2S 1/4", "1/16": "P-W2S 1/16"}
+        forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
+        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
+        ratios = {name: times[name] / times["plain"] for name in forms if name != "plain"}
+        rows.append({"tokens": (32 // patch) ** 2, "rounds": rounds, "plain ms": times["plain"], **ratios})
+    return rows
+
+
 def parts_table(device, rounds, batches):
     """Where the time goes: a training step with pyramids in some of the layers only, smallest batch."""
     x = torch.randn(min(batches), 3, 224, 224, device=device)
@@ -139,6 +152,7 @@ TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
     "Blocks: training step of three blocks": blocks_table,
     "Convolutions: training step of ResNet-20 at 32 px": convolutions_table,
+    "Small: training step of the study's ViTs at batch 256": small_table,
     "By part": parts_table,
     "Inference": inference_table,
 }
