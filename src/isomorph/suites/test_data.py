@@ -39,10 +39,13 @@ def record_root(model: nn.Module, recipe: Mapping[str, Any]) -> None:
     model.isomorph_root = root if isinstance(root, str) else None  # type: ignore[assignment]
 
 
-def default_root(model: nn.Module) -> Path | None:
-    """Return the folder of the data that a model's run was trained on, or None if it is unknown or no longer there."""
-    root: Any = getattr(model, "isomorph_root", None)
-    return Path(root) if root and Path(root).is_dir() else None
+def data_root(model: nn.Module, data: str | None, root: Path | None) -> Path | None:
+    """Return the folder of the data: the given one or, of the model's own data, the one that its run was trained on.
+
+    None if that is unknown or no longer there.
+    """
+    own: Any = None if data or root else getattr(model, "isomorph_root", None)
+    return Path(own) if own and Path(own).is_dir() else root
 
 
 def open_test_images(
@@ -59,7 +62,7 @@ def open_test_images(
     Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
     some of these images.
     """
-    root = root or (None if data else default_root(model))
+    root = data_root(model, data, root)
     source = open_source(data or default_data(model), "test", root, None if test_fraction == 1 else test_fraction)
     if test_fraction != 1:
         _check_unseen(source, model)
@@ -75,7 +78,7 @@ def open_training_images(model: nn.Module, data: str | None, root: Path | None) 
     Raises: UserError when the data is missing.
     """
     name, (fraction, images) = data or default_data(model), _recorded_split(model)
-    root = root or (None if data else default_root(model))
+    root = data_root(model, data, root)
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
             part = open_source(name, "train", root, fraction)

@@ -16,7 +16,7 @@ from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.suites.test_data import default_data, default_root
+from isomorph.suites.test_data import data_root, default_data
 from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error
@@ -99,7 +99,7 @@ class Diffusion(Task):
         if options.size:
             config["input_size"] = (config["input_size"][0], *options.size)
             check_denoiser_size(model, config["input_size"])
-        root = options.root or (None if options.data else default_root(model))
+        root = data_root(model, options.data, options.root)
         source = open_source(options.data or default_data(model), "test", root)
         source = spaced_images(_without_classes(source), options.max_images)
         loader = share_loader(source, config, options.batch_size, options.workers, runtime)
