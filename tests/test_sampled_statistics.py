@@ -31,11 +31,15 @@ def drawn(tokens, part, seed=3):
     return draw_tokens(tokens, part, torch.device("cpu"))
 
 
-def agree(layer, inputs, tokens):
-    """Sampled closed form and branch by branch on the same part, over several steps, then in eval mode and fused."""
+def agree(layer, inputs, count, each=1):
+    """Sampled closed form and branch by branch on the same part, over several steps, then in eval mode and fused.
+
+    The part is drawn from `count` things that have `each` tokens.
+    """
     twin = copy.deepcopy(layer)
     for seed, x in enumerate(inputs):
-        part = drawn(tokens, layer.statistics, seed)
+        part = drawn(count, layer.statistics, seed)
+        part = (part.unsqueeze(1) * each + torch.arange(each)).flatten()
         expected = step(twin, lambda t, part=part: references.sampled_pyramid(twin, t, part), x)
         same(step(layer, seeded(layer, seed), x), expected, rtol=0, atol=1e-10)
         same(layer.buffers(), twin.buffers(), rtol=0, atol=1e-10)
@@ -60,10 +64,17 @@ def test_wide_layers(shape):
 @pytest.mark.parametrize("name", CONVS)
 def test_conv_equals_the_branches(name):
     layer = PyramidConv2d(6, 12, **CONVS[name], rectify="batchnorm", statistics=1 / 3).double()
-    inputs = [torch.randn(3, 6, 8, 12, dtype=torch.float64) + 1 for _ in range(2)]
-    layer.eval()
-    tokens = layer(inputs[0])[:, 0].numel()
-    agree(layer.train(), inputs, tokens)
+    inputs = [torch.randn(7, 6, 8, 12, dtype=torch.float64) + 1 for _ in range(2)]
+    tokens = layer.eval()(inputs[0])[0, 0].numel()  # of an image
+    of_images = name not in ("1x1", "1x1 strided", "patchify")  # patches overlap
+    agree(layer.train(), inputs, *((7, tokens) if of_images else (7 * tokens, 1)))
+
+
+def test_few_images_with_overlapping_patches_all_count():
+    layer, x = PyramidConv2d(4, 6, 3, padding=1, statistics=1 / 4).double(), torch.randn(2, 4, 5, 6).double()
+    same(step(layer, layer, x), step(layer, lambda t: references.pyramid(layer, t), x), rtol=0, atol=1e-10)
+    for images in (1, 0):
+        assert layer(x[:images]).shape == (images, 6, 5, 6)
 
 
 def test_joint_pyramids_share_the_part():

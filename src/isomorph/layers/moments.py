@@ -144,14 +144,14 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, part: float = 1.0) -> Moments:
     """Return the mean and covariance of what a layer reads, or of a random part of it, in float32 at least.
 
-    They are taken over the processes of `group` if it is given.
+    The part of a convolution whose patches overlap consists of images of the batch, otherwise of tokens. Moments are
+    taken over the processes of `group` if it is given.
 
     Shape: x (*, C), or (B, C, H, W) with the window of a convolution
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
     """
-    count = count_tokens(x, window)
-    drawn = draw_tokens(count, part, x.device) if part < 1 else None
-    count = count if drawn is None else len(drawn)
+    read, drawn = _draw_part(x, window, part)
+    count = count_tokens(read, window) if drawn is None else len(drawn)
     if group is not None:
         counts = torch.tensor([count], device=x.device)
         _all_reduce(group, counts)
@@ -160,14 +160,27 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, 
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
     if window is not None and reads_neighbours(window) and drawn is None and group is None:
         with disable_autocast(x.device):
-            mean, covariance = measure_patches(x, window.groups)
+            mean, covariance = measure_patches(read, window.groups)
         return Moments(x, mean, covariance, mean, count)
     reads_channels = window is None or (window.is_pointwise and window.groups == 1)
     reading = _Reading(window, reads_channels and drawn is None, max(count, 1), group)  # max: no tokens give zeros
     dtype = autocast_dtype(x) if reads_channels else x.dtype
     with disable_autocast(x.device):
-        source, mean, covariance = MeasureMoments.apply(x, drawn, dtype, reading)
+        source, mean, covariance = MeasureMoments.apply(read, drawn, dtype, reading)
+    source = source if read is x else x
     return Moments(source, mean, covariance, None if reading.centring else mean, count)
+
+
+def _draw_part(x: Tensor, window: Window | None, part: float) -> tuple[Tensor, Tensor | None]:
+    """Draw images where patches overlap, as moments cost least on whole maps; otherwise tokens. Return x and indices.
+
+    Shape: -> (b, C, H, W), None or as x, (n,)
+    """
+    if part >= 1:
+        return x, None
+    if window is not None and window.overlaps:
+        return x.index_select(0, draw_tokens(len(x), part, x.device)), None
+    return x, draw_tokens(count_tokens(x, window), part, x.device)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:

@@ -30,6 +30,11 @@ class Window(NamedTuple):
         """True for a 1x1 convolution without stride and padding, whose patches are the positions themselves."""
         return self.kernel_size == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0)
 
+    @property
+    def overlaps(self) -> bool:
+        """True if neighbouring patches share values of the map."""
+        return any(s <= d * (k - 1) for k, s, d in zip(self.kernel_size, self.stride, self.dilation, strict=True))
+
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     """Return the inputs of each output position as tokens.
@@ -94,7 +99,7 @@ def draw_tokens(count: int, part: float, device: torch.device) -> Tensor:
     """Draw a part of `count` tokens, at least two, from torch's generator: one of each run of neighbours, in order.
 
     The tokens are divided into n = round(part * count) runs whose lengths differ by at most one, so the drawn tokens
-    are spread evenly over the images.
+    are spread evenly over the images. Images of a batch are drawn in the same way.
 
     Shape: -> (n,)
     """
