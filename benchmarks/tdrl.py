@@ -33,6 +33,9 @@ PARTS = {
     "MLP, naive-W8 (Table 10)": dict(where=["blocks.*.mlp.fc?"], layout="naive-W8"),
 }
 
+PYRAMIDS = {"all": "P-W2S", "1/4": "P-W2S 1/4", "1/16": "P-W2S 1/16"}
+"""Networks of the study by the part of the tokens, or of the images, that their statistics are of."""
+
 
 def kept(model, device):
     """MiB kept for the backward pass: an image, and whatever the batch."""
@@ -91,9 +94,9 @@ def blocks_table(device, rounds, batches):
 def convolutions_table(device, rounds, batches):
     """One training step of a CIFAR ResNet-20 whose 3x3 convolutions are pyramids, or have RepVGG's branches."""
     x = torch.randn(128, 3, 32, 32, device=device)
-    names = {"plain": "plain", "repvgg": "repvgg", "closed": "P-W2S"}
+    names = {"plain": "plain", "repvgg": "repvgg"} | PYRAMIDS
     forms = {name: build("cifar_resnet20", form, 0).to(device) for name, form in names.items()}
-    forms["branches"] = branch_by_branch(forms["closed"])
+    forms["branches"] = branch_by_branch(forms["all"])
     times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
     return [
         {
@@ -112,7 +115,7 @@ def small_table(device, rounds, batches):
     x = torch.randn(256, 3, 32, 32, device=device)
     rows = []
     for network, patch in PATCH.items():
-        names = {"plain": "plain", "all": "P-W2S", "1/4": "P-W2S 1/4", "1/16": "P-W2S 1/16"}
+        names = {"plain": "plain"} | PYRAMIDS
         forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
         times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
         ratios = {name: times[name] / times["plain"] for name in forms if name != "plain"}
