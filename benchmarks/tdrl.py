@@ -18,7 +18,7 @@ import torch
 import isomorph as iso
 from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
 from naive import branch_by_branch
-from tdrl_networks import PATCH, build
+from tdrl_networks import CONVOLUTIONS, PATCH, build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
@@ -92,22 +92,25 @@ def blocks_table(device, rounds, batches):
 
 
 def convolutions_table(device, rounds, batches):
-    """One training step of a CIFAR ResNet-20 whose 3x3 convolutions are pyramids, or have RepVGG's branches."""
-    x = torch.randn(128, 3, 32, 32, device=device)
-    names = {"plain": "plain", "repvgg": "repvgg"} | PYRAMIDS
-    forms = {name: build("cifar_resnet20", form, 0).to(device) for name, form in names.items()}
-    forms["branches"] = branch_by_branch(forms["all"])
-    times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
-    return [
-        {
-            "network": name,
-            "parameters, M": sum(p.numel() for p in model.parameters()) / 1e6,
-            "step, ms": times[name],
-            "times plain": times[name] / times["plain"],
-            "MiB an image": saved_mib(model, x),
-        }
-        for name, model in forms.items()
-    ]
+    """One training step of ResNet-20 and MobileOne-S0 with pyramids, with RepVGG's or MobileOne's branches, without."""
+    x, rows = torch.randn(128, 3, 32, 32, device=device), []
+    for network in CONVOLUTIONS:
+        names = {"plain": "plain", "repvgg": "repvgg"} | PYRAMIDS
+        forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
+        forms["branches"] = branch_by_branch(forms["all"])
+        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
+        rows += [
+            {
+                "network": network,
+                "form": name,
+                "parameters, M": sum(p.numel() for p in model.parameters()) / 1e6,
+                "step, ms": times[name],
+                "times plain": times[name] / times["plain"],
+                "MiB an image": saved_mib(model, x),
+            }
+            for name, model in forms.items()
+        ]
+    return rows
 
 
 def small_table(device, rounds, batches):
@@ -154,7 +157,7 @@ def inference_table(device, rounds, batches):
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
     "Blocks: training step of three blocks": blocks_table,
-    "Convolutions: training step of ResNet-20 at 32 px": convolutions_table,
+    "Convolutions: training step at 32 px": convolutions_table,
     "Small: training step of the study's ViTs at batch 256": small_table,
     "By part": parts_table,
     "Inference": inference_table,

@@ -1,4 +1,4 @@
-"""The networks of the TDRL study by name: small ViTs and ResNet-20, plain, with pyramids, or with RepVGG's branches."""
+"""The networks of the TDRL study by name: small ViTs, ResNet-20 and MobileOne-S0, plain, with pyramids or branches."""
 
 import timm
 import torch
@@ -17,7 +17,7 @@ PARTS = {
     "fc1": PYRAMID_LAYERS[1:2],
     "qkv-fc1": PYRAMID_LAYERS[:2],
 }
-CONVOLUTIONS = ("layer?.*.conv?",)
+CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": ("stem", "stages.?.?")}
 PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
 
@@ -25,24 +25,27 @@ PATCH = {"vit": 8, "vit patch 4": 4}
 def build(network: str, form: str, seed: int) -> nn.Module:
     """Return an untrained network.
 
-    `form` is "plain", "repvgg", or a layout of `LinearToPyramid` followed by options: a rectification, same-function
-    (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for `statistics`, and xavier, which
-    initialises the other layers as pyramids are.
+    `form` is "plain", "repvgg" (of MobileOne: its own branches), or a layout of `LinearToPyramid` followed by options:
+    a rectification, same-function (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for
+    `statistics`, and xavier, which initialises the other layers as pyramids are.
     """
     torch.manual_seed(seed)
+    branched = network == "mobileone_s0"
     model = vit(PATCH[network]) if network in PATCH else timm.create_model(network, num_classes=10)
+    if branched:
+        model = at_stride_16(model)
     layout, *options = form.split()
     if layout == "repvgg":
-        return add_branches(model)
+        return model if branched else add_branches(model)
     if "xavier" in options:
         model = xavier(model)
     if layout == "plain":
-        return model
+        return remove_branches(model) if branched else model
     part = next((PARTS[option] for option in options if option in PARTS), PYRAMID_LAYERS)
     rectify = next((o for o in options if o in ("none", "rescale", "batchnorm")), "paper")
     init = "same-function" if "same-function" in options else "paper"
     statistics = next((option for option in options if "/" in option), "all")
-    where = part if network in PATCH else CONVOLUTIONS
+    where = CONVOLUTIONS.get(network, part)
     rule = iso.LinearToPyramid(layout, init=init, rectify=rectify, statistics=statistics)
     return iso.recast(model, rule, where=where)
 
@@ -90,6 +93,23 @@ def add_branches(model: nn.Module) -> nn.Module:
                 block.stride = conv.stride  # read by the shortcut
                 setattr(module, f"conv{number}", block)
                 setattr(module, f"bn{number}", nn.Identity())
+    return model
+
+
+def at_stride_16(model: nn.Module) -> nn.Module:
+    """Let the stem of a MobileOne keep the size of a 32 x 32 image."""
+    for module in model.stem.modules():  # type: ignore[union-attr]
+        if isinstance(module, nn.Conv2d):
+            module.stride = (1, 1)
+    return model
+
+
+def remove_branches(model: nn.Module) -> nn.Module:
+    """Replace each block of a MobileOne by its first convolution with BatchNorm, and the activation."""
+    for name, block in list(model.named_modules()):
+        if isinstance(block, MobileOneBlock):
+            first = block.conv_kxk[0]
+            model.set_submodule(name, nn.Sequential(first.conv, nn.BatchNorm2d(first.conv.out_channels), block.act))
     return model
 
 

@@ -192,11 +192,12 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3))
     for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
         stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
-    convs: Row = {**same, "network": "cifar_resnet20"}
     kinds = ("plain", "repvgg", "P-W2S 1/4")
-    stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds for rate in RATES[2:6]]]
-    rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}
-    stages += [[Arm(form=form, epochs=4, lr=rates[form], seed=seed, **convs) for form in kinds for seed in seeds]]
+    for network in ("cifar_resnet20", "mobileone_s0"):
+        convs: Row = {**same, "network": network}
+        stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds for rate in RATES[2:6]]]
+        rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}
+        stages += [[Arm(form=form, epochs=4, lr=rates[form], seed=seed, **convs) for form in kinds for seed in seeds]]
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 

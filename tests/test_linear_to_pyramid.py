@@ -96,7 +96,7 @@ def test_there_and_back(name):
         assert repr(thin) == repr(plain)
     again = iso.fuse(thin)
     assert relative(again(x), thin(x)) == 0
-    by_timm = reparameterize_model(wide) if name != "mobileone" else thin  # timm fuses the 3x3 blocks too
+    by_timm = reparameterize_model(wide if name != "mobileone" else thin)  # which cannot merge pyramids
     assert relative(by_timm.double()(x), thin(x)) < 1e-5
 
 
@@ -110,10 +110,11 @@ def test_mobileone_is_replaced_and_combined():
     assert depthwise.eval().fuse().groups == depthwise.window.groups > 1
     wide.train()(torch.randn(2, 3, size, size)).sum().backward()
     assert all(p.grad is not None for p in wide.parameters())
-    thin = iso.fuse(wide.eval())
+    thin = iso.fuse(disturb(wide.eval(), 0.05))
     x = torch.randn(1, 3, size, size)
     thinner = reparameterize_model(thin)
-    torch.testing.assert_close(thinner(x), thin(x), rtol=1e-3, atol=1e-3)
+    assert relative(thinner(x), wide(x)) < 1e-4
+    assert thin.stages[0][0].state_dict().keys() == create().stages[0][0].state_dict().keys()
     assert not any(isinstance(m, _BatchNorm) for m in thinner.modules())
 
 

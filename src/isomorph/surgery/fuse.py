@@ -9,12 +9,16 @@ from torch import nn
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.layer_checks import first_altered_part
-from isomorph.surgery.recast import Edit, outermost_modules, replay
+from isomorph.surgery.linear_chains import absorb_conv_biases, takes_conv_bias
+from isomorph.surgery.recast import Edit, match_original, outermost_modules, replay
 
 
 @dataclass(frozen=True)
 class Fuse:
     """Rule that replaces a layer by the result of its method `fuse()`, with the same function in eval mode.
+
+    In timm's ConvNormAct the bias of the fused convolution moves into the running mean of the BatchNorm, so that the
+    unit has the parameters with which timm creates it, and timm's `reparameterize_model` merges it correctly.
 
     Raises: UserError from `build` if the module has no `fuse()`.
 
@@ -27,14 +31,20 @@ class Fuse:
     atol: ClassVar[float] = 1e-4
 
     def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module has a method `fuse()`."""
-        return callable(getattr(module, "fuse", None))
+        """Return True if the module has a method `fuse()`, or is timm's ConvNormAct around one that has."""
+        return callable(getattr(module, "fuse", None)) or _is_fusible_unit(module)
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return the fused form of a copy of the module in eval mode.
 
         Raises: UserError if the module has no `fuse()`, or overrides the forward that its `fuse()` is for.
         """
+        if _is_fusible_unit(module):
+            unit = copy.deepcopy(module).eval()
+            conv: nn.Module = unit.conv  # type: ignore[assignment]
+            unit.conv = match_original(self.build(conv), conv)
+            absorb_conv_biases(unit)
+            return unit
         kind = type(module)
         if not self.accepts(module):
             raise UserError(f"{kind.__name__} has no fused form")
@@ -48,6 +58,11 @@ class Fuse:
             if reason := first_altered_part(module):
                 raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
             raise
+
+
+def _is_fusible_unit(module: nn.Module) -> bool:
+    """True for a convolution that can be fused, followed by a BatchNorm with running statistics (timm's ConvNormAct)."""
+    return takes_conv_bias(module) and callable(getattr(module.conv, "fuse", None))
 
 
 def fuse(model: nn.Module) -> nn.Module:

@@ -133,11 +133,14 @@ def absorb_conv_biases(model: nn.Module) -> None:
 
     A convolution has one where a pyramid was fused, and timm's merging of branches does not expect it.
     """
-    for module in model.modules():
-        if not isinstance(module, ConvNormAct) or overridden_methods(module, ConvNormAct):
-            continue
-        conv, norm = module.conv, module.bn
-        has_bias = isinstance(conv, nn.Conv2d) and conv.bias is not None
-        if has_bias and isinstance(norm, _BatchNorm) and norm.running_mean is not None:
-            norm.running_mean.sub_(conv.bias)
-            conv.bias = None
+    for module in filter(takes_conv_bias, model.modules()):
+        if isinstance(module.conv, nn.Conv2d) and module.conv.bias is not None:
+            module.bn.running_mean.sub_(module.conv.bias)  # type: ignore[operator, union-attr]
+            module.conv.bias = None
+
+
+def takes_conv_bias(module: nn.Module) -> bool:
+    """True for timm's ConvNormAct with a BatchNorm whose running mean can take the bias of the convolution."""
+    if not isinstance(module, ConvNormAct) or overridden_methods(module, ConvNormAct):
+        return False
+    return isinstance(module.bn, _BatchNorm) and module.bn.running_mean is not None
