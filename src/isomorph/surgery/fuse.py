@@ -61,7 +61,7 @@ class Fuse:
 
 
 def _is_fusible_unit(module: nn.Module) -> bool:
-    """True for a convolution that can be fused, followed by a BatchNorm with running statistics (timm's ConvNormAct)."""
+    """True for timm's ConvNormAct: a convolution that can be fused, and BatchNorm with running statistics."""
     return takes_conv_bias(module) and callable(getattr(module.conv, "fuse", None))
 
 
