@@ -7,7 +7,11 @@ are the transposes of those of lag d. So a convolution's weight gradient with a 
     T[d] = sum_u y[u] y[u + d]^T,    y = x - m inside the map, 0 outside
     S[a, b] = T[b - a] - (positions outside the map, from which both taps read inside it: first, last row and column)
 
-x = y + m 1, with 1 the indicator of the map, adds what follows from sums of y over the batch.
+A patch of x is that of y plus M i: i tells which taps are inside the map, and M has a value of m for each tap. So
+
+    Cov(x) = S - mean(y) mean(y)^T + M Cov(i, y) + Cov(y, i) M^T + M Cov(i) M^T
+
+where Cov(i, y) follows from the sum of y over the batch.
 
 Letters: L = H W positions, G groups of c channels, C = G c.
 """
@@ -23,6 +27,8 @@ from isomorph.layers.tokens import Window
 
 REACH = 2
 """Largest lag between two of three taps."""
+BORDERS = (0, -1), (2, 0)
+"""A tap and the row or column that it reads from a position outside the map."""
 
 
 def reads_neighbours(window: Window) -> bool:
@@ -38,104 +44,86 @@ def measure_patches(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     summed = x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))  # (C, H, W)
     batch, positions = max(x.shape[0], 1), summed[0].numel()
     shift = (summed.mean((1, 2), keepdim=True) / batch).detach()  # any constant is exact; the mean keeps digits
-    second = _sum_products(x, shift, groups) / (batch * positions)  # (G, c, 9, c, 9)
+    second = PatchProducts.apply(x, shift, groups) / (batch * positions)  # (G, 9 c, 9 c)
     inside = F.unfold(torch.ones_like(summed[:1]), 3, padding=1)  # (9, L)
-    sums = F.unfold(summed / batch - shift, 3, padding=1).view(groups, -1, *inside.shape)  # (G, c, 9, L)
-    m, shares, means = shift.view(groups, -1), inside.mean(1), sums.mean(-1)  # (G, c), (9,), (G, c, 9)
-    ones = inside @ inside.mT / positions - shares.outer(shares)  # (9, 9)
-    cross = (sums @ inside.mT / positions - means.unsqueeze(-1) * shares).permute(0, 3, 1, 2)  # (G, 9, c, 9)
-    cross = m[:, :, None, None, None] * cross.unsqueeze(1)  # (G, c, 9, c, 9): of the indicator with y
-    constant = (m.unsqueeze(2) * m.unsqueeze(1))[:, :, None, :, None] * ones.unsqueeze(1)
-    own = second - means[..., None, None] * means[:, None, None]  # (G, c, 9, c, 9): of y with y
-    covariance = own + cross + cross.permute(0, 3, 4, 1, 2) + constant
-    mean = means + m.unsqueeze(-1) * shares
-    width = mean[0].numel()
-    rest = () if groups == 1 else (groups,)
-    return mean.reshape(*rest, width), covariance.reshape(*rest, width, width)
+    shares = inside.mean(1)
+    patches = F.unfold(summed / batch - shift, 3, padding=1).view(groups, -1, positions)  # (G, 9 c, L)
+    means = patches.mean(-1)
+    with_inside = patches @ inside.mT / positions - means.unsqueeze(-1) * shares  # Cov(y, i): (G, 9 c, 9)
+    inside_own = inside @ inside.mT / positions - shares.outer(shares)  # Cov(i): (9, 9)
+    levels = (shift.view(groups, -1, 1, 1) * torch.eye(9, device=x.device)).flatten(1, 2)  # M: (G, 9 c, 9)
+    tilted = (with_inside + levels @ inside_own / 2) @ levels.mT
+    covariance = second - means.unsqueeze(2) * means.unsqueeze(1) + tilted + tilted.mT
+    mean = means + levels @ shares
+    return (mean, covariance) if groups > 1 else (mean[0], covariance[0])
 
 
-def _sum_products(x: Tensor, shift: Tensor, groups: int) -> Tensor:
-    """Return the sum over all patches of y y^T. Shape: x (B, C, H, W), shift (C, 1, 1) -> (G, c, 9, c, 9)"""
-    half = LaggedProducts.apply(x, shift, groups)  # (G, c, c, 3, 5)
-    lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # (G, c, c, 5, 5)
-    taps = torch.arange(3, device=x.device)
-    lag = taps - taps.unsqueeze(1) + REACH  # (3, 3): from tap a to tap b
-    index = lag[:, None, :, None] * 5 + lag[:, None, :]  # (ay, ax, by, bx)
-    products = lags.flatten(-2)[..., index].permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, ay, ax, c, by, bx)
-    for tap, at in ((0, -1), (2, 0)):
-        products[:, :, tap, :, :, tap] -= StripProducts.apply(x[:, :, at], shift, groups, 1)
-        products[:, :, :, tap, :, :, tap] -= StripProducts.apply(x[..., at], shift, groups, 2)
-    return products.flatten(5).flatten(2, 3)
-
-
-def _centre(x: Tensor, shift: Tensor) -> Tensor:
-    return x.to(shift.dtype) - shift.view(-1, *[1] * (x.ndim - 2))
-
-
-class LaggedProducts(torch.autograd.Function):
-    """T[d] = sum_u y[u] y[u + d]^T for rows below and at u, and columns on both sides; saves only x.
+class PatchProducts(torch.autograd.Function):
+    """The sum of p p^T over the 3 x 3 patches p of y, the map less a level for each channel; saves only x.
 
     dT[d] reaches y[u] from y[u + d], and y[u + d] from y[u]: both together are a convolution with a 5 x 5 kernel.
 
-    Shape: x (B, C, H, W), shift (C, 1, 1) -> (G, c, c, 3, 5)
+    Shape: x (B, C, H, W), level (C, 1, 1) -> (G, 9 c, 9 c)
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, shift: Tensor, groups: int) -> Tensor:
-        y = _centre(x, shift)
+    def forward(x: Tensor, level: Tensor, groups: int) -> Tensor:
+        y = x.to(level.dtype) - level
         around = F.pad(y, (REACH, REACH, 0, REACH))
         size = (x.shape[1], x.shape[1] // groups, REACH + 1, 2 * REACH + 1)
-        return conv2d_weight(around, size, y, groups=groups).unflatten(0, (groups, -1))
+        half = conv2d_weight(around, size, y, groups=groups).unflatten(0, (groups, -1))  # (G, c, c, 3, 5)
+        lags = torch.cat([half[..., 1:, :].transpose(1, 2).flip(-2, -1), half], -2)  # T: (G, c, c, 5, 5)
+        pairs = lags.unfold(-2, 3, 1).unfold(-2, 3, 1).flip(3, 4)  # T[b - a]: (G, c, c, ay, ax, by, bx)
+        products = pairs.permute(0, 1, 3, 4, 2, 5, 6).contiguous()  # (G, c, ay, ax, c, by, bx)
+        for tap, at in BORDERS:
+            for own, strip, outside in (
+                (products[:, :, tap, :, :, tap], y[:, :, at], 1),
+                (products[:, :, :, tap, :, :, tap], y[..., at], 2),
+            ):
+                tokens = _strip_tokens(strip, groups, outside)
+                own -= (tokens.mT @ tokens).view(own.shape)
+        return products.flatten(4).flatten(1, 3)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        x, shift, ctx.groups = inputs
-        ctx.save_for_backward(x, shift)
+        x, level, ctx.groups = inputs
+        ctx.save_for_backward(x, level)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shift = ctx.saved_tensors
-        below = F.pad(grad, (0, 0, REACH, 0))  # (G, c, c, 5, 5)
-        kernel = (below + below.transpose(1, 2).flip(-2, -1)).flatten(0, 1)
-        return F.conv2d(_centre(x, shift), kernel, padding=REACH, groups=ctx.groups).to(x.dtype), None, None
-
-
-class StripProducts(torch.autograd.Function):
-    """The sum of y y^T over the patches of three taps along a row or column of the map; saves only x.
-
-    `outside` is the number of zeros at each end: 1 for patches centred on the strip, 2 for all that read from it.
-
-    Shape: x (B, C, n), shift (C, 1, 1) -> (G, c, 3, c, 3)
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, shift: Tensor, groups: int, outside: int) -> Tensor:
-        tokens = _strip_tokens(_centre(x, shift), groups, outside)
-        return (tokens.mT @ tokens).unflatten(-1, (-1, 3)).unflatten(1, (-1, 3))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int, int], output: Tensor) -> None:
-        x, shift, ctx.groups, ctx.outside = inputs
-        ctx.save_for_backward(x, shift)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, shift = ctx.saved_tensors
-        slope = grad.flatten(3).flatten(1, 2)
-        d_tokens = _strip_tokens(_centre(x, shift), ctx.groups, ctx.outside) @ (slope + slope.mT)  # (G, B n', 3 c)
-        batch, channels, length = x.shape
-        sizes = (ctx.groups, batch, length + 2 * ctx.outside - 2, channels // ctx.groups, 3)
-        d_taps = d_tokens.view(sizes).permute(1, 0, 3, 4, 2)  # (B, G, c, 3, n')
-        d_taps = d_taps.flatten(1, 2)  # (B, C, 3, n')
-        d_padded = sum(F.pad(d_taps[:, :, tap], (tap, 2 - tap)) for tap in range(3))
-        return d_padded[..., ctx.outside : -ctx.outside].to(x.dtype), None, None, None  # type: ignore[index]
+        x, level = ctx.saved_tensors
+        y, groups = x.to(level.dtype) - level, ctx.groups
+        grad = grad.unflatten(2, (-1, 3, 3)).unflatten(1, (-1, 3, 3))  # (G, c, ay, ax, c, by, bx)
+        d_lags = sum(
+            F.pad(grad[:, :, ay, ax], (2 - ax, ax, 2 - ay, ay)) for ay in range(3) for ax in range(3)
+        )  # (G, c, c, 5, 5)
+        kernel = (d_lags + d_lags.transpose(1, 2).flip(-2, -1)).flatten(0, 1)  # type: ignore[union-attr]
+        d_y = F.conv2d(y, kernel, padding=REACH, groups=groups)
+        for tap, at in BORDERS:
+            d_y[:, :, at] -= _strip_gradient(y[:, :, at], grad[:, :, tap, :, :, tap], groups, 1)
+            d_y[..., at] -= _strip_gradient(y[..., at], grad[:, :, :, tap, :, :, tap], groups, 2)
+        return d_y.to(x.dtype), None, None
 
 
 def _strip_tokens(y: Tensor, groups: int, outside: int) -> Tensor:
-    """Return three neighbours along a strip, at each place. Shape: (B, C, n) -> (G, B n', 3 c)"""
+    """Return three neighbours along a row or column of the map, at each place.
+
+    `outside` is the number of zeros at each end: 1 for patches centred on the strip, 2 for all that read from it.
+
+    Shape: (B, C, n) -> (G, B n', 3 c)
+    """
     taps = F.pad(y, (outside, outside)).unfold(-1, 3, 1).unflatten(1, (groups, -1))  # (B, G, c, n', 3)
     return taps.permute(1, 0, 3, 2, 4).flatten(3).flatten(1, 2)
+
+
+def _strip_gradient(y: Tensor, grad: Tensor, groups: int, outside: int) -> Tensor:
+    """Return the gradient of a strip from that of its products. Shape: (B, C, n), (G, c, 3, c, 3) -> (B, C, n)"""
+    slope = grad.flatten(3).flatten(1, 2)
+    d_tokens = _strip_tokens(y, groups, outside) @ (slope + slope.mT)  # (G, B n', 3 c)
+    batch, channels, length = y.shape
+    sizes = (groups, batch, length + 2 * outside - 2, channels // groups, 3)
+    d_taps = d_tokens.view(sizes).permute(1, 0, 3, 4, 2).flatten(1, 2)  # (B, C, 3, n')
+    d_padded = sum(F.pad(d_taps[:, :, tap], (tap, 2 - tap)) for tap in range(3))
+    return d_padded[..., outside:-outside]  # type: ignore[index]
