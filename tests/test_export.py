@@ -1,5 +1,6 @@
 """Exported models: equal to the model, complete in what they say of themselves, and never half-written."""
 
+import copy
 import errno
 import json
 import sys
@@ -18,6 +19,7 @@ from isomorph.deployment.artefact import load_artefact
 from isomorph.deployment.onnx_model import build_onnx
 from isomorph.deployment.program import name_failure, prepare, trace
 from isomorph.deployment.shapes import parse_dynamic, plan_shapes
+from isomorph.suites.robustness.results import weights_hash
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.1), interpolation="bilinear")
 CONFIG |= dict(crop_pct=0.9, crop_mode="center", label_names=("cat", "dog"))
@@ -159,7 +161,13 @@ def test_an_exported_model_is_evaluated_as_its_model(folder):
     source = iso.data.open_source("digits", "test").subset(range(50))
     iso.export(model, folder / "small.pt2")
     expected = iso.evaluate(model, source)
-    assert iso.evaluate(iso.deployment.open_artefact(folder / "small.pt2"), source) == pytest.approx(expected, abs=1e-4)
+    artefact = iso.deployment.open_artefact(folder / "small.pt2")
+    assert iso.evaluate(artefact, source) == pytest.approx(expected, abs=1e-4)
+    with torch.no_grad():
+        model[0].bias += 1
+    iso.export(model, folder / "other.pt2")
+    other = iso.deployment.open_artefact(folder / "other.pt2")
+    assert weights_hash(artefact) == weights_hash(copy.deepcopy(artefact)) != weights_hash(other)
 
 
 def test_what_is_dynamic():

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1] / "src" / "isomorph"
 FLOORS = [
     {"errors", "doctor", "import_path", "interrupt", "lazy_imports", "memory", "seeding", "terminal_tables"},
-    {"distributed", "hub_names"},
+    {"distributed", "hub_names", "output_files"},
     {"layers"},
     {"surgery"},
     {"models"},

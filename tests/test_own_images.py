@@ -107,6 +107,13 @@ def test_a_name_for_two_classes_is_rejected(tmp_path):
     assert iso.evaluate(network(("plum", "crane", "pear", "plum")), photos)["images"] == 10
 
 
+def test_a_source_is_labelled_as_its_folder(tmp_path):
+    photos, model = images(tmp_path / "photos", ("crane", "pear")), network(("plum", "pear", "crane"))
+    assert iso.evaluate(model, iso.data.open_source(photos, "test")) == iso.evaluate(model, photos)
+    with pytest.raises(iso.UserError, match="the model has 3 classes, the data has 10"):
+        iso.evaluate(network(("a", "b", "c")), iso.data.open_source("digits", "test"))
+
+
 def test_random_images_are_drawn_one_way(tmp_path):
     digits = iso.data.open_source("digits", "test")
     recipe = iso.load_recipe("digits_cnn", ["data.test_images=20"])

@@ -549,6 +549,9 @@ def test_figures_are_pdf_and_svg(tmp_path):
     assert [path.name for path in paths] == [f"{name}.{kind}" for name in names for kind in ("pdf", "svg")]
     for path in paths:
         assert path.read_bytes().startswith(b"%PDF" if path.suffix == ".pdf" else b"<?xml")
+    twins = [Panel(f"Gates: {name}", "epoch", "gate", {"a": Line([0], [1])}) for name in ("a_1", "a-1", "a 1")]
+    paths = save_figures(tmp_path / "twins", [Section("s", charts=twins)])
+    assert [path.stem for path in paths[::2]] == ["gates-a-1", "gates-a-1-2", "gates-a-1-3"]
 
 
 class TestPictures:

@@ -1,5 +1,6 @@
 """The robustness suite: right means, right mCE, the same cells however they are run, resumed, stored or refused."""
 
+import copy
 import json
 import shutil
 import sys
@@ -295,7 +296,7 @@ def test_weights_tell_models_apart(net):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_baseline_in_either_form(net, tmp_path, as_json):
+def test_a_baseline_in_either_form(net, tmp_path, as_json, monkeypatch):
     source, base = source_of(), tmp_path / "base"
     options = dict(FEW, baseline=base)
     found = iso.robustness(net, source, **FEW, out=None if as_json else base, name="net")
@@ -317,6 +318,19 @@ def test_a_baseline_in_either_form(net, tmp_path, as_json):
         iso.robustness(net, source, **FEW, baseline=tmp_path / "none")
     with pytest.raises(iso.UserError, match=r"was measured with seed 0, .* with 4;"):
         iso.robustness(net, source, **options, seed=4)
+    monkeypatch.setattr("isomorph.data.corruptions.dataset.corrupt", None)  # nothing is measured before
+    with pytest.raises(iso.UserError, match="the baseline net has none of these cells"):
+        iso.robustness(net, source, corruptions=["snow"], severities=(2,), baseline=base)
+
+
+def test_the_cache_is_of_one_crop(net, tmp_path):
+    other = copy.deepcopy(net)
+    config = net.pretrained_cfg if isinstance(net.pretrained_cfg, dict) else vars(net.pretrained_cfg)
+    other.pretrained_cfg = other.default_cfg = {**config, "crop_pct": 0.7}
+    expected = numbers(iso.robustness(other, source_of(), **FOG))
+    iso.robustness(net, source_of(), **FOG, cache=tmp_path)
+    assert numbers(iso.robustness(other, source_of(), **FOG, cache=tmp_path)) == pytest.approx(expected, rel=1e-5)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_cache_changes_nothing_and_is_used(net, tmp_path, monkeypatch):

@@ -308,8 +308,27 @@ def test_commands(hub, trained, tmp_path, capsys):
     own = run(capsys, "evaluate", trained, "--no-cost", "--json", "--max-images", 40)
     assert json.loads(measured[1]) | {"model": ""} == json.loads(own[1]) | {"model": ""}
     assert json.loads(measured[1])["data"] == "digits"
+    derived = trained / "model-pruned.safetensors"
+    derived.write_bytes((trained / "model.safetensors").read_bytes())
+    iso.save_for_hub(iso.load(derived), tmp_path / "derived", "me/derived", run=derived)
+    assert "top-1 (%)" not in (tmp_path / "derived" / "README.md").read_text()  # what it gives is not known
     fused = run(capsys, "verify", "hf-hub:me/tiny", trained / "model.safetensors")
     assert fused[0] == 0, fused
+
+
+def test_networks_of_other_tasks_are_no_classifiers(tmp_path, monkeypatch):
+    monkeypatch.setattr(timm.models._builder, "load_pretrained", None)  # would ask for the weights of the backbone
+    unet = timm.create_model("ddpm_unet", channels=(8, 8), blocks=1, groups=4, attention=(), time_steps=4)
+    small = dict(img_size=64, embed_dim=24, num_heads=2, depth=4)
+    segments = timm.create_model("upernet", backbone="vit_tiny_patch16_224", backbone_kwargs=small, num_classes=3)
+    for name, net in (("unet", unet), ("segments", segments)):
+        iso.save_for_hub(net, tmp_path / name, f"me/{name}")
+        card = (tmp_path / name / "README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert "pipeline_tag" not in head
+        assert head["tags"] == ["isomorph"]
+        assert "timm" not in card.split("---")[2]
+        assert iso.load(tmp_path / name / "model.safetensors").state_dict().keys() == net.state_dict().keys()
 
 
 def test_commands_that_upload_nothing(hub, trained, tmp_path, capsys):

@@ -1,5 +1,6 @@
 """iso.survey: exact rules change nothing, soft ones something; it resumes; what it advises follows from its numbers."""
 
+import copy
 import json
 
 import pytest
@@ -76,6 +77,12 @@ def test_similarity_is_as_sharp_as_each_layer_needs(model, loader):
         old, new = (torch.cat([m.eval()(images) for images, _ in batches]).double() for m in (model, soft))
         deviation = (new - old).square().mean() / (old - old.mean(1, keepdim=True)).square().mean()
         assert cell["deviation"] == pytest.approx(deviation.sqrt().item(), rel=1e-4)
+
+
+def test_half_precision(model, loader):
+    half = copy.deepcopy(model).half()
+    assert iso.survey(half, loader, RULES[:1], where="layer3.2.conv2", seconds=0)["cells"]
+    assert 0 <= iso.evaluate(half, loader)["top1"] <= 100
 
 
 def test_last_layers_are_added_from_the_back(result):

@@ -1,12 +1,12 @@
 """The bench command."""
 
-import json
 import sys
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import CheckpointOptions, Device, Json, Weights, WholeNumber, check_limits
 from isomorph.cli.sizes import Sizes
 from isomorph.errors import UserError
@@ -66,7 +66,7 @@ def bench(
     with progress_bar("measuring") as update:
         rows = list(cost_table(models, sizes, batch_size, seconds, peak, update))
     if json_:
-        print(json.dumps(rows))
+        print_json(rows)
     else:
         for table in filter(None, (fixed_cost_table(rows), pass_cost_table(rows))):
             print_table(table)

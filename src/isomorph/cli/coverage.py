@@ -1,11 +1,11 @@
 """The coverage command."""
 
-import json
 from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import Json, check_limits
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
@@ -47,7 +47,7 @@ def coverage(
             rows.append(row)
             update(len(rows), len(names), row["model"])
     if json_:
-        print(json.dumps({"models": rows, "families": summarise_coverage(rows)}))
+        print_json({"models": rows, "families": summarise_coverage(rows)})
         return
     _print_rows(rows) if models else _print_families(summarise_coverage(rows))
     for row in rows:

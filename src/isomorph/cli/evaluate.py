@@ -1,6 +1,5 @@
 """The evaluate command."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -8,6 +7,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Device,
@@ -149,7 +149,7 @@ def _print_results(
     model = display_name(head["model"], pretrained="weights" not in head)
     if json_:
         several = {"rows": rows, "cost": costs} if many else {"curve": [head | row for row in rows]} | single_cost
-        print(json.dumps(head | (several if many or len(rows) > 1 else rows[0] | single_cost)))
+        print_json(head | (several if many or len(rows) > 1 else rows[0] | single_cost))
     elif many:
         print(model)
         print_table(grid_table(rows))

@@ -1,11 +1,11 @@
 """What `isomorph evaluate` does with a model that was trained for another task than image classification."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from isomorph.cli.json_output import print_json
 from isomorph.cli.sizes import only_size
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
@@ -55,7 +55,7 @@ def evaluate_task(
     if not runtime.is_main:
         return
     if json_:
-        print(json.dumps({"model": name, "rows": rows}))
+        print_json({"model": name, "rows": rows})
         return
     print_table(metric_table(name, rows[0]))
     if rows[1:]:

@@ -1,10 +1,10 @@
 """The export command."""
 
-import json
 from pathlib import Path
 from typing import Any, Literal
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Json,
@@ -85,7 +85,10 @@ def export(
         net = open_classifier(model, checkpoint, weights, pretrained)
         given = {"dynamic": dynamic, "size": size, "opset": opset, "atol": atol, "overwrite": overwrite}
         report = _export(net, path, **given, progress=show_step)
-    print(json.dumps(report.as_dict()) if json_ else f"{report}\nwrote {path}")
+    if json_:
+        print_json(report.as_dict())
+    else:
+        print(f"{report}\nwrote {path}")
 
 
 def _export(model: Any, path: Path, **given: Any) -> Any:

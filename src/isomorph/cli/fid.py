@@ -1,12 +1,12 @@
 """The fid command."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import Device, Json, MaxImages, Root, WholeNumber, check_limits
 from isomorph.errors import UserError
 from isomorph.terminal_tables import metric_table, print_table
@@ -75,7 +75,7 @@ def fid(
         found = compare_folder(images, real, extractor, batch_size, cache, update)
     result: dict[str, Any] = {"generated": str(images), "data": data, "split": split, **found}
     if json_:
-        print(json.dumps(result))
+        print_json(result)
     else:
         source = "" if features == "inception" else f", features of {features}"
         print_table(metric_table(f"{images}, {split} images of {data}{source}", found))

@@ -9,6 +9,7 @@ from typing import Any
 from cyclopts import App
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import Json
 from isomorph.cli.tables import tables
 from isomorph.errors import UserError
@@ -32,7 +33,7 @@ def models_(pattern: str = "*", /, *, json_: Json = False) -> None:
     if not rows:
         raise UserError(f"no model of isomorph matches {pattern!r}; choose from {', '.join(r['name'] for r in known)}")
     if json_:
-        print(json.dumps(rows))
+        print_json(rows)
     else:
         _print_models(rows)
 
@@ -71,7 +72,7 @@ def list_recipes(pattern: str = "*", /, *, json_: Json = False) -> None:
     if not matching:
         raise UserError(f"no recipe matches {pattern!r}; give a glob over names, for example 'tcnn_*'")
     if json_:
-        print(json.dumps(matching, default=str))
+        print_json(matching, default=str)
     else:
         rows = ([name, recipe.get("source", ""), recipe.get("expected", "")] for name, recipe in matching.items())
         print_text_table([["recipe", "source", "expected"], *rows])
@@ -101,7 +102,7 @@ def doctor(*, json_: Json = False) -> None:
         from isomorph import doctor as machine
     lines = list(machine.examine_environment())
     if json_:
-        print(json.dumps({what: {"finding": finding, "ok": ok} for what, finding, ok in lines}))
+        print_json({what: {"finding": finding, "ok": ok} for what, finding, ok in lines})
     else:
         print_table([["", "", ""], *([what, finding, "" if ok else "PROBLEM"] for what, finding, ok in lines)])
     if not all(ok for _, _, ok in lines):

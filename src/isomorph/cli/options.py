@@ -15,6 +15,7 @@ from cyclopts import Parameter, Token
 
 from isomorph.errors import UserError
 from isomorph.hub_names import parse_hub_name
+from isomorph.output_files import require_writable
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -162,7 +163,7 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
 
     `folder` ends the name of a folder that is written next to the page, and that must not exist either.
 
-    Raises: UserError for a page given as --out that exists, without --overwrite.
+    Raises: UserError for a page that cannot be written, or one given as --out that exists, without --overwrite.
     """
     path, number = out or Path(usual), 2
     while not overwrite and (path.exists() or (folder and path.with_name(path.stem + folder).exists())):
@@ -170,15 +171,19 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
             what = out if out.exists() else out.with_name(out.stem + folder)
             raise UserError(f"--out: {what} exists; give --overwrite to replace it, or another file")
         path, number = Path(usual).with_stem(f"{Path(usual).stem}-{number}"), number + 1
+    require_writable(path)
     return path
 
 
 def check_page(page: Path | None, overwrite: bool) -> None:
-    """Raise UserError for a --page that is not .html, or that exists, without --overwrite."""
-    if page and page.suffix != ".html":
+    """Raise UserError for a --page that is not .html, exists, without --overwrite, or cannot be written."""
+    if page is None:
+        return
+    if page.suffix != ".html":
         raise UserError(f"--page {page} must end in .html")
-    if page and page.exists() and not overwrite:
+    if page.exists() and not overwrite:
         raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
+    require_writable(page)
 
 
 def check_figures(folder: Path | None, overwrite: bool) -> None:

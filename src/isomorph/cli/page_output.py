@@ -1,6 +1,5 @@
 """Output shared by the commands that write an HTML page: its footer, the figures, and the printed summary."""
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 import isomorph as iso
+from isomorph.cli.json_output import print_json
 from isomorph.report.charts import Table
 from isomorph.report.html import Section
 from isomorph.report.save_figures import save_figures
@@ -37,7 +37,7 @@ def save_figures_and_print(
     saved = save_figures(figures, sections) if figures else []
     if json_:
         written = {"out": str(out), "bytes": size, "figures": [str(path) for path in saved]}
-        print(json.dumps({**written, **(measured or {})}))
+        print_json({**written, **(measured or {})})
         return
     for table in tables:
         print_table(table)

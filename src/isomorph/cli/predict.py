@@ -1,11 +1,11 @@
 """The predict command."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import CheckpointOptions, Device, Json, Model, Overwrite, Pretrained, Weights, check_limits
 from isomorph.errors import UserError
 from isomorph.terminal_tables import METRIC_FORMATS, print_table
@@ -51,9 +51,7 @@ def predict(
     files = planned_files(prediction, out, overwrite) if out else {}
     write_files(files)
     if json_:
-        print(
-            json.dumps({"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))})
-        )
+        print_json({"model": model, "image": str(image), "rows": prediction.rows, "files": list(map(str, files))})
         return
     print_table(_table(str(image), prediction.rows))
     for path in files:

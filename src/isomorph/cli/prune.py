@@ -1,11 +1,11 @@
 """The prune command."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import isomorph as iso
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Json,
@@ -90,7 +90,7 @@ def prune(
         savings = pruning_savings(net, pruned, names, training_config(net)["input_size"])
     iso.save(pruned, out)
     if json_:
-        print(json.dumps({"out": str(out), "layers": _as_plain(heads, savings), "report": report.as_dict()}))
+        print_json({"out": str(out), "layers": _as_plain(heads, savings), "report": report.as_dict()})
     else:
         _print_savings(heads, savings)
         print(f"{report}\nwrote {out}")

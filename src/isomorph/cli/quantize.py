@@ -1,12 +1,12 @@
 """The quantize command."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Json,
@@ -104,7 +104,7 @@ def quantize(
 def _print_results(report: Any, accuracy: dict[str, dict[str, float]], json_: bool) -> None:
     """Print the report, and the accuracy of the float model and of the quantised one."""
     if json_:
-        print(json.dumps(report.as_dict() | {"accuracy": accuracy}))
+        print_json(report.as_dict() | {"accuracy": accuracy})
         return
     print(report)
     before, after = (metric_table(name, row) for name, row in accuracy.items())

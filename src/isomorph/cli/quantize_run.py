@@ -11,8 +11,7 @@ from isomorph.cli.progress import spinner, track_steps
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
 from isomorph.deployment import QuantizeReport, open_artefact
-from isomorph.evaluation.input_sizes import evaluation_config
-from isomorph.suites.test_data import open_test_images, open_training_images, sample_images
+from isomorph.suites.test_data import evaluation_data, open_training_images, sample_images
 
 
 def open_images(
@@ -22,8 +21,7 @@ def open_images(
 
     Raises: UserError when there are no such images, or the data has other classes than the model.
     """
-    config = evaluation_config(model)
-    test = open_test_images(model, data, root)
+    test, config = evaluation_data(model, data, root)
     train = sample_images(open_training_images(model, data, root), images)
     if max_images is not None:
         test = spaced_images(test, max_images)

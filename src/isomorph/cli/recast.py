@@ -1,12 +1,12 @@
 """The recast command. It is imported when it is called, as its options are those of the registered rules."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import isomorph as iso
 from isomorph.cli.app import loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import CheckpointOptions, Json, Model, Overwrite, Pretrained, Weights, check_limits, check_out
 from isomorph.cli.rule_options import with_rule_options
 from isomorph.cli.sizes import Size
@@ -70,7 +70,7 @@ def recast(
     iso.save(new, out)
     names = [name for edit in edits_since(new, base) for name in edit.names]
     if json_:
-        print(json.dumps({"recast": names, "out": str(out), "report": report.as_dict()}))
+        print_json({"recast": names, "out": str(out), "report": report.as_dict()})
     else:
         note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
         print(f"{iso.edits(new)[-1].rule} on {len(names)} modules\n{report}{note}\nwrote {out}")

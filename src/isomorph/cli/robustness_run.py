@@ -1,6 +1,5 @@
 """What `isomorph robustness` checks, measures, prints and draws."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from isomorph.cli.evaluate_task import reject_classifier_options
+from isomorph.cli.json_output import print_json
 from isomorph.cli.page_output import page_footer
 from isomorph.cli.progress import progress_bar
 from isomorph.data.corruptions.corrupt import SEVERITIES
@@ -80,7 +80,7 @@ def show_result(result: Mapping[str, Any], page: Path | None, baseline: Path | N
     if page:
         write_result_page(page, result, baseline)
     if json_:
-        print(json.dumps(result))
+        print_json(result)
         return
     print_table(severity_table(result))
     print("\n" + "\n".join(summary_lines(result)))

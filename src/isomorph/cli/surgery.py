@@ -1,11 +1,11 @@
 """The verify, fuse and revert commands."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import isomorph as iso
 from isomorph.cli.app import app, loading
+from isomorph.cli.json_output import print_json
 from isomorph.cli.options import (
     CheckpointOptions,
     Json,
@@ -86,7 +86,7 @@ def verify(
     report = compare_outputs(first, second, inputs, atol, seeds or [1], what)
     verdict, *details = str(report).splitlines()
     if json_:
-        print(json.dumps(report.as_dict()))
+        print_json(report.as_dict())
     else:
         print("\n".join([verdict, *details] if report.passed else details))
     if not report.passed:
@@ -208,6 +208,6 @@ def _write_converted(
     iso.save(after, out)
     counts = {"before": count_parameters(before), "after": count_parameters(after)}
     if json_:
-        print(json.dumps({"out": str(out), **counts, "report": report.as_dict()}))
+        print_json({"out": str(out), **counts, "report": report.as_dict()})
     else:
         print(f"{report}\n{counts['before']:,} parameters before, {counts['after']:,} after {what}\nwrote {out}")

@@ -1,5 +1,6 @@
 """Run an exported model, a .onnx or .pt2 file, as a model in evaluation."""
 
+import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
@@ -45,10 +46,12 @@ class Artefact(nn.Module):
         ['batch']
     """
 
-    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any]) -> None:
+    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
         super().__init__()
         self._run = run
         self.metadata = dict(metadata)
+        # stands for the weights, which are in the file: results are stored with a hash of a model's state
+        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self.num_classes = self.metadata.get("num_classes", 0)
         self.in_chans = self.metadata["input_size"][0]
         self.pretrained_cfg = self.default_cfg = self.metadata
@@ -80,7 +83,7 @@ class Artefact(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Artefact":
         """Return an artefact that shares the program, which does not change."""
-        return Artefact(self._run, self.metadata)
+        return Artefact(self._run, self.metadata, bytes(self.digest.tolist()))
 
 
 class NamedArtefact(nn.Module):
@@ -93,10 +96,11 @@ class NamedArtefact(nn.Module):
     Raises: UserError for other names, or sizes that were not left dynamic.
     """
 
-    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any]) -> None:
+    def __init__(self, run: Callable[..., Tensor], metadata: Mapping[str, Any], digest: bytes) -> None:
         super().__init__()
         self._run = run
         self.metadata = dict(metadata)
+        self.register_buffer("digest", torch.frombuffer(bytearray(digest), dtype=torch.uint8))
         self.eval()
 
     @torch.no_grad()
@@ -174,7 +178,7 @@ def load_artefact(contents: bytes, file_format: str, path: object = "the artefac
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{path} is not a readable .{file_format} file: {reason}") from None
     metadata = parse_metadata(texts, path)
-    return (NamedArtefact if "inputs" in metadata else Artefact)(run, metadata)
+    return (NamedArtefact if "inputs" in metadata else Artefact)(run, metadata, hashlib.sha256(contents).digest())
 
 
 def _load_onnx(contents: bytes) -> tuple[Callable[..., Tensor], Mapping[str, str]]:

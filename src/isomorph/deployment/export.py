@@ -3,7 +3,6 @@
 import copy
 import io
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from isomorph.deployment.program import fused_modules, prepare, quiet, trace
 from isomorph.deployment.shapes import ExportShapes, parse_dynamic, plan_shapes
 from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import ImageSize, fit_to_size
+from isomorph.output_files import require_writable
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import Inputs, run_model
@@ -153,16 +153,9 @@ def check_format(path: Path, opset: int | None = None) -> str:
 
 def check_destination(path: Path, overwrite: bool) -> None:
     """Check that a file can be written, before the work begins. Raises: UserError when it exists, or cannot be."""
-    if path.is_dir():
-        raise UserError(f"cannot write {path}: it is a folder")
-    if path.exists() and not overwrite:
+    if path.is_file() and not overwrite:
         raise UserError(f"{path} exists; give overwrite to replace it, or another file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    require_writable(path)
 
 
 def _encode(

@@ -31,6 +31,7 @@ from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_inputs
 from isomorph.hub_names import check_repository
 from isomorph.layers.eval_mode import eval_mode
+from isomorph.models import networks
 from isomorph.models.download import is_connection_error, is_reachable
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import run_model
@@ -198,7 +199,8 @@ def _write_config(model: nn.Module, folder: Path, name: str) -> bool:
     shared = {"isomorph": {"format": header["format"], **own}}
     if config:
         _write_json(folder / CONFIG, config | shared)
-        if _timm_loads(model, folder):
+        # networks of other tasks would ask for the public weights of their backbones
+        if config["architecture"] not in networks() and _timm_loads(model, folder):
             return True
     of = own["base"]["name"] if "base" in own else own["module"]["class"].rpartition(".")[2]
     recast = {"architecture": f"{of} changed by isomorph, load it with isomorph.load('hf-hub:{name}')"}

@@ -22,8 +22,17 @@ from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.surgery import Edit, edits
 from isomorph.training.recipe.recipe import validate
 from isomorph.training.run.log import read_log
+from isomorph.training.task import task_record
 
 _TASK = "image-classification"
+_OTHER_TASKS = {
+    "segmentation": "image-segmentation",
+    "detection": "object-detection",
+    "text_classification": "text-classification",
+    "masked_lm": "fill-mask",
+    "diffusion": "unconditional-image-generation",
+}
+"""The hub's names of isomorph's tasks."""
 _METRICS = {
     "top1": "top-1 (%)",
     "top5": "top-5 (%)",
@@ -34,7 +43,7 @@ _METRICS = {
 """Metrics of an evaluation, and their names in a model card."""
 _LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
 """Fields of a recipe that are about the machine of a run, or about the paper's result."""
-_FOLDERS = re.compile(r"(?<![\w.])[/~][^\s=]*/")
+_FOLDERS = re.compile(r"(?<![\w.])[/~](?=\S)[^=]*/")
 """The folders of an absolute path, which are left out."""
 _VERSIONS = ("python", "torch", "timm")
 _MAX_NAMES = 8
@@ -86,12 +95,15 @@ def _without_folders(value: Any) -> Any:
 
 
 def _chosen_row(rows: list[dict[str, Any]], run: Path) -> dict[str, Any]:
-    """Return the evaluation of a checkpoint of a run: the best, that of epoch N, or the last one."""
+    """Return the evaluation of a checkpoint of a run: the best, that of epoch N, or the last one.
+
+    A file that the run did not write, such as a pruned model, has none.
+    """
     if run.name == "best.safetensors":
         return max(rows, key=lambda row: row["top1"], default={})
     if run.stem.startswith("epoch-"):
         return next((row for row in rows if f"epoch-{row.get('epoch')}" == run.stem), {})
-    return rows[-1] if rows else {}
+    return rows[-1] if rows and (run.is_dir() or run.name == "model.safetensors") else {}
 
 
 def _command(environment: Mapping[str, Any]) -> str:
@@ -118,23 +130,40 @@ def model_card(
 
 def _metadata(model: nn.Module, name: str, measured: Mapping[str, float], in_timm: bool) -> str:
     """Return the metadata as YAML."""
+    task = _task(model)
     data = describe_data(model).get("source") or "test images"
     top1 = measured.get("top1")
-    accuracy = (
-        [] if top1 is None else [EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)")]
-    )
+    known = top1 is not None and task == _TASK
+    accuracy = [EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)")] if known else []
     library = "timm" if in_timm else "isomorph"
-    return card_metadata(library, ["timm"] * in_timm, name.rpartition("/")[2] if accuracy else None, accuracy or None)
+    last = name.rpartition("/")[2] if accuracy else None
+    return card_metadata(library, ["timm"] * in_timm, task, last, accuracy or None)
+
+
+def _task(model: nn.Module) -> str | None:
+    """Return the hub's name of the task of a model; None if there is none, or it is unknown."""
+    if recorded := task_record(model).get("name"):
+        return _OTHER_TASKS.get(recorded)
+    return None if _architecture(model) in own_models.networks() else _TASK
+
+
+def _architecture(model: nn.Module) -> str:
+    """Return the name by which timm creates the model before its changes, without that of its weights; or ""."""
+    return ((getattr(model, "pretrained_cfg", None) or {}).get("architecture") or "").partition(".")[0]
 
 
 def card_metadata(
-    library: str, tags: Sequence[str], name: str | None = None, accuracy: list[EvalResult] | None = None
+    library: str,
+    tags: Sequence[str],
+    task: str | None = _TASK,
+    name: str | None = None,
+    accuracy: list[EvalResult] | None = None,
 ) -> str:
-    """Return the metadata of a card as YAML: the library that loads the model, more tags, and measured accuracy."""
+    """Return the metadata of a card as YAML: the library that loads the model, tags, task, and measured accuracy."""
     card = ModelCardData(
         library_name=library,
-        pipeline_tag=_TASK,
-        tags=[_TASK, "isomorph", *tags],
+        pipeline_tag=task,
+        tags=[*([task] if task else []), "isomorph", *tags],
         model_name=name,
         eval_results=accuracy,
     )
@@ -181,7 +210,7 @@ def _method(made: Sequence[Edit]) -> str:
 
 def _usage(model: nn.Module, name: str, in_timm: bool) -> str:
     """Return how to load the model, and how to measure it again."""
-    kind = (getattr(model, "pretrained_cfg", None) or {}).get("architecture") or ""
+    kind = _architecture(model)
     own = kind in {full.partition(".")[0] for full in own_models.names()}
     load = f'model = iso.load("hf-hub:{name}")'
     if _is_module(model):
@@ -193,14 +222,16 @@ def _usage(model: nn.Module, name: str, in_timm: bool) -> str:
         imports = "import isomorph  # registers the architecture\nimport timm" if own else "import timm"
         load = f'model = timm.create_model("hf-hub:{name}", pretrained=True)'
         text += f"\n\nOr with timm:\n\n```python\n{imports}\n\n{load}\n```"
-    else:
+    elif kind not in own_models.networks():
         text += "\n\n`timm.create_model` cannot build this model and ends with an error: it does not make the changes."
+    if _task(model) is None:
+        return text
     return f"{text}\n\nTo measure its accuracy:\n\n```bash\nisomorph evaluate hf-hub:{name}\n```"
 
 
 def _is_module(model: nn.Module) -> bool:
     """True for a model that timm did not make."""
-    return not (getattr(model, "pretrained_cfg", None) or {}).get("architecture")
+    return not _architecture(model)
 
 
 def _number(key: str, value: float) -> str:

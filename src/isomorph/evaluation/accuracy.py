@@ -15,12 +15,13 @@ from isomorph.layers.eval_mode import eval_mode
 def for_each_batch(model: nn.Module, loader: Iterable[Any], handle: Callable[[Tensor, Any], None]) -> None:
     """Call `handle(logits, labels)` for every batch; labels are as the loader yields them.
 
-    The model runs in eval mode on its own device, and logits are float32; every module gets its mode back.
+    The model runs in eval mode on its own device and in its own precision, and logits are float32; every module gets
+    its mode back.
     """
-    device = next(model.parameters()).device
+    parameter = next(model.parameters())
     with eval_mode(model):
         for images, labels in loader:
-            handle(model(images.to(device, non_blocking=True)).float(), labels)
+            handle(model(images.to(parameter, non_blocking=True)).float(), labels)
 
 
 def count_predictions(model: nn.Module, loader: Iterable[Any]) -> PredictionCounts:

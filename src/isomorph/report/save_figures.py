@@ -18,9 +18,14 @@ MAX_LAYERS = 12
 CENTRE = (0.5, 0.5)
 
 
-def _file_stem(title: str) -> str:
-    """Return a title as the stem of a file name."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
+def _unused_stem(title: str, used: set[str]) -> str:
+    """Return a title as the stem of a file name, with a number if it is used already, and add it to those used."""
+    first = stem = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:80] or "figure"
+    number = 2
+    while stem in used:  # titles that differ in punctuation only
+        stem, number = f"{first}-{number}", number + 1
+    used.add(stem)
+    return stem
 
 
 def centre_query_maps(layer: LayerMaps, image: int) -> QueryMaps:
@@ -53,13 +58,14 @@ def save_figures(folder: Path, sections: Sequence[Section]) -> list[Path]:
 
     Raises: UserError when the folder cannot be written.
     """
-    paths: list[Path] = []
+    paths, used = list[Path](), set[str]()
     models = next(([model.name for model in s.viewer.models] for s in sections if s.viewer), [])
     with style("black"):
         for section in sections:
             charts = ((chart.title, draw_chart(chart, models)) for chart in section.charts)
             for title, figure in [*charts, *(_map_figures(section.viewer) if section.viewer else ())]:
-                written = [folder / f"{_file_stem(title)}.{kind}" for kind in ("pdf", "svg")]
+                stem = _unused_stem(title, used)
+                written = [folder / f"{stem}.{kind}" for kind in ("pdf", "svg")]
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
                     for path in written:

@@ -157,9 +157,9 @@ def sample_images(source: Source, samples: int) -> Source:
 
 
 def images_on_device(loader: Iterable[Any], model: nn.Module) -> Iterator[torch.Tensor]:
-    """Iterate over the image batches of a loader, moved to the model's device."""
-    device = next(model.parameters()).device
-    return (images.to(device) for images, _ in loader)
+    """Iterate over the image batches of a loader, on the device and in the precision of the model."""
+    parameter = next(model.parameters())
+    return (images.to(parameter) for images, _ in loader)
 
 
 def evaluation_data(
@@ -176,6 +176,12 @@ def evaluation_data(
     """
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
+    _check_class_count(source, model)
+    return source, config
+
+
+def _check_class_count(source: Source, model: nn.Module) -> None:
+    """Raise UserError for data with another number of classes than the model."""
     count = len(source.classes)
     num_classes = getattr(model, "num_classes", count)
     if num_classes != count:
@@ -183,7 +189,6 @@ def evaluation_data(
             f"the model has {num_classes} classes, the data has {count} ({_list(source.classes)}); give data with the "
             "model's labels, or --classes if it was trained with data.classes"
         )
-    return source, config
 
 
 def evaluate_classifier(
@@ -203,5 +208,7 @@ def evaluate_classifier(
     elif test_fraction is not None:
         raise UserError("test_fraction splits a folder of images; leave it out for a source or a loader")
     if isinstance(data, Source):
+        data = with_model_labels(data, model)
+        _check_class_count(data, model)
         data = eval_loader(data, evaluation_config(model), batch_size, workers)
     return evaluate_loader(model, data)

@@ -14,7 +14,14 @@ from isomorph.data.corruptions.dataset import CLEAN
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
 from isomorph.suites.robustness.results import CellFile, check_same_inputs, open_cell_file, read_result
-from isomorph.suites.robustness.scores import Cell, Cells, compare_to_baseline, metric_of, robustness_summary
+from isomorph.suites.robustness.scores import (
+    Cell,
+    Cells,
+    common_cells,
+    compare_to_baseline,
+    metric_of,
+    robustness_summary,
+)
 
 ProgressCallback = Callable[[float, int, str], None]
 """Takes the number of finished cells, the number of all cells, and the name of the current corruption."""
@@ -107,11 +114,13 @@ def open_cells(
 ) -> CellProgress:
     """Open the results of an evaluation and of the model to compare with, for all processes.
 
-    Raises: UserError when a file cannot be read, or is of another model or other images, or the processes differ.
+    Raises: UserError when a file cannot be read, is of another model or other images, or has no cell to compare, or the
+    processes differ.
     """
     base = read_result(Path(options.baseline).expanduser()) if options.baseline else None
     if base:
         check_same_inputs(str(options.baseline), base[0], identity)
+        common_cells([(name, severity) for name in wanted for severity in wanted[name]], base[1], base[0]["model"])
     runtime.require_equal(dict(identity), "weights or images")
     cell_file = open_cell_file(Path(options.out).expanduser() if options.out else None, identity, runtime)
     return CellProgress(cell_file, wanted, options.progress, base)

@@ -72,7 +72,8 @@ def _open_cache(top: Path, inputs: RobustnessInputs, runtime: Runtime) -> Corrup
     """Open the cache of corrupted images. Raises: UserError for a published data set, which needs none."""
     if inputs.published:
         raise UserError("--cache stores images that isomorph corrupts; those of --folder are on disk already")
-    return CorruptionCache(top, inputs.identity(), len(inputs.clean_source()), inputs.size, runtime)
+    crop = {key: inputs.config.get(key) for key in ("crop_pct", "crop_mode", "interpolation")}
+    return CorruptionCache(top, inputs.identity() | crop, len(inputs.clean_source()), inputs.size, runtime)
 
 
 def _jobs(

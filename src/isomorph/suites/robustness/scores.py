@@ -1,6 +1,6 @@
 """Scores of a robustness evaluation: means over cells, mCE, and the gain over a baseline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean
 from typing import Any
 
@@ -113,6 +113,14 @@ def _severity_means(values: CellValues) -> dict[int, float]:
     }
 
 
+def common_cells(cells: Iterable[tuple[str, int]], base: Cells, name: str) -> list[tuple[str, int]]:
+    """Return the cells that a baseline has too. Raises: UserError when there is none."""
+    common = [key for key in cells if key in base]
+    if not common:
+        raise UserError(f"the baseline {name} has none of these cells; evaluate both with the same options")
+    return common
+
+
 def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METRIC) -> dict[str, Any]:
     """Return the gain over a baseline on common cells, in points of the metric and in per cent of the baseline's.
 
@@ -121,9 +129,7 @@ def compare_to_baseline(cells: Cells, base: Cells, name: str, metric: str = METR
     Source: T-CNN Fig. 3 (relative improvement by category and by severity)
     Raises: UserError when they have no common cell.
     """
-    common = [key for key in cells if key in base]
-    if not common:
-        raise UserError(f"the baseline {name} has none of these cells; evaluate both with the same options")
+    common = common_cells(cells, base, name)
     ours, theirs = ({key: own[key] for key in common} for own in (cells, base))
     our_scores, their_scores = (robustness_summary(own, None, False, metric) for own in (ours, theirs))
     gain: dict[str, Any] = {"model": name, "cells": len(common)}

@@ -14,9 +14,13 @@ Tick = Callable[[float], None]
 """Takes the fraction of a pass that is done."""
 
 
-def read_batches(loader: Iterable[Any], device: torch.device) -> list[Batch]:
-    """Return the images and labels of a loader, in memory. Raises: UserError when it yields no batch."""
-    batches = [(images.to(device), labels) for images, labels in loader]
+def read_batches(loader: Iterable[Any], model: nn.Module) -> list[Batch]:
+    """Return the images and labels of a loader, in memory, the images on the device and in the precision of a model.
+
+    Raises: UserError when the loader yields no batch.
+    """
+    parameter = next(model.parameters())
+    batches = [(images.to(parameter), labels) for images, labels in loader]
     if not batches:
         raise UserError("there is nothing to survey: the loader yields no batch")
     return batches

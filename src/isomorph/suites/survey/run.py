@@ -103,7 +103,7 @@ def _survey(
 ) -> dict[str, Any]:
     """Survey the layers; see `survey`."""
     layers, rejected = _surveyed_layers(model, labelled, where)
-    batches = read_batches(loader, next(model.parameters()).device)
+    batches = read_batches(loader, model)
     identity = _identity(model, name, labelled, layers, batches)
     lines: list[Line] = []
 
