@@ -214,7 +214,7 @@ BAD = {
     "run folder": (["train", "digits_cnn", "out=/proc/foo", "data.fraction=0.03"], "cannot write /proc/foo"),
     "policy": (["train", "digits_cnn", "--augment.auto_augment", "rubbish"], "cannot parse the policy"),
     "no attention": (["train", "digits_cnn", "--anneal.epochs=1", "out=never"], "no gated attention layer to anneal"),
-    "channels": (["evaluate", "grey.safetensors", "--data", "digits"], "takes 1-channel images, but these have 3"),
+    "channels": (["evaluate", "four.safetensors", "--data", "digits"], "the model reads images of 4 channels"),
     "field of another rule": (
         ["recast", "{weights}", "--where", "layer3.*.conv?", "--out", "x.safetensors", "--layout", "P-W2S"],
         "ConvToGPSA has no layout; it has init, locality, gate",
@@ -329,7 +329,7 @@ def folder(tmp_path_factory, weights):
     (folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
     iso.save(timm.create_model("cifar_resnet32"), folder / "foreign.safetensors")
     iso.save(timm.create_model("cifar_resnet20", num_classes=3), folder / "few.safetensors")
-    iso.save(timm.create_model("cifar_resnet20", in_chans=1), folder / "grey.safetensors")
+    iso.save(timm.create_model("cifar_resnet20", in_chans=4), folder / "four.safetensors")
     (folder / "folder.safetensors").mkdir()
     (folder / "empty").mkdir()
     for name in CIFAR10_CLASSES:

@@ -20,7 +20,7 @@ from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, only_size, parse_size
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
-from isomorph.training.recipe.recipe import apply_overrides
+from isomorph.training.recipe.overrides import apply_overrides
 from isomorph.training.run.loop import _count
 
 NOWHERE = "http://127.0.0.1:9"
@@ -188,6 +188,19 @@ def test_model_kwargs_are_read_as_in_recipes(typed, value):
     given = library_options(CheckpointOptions(model_kwargs=[f"x={typed}"])).model_kwargs
     assert given == {"x": value}
     assert apply_overrides({}, [f"model.kwargs.x={typed}"])["model"]["kwargs"] == given
+
+
+@pytest.mark.parametrize("name", ["2024_01_31", "2024-01-31", "0123", "1e3", "1:30", "true"])
+def test_names_and_folders_are_no_numbers(name):
+    changed = apply_overrides({}, [f"name={name}", f"out={name}", f"data.root={name}"])
+    assert changed == {"name": name, "out": name, "data": {"root": name}}
+    assert apply_overrides({}, ["name=null", "epochs=1e2"]) == {"name": None, "epochs": 100}
+
+
+def test_epochs_of_a_recipe_with_iterations_are_rejected():
+    with pytest.raises(iso.UserError, match="length is 400 iterations, so epochs has no effect; give iterations, or"):
+        iso.load_recipe("upernet_camvid", ["epochs=2"])
+    assert iso.load_recipe("upernet_camvid", ["epochs=2", "iterations=null"]).epochs == 2
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from isomorph.data.corruptions.corrupt import CorruptedSource, NoisySource
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader, train_loader, train_transform
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
-from isomorph.data.sources import Source, class_fraction, first_classes
+from isomorph.data.sources import Source, class_fraction, first_classes, read_image
 
 CONFIG = dict(input_size=(3, 16, 16), mean=(0.5,) * 3, std=(0.5,) * 3, interpolation="bilinear", crop_pct=1.0)
 
@@ -320,6 +320,28 @@ def test_repeated_augmentation_shows_every_drawn_image_so_often():
     assert labels[0] == labels[1] == labels[2]
     assert not torch.equal(images[0], images[1])
     assert not torch.equal(labels, torch.cat([labels for _, labels, _ in batches[2:]]))
+
+
+def test_pixels_of_32_bits_are_not_clipped(tmp_path):
+    wide = {"float": np.linspace(0, 1, 64, dtype=np.float32), "int": np.arange(64, dtype=np.int32) * 1000}
+    for name, values in wide.items():
+        path = tmp_path / f"{name}.tif"
+        Image.fromarray(values.reshape(8, 8)).save(path)
+        with pytest.raises(iso.UserError, match=rf"{name}.tif: it has 32 bits per pixel, from 0 to .*convert it"):
+            read_image(path)
+    Image.fromarray(np.arange(64, dtype=np.int32).reshape(8, 8)).save(path)
+    assert read_image(path).getextrema() == ((0, 63),) * 3
+
+
+def test_a_model_of_grey_images_reads_grey_images():
+    source = iso.data.open_source("digits", "train").subset(range(6))
+    grey = {**CONFIG, "input_size": (1, 16, 16), "mean": (0.5,), "std": (0.5,)}
+    images, _ = next(iter(eval_loader(source, grey)))
+    assert images.shape == (6, 1, 16, 16)
+    source.transform = train_transform(grey, crop_padding=2, auto_augment="rand-m9-mstd0.5-inc1")
+    assert source[0][0].shape == (1, 16, 16)
+    with pytest.raises(iso.UserError, match="the model reads images of 5 channels"):
+        eval_loader(source, {**CONFIG, "input_size": (5, 16, 16)})
 
 
 def test_cifar100_takes_its_fine_labels_and_their_names(tmp_path):

@@ -17,6 +17,7 @@ from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
 from command_line import isomorph
+from isomorph.checkpoints import open_model
 from isomorph.recipes import RECIPES, load_recipe
 from isomorph.tasks.detection.annotations import read_annotations
 from isomorph.tasks.detection.dataset import draw_masks, open_split
@@ -353,6 +354,16 @@ class TestRun:
         assert metrics == {name: value for name, value in result.metrics.items() if name != "loss"}
         fused = iso.evaluate(iso.fuse(model.eval()), root / "val.json")
         assert fused["images"] == 3
+
+    def test_a_run_with_a_teacher_opens_by_its_folder(self, squares, tmp_path):
+        root, result = squares
+        task = {**TINY["task"], "teacher": str(result.folder)}
+        data = {**TINY["data"], "root": str(root), "unreadable": 9}
+        values = {**TINY, "task": task, "data": data, "epochs": 1, "out": str(tmp_path)}
+        student = iso.train(validate(values), show=False)
+        by_folder, by_file = open_model(str(student.folder)), iso.load(student.folder / "model.safetensors")
+        same = zip(by_folder.state_dict().values(), by_file.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in same)
 
     def test_data_of_other_classes(self, squares, tmp_path):
         model = iso.load(squares[1].folder / "model.safetensors")

@@ -186,6 +186,17 @@ class TestRun:
         assert run.metrics["images"] == 20
         assert iso.evaluate(model, "digits")["images"] == 450
 
+    def test_a_folder_is_tested_on_the_part_left_out(self, tmp_path):
+        for i in range(20):
+            path = tmp_path / "photos" / f"class {i % 2}" / f"{i}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((8, 8), 10 * i, np.uint8)).save(path)
+        fields = ["data.source=imagefolder", f"data.root={tmp_path / 'photos'}", "data.split=0.3", "epochs=1"]
+        fields += ["data.fraction=1", "data.test_images=null", "data.batch_size=4"]
+        result = iso.train(iso.load_recipe("ddpm_digits", [*RUN, *fields, f"out={tmp_path / 'run'}"]), show=False)
+        tested = iso.evaluate(iso.load(result.folder / "model.safetensors"), tmp_path / "photos")["images"]
+        assert tested == result.metrics["images"] < 20
+
     def test_it_resumes_bit_for_bit(self, tmp_path, run):
         recast = ["model.recast.rule=LinearToPyramid", f"model.recast.where={json.dumps(PYRAMIDS['where'])}"]
         recipe = iso.load_recipe("ddpm_digits", [*RUN, *recast, "ema=0.5", f"out={tmp_path}"])

@@ -2,9 +2,11 @@
 
 import pickle
 import sys
+import zlib
 from collections import Counter
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import isomorph as iso
@@ -17,6 +19,8 @@ from containers import (
     dataset,
 )
 from isomorph.data.formats.registry import open_source
+from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
+from isomorph.data.streams.loader import stream_loader
 from isomorph.data.streams.stream import open_stream
 
 pytestmark = pytest.mark.usefixtures("caches")
@@ -95,6 +99,16 @@ def stream(tmp_path, caches):
 
 
 class TestStream:
+    @pytest.mark.parametrize(("parts", "workers"), [(1, 2), (2, 2), (4, 2), (2, 3)])
+    def test_every_image_is_trained_on(self, stream, parts, workers):
+        order = BatchOrder(len(SAMPLES), 4)
+        sampler = TrainSampler(order, 6, parts=BatchParts(range(parts), parts))
+        seen = stream_loader(stream, lambda image: torch.tensor(zlib.crc32(image.tobytes())), sampler, workers)
+        found = {
+            (int(label), int(image)) for images, labels, _ in seen for image, label in zip(images, labels, strict=True)
+        }
+        assert found == {(label, zlib.crc32(pixels)) for label, pixels in EXPECTED}
+
     def test_same_labels_and_pixels(self, stream):
         assert (stream.classes, len(stream)) == (tuple(CLASSES), len(SAMPLES))
         seen = [(label, stream.image(raw, identity).tobytes()) for raw, label, identity in stream.samples(0, 0)]

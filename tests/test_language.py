@@ -248,6 +248,8 @@ class TestRuns:
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
         assert result.metrics["masked_loss"] < 5
         assert result.metrics["sequences"] == 8
+        again = iso.evaluate(iso.load(tmp_path / "model.safetensors"), root / "text.txt")
+        assert again == {name: result.metrics[name] for name in again}  # of the part that was left out
 
     def test_fine_tuning_starts_from_it(self, root, tmp_path, pretrained, capsys):
         values = fine_tuning(root)

@@ -131,6 +131,21 @@ def test_a_folder_of_pairs(folder):
     assert (test.mask(0)[:2] == IGNORE).all()
 
 
+def test_a_folder_that_training_split_is_tested_on_its_other_part(tmp_path):
+    for number in range(12):
+        image, mask = squares(number)
+        for kind, pixels in (("images", image), ("masks", mask)):
+            path = tmp_path / kind / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            Image.fromarray(pixels.astype(np.uint8)).save(path)
+    (tmp_path / "classes.txt").write_text("ground\nsquare\n")
+    held_out = open_splits("masks", tmp_path, 0.3)[1]
+    assert [p.name for p in open_test_pairs("masks", tmp_path, (0.3, 12), None).images] == [
+        path.name for path in held_out.images
+    ]
+    assert len(open_test_pairs("masks", tmp_path, (0.3, 13), None)) == 12  # another folder
+
+
 @pytest.mark.parametrize(
     ("broken", "message"),
     [

@@ -307,6 +307,28 @@ class TestOptim:
             iso.load_recipe("tcnn_resnetrs50", [f"optim.gate_lr={rate}"])
         assert "\n" not in str(caught.value)
 
+    def test_groups_of_ones_own_loop_fit_schedulers_of_timm(self):
+        tcnn = iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), where="layer3.*.conv?")
+        groups = iso.training.parameter_groups(tcnn, lr=1e-3, gate_lr="100x", position_lr="20x")
+        optimizer = torch.optim.AdamW(groups)
+        timm.scheduler.CosineLRScheduler(optimizer, t_initial=10).step(5)
+        rates = {group["name"]: group["lr"] for group in optimizer.param_groups}
+        assert rates == pytest.approx({"decayed": 5e-4, "undecayed": 5e-4, "gates": 0.05, "positions": 0.01})
+
+    @pytest.mark.parametrize(
+        ("optim", "message"),
+        [
+            (dict(name="adahessian"), "adahessian needs second derivatives"),
+            (dict(name="bnbadam"), "bnbadam cannot be used here: "),
+        ],
+    )
+    def test_optimisers_that_cannot_run_here_are_named(self, tmp_path, optim, message):
+        with pytest.raises(iso.UserError, match=message):
+            iso.train(tiny(tmp_path, optim=optim), show=False)
+
+    def test_sgd_without_momentum(self, tmp_path):
+        iso.train(tiny(tmp_path, epochs=1, optim=dict(name="sgd", momentum=0.0, lr=1e-3)), show=False)
+
     def test_a_multiple_without_its_x_is_rejected(self):
         with pytest.raises(
             iso.UserError, match=r"would be a learning rate of 100; for a multiple of optim.lr, write 100x"
@@ -444,9 +466,7 @@ class TestRun:
         assert all(torch.equal(a[name], b[name]) for name in a)
         stopped_run(tmp_path / "moved", 4, {**TINY, **values})
         with pytest.raises(iso.UserError, match=r"lanes .*same processes, scale.accumulate and data\.workers"):
-            iso.train(
-                tiny(tmp_path / "moved", **(values | dict(data=data | dict(workers=1 if workers else 2)))), show=False
-            )
+            iso.train(tiny(tmp_path / "moved", **(values | dict(data=data | dict(workers=3)))), show=False)
         for changes, message in (
             (dict(fraction=0.5), "is a stream"),
             (dict(split=0.2), "is a stream"),

@@ -178,7 +178,10 @@ def _read_run_header(folder: Path) -> dict[str, str]:
 
 
 def _encoder_prefix(recipe: Mapping[str, Any]) -> str:
-    """Return the prefix of the model's tensor names in a run: masked pre-training wraps an encoder."""
+    """Return the prefix of the model's tensor names in a run: pre-training and guided detection wrap the model."""
+    task = recipe.get("task")
+    if isinstance(task, dict) and task.get("name") == "detection" and task.get("teacher"):
+        return "student."
     mask = recipe.get("mask")
     if not isinstance(mask, dict):
         return ""

@@ -100,7 +100,7 @@ def batch_ranges(images: int, batch_size: int) -> list[Sequence[int]]:
 
 
 def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
-    """Return timm's transform of test images for a model's data config.
+    """Return timm's transform of test images for a model's data config; for 1 channel, colour is left out.
 
     `config` is timm's data config: input_size, mean, std, interpolation, crop_pct, crop_mode.
 
@@ -109,7 +109,21 @@ def eval_transform(config: Mapping[str, Any]) -> Callable[[Image.Image], Any]:
     >>> transform(source.image(0)).shape
     torch.Size([3, 32, 32])
     """
-    return create_transform(**{key: config[key] for key in _EVAL_KEYS if key in config})
+    return _in_channels(config, create_transform(**{key: config[key] for key in _EVAL_KEYS if key in config}))
+
+
+def _in_channels(config: Mapping[str, Any], transform: Any) -> Any:
+    """Return a transform for images in as many channels as the model reads: 3, or 1, for which colour is left out.
+
+    Raises: UserError for another number of channels.
+    """
+    channels = config["input_size"][0]
+    if channels not in (1, 3):
+        raise UserError(f"the model reads images of {channels} channels; images are read with 3, or with 1 as grey")
+    if channels == 1:
+        to_tensor = next(i for i, step in enumerate(transform.transforms) if isinstance(step, transforms.ToTensor))
+        transform.transforms.insert(to_tensor, transforms.Grayscale(1))  # augmentations fill with a colour
+    return transform
 
 
 def _check_rfc(rfc: float, fill: str, size: Sequence[int]) -> None:
@@ -181,6 +195,7 @@ def train_transform(
     shared = {key: config[key] for key in _SHARED_KEYS}
     transform = create_transform(is_training=True, **shared, **{**_NO_AUGMENTATION, **augmentation})
     _fix_posterize(transform)
+    transform = _in_channels(config, transform)
     if not crop_padding:
         return transform
     crop = [transforms.Resize((height, width)), transforms.RandomCrop((height, width), padding=crop_padding)]

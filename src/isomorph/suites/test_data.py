@@ -77,14 +77,24 @@ def open_training_images(model: nn.Module, data: str | None, root: Path | None) 
 
     Raises: UserError when the data is missing.
     """
+    return open_split(model, "train", data, root)
+
+
+def open_split(model: nn.Module, split: str, data: str | None, root: Path | None) -> Source:
+    """Open the `train` or `test` images of a data source or folder, by default of the model's own.
+
+    Of a folder that the model's training split, they are those of the same side.
+
+    Raises: UserError when the data is missing.
+    """
     name, (fraction, images) = data or default_data(model), _recorded_split(model)
     root = data_root(model, data, root)
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
-            part = open_source(name, "train", root, fraction)
+            part = open_source(name, split, root, fraction)
             if part.split == (fraction, images):
                 return part
-    return open_source(name, "train", root)
+    return open_source(name, split, root)
 
 
 def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:

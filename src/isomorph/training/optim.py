@@ -73,8 +73,8 @@ def parameter_groups(
     of `lr` like "1000x". With a `layer_decay` below 1, every layer learns at that factor of the next one's rate. Each
     group has its `lr`, `weight_decay` and `name`; parameters without `requires_grad` are in no group.
 
-    A recast creates new parameters: make groups and optimiser after it. Schedulers of torch keep the ratios of the
-    rates.
+    A recast creates new parameters: make groups and optimiser after it. Schedulers of torch and timm keep the ratios of
+    the rates.
 
     Raises: UserError for a rate that is not positive, or a layer decay for a model without timm's `group_matcher`.
 
@@ -93,7 +93,10 @@ def parameter_groups(
     optim = check_part(
         OptimPart, "parameter_groups", {**rates, "weight_decay": weight_decay, "layer_decay": layer_decay}
     )
-    return [{**group, "lr": lr * group.pop("lr_scale")} for group in scaled_groups(model, optim)]
+    groups = scaled_groups(model, optim)
+    for group in groups:  # without lr_scale, by which timm's schedulers would multiply the rate again
+        group["lr"] = lr * group.pop("lr_scale")
+    return groups
 
 
 def scaled_groups(model: nn.Module, optim: OptimPart) -> list[dict[str, Any]]:
@@ -143,12 +146,17 @@ def group_table(optimizer: Optimizer, optim: OptimPart) -> list[str]:
 
 
 def build_optimizer(model: nn.Module, optim: OptimPart) -> Optimizer:
-    """Return the timm optimiser `optim.name` over `scaled_groups`."""
+    """Return the timm optimiser `optim.name` over `scaled_groups`. Raises: UserError if it needs other hardware."""
     groups = scaled_groups(model, optim)
     more = {"betas": optim.betas} if optim.betas else {}
-    return timm.optim.create_optimizer_v2(
-        groups, opt=optim.name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
-    )
+    name = "momentum" if optim.name == "sgd" and not optim.momentum else optim.name  # timm's sgd is Nesterov's
+    try:
+        return timm.optim.create_optimizer_v2(
+            groups, opt=name, lr=optim.lr, weight_decay=optim.weight_decay, momentum=optim.momentum, **more
+        )
+    except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"optim.name {optim.name} cannot be used here: {reason}; choose another optimiser") from None
 
 
 def build_scheduler(

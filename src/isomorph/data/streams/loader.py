@@ -1,6 +1,7 @@
 """Loaders of training and test batches from a stream; processes and workers read separate shares of it."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from itertools import chain, count, cycle, islice
 from typing import Any
@@ -29,9 +30,9 @@ def _worker_position() -> tuple[int, int]:
 class _TrainBatches(IterableDataset[_StreamBatch]):
     """One process's parts of every batch, from a step on; the workers produce the parts in turn.
 
-    Each pair of a part and a worker reads its own share of the stream, in a new order every epoch; a share that ends
-    before the epoch starts again. With the same number of workers a step sees the same images from whichever step the
-    run resumes: the samples of earlier steps are skipped.
+    Each pair of a part and a worker that produces it reads its own share of the stream, in a new order every epoch; a
+    share that ends before the epoch starts again. With the same number of workers a step sees the same images from
+    whichever step the run resumes: the samples of earlier steps are skipped.
     """
 
     def __init__(self, stream: Stream, sampler: TrainSampler, unreadable: int) -> None:
@@ -55,7 +56,9 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
 
     def _share(self, epoch: int, part: int, turn: int, workers: int, done: int) -> Iterator[StreamSample]:
         """Yield the samples of a share of the stream without end, after the batches that are done."""
-        index, shares = part * workers + turn, self.sampler.parts.total * workers
+        common = math.gcd(len(self.sampler.parts.own), workers)  # a worker produces one of so many parts
+        each = workers // common  # workers that produce a part in turn
+        index, shares = part * each + turn // common, self.sampler.parts.total * each
 
         def rounds() -> Iterator[Iterator[StreamSample]]:
             for number in count():

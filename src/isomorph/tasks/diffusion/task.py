@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchvision import transforms
 
-from isomorph.data.formats.registry import SOURCES, open_source
+from isomorph.data.formats.registry import SOURCES
 from isomorph.data.loaders import eval_transform, train_loader
 from isomorph.data.sampler import TrainSampler
 from isomorph.data.sources import Source, spaced_images
 from isomorph.distributed import Runtime
 from isomorph.errors import UserError
-from isomorph.suites.test_data import data_root, default_data
+from isomorph.suites.test_data import open_split
 from isomorph.tasks.diffusion.denoiser import check_denoiser_size, noise_schedule, require_denoiser
 from isomorph.tasks.diffusion.noise_schedule import NoiseSchedule
 from isomorph.tasks.diffusion.objective import DenoisingTask, denoising_errors, errors_by_time, mean_error
@@ -66,7 +66,9 @@ class Diffusion(Task):
     def data_config(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
         """Return the size of images, by default the model's own; images have values from -1 to 1."""
         crop = {"crop_pct": 1.0, "crop_mode": "center"}
-        return super().data_config(recipe, model) | crop | dict(mean=(0.5,) * 3, std=(0.5,) * 3)
+        config = super().data_config(recipe, model) | crop
+        half = (0.5,) * config["input_size"][0]
+        return config | dict(mean=half, std=half)
 
     def check_model(self, recipe: Recipe, model: nn.Module, config: dict[str, Any]) -> None:
         require_denoiser(model, recipe.model.name or str(recipe.model.weights))
@@ -99,8 +101,7 @@ class Diffusion(Task):
         if options.size:
             config["input_size"] = (config["input_size"][0], *options.size)
             check_denoiser_size(model, config["input_size"])
-        root = data_root(model, options.data, options.root)
-        source = open_source(options.data or default_data(model), "test", root)
+        source = open_split(model, "test", options.data, options.root)
         source = spaced_images(_without_classes(source), options.max_images)
         loader = share_loader(source, config, options.batch_size, options.workers, runtime)
         schedule = noise_schedule(model)

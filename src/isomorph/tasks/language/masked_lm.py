@@ -15,7 +15,7 @@ from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.tasks.language.corpus import IGNORED, PackedTexts, find_text_files, pack, read_lines
 from isomorph.tasks.language.glue_files import open_root, training_sentences
-from isomorph.tasks.language.task import LanguagePart, LanguageTask
+from isomorph.tasks.language.task import LanguagePart, LanguageTask, divide
 from isomorph.training.objectives.masked import PretrainingTask
 from isomorph.training.objectives.objective import Objective
 from isomorph.training.recipe.part import Rate
@@ -103,11 +103,14 @@ class MaskedLM(LanguageTask):
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> PackedTexts:
         if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
-            texts = training_sentences(open_root(root))
+            texts, test_files = training_sentences(open_root(root)), []
         else:
             files, test_files = find_text_files(root)
             texts = read_lines(test_files or files)
         packed = self._pack(texts, root)
+        part, sequences = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
+        if part and not test_files and len(packed) == sequences:  # what training left out of this text
+            packed = divide(packed, part)[1]
         packed.fixed = True
         return packed
 

@@ -38,6 +38,13 @@ class LanguagePart(Part):
     """Most tokens of a sequence, special tokens included."""
 
 
+def divide(examples: Any, part: float) -> tuple[Any, Any]:
+    """Return the examples without a part of them, and this part, the same ones at every call."""
+    order = np.random.default_rng(derive_seed("test part")).permutation(len(examples))
+    count = max(1, round(part * len(examples)))
+    return examples.subset(np.sort(order[count:])), examples.subset(np.sort(order[:count]))
+
+
 class LanguageTask(Task):
     """Base of the tasks on text."""
 
@@ -61,16 +68,16 @@ class LanguageTask(Task):
         same for every seed.
         """
         data = recipe.data
-        part = data.split or (default if test is None else None)
+        part, split = data.split or (default if test is None else None), None
         if part:
-            order = np.random.default_rng(derive_seed("test part")).permutation(len(examples))
-            count = max(1, round(part * len(examples)))
-            examples, test = examples.subset(np.sort(order[count:])), examples.subset(np.sort(order[:count]))
+            split = (part, len(examples))
+            examples, test = divide(examples, part)
         if data.fraction < 1:
             seed = derive_seed("fraction", recipe.seed if data.draw == "seeded" else 0)
             order = np.random.default_rng(seed).permutation(len(examples))
             order = np.arange(len(examples)) if data.draw == "first" else order
             examples = examples.subset(np.sort(order[: max(1, round(data.fraction * len(examples)))]))
+        examples.split = split  # recorded with the model
         return examples, drawn_once(test, data.test_images)
 
     def build_model(self, recipe: Recipe, train: Any, recast_now: bool) -> nn.Module:

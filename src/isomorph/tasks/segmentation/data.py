@@ -1,6 +1,7 @@
 """The training and test images of a run, and their loaders."""
 
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +63,27 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
     return parts[0], parts[1]
 
 
-def open_test_pairs(source: str, root: Path, fraction: float | None, max_images: int | None) -> MaskedImages:
+def _left_out(source: str, root: Path, fraction: float, images: int) -> MaskedImages | None:
+    """Return the part that training left out of a folder; None for another folder, by its number of images."""
+    with suppress(UserError):  # of a folder that cannot be split
+        part = open_splits(source, root, fraction)[1]
+        if part.split == (fraction, images):
+            return part
+    return None
+
+
+def open_test_pairs(source: str, root: Path, split: tuple[float, int] | None, max_images: int | None) -> MaskedImages:
     """Return the test images of a data source, or evenly spaced ones of them.
 
-    They are the part that training left out if `fraction` is given, else the test images, else a whole folder of masks.
+    They are the part that training left out of a folder that it split (fraction, number of images), else the test
+    images, else a whole folder of masks.
 
     Raises: UserError for an unknown source, or without test images.
     """
     if source not in FORMATS:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
-    pairs = open_splits(source, root, fraction)[1] if fraction else open_masks(source, "test", root)
+    pairs = _left_out(source, root, *split) if split else None
+    pairs = pairs or open_masks(source, "test", root)
     if pairs is None and source == "masks":
         pairs = whole_folder(root)
     if pairs is None:

@@ -106,12 +106,11 @@ class Segmentation(Task):
         """
         recorded: dict[str, Any] = model.pretrained_cfg  # type: ignore[assignment]
         source, root = options.data or recorded["source"], options.root
-        split = recorded.get("split") if source == recorded["source"] else None
         if options.data is not None and options.data not in FORMATS:
             source, root = "masks", Path(options.data)
             if not root.is_dir():
                 raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
-        pairs = open_test_pairs(source, data_root(root), split[0] if split else None, options.max_images)
+        pairs = open_test_pairs(source, data_root(root), recorded.get("split"), options.max_images)
         check_own_classes(model, pairs.classes)
         pairs.check()
         return pairs

@@ -230,6 +230,8 @@ class OptimPart(Part):
             raise ValueError(
                 f"{name} has lists of matrices as state, which snapshots cannot store; choose another optimiser"
             )
+        if name.lower() == "adahessian":
+            raise ValueError("adahessian needs second derivatives, which training does not compute; choose another")
         if name.lower() not in names:
             close = difflib.get_close_matches(name, names, n=3)
             raise ValueError(

@@ -19,7 +19,7 @@ from isomorph.training.recipe.fields import AnnealPart, AugmentPart, DataPart, O
 from isomorph.training.recipe.mask_fields import MaskPart
 from isomorph.training.recipe.model_fields import ModelPart
 from isomorph.training.recipe.objective_fields import DistillPart, MapSimilarityPart, TokenLabelPart
-from isomorph.training.recipe.parse import load_toml, load_yaml, parse_value, read_text
+from isomorph.training.recipe.parse import load_toml, load_yaml, read_text
 from isomorph.training.recipe.part import Count, Epochs, File, NotNegative, Part, Positive, Rate
 from isomorph.training.recipe.task_fields import TaskPart, check_task
 
@@ -258,7 +258,7 @@ def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
     *groups, last = [str(part) for part in problem["loc"]] or ["recipe"]
     field = ".".join([*groups, last])
     if problem["type"] == "extra_forbidden":
-        names = list(_fields_of(groups, values))
+        names = list(fields_of(groups, values))
         close = difflib.get_close_matches(last, names, n=1)
         return f"{field} is not a field" + (
             f" (did you mean {close[0]}?)" if close else f" (fields: {', '.join(names)})"
@@ -266,7 +266,7 @@ def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
     if problem["type"] == "missing":
         return f"{field} is missing"
     if problem["type"] == "model_type":
-        names = list(_fields_of([*groups, last], values))
+        names = list(fields_of([*groups, last], values))
         return f"{field} is a group of fields: {', '.join(names)}; give these, like {field}.{names[0]}=VALUE"
     message = LIST_PROBLEMS.get(problem["type"], problem["msg"])
     own = problem["type"] == "value_error"  # pydantic's messages begin with a capital letter
@@ -279,7 +279,7 @@ def _describe_problem(problem: Any, values: dict[str, Any]) -> str:
     return f"{field}: {message} (given {given})"
 
 
-def _fields_of(groups: list[str], values: Any) -> dict[str, Any]:
+def fields_of(groups: list[str], values: Any) -> dict[str, Any]:
     """Return the fields of a nested group, given the names that lead to it, and the values of the recipe."""
     part: Any = Recipe
     for group in groups:
@@ -303,31 +303,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"recipe {path} must be a mapping of fields, like 'epochs: 10'")
     return values
-
-
-def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str, Any]:
-    """Return values with assignments `group.field=value` applied, the value as YAML; `data=FOLDER` keeps its group.
-
-    Raises: UserError for an assignment without `=`, to a field of something that is not a group, or a missing folder.
-    """
-    result = yaml.safe_load(yaml.safe_dump(values))
-    for assignment in assignments:
-        path, equals, text = assignment.partition("=")
-        if not equals or not path:
-            raise UserError(f"override {assignment!r} must have the form field=value, like optim.lr=1e-4")
-        *groups, last = path.replace("-", "_").split(".")
-        group = result
-        for name in groups:
-            group = (
-                group.setdefault(name, {}) if group.get(name) is not None else group.update({name: {}}) or group[name]
-            )
-            if not isinstance(group, dict):
-                raise UserError(f"override {assignment!r}: {name} is not a group of fields")
-        value = parse_value(text)
-        if [*groups, last] == ["data"] and isinstance(value, str) and isinstance(group.get("data", {}), dict):
-            value = {**group.get("data", {}), **DataPart.named(text)}
-        group[last] = value
-    return result
 
 
 def document_fields(part: type[Part] = Recipe, prefix: str = "--") -> str:

@@ -1,6 +1,7 @@
 """The state of a run: model, data, optimiser and progress, with evaluation and saving."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,7 +104,9 @@ class Run:
     @property
     def lanes(self) -> int:
         """Number of lanes of a stream, which must be the same when resuming within an epoch; 0 without a stream."""
-        return self.share.total * max(self.recipe.data.workers, 1) if self.recipe.data.streamed else 0
+        workers = max(self.recipe.data.workers, 1)
+        each = workers // math.gcd(len(self.share.own), workers)  # workers that produce a part of a batch in turn
+        return self.share.total * each if self.recipe.data.streamed else 0
 
     @property
     def counts(self) -> dict[str, int]:
