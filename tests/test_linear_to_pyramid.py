@@ -5,13 +5,16 @@ import copy
 import pytest
 import timm
 import torch
-from timm.models.byobnet import ByoBlockCfg, MobileOneBlock
+from timm.layers import ConvNormAct
+from timm.models import ghostnet, levit, repvit
+from timm.models.byobnet import ByoBlockCfg, LayerFn, MobileOneBlock, RepVggBlock
 from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import isomorph as iso
 import references
+from isomorph.deployment.program import prepare
 from isomorph.layers.pyramid import Pyramid
 
 
@@ -360,3 +363,75 @@ def test_recalibration_says_what_is_missing():
         iso.recalibrate(nn.BatchNorm1d(2), [])
     with pytest.raises(iso.UserError, match="with weights"):
         iso.recalibrate(nn.BatchNorm1d(2, affine=False), [torch.randn(4, 2)], keep_function=True)
+
+
+UNITS = {
+    "levit": (lambda: levit.LinearNorm(8, 12), "0.linear", torch.randn(4, 5, 8)),
+    "repvit": (lambda: repvit.RepVggDw(8, 3), "0.conv.c", torch.randn(2, 8, 6, 6)),
+    "ghostnet": (lambda: ghostnet.ConvBnAct(8, 12, 3), "0.conv", torch.randn(2, 8, 6, 6)),
+    "with a bias": (lambda: ConvNormAct(8, 12, 3, bias=True), "0.conv", torch.randn(2, 8, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("name", UNITS)
+@torch.no_grad()
+def test_units_of_timm_are_fused_with_the_bias_of_the_pyramid(name):
+    make, where, x = UNITS[name]
+    model = disturb(nn.Sequential(make()))
+    wide = disturb(iso.recast(model, iso.LinearToPyramid(), where))
+    thin = iso.fuse(wide)
+    assert not any(isinstance(module, Pyramid) for module in thin.modules())
+    for fused in (thin, iso.fuse(thin), reparameterize_model(thin)):
+        assert relative(fused(x), wide(x)) < 1e-5
+    if name in ("ghostnet", "with a bias"):  # timm merges none of these
+        assert thin.state_dict().keys() == model.state_dict().keys()
+    else:
+        assert not any(isinstance(module, _BatchNorm) for module in thin.modules())
+
+
+def test_a_convolution_of_several_units_stays_shared():
+    first, second = ConvNormAct(4, 4, 1), ConvNormAct(4, 4, 1)
+    second.conv = first.conv
+    wide = iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.conv")
+    thin = iso.fuse(wide)
+    assert thin[0].conv is thin[1].conv
+    assert not isinstance(thin[0].conv, Pyramid)
+
+
+def test_units_keep_train_mode():
+    wide = iso.recast(nn.Sequential(ConvNormAct(4, 4, 1)), iso.LinearToPyramid(), "0.conv").train()
+    assert all(
+        module.training for module in iso.surgery.replay(wide, iso.surgery.Edit(iso.surgery.Fuse(), ("0",))).modules()
+    )
+
+
+@torch.no_grad()
+def test_attention_inside_a_unit_stays():
+    net = disturb(nn.Sequential(levit.ConvNorm(4, 4, 3, 1, 1)))
+    attentive = iso.recast(net, iso.ConvToGPSA(content="none"), "0.linear")
+    x = torch.randn(1, 4, 6, 6)
+    assert relative(iso.fuse(attentive)(x), net(x)) < 1e-4
+    block = disturb(nn.Sequential(RepVggBlock(4, 4, 3, layers=LayerFn())))
+    attentive = iso.recast(block, iso.ConvToGPSA(content="none"), "0.conv_kxk.conv")
+    assert relative(prepare(attentive)(x), block(x)) < 1e-4
+    assert block[0].reparam_conv is None
+
+
+def test_layers_inside_pyramids_and_attention_are_not_selected():
+    cnn = timm.create_model("cifar_resnet20").eval()
+    wide = iso.recast(cnn, iso.LinearToPyramid(), "layer3.2.conv2")
+    assert iso.targets(wide, iso.ConvToGPSA(), "layer3.2.*") == ["layer3.2.conv1"]
+    with pytest.raises(iso.UserError, match="matches no module"):
+        iso.recast(wide, iso.LinearToPyramid(), "layer3.2.conv2.branches.*")
+    attentive = iso.recast(cnn, iso.ConvToGPSA(), "layer3.2.conv2")
+    with pytest.raises(iso.UserError, match="GPSA2d reads its weight without calling it"):
+        iso.recast(attentive, iso.LinearToPyramid(), "*.value")
+
+
+def test_statistics_stay_where_tracking_is_turned_off():
+    layer = iso.layers.PyramidLinear(4, 4).train()
+    for norm in (m for m in layer.modules() if isinstance(m, _BatchNorm)):
+        norm.track_running_stats = False
+    before = [buffer.clone() for buffer in layer.buffers()]
+    layer(torch.randn(8, 4))
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True))

@@ -70,7 +70,10 @@ def test_the_weight_of_a_pyramid_can_be_read(name):
     pyramid = wide.get_submodule(where)
     for parameter in pyramid.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    torch.testing.assert_close(pyramid.weight, pyramid.fuse().weight, atol=1e-5, rtol=1e-5)
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(getattr(pyramid, name), getattr(pyramid.fuse(), name), atol=1e-5, rtol=1e-5)
+    evaluated = pyramid.weight
+    assert torch.equal(pyramid.train().weight, evaluated)  # with running statistics
     assert pyramid.half().weight.dtype == torch.float16
 
 

@@ -522,3 +522,11 @@ def test_no_class_of_timm_or_torch_is_taken_for_what_it_is_not(rule, layer, shap
             torch.testing.assert_close(other(x), layer.eval()(x), msg=str(kind))
     assert len(found) > 3
     assert len(taken) < len(found)
+
+
+def test_a_layer_of_zeros_goes_there_and_back():
+    conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+    torch.nn.init.zeros_(conv.weight)
+    torch.nn.init.zeros_(conv.bias)
+    recast = iso.recast(torch.nn.Sequential(conv), iso.ConvToGPSA(init="exact"), "0")
+    assert type(iso.revert(recast)[0]) is torch.nn.Conv2d

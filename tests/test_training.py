@@ -466,7 +466,7 @@ class TestRun:
         assert all(torch.equal(a[name], b[name]) for name in a)
         stopped_run(tmp_path / "moved", 4, {**TINY, **values})
         with pytest.raises(iso.UserError, match=r"lanes .*same processes, scale.accumulate and data\.workers"):
-            iso.train(tiny(tmp_path / "moved", **(values | dict(data=data | dict(workers=3)))), show=False)
+            iso.train(tiny(tmp_path / "moved", **(values | dict(scale=dict(accumulate=4)))), show=False)
         for changes, message in (
             (dict(fraction=0.5), "is a stream"),
             (dict(split=0.2), "is a stream"),

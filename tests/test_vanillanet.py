@@ -142,6 +142,18 @@ def test_fused_it_is_the_same(slope, tmp_path):
         AnnealedPair(nn.Linear(2, 2), nn.Linear(2, 2)).fuse()
 
 
+@torch.no_grad()
+def test_pairs_keep_the_padding_and_fuse_pyramids_inside():
+    x = torch.randn(2, 3, 8, 8)
+    pair = AnnealedPair(nn.Conv2d(3, 8, 3, padding=1, padding_mode="reflect"), nn.Conv2d(8, 4, 1), slope=1.0).eval()
+    torch.testing.assert_close(pair.fuse()(x), pair(x), atol=1e-5, rtol=1e-5)
+    wide = iso.recast(nn.Sequential(pair).eval(), iso.LinearToPyramid(), "0.second")
+    wide[0].second.skip.bias += 1
+    torch.testing.assert_close(iso.fuse(wide)(x), wide(x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(iso.UserError, match=r"second convolution, .* must have a 1x1 kernel"):
+        AnnealedPair(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 4, 3, padding=1))
+
+
 @pytest.mark.parametrize("slope", [-0.1, 1.1, float("nan")])
 def test_impossible_slopes_are_refused(slope):
     with pytest.raises(iso.UserError, match=r"must be between 0 \(a ReLU\) and 1"):

@@ -83,7 +83,7 @@ class Artefact(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Artefact":
         """Return an artefact that shares the program, which does not change."""
-        return Artefact(self._run, self.metadata, bytes(self.digest.tolist()))
+        return Artefact(self._run, self.metadata, self.get_buffer("digest").numpy().tobytes())
 
 
 class NamedArtefact(nn.Module):

@@ -133,8 +133,9 @@ def _metadata(model: nn.Module, name: str, measured: Mapping[str, float], in_tim
     task = _task(model)
     data = describe_data(model).get("source") or "test images"
     top1 = measured.get("top1")
-    known = top1 is not None and task == _TASK
-    accuracy = [EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)")] if known else []
+    accuracy = []
+    if top1 is not None and task == _TASK:
+        accuracy.append(EvalResult(_TASK, data, data, "accuracy", round(top1, 2), metric_name="top-1 (%)"))
     library = "timm" if in_timm else "isomorph"
     last = name.rpartition("/")[2] if accuracy else None
     return card_metadata(library, ["timm"] * in_timm, task, last, accuracy or None)

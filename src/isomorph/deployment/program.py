@@ -31,18 +31,33 @@ _LOUD = ("torch.onnx", "torch.export", "torch.fx", "torch._export", "torch._dyna
 def prepare(model: nn.Module) -> nn.Module:
     """Return a copy of the model to export: fused, in eval mode, on the CPU, in float32, without gradients.
 
-    Branches of timm's own blocks (MobileOne, RepVGG) are merged too.
+    Branches of timm's own blocks (MobileOne, RepVGG) are merged too, except where a branch became attention.
     """
     plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
     fused = fuse(plain)
     absorb_conv_biases(fused)
-    return reparameterize_model(fused, inplace=True).requires_grad_(False)
+    kept = {name: fused.get_submodule(name) for name in _mergeable(fused) if _has_recast(fused.get_submodule(name))}
+    for name in kept:
+        fused.set_submodule(name, nn.Identity())
+    merged = reparameterize_model(fused, inplace=True)
+    for name, block in kept.items():
+        merged.set_submodule(name, block)
+    return merged.requires_grad_(False)
+
+
+def _has_recast(block: nn.Module) -> bool:
+    """True if a layer of isomorph is inside, which timm cannot merge."""
+    return any(type(part).__module__.startswith("isomorph.layers.") for part in block.modules())
+
+
+def _mergeable(model: nn.Module) -> list[str]:
+    """Return the names of the blocks whose branches timm merges."""
+    return [name for name, module in model.named_modules() if callable(getattr(module, "reparameterize", None))]
 
 
 def fused_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that `prepare` fuses."""
-    by_timm = (name for name, module in model.named_modules() if callable(getattr(module, "reparameterize", None)))
-    return (*fusible_modules(model), *by_timm)
+    return (*fusible_modules(model), *_mergeable(model))
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def _update_statistics(norms: Sequence[_BatchNorm], mean: Tensor, variance: Tens
     new = (mean, variance * (count / max(count - 1, 1)))
     changes: dict[float, list[tuple[Tensor, Tensor]]] = {}
     for norm, *values in zip(norms, *(each.split(rows, -1) for each in new), strict=True):
-        if norm.running_mean is None or norm.running_var is None:
+        if norm.running_mean is None or norm.running_var is None or not norm.track_running_stats:
             continue
         assert norm.num_batches_tracked is not None
         _check_vmap(norm.running_mean, mean)
@@ -118,11 +118,15 @@ class Affine(NamedTuple):
 def apply_batchnorms(norms: Sequence[_BatchNorm], maps: Sequence[Affine], moments: Moments | None) -> list[Affine]:
     """Apply a BatchNorm to the outputs h = A (x - mean) + c of each map, which have no scale.
 
+    Without moments, all apply their running statistics.
+
     Source: Ioffe and Szegedy (2015) algorithm 1; Tan et al. (TDRL) eq. 1
     """
     pairs = list(zip(norms, maps, strict=True))
+    if moments is None:
+        return [_normalise(norm, given, *_running(norm, given.weight)) for norm, given in pairs]
     by_batch = [pair for pair in pairs if uses_batch_statistics(pair[0])]
-    normalised = iter(_normalise_by_batch(by_batch, moments) if by_batch and moments else ())
+    normalised = iter(_normalise_by_batch(by_batch, moments) if by_batch else ())
     return [
         next(normalised) if uses_batch_statistics(norm) else _normalise(norm, given, *_running(norm, given.weight))
         for norm, given in pairs
@@ -193,7 +197,8 @@ def collapse_chains(chains: Sequence[Sequence[nn.Module]], moments: Moments | No
         for index, layer in linear.items():
             matrix = matrices[index]
             # batch statistics subtract W c and b again: their gradient is 0, so skip the outer product for W
-            outer = matrix.detach() if any(map(uses_batch_statistics, after[index])) else matrix
+            by_batch = moments is not None and any(map(uses_batch_statistics, after[index]))
+            outer = matrix.detach() if by_batch else matrix
             bias = matvec(outer, maps[index].bias if index in maps else start)
             bias = bias if layer.bias is None else bias + _shape_like_rows(layer.bias, matrix)
             maps[index] = Affine(weights[index], None, bias)

@@ -68,6 +68,7 @@ class AnnealedPair(nn.Sequential):
 
     Shape: as first, then second
     Source: VanillaNet (Chen et al., 2023) section 2.2, the deep training strategy
+    Raises: UserError for a second convolution that is more than a linear layer on each pixel.
 
     Example:
         >>> conv = torch.nn.Conv2d(3, 8, kernel_size=3, padding=1)
@@ -80,6 +81,10 @@ class AnnealedPair(nn.Sequential):
     def __init__(
         self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
     ) -> None:
+        if isinstance(second, nn.Conv2d) and not _is_pointwise(second):
+            raise UserError(
+                f"the second convolution, {second}, must have a 1x1 kernel, stride 1 and no padding or groups"
+            )
         layers: OrderedDict[str, nn.Module] = OrderedDict(first=first, norm1=_batchnorm_for(first))
         layers |= dict(act=AnnealedReLU(slope), second=second)
         super().__init__(layers | (dict(norm2=_batchnorm_for(second)) if last_norm else {}))
@@ -135,6 +140,11 @@ class SeriesActivation(nn.Sequential):
         return nn.Sequential(fused).eval()
 
 
+def _is_pointwise(conv: nn.Conv2d) -> bool:
+    """True for a 1x1 convolution without stride, padding and groups."""
+    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and not any(conv.padding)
+
+
 def _batchnorm_for(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:
     """Return a BatchNorm for the output of a layer."""
     if isinstance(layer, nn.Linear):
@@ -166,7 +176,7 @@ def _merge(layers: Sequence[nn.Module]) -> nn.Conv2d | nn.Linear:
             merged = nn.Linear(first.in_features, last.out_features)
         else:
             window = (first.kernel_size, first.stride, first.padding, first.dilation, first.groups)
-            merged = nn.Conv2d(first.in_channels, last.out_channels, *window)
+            merged = nn.Conv2d(first.in_channels, last.out_channels, *window, padding_mode=first.padding_mode)
     merged.weight = nn.Parameter(weight.reshape(merged.weight.shape).to(dtype))
     merged.bias = nn.Parameter(bias.flatten().to(dtype))
     return merged.eval()

@@ -28,4 +28,10 @@ def relative_deviation(layer: nn.Module, other: nn.Module, shape: tuple[int, ...
     probe = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like)
     with eval_mode(layer), eval_mode(other):  # dropout would differ from itself
         expected, actual = other(probe), layer(probe)
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
+    return relative_difference(actual, expected)
+
+
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest |difference|, relative to the largest |expected|; 0 for two tensors of zeros."""
+    largest = expected.abs().max()
+    return ((actual - expected).abs().max() / largest.clamp(min=torch.finfo(largest.dtype).tiny)).item()

@@ -76,6 +76,9 @@ class Pyramid(nn.Module):
     Subclasses define how to create a linear layer and a BatchNorm, and how to read tokens from the input.
     """
 
+    replaces_bias = True
+    """False for the pyramid of a layer without a bias, whose fused bias a BatchNorm after it can take."""
+
     def __init__(
         self,
         in_features: int,
@@ -172,6 +175,11 @@ class Pyramid(nn.Module):
     def weight(self) -> Tensor:
         """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
         return self.as_filters(self.collapse(None)[0]).to(next(self.parameters()).dtype)
+
+    @property
+    def bias(self) -> Tensor:
+        """The bias of the layer that `fuse` returns, with running statistics."""
+        return self.collapse(None)[1].flatten().to(next(self.parameters()).dtype)
 
     def as_filters(self, weight: Tensor) -> Tensor:
         """Reshape a matrix into the weight of the layer that `fuse` returns. Shape: (out, C) -> the same"""

@@ -132,6 +132,11 @@ class JointPyramid(nn.Module):
         """The weight of the layer that `fuse` returns, with running statistics; networks read its dtype and device."""
         return torch.cat([part.weight for part in self.pyramids])  # type: ignore[misc]
 
+    @property
+    def bias(self) -> Tensor:
+        """The bias of the layer that `fuse` returns, with running statistics."""
+        return _join_biases(list(self.pyramids))
+
     def forward(self, x: Tensor) -> Tensor:
         return _apply_jointly(list(self.pyramids), x)  # type: ignore[arg-type]
 
@@ -141,10 +146,14 @@ class JointPyramid(nn.Module):
         fused: list[Any] = [part.fuse() if isinstance(part, PyramidLinear) else part for part in self.pyramids]
         joint = nn.Linear(fused[0].in_features, sum(linear.out_features for linear in fused)).to(fused[0].weight)
         joint.weight.copy_(torch.cat([linear.weight for linear in fused]))
-        zeros = joint.bias.new_zeros(joint.out_features)
-        biases = [zeros[: part.out_features] if part.bias is None else part.bias for part in fused]
-        joint.bias.copy_(torch.cat(biases))
+        joint.bias.copy_(_join_biases(fused))
         return joint
+
+
+def _join_biases(parts: Sequence[Any]) -> Tensor:
+    """Return the biases of linear layers in order, zeros for a layer without."""
+    zeros = (part.weight.new_zeros(part.out_features) for part in parts)
+    return torch.cat([zero if part.bias is None else part.bias for part, zero in zip(parts, zeros, strict=True)])
 
 
 def _apply_jointly(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from isomorph.layers.eval_mode import relative_difference
 from isomorph.layers.folded_taps import folded_reach, folded_taps
 from isomorph.layers.gated_mix import gated_mix
 from isomorph.layers.grid import conv_output_size, window_centres
@@ -276,7 +277,7 @@ class PositionHeads(TapHeads):
             torch.func.functional_call(module, {name: p.double() for name, p in module.named_parameters()}, (probe,))
             for module in (conv, self)
         )
-        return ((actual - expected).abs().max() / expected.abs().max()).item()
+        return relative_difference(actual, expected)
 
 
 class GatedHeads(PositionHeads):

@@ -7,6 +7,7 @@ from itertools import pairwise
 import torch
 from timm.layers import BatchNormAct2d, ConvNormAct, SyncBatchNormAct, to_2tuple
 from timm.models.byobnet import MobileOneBlock
+from timm.models.ghostnet import ConvBnAct
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -133,14 +134,27 @@ def absorb_conv_biases(model: nn.Module) -> None:
 
     A convolution has one where a pyramid was fused, and timm's merging of branches does not expect it.
     """
-    for module in filter(takes_conv_bias, model.modules()):
-        if isinstance(module.conv, nn.Conv2d) and module.conv.bias is not None:
-            module.bn.running_mean.sub_(module.conv.bias)  # type: ignore[operator, union-attr]
-            module.conv.bias = None
+    for module in model.modules():
+        if names := conv_and_norm(module):
+            layer, norm = (module.get_submodule(name) for name in names)
+            if isinstance(layer, nn.Conv2d | nn.Linear) and layer.bias is not None:
+                norm.running_mean.sub_(layer.bias)  # type: ignore[operator]
+                layer.bias = None
 
 
-def takes_conv_bias(module: nn.Module) -> bool:
-    """True for timm's ConvNormAct with a BatchNorm whose running mean can take the bias of the convolution."""
-    if not isinstance(module, ConvNormAct) or overridden_methods(module, ConvNormAct):
-        return False
-    return isinstance(module.bn, _BatchNorm) and module.bn.running_mean is not None
+def conv_and_norm(module: nn.Module) -> tuple[str, str] | None:
+    """Return the names of the linear layer and of the BatchNorm of a unit of timm that applies one after the other.
+
+    These are ConvNormAct, GhostNet's ConvBnAct, and pairs with a method `fuse()` of timm, as LeViT's. None for other
+    modules, and for a BatchNorm without running statistics.
+    """
+    names = None
+    if isinstance(module, ConvNormAct) and not overridden_methods(module, ConvNormAct):
+        names = ("conv", "bn")
+    elif isinstance(module, ConvBnAct) and not overridden_methods(module, ConvBnAct):
+        names = ("conv", "bn1")
+    elif getattr(getattr(module, "fuse", None), "__module__", "").startswith("timm."):
+        children = [name for name, child in module.named_children() if not isinstance(child, nn.Identity)]
+        names = (children[0], children[1]) if len(children) == 2 else None
+    norm = module.get_submodule(names[1]) if names else None
+    return names if isinstance(norm, _BatchNorm) and norm.running_mean is not None else None

@@ -18,7 +18,7 @@ from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.joint_projections import JointPart, find_target, joint_parts
 from isomorph.surgery.notes import add_notes, notes
 from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
-from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
+from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names, selectable_modules
 
 
 class Rule(Protocol):
@@ -177,7 +177,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     check_model(model)
     model = unwrap_compiled(model)
     given, rule = rule, bind_rule(rule, model)
-    named: list[tuple[str, Any]] = list(model.named_modules(remove_duplicate=False))
+    named: list[tuple[str, Any]] = selectable_modules(model)
     if getattr(given, "takes_parts", False) and not callable(where):
         named += joint_parts(model).items()
     for glob in [] if callable(where) or isinstance(where, str) else where:

@@ -3,8 +3,11 @@
 import difflib
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
+
+from isomorph.layers.pyramid import Pyramid
 
 Where = str | Sequence[str] | Callable[[str, nn.Module], bool]
 """A glob over module names, several globs, or a function (name, module) -> bool."""
@@ -34,3 +37,10 @@ def list_names(names: Sequence[str]) -> str:
     """Return at most three names in a row, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return the modules by all their names, except those inside a pyramid, which reads the weights of its layers."""
+    named = list(model.named_modules(remove_duplicate=False))
+    inside = tuple(f"{name}." if name else "" for name, module in named if isinstance(module, Pyramid))
+    return [(name, module) for name, module in named if isinstance(module, Pyramid) or not name.startswith(inside)]

@@ -16,8 +16,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.affine_chain import weight_matrix
+from isomorph.layers.pruned_gpsa import PrunedGPSA
 from isomorph.layers.pyramid import Layout
 from isomorph.layers.pyramid_init import init_from_affine, init_random
+from isomorph.layers.tap_heads import TapHeads
 from isomorph.layers.tokens import parse_statistics
 from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
 from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
@@ -239,6 +241,8 @@ class _BoundRule:
         _, parent = self.parents.get(module, ("", None))
         if isinstance(parent, nn.MultiheadAttention):
             return "nn.MultiheadAttention reads its weight without calling it"
+        if isinstance(parent, TapHeads | PrunedGPSA):
+            return f"{type(parent).__name__} reads its weight without calling it"
         if getattr(parent, "q_bias", None) is not None and not hasattr(parent, SEPARATE_BIAS):
             return f"{type(parent).__name__} reads its weight without calling it"
         return None
@@ -307,6 +311,7 @@ class _BoundRule:
             init_random(pyramid)
         else:
             init_from_affine(pyramid, weight, weight.new_zeros(len(weight)) if linear.bias is None else linear.bias)
+        pyramid.replaces_bias = linear.bias is not None
         return pyramid
 
     def _build_conv(self, conv: nn.Conv2d, name: str) -> PyramidConv2d:
@@ -321,6 +326,7 @@ class _BoundRule:
             weight = weight_matrix(conv)
             bias = weight.new_zeros(weight.shape[:-1]) if conv.bias is None else conv.bias.view(weight.shape[:-1])
             init_from_affine(pyramid, weight, bias)
+        pyramid.replaces_bias = conv.bias is not None
         return pyramid
 
     def _build_block(self, block: MobileOneBlock) -> nn.Module:

@@ -103,13 +103,13 @@ class MaskedLM(LanguageTask):
 
     def open_test(self, model: nn.Module, options: EvaluationOptions, source: str, root: Path) -> PackedTexts:
         if source == "glue" and not root.is_file():  # a text file also after a pre-training on GLUE's sentences
-            texts, test_files = training_sentences(open_root(root)), []
+            texts, whole = training_sentences(open_root(root)), True
         else:
             files, test_files = find_text_files(root)
-            texts = read_lines(test_files or files)
+            texts, whole = read_lines(test_files or files), not test_files
         packed = self._pack(texts, root)
         part, sequences = (getattr(model, "pretrained_cfg", None) or {}).get("split") or (None, None)
-        if part and not test_files and len(packed) == sequences:  # what training left out of this text
+        if part and whole and len(packed) == sequences:  # what training left out of this text
             packed = divide(packed, part)[1]
         packed.fixed = True
         return packed
