@@ -56,7 +56,7 @@ class Fuse:
             copied: Any = copy.deepcopy(module).eval()
             for name, inner in outermost_modules(copied, lambda part: isinstance(part, Pyramid)).items():
                 if inner is not copied:
-                    copied.set_submodule(name, self.build(inner))
+                    copied.set_submodule(name, self.build(inner).eval())
             return copied.fuse()
         except RuntimeError:
             if reason := first_altered_part(module):
