@@ -530,3 +530,9 @@ def test_a_layer_of_zeros_goes_there_and_back():
     torch.nn.init.zeros_(conv.bias)
     recast = iso.recast(torch.nn.Sequential(conv), iso.ConvToGPSA(init="exact"), "0")
     assert type(iso.revert(recast)[0]) is torch.nn.Conv2d
+
+
+def test_edits_under_a_second_name_are_removed():
+    conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+    model = torch.nn.ModuleDict({"a": conv, "b": conv})
+    assert iso.edits(iso.revert(iso.recast(model, iso.ConvToGPSA(), "b"))) == ()

@@ -46,8 +46,9 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
         listed = list_names([name or "the model" for name in possible])
         hint = f"layers that can be: {listed}" if possible else "for pyramids use fuse"
         raise UserError(f"{describe_where(where)} selects no layer that can be reverted; {hint}")
-    for name in names:
-        layer = model.get_submodule(name)
+    layers = [model.get_submodule(name) for name in names]
+    reverted = {name for name, module in model.named_modules(remove_duplicate=False) if module in layers}
+    for name, layer in zip(names, layers, strict=True):
         try:
             original = _revert_method(layer)(atol)  # type: ignore[misc]
         except ValueError as error:
@@ -61,6 +62,6 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     add_notes(model, *restore_ties(model, tied))
     for edit in edits(model):
         attach_rule(edit.rule, model)
-    remaining = [Edit(edit.rule, tuple(name for name in edit.names if name not in names)) for edit in edits(model)]
+    remaining = [Edit(edit.rule, tuple(name for name in edit.names if name not in reverted)) for edit in edits(model)]
     model.isomorph_edits = tuple(edit for edit in remaining if edit.names)  # type: ignore[assignment]
     return model
