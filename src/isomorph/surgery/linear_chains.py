@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import torch
 from timm.layers import BatchNormAct2d, ConvNormAct, SyncBatchNormAct, to_2tuple
-from timm.models.byobnet import MobileOneBlock
 from timm.models.ghostnet import ConvBnAct
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -117,15 +116,6 @@ def _new_layer_like(layer: nn.Linear | nn.Conv2d, out: int) -> nn.Linear | nn.Co
         return nn.Linear(layer.in_features, out)
     window = (layer.kernel_size, layer.stride, conv_padding(layer), layer.dilation, layer.groups)
     return nn.Conv2d(layer.in_channels, out, *window)  # type: ignore[arg-type]
-
-
-@torch.no_grad()
-def merge_branches(block: MobileOneBlock) -> nn.Conv2d:
-    """Merge all branches of a MobileOne block in eval mode into one convolution."""
-    fused = copy.deepcopy(block).double().eval()
-    absorb_conv_biases(fused)
-    fused.reparameterize()
-    return fused.reparam_conv.to(next(block.parameters()).dtype)
 
 
 @torch.no_grad()

@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from timm.layers import ConvNormAct
 from timm.models.byobnet import MobileOneBlock
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.errors import UserError
 from isomorph.layers import AnnealedPair, JointPyramid, PyramidConv2d, PyramidLinear
@@ -23,15 +21,13 @@ from isomorph.layers.tap_heads import TapHeads
 from isomorph.layers.tokens import parse_statistics
 from isomorph.surgery.field_checks import RESCALE, check_choice, check_number
 from isomorph.surgery.joint_projections import JOINT_PARTS, JointPart, joint_parts
-from isomorph.surgery.layer_checks import overridden_methods
 from isomorph.surgery.linear_chains import (
     conv_padding,
     is_chain,
-    is_plain_norm,
     linear_mismatch,
-    merge_branches,
     merge_chain,
 )
+from isomorph.surgery.mobileone import CombinedBlock, block_mismatch, is_pointwise_block, merge_branches
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.rectification import normalise_rectify
@@ -58,30 +54,6 @@ def _joint_mismatch(module: nn.Module, name: str, parent: nn.Module | None) -> s
     if module.out_features % len(JOINT_PARTS[name]):
         return f"its {module.out_features} outputs cannot be split into {len(JOINT_PARTS[name])} equal parts"
     return None
-
-
-def _block_mismatch(block: MobileOneBlock) -> str | None:
-    """Return how a block differs from timm's MobileOneBlock with its branches, or None."""
-    if methods := " and ".join(overridden_methods(block, MobileOneBlock)):
-        return f"{type(block).__name__} overrides {methods} of timm's MobileOneBlock"
-    if block.reparam_conv is not None:
-        return "it is already fused; recast its reparam_conv instead"
-    if type(block.drop_path) is not nn.Identity:
-        return "it has stochastic depth (drop_path)"
-    for name, part in block.conv_kxk.named_modules():
-        if isinstance(part, nn.Conv2d) and (reason := linear_mismatch(part)):
-            return f"its conv_kxk.{name}: {reason}"
-        if isinstance(part, ConvNormAct) and overridden_methods(part, ConvNormAct):
-            return f"its conv_kxk.{name} overrides methods of timm's ConvNormAct"
-    norms = [*block.conv_kxk.modules(), block.identity] if _is_pointwise_block(block) else []
-    if any(isinstance(part, _BatchNorm) and not is_plain_norm(part) for part in norms):
-        return "its branches have norms other than plain BatchNorm"
-    return None
-
-
-def _is_pointwise_block(block: MobileOneBlock) -> bool:
-    """True if all branches of a block are 1x1 convolutions, so that the block is one linear map of every pixel."""
-    return block.conv_kxk[0].conv.kernel_size == (1, 1)
 
 
 @register_rule
@@ -229,7 +201,7 @@ class _BoundRule:
         if isinstance(module, JointPart):
             return self._part_rejection_reason(module)
         if isinstance(module, MobileOneBlock):
-            return _block_mismatch(module)
+            return block_mismatch(module)
         if isinstance(module, nn.Sequential):
             if is_chain(module, self.from_scratch):
                 return None
@@ -331,12 +303,13 @@ class _BoundRule:
 
     def _build_block(self, block: MobileOneBlock) -> nn.Module:
         """Return a 1x1 block as a pyramid and its activation, a larger one with pyramids for its convolutions."""
-        if _is_pointwise_block(block):
+        if is_pointwise_block(block):
             pyramid = self._build_conv(merge_branches(block), "")
             return nn.Sequential(
                 OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))
             )
         combined = copy.deepcopy(block)
+        combined.__class__ = CombinedBlock
         for branch in combined.conv_kxk:
             branch.conv = self._build_conv(branch.conv, "").train(block.training)
         return combined
