@@ -191,6 +191,7 @@ BAD = {
         "data source 'cifar' is unknown",
     ),
     "batch size": (["evaluate", "{weights}", "--batch-size", "0"], "at least 1"),
+    "number word": (["verify", "{weights}", "{weights}", "--atol", "x"], "--atol x must be a number"),
     "batch size word": (["evaluate", "{weights}", "--batch-size", "many"], "--batch-size many must be a whole number"),
     "device": (["evaluate", "{weights}", "--data", "digits", "--device", "tpu"], "device 'tpu' is not available"),
     "recipe": (["train", "cifar_exat"], "did you mean cifar_exact"),

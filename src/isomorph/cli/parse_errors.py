@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from inspect import signature
 
-from cyclopts import CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts import CoercionError, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from isomorph.cli.app import app
 
@@ -20,6 +20,8 @@ def explain_parse_error(error: CycloptsError) -> str:
         unused = list(error.unused_tokens or ())
         hint = _repeat_hint(command, error.root_input_tokens or (), unused)
         return f"{command} does not take {' '.join(unused)}{hint}{see}"
+    if isinstance(error, CoercionError) and error.token and error.target_type is float:
+        return f"{error.token.keyword} {error.token.value} must be a number"
     whole = re.sub(r"^Invalid value for (--[\w.-]+): (?=\1 )", "", str(error).strip())
     sentences = whole.removesuffix(".").split(". ")
     return "; ".join(text[:1].lower() + text[1:] for text in sentences)
