@@ -13,6 +13,7 @@ from PIL import Image
 from pycocotools import mask as codec
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
+from torchvision.models.detection.image_list import ImageList
 from torchvision.transforms.v2.functional import normalize
 
 import isomorph as iso
@@ -506,3 +507,27 @@ def test_recipes_are_those_of_the_table():
     given = recipes["mask_rcnn_bccd"].model.kwargs
     with torch.device("meta"):
         assert not timm.create_model("mask_rcnn", masks=False, num_classes=3, **given).has_masks
+
+
+class TestAnchors:
+    def centres(self, model, x):
+        """The centres of the anchors on the finest map."""
+        maps = list(model.pyramid_maps(x).values())
+        boxes = model.rpn.anchor_generator(ImageList(x, [tuple(x.shape[-2:])]), maps)[0]
+        return (boxes[: 3 * maps[0][0, 0].numel() : 3, :2] + boxes[: 3 * maps[0][0, 0].numel() : 3, 2:]) / 2
+
+    def test_they_lie_where_the_positions_do(self):
+        small = dict(num_classes=2, masks=False, channels=16, features=16, score_threshold=0.0)
+        model = timm.create_model("mask_rcnn", backbone="resnet18", **small).eval()
+        x = torch.randn(1, 3, 200, 168)
+        last = self.centres(model, x)[-1]
+        assert last.tolist() == [4 * (192 // 4 - 1), 4 * (224 // 4 - 1)]
+        padded = torch.nn.functional.pad(x, (0, 24, 0, 24))
+        here, there = model.detect(x)[0], model.detect(padded, [(200, 168)])[0]
+        torch.testing.assert_close(here["boxes"], there["boxes"])
+
+    def test_strides_may_be_fractions(self):
+        vit = dict(patch_size=14, embed_dim=24, num_heads=2, depth=1)
+        small = dict(num_classes=2, masks=False, channels=16, features=16, img_size=56)
+        model = timm.create_model("mask_rcnn", backbone="vit_tiny_patch16_224", backbone_kwargs=vit, **small).eval()
+        assert self.centres(model, torch.randn(1, 3, 56, 56))[-1].tolist() == [3.5 * 15] * 2

@@ -109,6 +109,12 @@ class TestStream:
         }
         assert found == {(label, zlib.crc32(pixels)) for label, pixels in EXPECTED}
 
+    def test_workers_that_share_parts_change_nothing(self, stream):
+        sampler = TrainSampler(BatchOrder(len(SAMPLES), 4), 2, parts=BatchParts(range(2), 2))
+        tensor = lambda image: torch.tensor(zlib.crc32(image.tobytes()))  # noqa: E731
+        orders = [[images.tolist() for images, *_ in stream_loader(stream, tensor, sampler, n)] for n in (0, 1, 2)]
+        assert orders[0] == orders[1] == orders[2]
+
     def test_same_labels_and_pixels(self, stream):
         assert (stream.classes, len(stream)) == (tuple(CLASSES), len(SAMPLES))
         seen = [(label, stream.image(raw, identity).tobytes()) for raw, label, identity in stream.samples(0, 0)]

@@ -368,6 +368,9 @@ def test_recalibration_says_what_is_missing():
 UNITS = {
     "levit": (lambda: levit.LinearNorm(8, 12), "0.linear", torch.randn(4, 5, 8)),
     "repvit": (lambda: repvit.RepVggDw(8, 3), "0.conv.c", torch.randn(2, 8, 6, 6)),
+    "repvit, the other branch": (lambda: repvit.RepVggDw(8, 3), "0.conv1", torch.randn(2, 8, 6, 6)),
+    "repvit, legacy": (lambda: repvit.RepVggDw(8, 3, legacy=True), "0.conv.c", torch.randn(2, 8, 6, 6)),
+    "repvit, head": (lambda: repvit.RepVitClassifier(8, 4, True), "0.head.l", torch.randn(2, 8)),
     "ghostnet": (lambda: ghostnet.ConvBnAct(8, 12, 3), "0.conv", torch.randn(2, 8, 6, 6)),
     "with a bias": (lambda: ConvNormAct(8, 12, 3, bias=True), "0.conv", torch.randn(2, 8, 6, 6)),
 }
@@ -389,13 +392,22 @@ def test_units_of_timm_are_fused_with_the_bias_of_the_pyramid(name):
         assert not any(isinstance(module, _BatchNorm) for module in thin.modules())
 
 
-def test_a_convolution_of_several_units_stays_shared():
+@torch.no_grad()
+def test_a_layer_of_several_units():
     first, second = ConvNormAct(4, 4, 1), ConvNormAct(4, 4, 1)
     second.conv = first.conv
-    wide = iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.conv")
-    thin = iso.fuse(wide)
+    wide = disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.conv"))
+    thin, x = iso.fuse(wide), torch.randn(2, 4, 5, 5)
+    assert relative(thin(x), wide(x)) < 1e-5
     assert thin[0].conv is thin[1].conv
     assert not isinstance(thin[0].conv, Pyramid)
+    first, second = levit.LinearNorm(8, 8), levit.LinearNorm(8, 8)
+    second.linear = first.linear
+    wide, x = (
+        disturb(iso.recast(nn.Sequential(first, second).eval(), iso.LinearToPyramid(), "0.linear")),
+        torch.randn(2, 3, 8),
+    )
+    assert relative(iso.fuse(wide)(x), wide(x)) < 1e-5
 
 
 def test_units_keep_train_mode():

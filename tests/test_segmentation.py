@@ -140,10 +140,10 @@ def test_a_folder_that_training_split_is_tested_on_its_other_part(tmp_path):
             Image.fromarray(pixels.astype(np.uint8)).save(path)
     (tmp_path / "classes.txt").write_text("ground\nsquare\n")
     held_out = open_splits("masks", tmp_path, 0.3)[1]
-    assert [p.name for p in open_test_pairs("masks", tmp_path, (0.3, 12), None).images] == [
+    assert [p.name for p in open_test_pairs("masks", tmp_path, 0.3, None, 12).images] == [
         path.name for path in held_out.images
     ]
-    assert len(open_test_pairs("masks", tmp_path, (0.3, 13), None)) == 12  # another folder
+    assert len(open_test_pairs("masks", tmp_path, 0.3, None, 13)) == 12  # another folder
 
 
 @pytest.mark.parametrize(

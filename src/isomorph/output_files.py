@@ -1,4 +1,4 @@
-"""Files that a command will write: whether it can is known before hours of work."""
+"""Check before a long computation that its result can be written."""
 
 import tempfile
 from pathlib import Path

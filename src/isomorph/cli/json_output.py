@@ -9,7 +9,7 @@ from typing import Any
 def print_json(value: Any, default: Callable[[Any], str] | None = None) -> None:
     """Print a value as JSON, and null for numbers that are not finite, which JSON does not have.
 
-    `default` converts what JSON does not know.
+    `default` converts values that JSON has no type for.
     """
     print(json.dumps(_without_nan(value), default=default))
 

@@ -176,7 +176,7 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
 
 
 def check_page(page: Path | None, overwrite: bool) -> None:
-    """Raise UserError for a --page that is not .html, exists, without --overwrite, or cannot be written."""
+    """Raise UserError for a --page that does not end in .html, cannot be written, or exists without --overwrite."""
     if page is None:
         return
     if page.suffix != ".html":

@@ -9,6 +9,7 @@ from isomorph.cli.app import app, loading
 from isomorph.cli.options import Overwrite, choose_page
 from isomorph.cli.recipe_fields import check_fields, rewrite_size
 from isomorph.cli.tables import tables
+from isomorph.errors import UserError
 from isomorph.recipes import load_recipe, parse_overrides, recipe_values
 from isomorph.terminal_tables import metric_table, print_table
 
@@ -51,7 +52,13 @@ def train(
     ],
 ) -> None:
     overrides = [rewrite_size(assignment) for assignment in parse_overrides(fields)]
-    recipe_values(recipe)
+    iterations = recipe_values(recipe).get("iterations")
+    given = {assignment.partition("=")[0] for assignment in overrides}
+    if iterations and "epochs" in given and "iterations" not in given:
+        raise UserError(
+            f"the length of {recipe} is {iterations} iterations, so --epochs has no effect; give --iterations, or "
+            "--iterations null as well"
+        )
     check_fields(overrides)
     with loading():
         from isomorph.training import train as train_recipe

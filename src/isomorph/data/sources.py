@@ -77,12 +77,12 @@ def read_image(path: Path) -> Image.Image:
 def _to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image to RGB; 16 bits per pixel are scaled to 8, which Pillow would clip to white.
 
-    Raises: ValueError for 32 bits per pixel outside the range of 8 bits, which Pillow would clip to black and white.
+    Raises: ValueError for wider pixels outside the range of 8 bits, which Pillow would clip to black and white.
     """
     if image.mode in ("F", "I"):
         low, high = image.getextrema()
         if not 0 <= low <= high <= 255 or (image.mode == "F" and high <= 1):  # type: ignore[operator]
-            raise ValueError(f"it has 32 bits per pixel, from {low:g} to {high:g}; convert it to 8 or 16 bits")
+            raise ValueError(f"its pixels are from {low:g} to {high:g}, without a known white; convert it to 8 bits")
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:

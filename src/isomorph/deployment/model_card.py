@@ -43,7 +43,7 @@ _METRICS = {
 """Metrics of an evaluation, and their names in a model card."""
 _LOCAL_FIELDS: Any = {"out": True, "expected": True, "data": {"root"}}
 """Fields of a recipe that are about the machine of a run, or about the paper's result."""
-_FOLDERS = re.compile(r"(?<![\w.])[/~](?=\S)[^=]*/")
+_FOLDERS = re.compile(r"(?<![\w.])[/~](?=\S)[^=,;\"'\[\]{}\n]*/")
 """The folders of an absolute path, which are left out."""
 _VERSIONS = ("python", "torch", "timm")
 _MAX_NAMES = 8

@@ -109,8 +109,9 @@ def _forward_branches(pyramid: Pyramid, x: Tensor) -> Tensor:
 
 
 def _forward_joint_branches(joint: JointPyramid, x: Tensor) -> Tensor:
-    """Run joint pyramids layer by layer and concatenate their outputs."""
-    return torch.cat([_forward_branches(pyramid, x) for pyramid in joint.pyramids], -1)  # type: ignore[arg-type]
+    """Run joint pyramids layer by layer, and linear parts as they are, and concatenate their outputs."""
+    parts = (_forward_branches(part, x) if isinstance(part, Pyramid) else part(x) for part in joint.pyramids)
+    return torch.cat(list(parts), -1)
 
 
 def measure_cost(model: nn.Module, input_size: tuple[int, ...], images: int = 32) -> dict[str, float]:

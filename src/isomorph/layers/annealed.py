@@ -142,7 +142,8 @@ class SeriesActivation(nn.Sequential):
 
 def _is_pointwise(conv: nn.Conv2d) -> bool:
     """True for a 1x1 convolution without stride, padding and groups."""
-    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and not any(conv.padding)
+    plain = conv.padding in ((0, 0), "valid", "same")
+    return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and plain
 
 
 def _batchnorm_for(layer: nn.Conv2d | nn.Linear) -> _BatchNorm:

@@ -8,21 +8,23 @@ from typing import Any, ClassVar
 from torch import nn
 
 from isomorph.errors import UserError
+from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
 from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.layer_checks import first_altered_part
 from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
 from isomorph.surgery.recast import Edit, match_original, outermost_modules, replay
 
+PYRAMIDS = (Pyramid, JointPyramid)
+
 
 @dataclass(frozen=True)
 class Fuse:
     """Rule that replaces a layer by the result of its method `fuse()`, with the same function in eval mode.
 
-    In timm's units of a convolution and a BatchNorm, the bias of a fused pyramid moves into the running mean if the
-    convolution had none, so that the unit has the parameters with which timm creates it; timm's `reparameterize_model`
-    and its own `fuse()` ignore such a bias. Otherwise a `fuse()` that is not isomorph's is not called on modules with
-    recast layers inside, which it does not know.
+    Pyramids inside the module are fused first. In timm's units of a convolution and a BatchNorm, the bias of a fused
+    pyramid moves into the running mean if the convolution had none, so that the unit has the parameters with which timm
+    creates it; timm's `reparameterize_model` and its own `fuse()` ignore such a bias.
 
     Raises: UserError from `build` if the module has no `fuse()`.
 
@@ -35,16 +37,16 @@ class Fuse:
     atol: ClassVar[float] = 1e-4
 
     def accepts(self, module: nn.Module) -> bool:
-        """Return True if the module has a method `fuse()` that knows its layers, or is a unit around one that has."""
-        return _fuses_itself(module) or _unit_with_pyramid(module) is not None
+        """Return True if the module's `fuse()` can handle all layers inside it, or if it is a unit with a pyramid."""
+        return (callable(getattr(module, "fuse", None)) and not _is_blocked(module)) or _is_unit(module)
 
     def build(self, module: nn.Module) -> nn.Module:
         """Return the fused form of a copy of the module in eval mode.
 
         Raises: UserError if the module has no `fuse()`, or overrides the forward that its `fuse()` is for.
         """
-        if names := _unit_with_pyramid(module):
-            return self._build_unit(copy.deepcopy(module), names[0])
+        if _is_unit(module):
+            return _build_unit(self, copy.deepcopy(module))
         kind = type(module)
         if not self.accepts(module):
             raise UserError(f"{kind.__name__} has no fused form")
@@ -54,36 +56,42 @@ class Fuse:
             raise UserError(f"{kind.__name__} overrides forward, which {owner.__name__}.fuse() does not know")
         try:
             copied: Any = copy.deepcopy(module).eval()
-            for name, inner in outermost_modules(copied, lambda part: isinstance(part, Pyramid)).items():
+            for name, inner in outermost_modules(copied, lambda part: isinstance(part, PYRAMIDS)).items():
                 if inner is not copied:
                     copied.set_submodule(name, self.build(inner).eval())
+            if not _is_own(copied):
+                absorb_conv_biases(copied)
             return copied.fuse()
         except RuntimeError:
             if reason := first_altered_part(module):
                 raise UserError(f"{kind.__name__} cannot be fused: {reason}") from None
             raise
 
-    def _build_unit(self, unit: nn.Module, name: str) -> nn.Module:
-        """Return a unit with its pyramid, the submodule of this name, fused."""
-        pyramid = unit.get_submodule(name)
-        unit.set_submodule(name, match_original(self.build(pyramid), pyramid))
-        if hasattr(unit, "fuse") or not pyramid.replaces_bias:
-            absorb_conv_biases(unit)
-        return unit
+
+def _is_own(module: nn.Module) -> bool:
+    """True if the module's method `fuse()` is isomorph's."""
+    return getattr(getattr(module, "fuse", None), "__module__", "").startswith("isomorph.")
 
 
-def _fuses_itself(module: nn.Module) -> bool:
-    """True for a method `fuse()` that is isomorph's, or has no layer of isomorph inside."""
-    if not callable(getattr(module, "fuse", None)):
-        return False
-    own = getattr(module.fuse, "__module__", "").startswith("isomorph.")
-    return own or not any(type(part).__module__.startswith("isomorph.layers.") for part in module.modules())
+def _is_blocked(module: nn.Module) -> bool:
+    """True for a method `fuse()` that is not isomorph's on a module with recast layers that stay, as attention does."""
+    recast = (part for part in module.modules() if type(part).__module__.startswith("isomorph.layers."))
+    return not _is_own(module) and not all(isinstance(part, PYRAMIDS) for part in recast)
 
 
-def _unit_with_pyramid(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of the pyramid and the BatchNorm of a unit of both; None for other modules."""
-    names = conv_and_norm(module)
-    return names if names and isinstance(module.get_submodule(names[0]), Pyramid) else None
+def _is_unit(module: nn.Module) -> bool:
+    """True for timm's units of a convolution and a BatchNorm, without `fuse()`, whose convolution is a pyramid."""
+    names = None if hasattr(module, "fuse") else conv_and_norm(module)
+    return names is not None and isinstance(module.get_submodule(names[0]), Pyramid)
+
+
+def _build_unit(rule: Fuse, unit: nn.Module) -> nn.Module:
+    """Return the unit with its pyramid fused."""
+    pyramid: Any = unit.conv
+    unit.conv = match_original(rule.build(pyramid), pyramid)
+    if not pyramid.replaces_bias:
+        absorb_conv_biases(unit)
+    return unit
 
 
 def fuse(model: nn.Module) -> nn.Module:
@@ -110,14 +118,8 @@ def fuse(model: nn.Module) -> nn.Module:
         raise UserError(
             f"fuse needs eval mode, but {training or 'the model'} is in train mode; call model.eval() first"
         )
-    fused, names = copy_model(model), fusible_modules(model)
-    if not names:
-        return fused
-    units = [name for name in names if _unit_with_pyramid(fused.get_submodule(name))]
-    fused = replay(fused, Edit(Fuse(), names))
-    # with their pyramids fused, units that can be merged as a whole are
-    now_whole = tuple(name for name in fusible_modules(fused) if name in units or name not in names)
-    return replay(fused, Edit(Fuse(), now_whole)) if now_whole else fused
+    names = fusible_modules(model)
+    return replay(copy_model(model), Edit(Fuse(), names)) if names else copy_model(model)
 
 
 def fusible_modules(model: nn.Module) -> tuple[str, ...]:
@@ -130,11 +132,13 @@ def fusible_modules(model: nn.Module) -> tuple[str, ...]:
     """
     model, rule = unwrap_compiled(model), Fuse()
     names = Counter(module for _, module in model.named_modules(remove_duplicate=False))
+    blocked = (module for module in model.modules() if callable(getattr(module, "fuse", None)) and _is_blocked(module))
+    # a blocked module's fuse() may call that of its children, which stay as they are until it is free
+    waiting = {part for module in blocked for part in module.modules() if not isinstance(part, PYRAMIDS)}
 
     def wanted(module: nn.Module) -> bool:
-        """True unless it is a unit whose pyramid has other names too, under which it would stay."""
-        unit = _unit_with_pyramid(module)
-        shared = unit is not None and names[module.get_submodule(unit[0])] > names[module]
-        return rule.accepts(module) and not shared
+        """True for a module to replace; not for a unit whose pyramid has other names too, under which it would stay."""
+        shared = _is_unit(module) and names[module.get_submodule("conv")] > names[module]
+        return rule.accepts(module) and module not in waiting and not shared
 
     return tuple(outermost_modules(model, wanted))

@@ -21,6 +21,11 @@ _StreamBatch = tuple[Tensor, Labels, list[str]]
 """Images, labels, error messages of unreadable images."""
 
 
+def workers_of_part(parts: BatchParts, workers: int) -> int:
+    """Return how many of the loader workers produce a given part of the batches in turn."""
+    return workers // math.gcd(len(parts.own), workers)
+
+
 def _worker_position() -> tuple[int, int]:
     """Return the index of the current loader worker, and the number of workers."""
     info = get_worker_info()
@@ -48,17 +53,17 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
             batches = [(step, part) for step in range(begin, end) for part in parts]
             own = [batch for n, batch in enumerate(batches, begin * len(parts)) if n % workers == turn]
             done = {part: sum(1 for step, p in own if p == part and step < start) for part in parts}
-            shares = {part: self._share(epoch, part, turn, workers, done[part]) for part in parts}
+            steps = {part: step for step, part in reversed(own)}  # of a part of this worker, the first
+            shares = {part: self._share(epoch, part, steps[part], workers, done[part]) for part in steps}
             for step, part in own:
                 if step >= start:
                     yield self._batch(shares[part], step, part)
             start = end
 
-    def _share(self, epoch: int, part: int, turn: int, workers: int, done: int) -> Iterator[StreamSample]:
+    def _share(self, epoch: int, part: int, step: int, workers: int, done: int) -> Iterator[StreamSample]:
         """Yield the samples of a share of the stream without end, after the batches that are done."""
-        common = math.gcd(len(self.sampler.parts.own), workers)  # a worker produces one of so many parts
-        each = workers // common  # workers that produce a part in turn
-        index, shares = part * each + turn // common, self.sampler.parts.total * each
+        each = workers_of_part(self.sampler.parts, workers)
+        index, shares = part * each + step % each, self.sampler.parts.total * each
 
         def rounds() -> Iterator[Iterator[StreamSample]]:
             for number in count():
@@ -68,7 +73,7 @@ class _TrainBatches(IterableDataset[_StreamBatch]):
                 first = next(samples, None)
                 if first is None:
                     raise UserError(
-                        f"the stream has too few images for {shares} shares (parts times workers); use fewer"
+                        f"the stream has too few images for {shares} shares; use fewer data.workers or scale.accumulate"
                     )
                 yield chain([first], samples)
 

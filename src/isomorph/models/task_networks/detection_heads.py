@@ -8,6 +8,7 @@ from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.detection.faster_rcnn import FastRCNNConvFCHead, FastRCNNPredictor
+from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
@@ -49,12 +50,31 @@ class MaskPredictor(MaskRCNNPredictor):
         return _at_least_float32(super().forward(x))
 
 
+class StrideAnchors(AnchorGenerator):
+    """Anchors of three shapes at every position of the maps, `strides` pixels apart.
+
+    torchvision's generator derives the strides from the sizes of image and maps, which are wrong where the image was
+    padded, and rounded where a stride is a fraction.
+    """
+
+    def __init__(self, strides: Sequence[float], scale: float) -> None:
+        super().__init__(tuple((stride * scale,) for stride in strides), (_RATIOS,) * len(strides))
+        self.strides = tuple(strides)
+
+    def forward(self, image_list: ImageList, feature_maps: list[Tensor]) -> list[Tensor]:
+        first = feature_maps[0]
+        self.set_cell_anchors(first.dtype, first.device)
+        strides = [[first.new_tensor(stride)] * 2 for stride in self.strides]
+        anchors = torch.cat(self.grid_anchors([list(level.shape[-2:]) for level in feature_maps], strides))
+        return [anchors] * len(image_list.image_sizes)
+
+
 def build_rpn(channels: int, strides: Sequence[float], anchor_scale: float, proposals: int) -> RegionProposalNetwork:
     """Return the network that proposes boxes: two 3 x 3 convolutions, and anchors of three shapes on every map.
 
     Source: G2SD's ViTDet: 2000 boxes a map before suppression in training, 1000 in testing, 1000 after it
     """
-    anchors = AnchorGenerator(tuple((stride * anchor_scale,) for stride in strides), (_RATIOS,) * len(strides))
+    anchors = StrideAnchors(strides, anchor_scale)
     return RegionProposalNetwork(
         anchors,
         ProposalHead(channels, len(_RATIOS), conv_depth=2),

@@ -63,26 +63,28 @@ def open_splits(source: str, root: Path, fraction: float | None) -> tuple[Masked
     return parts[0], parts[1]
 
 
-def _left_out(source: str, root: Path, fraction: float, images: int) -> MaskedImages | None:
+def _left_out(source: str, root: Path, fraction: float, images: int | None) -> MaskedImages | None:
     """Return the part that training left out of a folder; None for another folder, by its number of images."""
     with suppress(UserError):  # of a folder that cannot be split
         part = open_splits(source, root, fraction)[1]
-        if part.split == (fraction, images):
+        if images is None or part.split == (fraction, images):
             return part
     return None
 
 
-def open_test_pairs(source: str, root: Path, split: tuple[float, int] | None, max_images: int | None) -> MaskedImages:
+def open_test_pairs(
+    source: str, root: Path, fraction: float | None, max_images: int | None, images: int | None = None
+) -> MaskedImages:
     """Return the test images of a data source, or evenly spaced ones of them.
 
-    They are the part that training left out of a folder that it split (fraction, number of images), else the test
+    They are the part that training left out if `fraction` is given (and the folder has so many `images`), else the test
     images, else a whole folder of masks.
 
     Raises: UserError for an unknown source, or without test images.
     """
     if source not in FORMATS:
         raise UserError(f"data source {source!r} is unknown; choose one of {', '.join(FORMATS)}")
-    pairs = _left_out(source, root, *split) if split else None
+    pairs = _left_out(source, root, fraction, images) if fraction else None
     pairs = pairs or open_masks(source, "test", root)
     if pairs is None and source == "masks":
         pairs = whole_folder(root)

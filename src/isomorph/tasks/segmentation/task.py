@@ -110,7 +110,8 @@ class Segmentation(Task):
             source, root = "masks", Path(options.data)
             if not root.is_dir():
                 raise UserError(f"{root} is neither a folder nor one of the data sources {', '.join(FORMATS)}")
-        pairs = open_test_pairs(source, data_root(root), recorded.get("split"), options.max_images)
+        fraction, images = recorded.get("split") or (None, None)
+        pairs = open_test_pairs(source, data_root(root), fraction, options.max_images, images)
         check_own_classes(model, pairs.classes)
         pairs.check()
         return pairs

@@ -34,7 +34,7 @@ def apply_overrides(values: dict[str, Any], assignments: list[str]) -> dict[str,
                 raise UserError(f"override {assignment!r}: {name} is not a group of fields")
         value = parse_value(text)
         if isinstance(value, int | float | date) and _takes_text(groups, last, result):
-            value = text  # a folder 2024_01_31 is no number
+            value = text  # a folder named 2024_01_31 is not a number
         if [*groups, last] == ["data"] and isinstance(value, str) and isinstance(group.get("data", {}), dict):
             value = {**group.get("data", {}), **DataPart.named(text)}
         group[last] = value

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from isomorph.errors import UserError
 from isomorph.training.recipe.overrides import apply_overrides
 from isomorph.training.recipe.recipe import Recipe, validate
 
@@ -19,17 +18,11 @@ WHOLE = {
 def override_recipe(values: dict[str, Any], assignments: list[str]) -> Recipe:
     """Return a recipe from its values and assignments `field=value`, with schedules shortened for fewer epochs.
 
-    Raises: UserError for an assignment without `=`, for epochs where the recipe has iterations, or, with all problems
-    in one line, for invalid fields.
+    Raises: UserError for an assignment without `=`, or, with all problems in one line, for invalid fields.
     """
     changed = apply_overrides(values, assignments)
     given = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
     unit = "iterations" if values.get("iterations") else "epochs"
-    if unit == "iterations" and "epochs" in given and "iterations" not in given:
-        raise UserError(
-            f"the recipe's length is {values['iterations']} iterations, so epochs has no effect; give iterations, or "
-            "iterations=null as well"
-        )
     usual = values.get(unit, Recipe.model_fields[unit].default)
     shortened = shorten_schedules(changed, usual, given, unit)
     return validate(changed).with_note(shortened)

@@ -77,8 +77,9 @@ def restore(run: Run, found: IntactSnapshot) -> None:
     within = found.values["progress"]["step"] % run.order.steps
     if within and found.values["lanes"] != run.lanes:
         raise UserError(
-            f"{found.path} is from within an epoch of a stream in {found.values['lanes']} lanes (parts times workers), "
-            f"this run has {run.lanes} and would skip images; use the same processes, scale.accumulate and data.workers"
+            f"{found.path} is from within an epoch of a stream with {found.values['lanes']} lanes where this run has "
+            f"{run.lanes}, and would skip images; use the same processes, scale.accumulate and data.workers, and the "
+            "version of isomorph that wrote it"
         )
     tensors, _ = run.tensors()
     layout = read_layout(found.path)

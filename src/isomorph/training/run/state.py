@@ -1,7 +1,6 @@
 """The state of a run: model, data, optimiser and progress, with evaluation and saving."""
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +32,7 @@ from isomorph.checkpoints.snapshot import (
 )
 from isomorph.checkpoints.snapshot_values import RunProgress
 from isomorph.data.sampler import BatchOrder, BatchParts, TrainSampler
+from isomorph.data.streams.loader import workers_of_part
 from isomorph.distributed import Runtime
 from isomorph.training.classification import recipe_task
 from isomorph.training.objectives.objective import Objective
@@ -104,8 +104,7 @@ class Run:
     @property
     def lanes(self) -> int:
         """Number of lanes of a stream, which must be the same when resuming within an epoch; 0 without a stream."""
-        workers = max(self.recipe.data.workers, 1)
-        each = workers // math.gcd(len(self.share.own), workers)  # workers that produce a part of a batch in turn
+        each = workers_of_part(self.share, max(self.recipe.data.workers, 1))
         return self.share.total * each if self.recipe.data.streamed else 0
 
     @property
