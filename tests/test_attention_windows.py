@@ -197,3 +197,34 @@ def test_pooled_keys_have_a_grid_of_their_own():
     }
     assert all((found.sum((-1, -2)) - 1).abs().max() < 1e-5 for found in looks.values())
     assert len(iso.nonlocality(pvt, x)) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "size"),
+    [
+        ("swin_tiny_patch4_window7_224", dict(embed_dim=12, depths=(2,), num_heads=(2,)), 56),
+        ("maxvit_pico_rw_256", dict(), 64),
+        ("hiera_tiny_224", dict(), 224),
+        ("davit_tiny", dict(depths=(1, 1, 1, 1)), 64),
+    ],
+)
+@torch.no_grad()
+def test_attention_of_a_query_lies_on_the_map(name, kwargs, size):
+    sized = dict(kwargs, img_size=size) if "swin" in name or "maxvit" in name else kwargs
+    model, x = timm.create_model(name, **sized).eval(), torch.randn(2, 3, size, size)
+    windows = iso.analysis.attention_windows(model, x)
+    seen, maps = iso.analysis.attention_from(model, x, (0.3, 0.6)), iso.attention_maps(model, x)
+    assert seen
+    for layer, picture in seen.items():
+        assert len(picture) == 2
+        if layer not in windows:
+            continue
+        grid, members = windows[layer]
+        place = int(0.3 * grid[0]) * grid[1] + int(0.6 * grid[1])
+        window, token = (members == place).nonzero()[0]
+        expected = torch.zeros(*picture.shape[:2], grid[0] * grid[1])
+        row = maps[layer].unflatten(0, (2, -1))[:, window, :, token]  # (B, nh, N)
+        for key, position in enumerate(members[window].tolist()):
+            if position >= 0:
+                expected[:, :, position] = row[:, :, key]
+        torch.testing.assert_close(picture.flatten(2), expected)

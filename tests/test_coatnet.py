@@ -367,3 +367,26 @@ def test_gradient_checkpointing_and_copies():
     torch.testing.assert_close(twin(x), model(x))
     twin(x).sum().backward()
     assert all(p.grad is not None for p in twin.parameters())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tiny,
+        lambda: timm.create_model("cifar_resnet20"),
+        lambda: timm.create_model("refined_vit_s_released", depth=2, img_size=32),
+        lambda: timm.create_model("vanillanet_5", drop_rate=0.0),
+    ],
+)
+def test_gradient_checkpointing_counts_a_batch_once(make):
+    model = make().train()
+    twin = copy.deepcopy(model)
+    twin.set_grad_checkpointing()
+    x = torch.randn(4, 3, *[32 if hasattr(model, "patch_embed") else 64] * 2)
+    for net in (model, twin):
+        torch.manual_seed(0)
+        net(x).square().sum().backward()
+    for one, other in zip([*model.buffers()], [*twin.buffers()], strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)

@@ -83,6 +83,8 @@ class TestMacs:
     def test_pyramids_that_share_their_moments(self):
         joint = iso.layers.JointPyramid([iso.layers.PyramidLinear(8, 8, "R-D1W1") for _ in range(3)])
         assert count_branches(joint, (4, 8)) == 4 * 3 * 2 * 64
+        mixed = iso.layers.JointPyramid([nn.Linear(8, 8), iso.layers.PyramidLinear(8, 8, "R-D1W1")])
+        assert count_branches(mixed, (4, 8)) == 4 * (1 + 2) * 64
         assert count_pass(joint, (4, 8)).per_image == 4 * 3 * 64
 
     def test_other_models_cost_nothing_a_step(self):

@@ -73,7 +73,8 @@ def attention_from(
     """Return the attention of one query in every head, on the grid of the layer without padding and prefix tokens.
 
     `position`: row and column of the query, as fractions of height and width from 0 to 1. Layers whose queries and keys
-    have no common grid are left out. Of a recast convolution, only what this query attends to is computed.
+    have no common grid are left out. A query in a window attends to nothing outside it. Of a recast convolution, only
+    what this query attends to is computed.
 
     Shape: batch (B, C, H, W) -> {name: (B, heads, h, w)}
     Raises: UserError as in `attention_maps`, for a position outside of the image, or if the grid of no layer is known.
@@ -88,10 +89,14 @@ def attention_from(
     if not isinstance(position, Sequence) or len(position) != 2 or not all(0 <= part <= 1 for part in position):
         raise UserError(f"position {position} must be two fractions of height and width, from 0 to 1")
 
-    def measure(_: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+    windows = attention_windows(model, batch)
+
+    def measure(name: str, attention: AppliedAttention, grid: TokenGrid) -> Tensor:
+        if name in windows:
+            return windows[name].map_from(position, attention.row)
         return grid.on_map(attention.row(grid.query_at(position)))
 
-    return _measure_on_grid(model, batch, measure, where)
+    return _measure_on_grid(model, batch, measure, where, windows)
 
 
 def nonlocality(model: nn.Module, data: Tensor | Iterable[Any], where: Where = "*") -> dict[str, Tensor]:

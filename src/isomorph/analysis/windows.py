@@ -52,6 +52,23 @@ class Windows(NamedTuple):
         """Return the positions of the keys of a query, -1 for padding. Shape: -> (N,)"""
         return self.members[(self.members == position).any(1)][0]
 
+    def map_from(self, position: tuple[float, float], row: Callable[[int], Tensor]) -> Tensor:
+        """Return the attention of one query on the whole map, 0 outside its window.
+
+        `position` is its row and column as fractions of height and width; `row` returns the attention of one token in
+        every window, (B * windows, nh, N).
+
+        Shape: -> (B, nh, H, W)
+        """
+        H, W = self.grid
+        high, wide = (min(int(part * size), size - 1) for part, size in zip(position, self.grid, strict=True))
+        window, token = (self.members == high * W + wide).nonzero()[0].tolist()
+        attention = row(token).unflatten(0, (-1, len(self.members)))[:, window]  # (B, nh, N)
+        inside = (self.members[window] >= 0).to(attention.device)
+        maps = attention.new_zeros(*attention.shape[:2], H * W)
+        maps[:, :, self.members[window].to(attention.device)[inside]] = attention[:, :, inside]
+        return maps.unflatten(-1, (H, W))
+
 
 class _InputRecorder(nn.Module):
     """Module that records its input and returns it, in place of an attention layer."""

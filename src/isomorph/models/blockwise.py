@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
-from timm.models import checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from isomorph.errors import UserError
+from isomorph.models.recompute import recompute
 from isomorph.models.vit_cfg import check_heads, check_whole_patches, parse_sizes, require_images
 
 # Both read sizes, so torch.fx must call them rather than trace into them; timm wraps them in its own modules only.
@@ -84,7 +84,7 @@ class BlockwiseViT(VisionTransformer):
     def call_block(self, i: int, *arguments: Any) -> Any:
         """Call block i, recomputing it in the backward pass if gradient checkpointing is on."""
         block = self.blocks[i]
-        return checkpoint(block, *arguments) if self.grad_checkpointing else block(*arguments)
+        return recompute(block, *arguments) if self.grad_checkpointing else block(*arguments)
 
     def forward_features(
         self, x: Tensor, rearrange: Callable[[Tensor], Tensor] | None = None, maps: list[Any] | None = None

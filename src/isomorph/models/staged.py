@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
+
+from isomorph.models.recompute import recompute
 
 
 class StagedNet(nn.Module):
@@ -24,7 +25,9 @@ class StagedNet(nn.Module):
     def run_stage(self, stage: nn.Module, x: Tensor) -> Tensor:
         """Run the blocks of a stage, recomputing them in the backward pass if gradient checkpointing is on."""
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            return checkpoint_seq(stage, x)
+            for block in stage.children():
+                x = recompute(block, x)
+            return x
         return stage(x)
 
     def forward_features(self, x: Tensor) -> Tensor:
