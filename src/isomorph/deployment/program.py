@@ -18,6 +18,7 @@ from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.surgery import fuse, fusible_modules
 from isomorph.surgery.compiled import unwrap_compiled
+from isomorph.surgery.fuse import recast_layers
 from isomorph.surgery.linear_chains import absorb_conv_biases
 
 _OPERATOR = re.compile(r"\b(?:aten|prims|torchvision|isomorph|higher_order)(?:::|\.)\w+(?:\.\w+)?")
@@ -36,18 +37,14 @@ def prepare(model: nn.Module) -> nn.Module:
     plain = copy.deepcopy(unwrap_compiled(model)).cpu().float().eval().requires_grad_(False)
     fused = fuse(plain)
     absorb_conv_biases(fused)
-    kept = {name: fused.get_submodule(name) for name in _mergeable(fused) if _has_recast(fused.get_submodule(name))}
+    blocks = {name: fused.get_submodule(name) for name in _mergeable(fused)}
+    kept = {name: block for name, block in blocks.items() if recast_layers(block)}  # timm cannot merge these
     for name in kept:
         fused.set_submodule(name, nn.Identity())
     merged = reparameterize_model(fused, inplace=True)
     for name, block in kept.items():
         merged.set_submodule(name, block)
     return merged.requires_grad_(False)
-
-
-def _has_recast(block: nn.Module) -> bool:
-    """True if a layer of isomorph is inside, which timm cannot merge."""
-    return any(type(part).__module__.startswith("isomorph.layers.") for part in block.modules())
 
 
 def _mergeable(model: nn.Module) -> list[str]:

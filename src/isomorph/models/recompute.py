@@ -26,7 +26,7 @@ def recompute(block: nn.Module, *arguments: Any) -> Any:
 
 @contextmanager
 def _keep_statistics(module: nn.Module) -> Iterator[None]:
-    """Let BatchNorms in train mode normalise as ever, without updating their running statistics, within the block.
+    """Keep BatchNorms in train mode from updating their running statistics within the block.
 
     They run the same operators, as checkpointing compares what both passes save.
     """

@@ -73,10 +73,14 @@ def _is_own(module: nn.Module) -> bool:
     return getattr(getattr(module, "fuse", None), "__module__", "").startswith("isomorph.")
 
 
+def recast_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the layers of isomorph in a module, or the module itself if it is one."""
+    return [part for part in module.modules() if type(part).__module__.startswith("isomorph.layers.")]
+
+
 def _is_blocked(module: nn.Module) -> bool:
     """True for a method `fuse()` that is not isomorph's on a module with recast layers that stay, as attention does."""
-    recast = (part for part in module.modules() if type(part).__module__.startswith("isomorph.layers."))
-    return not _is_own(module) and not all(isinstance(part, PYRAMIDS) for part in recast)
+    return not _is_own(module) and not all(isinstance(part, PYRAMIDS) for part in recast_layers(module))
 
 
 def _is_unit(module: nn.Module) -> bool:

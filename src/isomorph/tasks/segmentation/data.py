@@ -77,8 +77,8 @@ def open_test_pairs(
 ) -> MaskedImages:
     """Return the test images of a data source, or evenly spaced ones of them.
 
-    They are the part that training left out if `fraction` is given (and the folder has so many `images`), else the test
-    images, else a whole folder of masks.
+    They are the part that training left out if `fraction` is given (of a folder with this number of `images`), else the
+    test images, else a whole folder of masks.
 
     Raises: UserError for an unknown source, or without test images.
     """
