@@ -8,19 +8,17 @@ the test images. With --noise, all images but those of the test have noise of th
 1; that of training images is drawn anew in every step. With --test, finished networks are measured on the test images
 too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning.
 Arms run one at a time; each finished one is a line of the output file and a file of weights next to it, and is skipped
-by a later call. A new file begins with the runs in benchmarks/results/tcnn_opens.json. Ends with tables of all finished
-arms in that file.
+by a later call. One that was stopped continues after its last finished epoch. A new file begins with the runs in
+benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
 """
 
 import argparse
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import timm
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -30,15 +28,12 @@ from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, CorruptedSo
 from isomorph.data.sources import Source, spaced_images
 from isomorph.layers import GPSA2d, SimilarGPSA2d, WindowGPSA2d
 from isomorph.layers.eval_mode import eval_mode
-from isomorph.layers.tap_heads import PositionHeads
+from tcnn_training import FineTuning, Row, Split, top1
 
-VALIDATION, OPEN = 5_000, 0.5
-"""Images of the validation split; and the share of position below which a head counts as open."""
+VALIDATION = 5_000
+"""Images of the validation split."""
 CORRUPTED_IMAGES, SEVERITIES, TOLERANCE = 2_000, (1, 3), 0.05
 """What the test is: images under each corruption, its severities, and what pruning may leave out of a head."""
-Split = tuple[Tensor, Tensor]
-"""Images and labels. Shape: (N, 3, 32, 32), (N,)"""
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -178,14 +173,6 @@ def test_images() -> dict[str, dict[str, Split]]:
     return found
 
 
-@torch.no_grad()
-def top1(model: nn.Module, split: Split) -> float:
-    """Top-1 accuracy in percent."""
-    with eval_mode(model):
-        logits = torch.cat([model(part) for part in split[0].split(250)])
-    return 100 * (logits.argmax(1) == split[1]).float().mean().item()
-
-
 def measure(model: nn.Module, images: dict[str, dict[str, Split]]) -> dict[str, float]:
     """Test accuracy, clean, by category of corruption, and the mean over all corruptions."""
     found = {category: [top1(model, split) for split in splits.values()] for category, splits in images.items()}
@@ -211,52 +198,6 @@ def with_noise(images: dict[str, Split], noise: float) -> dict[str, Split]:
     x, y = images["val"]
     drawn = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     return images | {"val": (x + pixel_noise(noise) * drawn, y)}
-
-
-def augment(images: Tensor, noise: Tensor) -> Tensor:
-    """One flip and one shift of up to 4 pixels for a batch, and noise. Shape: (B, 3, 32, 32), (3, 1, 1)"""
-    images = images.flip(-1) if torch.rand(()) < 0.5 else images
-    top, left = torch.randint(0, 9, (2,)).tolist()
-    images = F.pad(images, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
-    return images + noise * torch.randn_like(images) if noise.any() else images
-
-
-@torch.no_grad()
-def observe(model: nn.Module, images: Split) -> Row:
-    """Validation accuracy, gates and spans."""
-    row: Row = {"top1": top1(model, images)}
-    if gates := [m.position_share for m in model.modules() if isinstance(m, GPSA2d | SimilarGPSA2d)]:
-        gates = torch.cat(gates)
-        row |= {"gate": gates.mean().item(), "open": (gates < OPEN).float().mean().item()}
-    if spans := [1 / m.locality for m in model.modules() if isinstance(m, PositionHeads)]:
-        row["span"] = torch.cat(spans).mean().item()
-    if sharpness := [m.sharpness.item() for m in model.modules() if isinstance(m, SimilarGPSA2d)]:
-        row["sharpness"] = sum(sharpness) / len(sharpness)
-    return row
-
-
-def run(
-    model: nn.Module, rates: dict[str, str], seed: int, epochs: int, images: dict[str, Split], noise: Tensor
-) -> Row:
-    """Fine-tune a network, and return what was observed after every epoch."""
-    (x, y), started = images["train"], time.process_time()
-    rates = dict(lr=5e-4, gate_lr="100x", position_lr="20x") | rates
-    optimizer = torch.optim.AdamW(iso.training.parameter_groups(model, **rates))
-    steps = max(1, epochs * (len(x) // 128))
-    peaks = [group["lr"] for group in optimizer.param_groups]
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peaks, total_steps=steps)
-    curve = [observe(model, images["val"])]
-    for epoch in range(epochs):
-        torch.manual_seed(1000 * seed + epoch)  # the same batches and flips for every arm
-        model.train()
-        for batch in torch.randperm(len(x))[: len(x) // 128 * 128].split(128):
-            F.cross_entropy(model(augment(x[batch], noise)), y[batch]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-        curve.append(observe(model, images["val"]))
-        print(f"  epoch {epoch + 1}: {curve[-1]}", flush=True)
-    return {"seconds": round(time.process_time() - started), "curve": curve}
 
 
 KEYS = ("network", "noise", "arm", "images", "epochs")
@@ -327,8 +268,11 @@ def main() -> None:
             images = images or with_noise(images_of(given.images), given.noise)
             print(", ".join(map(str, key.values())), flush=True)
             model = build(ARMS[name], given.network, images["train"][0][:256], seed)
-            row = key | run(model, ARMS[name].rates, seed, given.epochs, images, pixel_noise(given.noise))
-            save_file(model.state_dict(), given.out.with_name(" ".join(map(str, key.values())) + ".safetensors"))
+            training = FineTuning(model, ARMS[name].rates, seed, given.epochs, images)
+            file = given.out.with_name(" ".join(map(str, key.values())))
+            snapshot = Path(f"{file}.snapshot")
+            row = key | training.run(pixel_noise(given.noise), snapshot)
+            save_file(model.state_dict(), f"{file}.safetensors")
             if given.test:
                 tests = tests or test_images()
                 row["test"] = measure(model, tests)
@@ -337,6 +281,7 @@ def main() -> None:
                 print(f"  test: {row['test']}", flush=True)
             runs.append(row)
             write_rows(given.out, [row])
+            snapshot.unlink(missing_ok=True)
     rows, tested = rows_of(runs), test_rows(runs)
     show("Attention that opens", rows)
     if tested:
