@@ -9,10 +9,12 @@ from functools import partial, reduce
 
 import torch
 import torch.nn.functional as F
+from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.layers import GPSA2d, JointPyramid, PyramidConv2d, PyramidLinear, RefinedAttention
 from isomorph.layers.refiner import Refiner
+from isomorph.surgery.mobileone import CombinedBlock
 
 
 class NaiveGPSA2d(nn.Module):
@@ -62,6 +64,8 @@ def branch_by_branch(model):
             module.forward = partial(sum_chains, module)
         elif isinstance(module, JointPyramid):
             module.forward = partial(run_branches, list(module.pyramids))
+        elif isinstance(module, CombinedBlock):
+            module.forward = partial(MobileOneBlock.forward, module)
     return model
 
 

@@ -17,7 +17,8 @@ PARTS = {
     "fc1": PYRAMID_LAYERS[1:2],
     "qkv-fc1": PYRAMID_LAYERS[:2],
 }
-CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": ("stem", "stages.?.?")}
+BLOCKS = ("stem", "stages.?.?", "stages.?.??")
+CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": BLOCKS}
 PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
 
@@ -25,9 +26,10 @@ PATCH = {"vit": 8, "vit patch 4": 4}
 def build(network: str, form: str, seed: int) -> nn.Module:
     """Return an untrained network.
 
-    `form` is "plain", "repvgg" (of MobileOne: its own branches), or a layout of `LinearToPyramid` followed by options:
-    a rectification, same-function (pyramids are initialised as in the paper otherwise), one of `PARTS`, a fraction for
-    `statistics`, and xavier, which initialises the other layers as pyramids are.
+    `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
+    `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
+    otherwise), one of `PARTS`, a fraction for `statistics`, and xavier, which initialises the other layers as pyramids
+    are.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
@@ -36,7 +38,7 @@ def build(network: str, form: str, seed: int) -> nn.Module:
         model = at_stride_16(model)
     layout, *options = form.split()
     if layout == "repvgg":
-        return model if branched else add_branches(model)
+        return iso.recast(model, iso.BranchesToConv(), BLOCKS) if branched else add_branches(model)
     if "xavier" in options:
         model = xavier(model)
     if layout == "plain":

@@ -431,6 +431,7 @@ SURGERY = {
     "chain": (iso.LinearToPyramid(), lambda: nn.Sequential(nn.Sequential(*copy.deepcopy(CHAIN))), MAP),
     "mobileone 1x1": (iso.LinearToPyramid(), lambda: mobileone(1), MAP),
     "mobileone 3x3": (iso.LinearToPyramid(), lambda: mobileone(3), MAP),
+    "BranchesToConv": (iso.BranchesToConv(), lambda: mobileone(3), MAP),
 }
 BACK = {
     "GPSA2d": (iso.revert, SURGERY["ConvToGPSA"]),

@@ -36,6 +36,7 @@ HOSTILE = {
     (iso.AttentionToRelative, "grid_size"): [(1, HUGE)],
     (iso.AttentionToRelative, "prefix_tokens"): [HUGE],
     (iso.AttentionToRelative, "prefix_bias"): [0, 1, "yes", None],
+    (iso.BranchesToConv, "statistics"): ["half", 0, 1.5, [], None],
     (iso.LinearToPyramid, "layout"): [
         *("", "P", "P-W", "P-W0", "P-W2s", "P-W33S", "P-W999999S", f"P-W{HUGE}", "P-W" + "9" * 5000, "R-D99999W1S"),
         *("R-D0W1", "naive-W999", "naive-W2S", "P-W\u0663S", "P-W2S\n", 2, None, 10**5000, []),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isomorph.layers.chunked import is_eager, is_functorch_tensor
-from isomorph.layers.patch_moments import measure_patches, reads_neighbours
+from isomorph.layers.patch_moments import has_patch_moments, measure_patches
 from isomorph.layers.tokens import Window, count_tokens, draw_tokens, read_tokens, scatter_tokens
 from isomorph.layers.weight_products import symmetric_product
 
@@ -158,9 +158,9 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, 
         count = int(counts.item())
     if count == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    if window is not None and reads_neighbours(window) and drawn is None and group is None:
+    if window is not None and has_patch_moments(window, x.shape[1]) and drawn is None and group is None:
         with disable_autocast(x.device):
-            mean, covariance = measure_patches(read, window.groups)
+            mean, covariance = measure_patches(read, window)
         return Moments(x, mean, covariance, mean, count)
     reads_channels = window is None or (window.is_pointwise and window.groups == 1)
     reading = _Reading(window, reads_channels and drawn is None, max(count, 1), group)  # max: no tokens give zeros

@@ -1,4 +1,6 @@
-"""Mean and covariance of 3 x 3 patches, without forming the patches: from products of a map with its shifted self.
+"""Mean and covariance of patches that overlap, without forming the patches.
+
+Those of 3 x 3 patches come from products of a map with its shifted self; `depthwise_moments.py` is for one channel.
 
 Two taps a and b of a patch read x[p + a] and x[p + b]. Their product, summed over all positions p, depends on the taps
 by the lag b - a alone, but for what the border cuts off. Patches have 81 pairs of taps, and 25 lags; those of lag -d
@@ -13,7 +15,7 @@ A patch of x is that of y plus M i: i tells which taps are inside the map, and M
 
 where Cov(i, y) follows from the sum of y over the batch.
 
-Letters: L = H W positions, G groups of c channels, C = G c.
+Letters: L positions, n taps of a patch, G groups of c channels, C = G c.
 """
 
 from typing import Any
@@ -23,39 +25,45 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from isomorph.layers.depthwise_moments import BORDERS, DepthwiseProducts, keeps_size
 from isomorph.layers.tokens import Window
 
 REACH = 2
 """Largest lag between two of three taps."""
-BORDERS = (0, -1), (2, 0)
-"""A tap and the row or column that it reads from a position outside the map."""
 
 
-def reads_neighbours(window: Window) -> bool:
-    """True for a 3 x 3 convolution that keeps the size of its map."""
-    return window[:4] == ((3, 3), (1, 1), (1, 1), (1, 1))
+def has_patch_moments(window: Window, channels: int) -> bool:
+    """True for a convolution whose moments `measure_patches` computes."""
+    return keeps_size(window) or (window.overlaps and window.groups == channels and window.dilation == (1, 1))
 
 
-def measure_patches(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Return mean and covariance of the 3 x 3 patches of all positions, in float32 at least.
+def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    """Return mean and covariance of the patches of all positions, in float32 at least.
 
-    Shape: x (B, C, H, W) -> (9 C,), (9 C, 9 C), or (G, 9 c), (G, 9 c, 9 c) with groups
+    Shape: x (B, C, H, W) -> (n c,), (n c, n c) for n taps, or (G, n c), (G, n c, n c) with groups
     """
     summed = x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))  # (C, H, W)
-    batch, positions = max(x.shape[0], 1), summed[0].numel()
+    batch, groups = max(x.shape[0], 1), window.groups
     shift = (summed.mean((1, 2), keepdim=True) / batch).detach()  # any constant is exact; the mean keeps digits
-    second = PatchProducts.apply(x, shift, groups) / (batch * positions)  # (G, 9 c, 9 c)
-    inside = F.unfold(torch.ones_like(summed[:1]), 3, padding=1)  # (9, L)
+    second = DepthwiseProducts if groups == x.shape[1] else PatchProducts
+    inside = _unfold(torch.ones_like(summed[:1]), window)  # (n, L)
+    taps, positions = inside.shape
+    products = second.apply(x, shift, window) / (batch * positions)  # (G, n c, n c)
     shares = inside.mean(1)
-    patches = F.unfold(summed / batch - shift, 3, padding=1).view(groups, -1, positions)  # (G, 9 c, L)
+    patches = _unfold(summed / batch - shift, window).view(groups, -1, positions)  # (G, n c, L)
     means = patches.mean(-1)
-    with_inside = patches @ inside.mT / positions - means.unsqueeze(-1) * shares  # Cov(y, i): (G, 9 c, 9)
-    inside_own = inside @ inside.mT / positions - shares.outer(shares)  # Cov(i): (9, 9)
-    levels = (shift.view(groups, -1, 1, 1) * torch.eye(9, device=x.device)).flatten(1, 2)  # M: (G, 9 c, 9)
+    with_inside = patches @ inside.mT / positions - means.unsqueeze(-1) * shares  # Cov(y, i): (G, n c, n)
+    inside_own = inside @ inside.mT / positions - shares.outer(shares)  # Cov(i): (n, n)
+    levels = (shift.view(groups, -1, 1, 1) * torch.eye(taps, device=x.device)).flatten(1, 2)  # M: (G, n c, n)
     tilted = (with_inside + levels @ inside_own / 2) @ levels.mT
-    covariance = second - means.unsqueeze(2) * means.unsqueeze(1) + tilted + tilted.mT
+    covariance = products - means.unsqueeze(2) * means.unsqueeze(1) + tilted + tilted.mT
     mean = means + levels @ shares
     return (mean, covariance) if groups > 1 else (mean[0], covariance[0])
+
+
+def _unfold(x: Tensor, window: Window) -> Tensor:
+    """Return the patches of a map. Shape: (C, H, W) -> (n C, L)"""
+    return F.unfold(x, window.kernel_size, window.dilation, window.padding, window.stride)
 
 
 class PatchProducts(torch.autograd.Function):
@@ -69,8 +77,8 @@ class PatchProducts(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, level: Tensor, groups: int) -> Tensor:
-        y = x.to(level.dtype) - level
+    def forward(x: Tensor, level: Tensor, window: Window) -> Tensor:
+        y, groups = x.to(level.dtype) - level, window.groups
         around = F.pad(y, (REACH, REACH, 0, REACH))
         size = (x.shape[1], x.shape[1] // groups, REACH + 1, 2 * REACH + 1)
         half = conv2d_weight(around, size, y, groups=groups).unflatten(0, (groups, -1))  # (G, c, c, 3, 5)
@@ -87,8 +95,9 @@ class PatchProducts(torch.autograd.Function):
         return products.flatten(4).flatten(1, 3)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-        x, level, ctx.groups = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
+        x, level, window = inputs
+        ctx.groups = window.groups
         ctx.save_for_backward(x, level)
 
     @staticmethod

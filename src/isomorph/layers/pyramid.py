@@ -144,14 +144,6 @@ class Pyramid(nn.Module):
         """True if any BatchNorm in the pyramid normalises by the batch."""
         return any(map(uses_batch_statistics, self.modules()))
 
-    @property
-    def sync_group(self) -> Any:
-        """The processes that share statistics after `convert_sync_batchnorm`, or None."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return None
-        norms = (m for m in self.modules() if isinstance(m, nn.SyncBatchNorm))
-        return next((norm.process_group or torch.distributed.group.WORLD for norm in norms), None)
-
     def norm_inputs(self, moments: Moments) -> Iterator[tuple[_BatchNorm, Tensor, Tensor]]:
         """Yield each BatchNorm, in eval mode, with the mean and variance of its input. Shape: (G, out), (G, out)"""
         for layers in self.chains:
@@ -203,6 +195,14 @@ class Pyramid(nn.Module):
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}{statistics}"
 
 
+def sync_group(module: nn.Module) -> Any:
+    """Return the processes that share the statistics of BatchNorms after `convert_sync_batchnorm`, or None."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
+    return next((norm.process_group or torch.distributed.group.WORLD for norm in norms), None)
+
+
 def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:
     """Return the sum of the branches of pyramids that read one input, before BatchNorm rectifies it."""
     start = pyramids[0].zero_mean() if moments is None else moments.mean
@@ -217,13 +217,19 @@ def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[A
     return sums
 
 
-def collapse_pyramids(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[tuple[Tensor, Tensor]]:
-    """Collapse pyramids that read one input; see `Pyramid.collapse`."""
+def collapse_centred(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:
+    """Collapse pyramids that read one input into maps of the centred input, without a scale of their own."""
     maps = dict(enumerate(sum_branches(pyramids, moments)))
     norms = {index: pyramid.norm for index, pyramid in enumerate(pyramids) if pyramid.norm is not None}
     if norms:
         normed = apply_batchnorms(list(norms.values()), [maps[index] for index in norms], moments)
         maps |= dict(zip(norms, normed, strict=True))
     pairs = [maps[index].scaled() for index in range(len(pyramids))]
+    return [Affine(weight, None, bias) for weight, bias in pairs]
+
+
+def collapse_pyramids(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[tuple[Tensor, Tensor]]:
+    """Collapse pyramids that read one input; see `Pyramid.collapse`."""
     offset = None if moments is None else moments.offset
-    return pairs if offset is None else [(weight, bias - matvec(weight, offset)) for weight, bias in pairs]
+    maps = collapse_centred(pyramids, moments)
+    return [(weight, bias if offset is None else bias - matvec(weight, offset)) for weight, _, bias in maps]

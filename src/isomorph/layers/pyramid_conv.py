@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
-from isomorph.layers.pyramid import Pyramid, Rectify
+from isomorph.layers.pyramid import Pyramid, Rectify, sync_group
 from isomorph.layers.tokens import Statistics, Window
 
 
@@ -87,19 +87,18 @@ class PyramidConv2d(Pyramid):
 
         Shape: (out, C k k) or (G, out / G, C k k / G) -> (out, C / G, k, k)
         """
-        return weight.reshape(self.out_features, self.in_features // self.window.groups, *self.window.kernel_size)
+        return as_filters(weight, self.window)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 4 or x.shape[1] != self.in_features:
             raise UserError(f"the input has shape {tuple(x.shape)}; the pyramid needs (B, {self.in_features}, H, W)")
         moments: Moments | None = None
         if self.needs_moments:
-            moments = measure_moments(x, self.window, self.sync_group, self.statistics)
+            moments = measure_moments(x, self.window, sync_group(self), self.statistics)
             x = moments.source
         with disable_autocast(x.device):
             weight, bias = self.collapse(moments)
-        dtype = autocast_dtype(x)
-        return F.conv2d(x, cast_clamped(self.as_filters(weight), dtype), bias.flatten().to(dtype), *self.window[1:])
+        return convolve(x, weight, bias, self.window)
 
     @torch.no_grad()
     def fuse(self) -> nn.Conv2d:
@@ -114,3 +113,17 @@ class PyramidConv2d(Pyramid):
         kernel_size, stride, padding, dilation, groups = self.window
         window = f"kernel_size={kernel_size}, stride={stride}, padding={padding}, dilation={dilation}, groups={groups}"
         return f"{super().extra_repr()}, {window}"
+
+
+def as_filters(weight: Tensor, window: Window) -> Tensor:
+    """Reshape a matrix on patches into filters. Shape: (out, C k k) or (G, out / G, C k k / G) -> (out, C / G, k, k)"""
+    return weight.flatten(0, -2).unflatten(-1, (-1, *window.kernel_size))
+
+
+def convolve(x: Tensor, weight: Tensor, bias: Tensor, window: Window) -> Tensor:
+    """Convolve with a matrix on patches as filters, in autocast's dtype.
+
+    Shape: x (B, C, H, W), weight (G, out, n c), bias (G, out) -> (B, out, H', W')
+    """
+    dtype = autocast_dtype(x)
+    return F.conv2d(x, cast_clamped(as_filters(weight, window), dtype), bias.flatten().to(dtype), *window[1:])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.layers.affine_chain import matvec, weight_matrix
 from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
-from isomorph.layers.pyramid import Pyramid, Rectify, collapse_pyramids
+from isomorph.layers.pyramid import Pyramid, Rectify, collapse_pyramids, sync_group
 from isomorph.layers.tokens import Statistics
 
 
@@ -167,7 +167,7 @@ def _apply_jointly(parts: list[PyramidLinear | nn.Linear], x: Tensor) -> Tensor:
     pyramids = [part for part in parts if isinstance(part, PyramidLinear)]
     moments: Moments | None = None
     if any(pyramid.needs_moments for pyramid in pyramids):
-        moments = measure_moments(x, None, pyramids[0].sync_group, pyramids[0].statistics)
+        moments = measure_moments(x, None, sync_group(pyramids[0]), pyramids[0].statistics)
         x = moments.source
     with disable_autocast(x.device):
         maps = iter(collapse_pyramids(pyramids, moments) if pyramids else ())

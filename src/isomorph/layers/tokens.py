@@ -3,6 +3,7 @@
 Letters: M tokens, n drawn tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
 """
 
+import math
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,12 @@ class Window(NamedTuple):
     def overlaps(self) -> bool:
         """True if neighbouring patches share values of the map."""
         return any(s <= d * (k - 1) for k, s, d in zip(self.kernel_size, self.stride, self.dilation, strict=True))
+
+    def output_size(self, x: Tensor) -> tuple[int, int]:
+        """Return the height and width of the output map. Shape: x (B, C, H, W)"""
+        sizes = zip(x.shape[-2:], *self[:4], strict=True)
+        height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
+        return height, width
 
 
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
@@ -70,10 +77,7 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
     """Return the number of tokens that `read_tokens` gives."""
     if window is None:
         return x.shape[:-1].numel()
-    positions = 1
-    for size, k, s, p, d in zip(x.shape[-2:], *window[:4], strict=True):
-        positions *= (size + 2 * p - d * (k - 1) - 1) // s + 1
-    return x.shape[0] * positions
+    return len(x) * math.prod(window.output_size(x))
 
 
 def parse_statistics(given: Any) -> float:

@@ -19,6 +19,7 @@ from isomorph.surgery.quantization_noise import sqnr, weight_sqnr
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
 from isomorph.surgery.revert import revert
+from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
@@ -39,6 +40,7 @@ __all__ = [
     "AttentionToGPSA",
     "AttentionToRefined",
     "AttentionToRelative",
+    "BranchesToConv",
     "ConvToGPSA",
     "Edit",
     "Fuse",

@@ -1,9 +1,17 @@
 """Rules: which module becomes which, with its function preserved. One file a family of rules."""
 
+from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
 from isomorph.surgery.rules.pyramid import LinearToPyramid
 from isomorph.surgery.rules.refined import AttentionToRefined
 from isomorph.surgery.rules.relative import AttentionToRelative
 
-__all__ = ["AttentionToGPSA", "AttentionToRefined", "AttentionToRelative", "ConvToGPSA", "LinearToPyramid"]
+__all__ = [
+    "AttentionToGPSA",
+    "AttentionToRefined",
+    "AttentionToRelative",
+    "BranchesToConv",
+    "ConvToGPSA",
+    "LinearToPyramid",
+]

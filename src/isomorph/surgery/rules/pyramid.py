@@ -27,7 +27,7 @@ from isomorph.surgery.linear_chains import (
     linear_mismatch,
     merge_chain,
 )
-from isomorph.surgery.mobileone import CombinedBlock, block_mismatch, is_pointwise_block, merge_branches
+from isomorph.surgery.mobileone import block_mismatch, combine, is_pointwise_block, merge_branches
 from isomorph.surgery.plain_layers import plain_layer, with_same_padding
 from isomorph.surgery.recast import match_original
 from isomorph.surgery.rectification import normalise_rectify
@@ -308,8 +308,7 @@ class _BoundRule:
             return nn.Sequential(
                 OrderedDict(conv=pyramid, attn=copy.deepcopy(block.attn), act=copy.deepcopy(block.act))
             )
-        combined = copy.deepcopy(block)
-        combined.__class__ = CombinedBlock
+        combined: Any = combine(block, self.rule.statistics)
         for branch in combined.conv_kxk:
             branch.conv = self._build_conv(branch.conv, "").train(block.training)
         return combined

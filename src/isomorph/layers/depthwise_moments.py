@@ -1,0 +1,150 @@
+"""Second moments of the patches of a depthwise convolution, without forming the patches: from products of rows.
+
+An output row of a channel reads one row of the map for each row of the kernel. R_a are the rows that kernel row a
+reads, for all images and output rows. With stride s, two taps (a, i) and (b, j) have the sum of products
+
+    S[(a, i), (b, j)] = sum_c M_ab[s c + i, s c + j],    M_ab = R_a^T R_b
+
+over the output columns c, along a diagonal. M_(a+s)(b+s) is M_ab, but for the first and the last output row.
+
+Letters: k kernel height and width, H' output rows, P columns of the padded map, or of a part of it.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isomorph.layers.tokens import Window
+
+TILE = 16
+"""Output columns that are computed together: their product of rows has few entries off the diagonals that are read."""
+BORDERS = (0, -1), (2, 0)
+"""A tap of three and the row or column that it reads from a position outside the map."""
+
+
+def keeps_size(window: Window) -> bool:
+    """True for a 3 x 3 convolution that keeps the size of its map."""
+    return window[:4] == ((3, 3), (1, 1), (1, 1), (1, 1))
+
+
+class DepthwiseProducts(torch.autograd.Function):
+    """The sum of p p^T over the patches p of y, the map less a level for each channel; saves only x.
+
+    Shape: x (B, C, H, W), level (C, 1, 1) -> (C, k k, k k)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, level: Tensor, window: Window) -> Tensor:
+        rows = _rows_read(x.to(level.dtype) - level, window)
+        sums: Any = 0
+        for columns, taps in _tiles(x, window):
+            joint = _multiply_rows([each[..., columns] for each in rows], window.stride[0], len(x))
+            parts = [torch.stack([_diagonal(joint, i, j).sum(-1) for j in taps], -1) for i in taps]
+            sums = sums + torch.stack(parts, 2)  # (C, a, i, b, j)
+        return sums.flatten(3).flatten(1, 2)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Window], output: Tensor) -> None:
+        x, level, ctx.window = inputs
+        ctx.save_for_backward(x, level)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, level = ctx.saved_tensors
+        y, size = x.to(level.dtype) - level, ctx.window.kernel_size
+        slope = (grad + grad.mT).unflatten(2, size).unflatten(1, size)  # (C, a, i, b, j)
+        d_y = _convolve_slope(y, slope) if keeps_size(ctx.window) else _apply_slope(y, slope, ctx.window)
+        return d_y.to(x.dtype), None, None
+
+
+def _rows_read(y: Tensor, window: Window) -> list[Tensor]:
+    """Return the rows of the padded map that each kernel row reads, those of one output row together.
+
+    Shape: (B, C, H, W) -> k times (C, H' B, P)
+    """
+    (high, wide), down = window.padding, window.stride[0]
+    rows = F.pad(y.permute(1, 2, 0, 3), (wide, wide, 0, 0, high, high)).contiguous()  # (C, H + 2 padding, B, P)
+    count = window.output_size(y)[0]
+    return [rows[:, a : a + (count - 1) * down + 1 : down].flatten(1, 2) for a in range(window.kernel_size[0])]
+
+
+def _tiles(y: Tensor, window: Window) -> Iterator[tuple[slice, list[slice]]]:
+    """Yield parts of the padded map's columns that hold what a few output columns read.
+
+    With each part, the columns in it that every column of the kernel reads.
+    """
+    width, across, count = window.kernel_size[1], window.stride[1], window.output_size(y)[1]
+    for start in range(0, count, TILE):
+        first, span = start * across, (min(TILE, count - start) - 1) * across
+        yield slice(first, first + span + width), [slice(i, i + span + 1, across) for i in range(width)]
+
+
+def _multiply_rows(rows: Sequence[Tensor], down: int, batch: int) -> Tensor:
+    """Return the products M_ab of all pairs of rows. Shape: k times (C, H' B, P) -> (C, k, k, P, P)"""
+    height, first, last = len(rows), slice(0, batch), slice(-batch, None)  # of the output rows
+    products: dict[tuple[int, int], Tensor] = {}
+    for a in range(height):
+        for b in range(a, height):
+            if a < down:
+                products[a, b] = rows[a].mT @ rows[b]
+                continue
+            leaving = rows[a - down][:, first].mT @ rows[b - down][:, first]
+            entering = rows[a][:, last].mT @ rows[b][:, last]
+            products[a, b] = products[a - down, b - down] - leaving + entering
+    pairs = [[products[a, b] if a <= b else products[b, a].mT for b in range(height)] for a in range(height)]
+    return torch.stack([torch.stack(row, 1) for row in pairs], 1)
+
+
+def _diagonal(matrix: Tensor, rows: slice, columns: slice) -> Tensor:
+    """Return the entries on the diagonal of a part of matrices, as a view. Shape: (*, P, P) -> (*, n)"""
+    return matrix[..., rows, columns].diagonal(dim1=-2, dim2=-1)
+
+
+def _apply_slope(y: Tensor, slope: Tensor, window: Window) -> Tensor:
+    """Return the sum over all patches p of slope p, where p was read. Shape: (B, C, H, W), (C, k, k, k, k) -> as y"""
+    (height, _), (high, wide), down = window.kernel_size, window.padding, window.stride[0]
+    rows, count = _rows_read(y, window), window.output_size(y)[0]
+    d_padded: Any = None
+    for columns, taps in _tiles(y, window):
+        part = torch.cat([each[..., columns] for each in rows], -1)  # (C, H' B, k P)
+        size = part.shape[-1] // height
+        bands = slope.new_zeros(len(slope), height, height, size, size)
+        for i, read in enumerate(taps):
+            for j, other in enumerate(taps):
+                _diagonal(bands, read, other).add_(slope[:, :, i, :, j].unsqueeze(-1))
+        d_part = part @ bands.transpose(2, 3).flatten(3).flatten(1, 2)
+        d_part = d_part.unflatten(2, (height, size)).unflatten(1, (count, len(y)))  # (C, H', B, k, P)
+        if d_padded is None:  # from a product: under vmap it has a sample axis if any factor has one
+            d_padded = d_part.new_zeros(y.shape[1], y.shape[2] + 2 * high, len(y), y.shape[3] + 2 * wide)
+        for a in range(height):
+            d_padded[:, a : a + (count - 1) * down + 1 : down, :, columns] += d_part[:, :, :, a]
+    return d_padded[:, high : high + y.shape[2], :, wide : wide + y.shape[3]].permute(2, 0, 1, 3)
+
+
+def _convolve_slope(y: Tensor, slope: Tensor) -> Tensor:
+    """Return the same for a 3 x 3 convolution that keeps the size of its map.
+
+    The sum over patches at all positions, outside the map too, is a convolution with a 5 x 5 kernel. Those outside are
+    subtracted: rows and columns with their ends, so that corners, which are in both, are added again.
+    """
+    channels = y.shape[1]
+    d_y = F.conv2d(y, _sum_lags(_sum_lags(slope.transpose(2, 3))).unsqueeze(1), padding=2, groups=channels)
+    for tap, at in BORDERS:
+        along_row, along_column = (
+            _sum_lags(taps).unsqueeze(1) for taps in (slope[:, tap, :, tap], slope[:, :, tap, :, tap])
+        )
+        d_y[:, :, at] -= F.conv1d(y[:, :, at], along_row, padding=2, groups=channels)
+        d_y[..., at] -= F.conv1d(y[..., at], along_column, padding=2, groups=channels)
+        for corner, column in BORDERS:
+            d_y[:, :, at, column] += y[:, :, at, column] * slope[:, tap, corner, tap, corner]
+    return d_y
+
+
+def _sum_lags(pairs: Tensor) -> Tensor:
+    """Sum pairs of three taps by their lag, from -2 to 2. Shape: (C, 3, 3, *) -> (C, *, 5)"""
+    return torch.stack([pairs.diagonal(lag, 1, 2).sum(-1) for lag in range(-2, 3)], -1)

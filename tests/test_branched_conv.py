@@ -1,0 +1,147 @@
+"""MobileOne's blocks with all branches as one convolution: equal to timm's forward pass in training, with gradients."""
+
+import copy
+
+import pytest
+import timm
+import torch
+from timm.models.byobnet import LayerFn, MobileOneBlock
+from timm.utils.model import reparameterize_model
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import isomorph as iso
+from isomorph.layers import moments
+from isomorph.layers.pyramid import Pyramid
+from isomorph.surgery.mobileone import CombinedBlock
+
+BLOCKS = ["stem", "stages.?.?", "stages.?.??"]
+CASES = {
+    "depthwise": (dict(in_chs=6, out_chs=6, group_size=1), False),
+    "strided": (dict(in_chs=6, out_chs=6, group_size=1, stride=2), False),
+    "stem": (dict(in_chs=3, out_chs=8, stride=2), False),
+    "grouped": (dict(in_chs=6, out_chs=6, group_size=2), False),
+    "own branches": (dict(in_chs=6, out_chs=6, group_size=1), True),
+    "own branches, dense": (dict(in_chs=6, out_chs=6), True),
+    "own branches, 1x1": (dict(in_chs=6, out_chs=6, kernel_size=1), True),
+}
+
+
+def block_of(name, statistics="all"):
+    """A block in train mode, with pyramids or with its own convolutions, and other weights than at birth."""
+    kwargs, own = CASES[name]
+    plain = MobileOneBlock(**kwargs, num_conv_branches=3, layers=LayerFn()).double().eval()
+    rule = iso.BranchesToConv(statistics) if own else iso.LinearToPyramid(init="paper", statistics=statistics)
+    block = iso.recast(nn.Sequential(plain), rule, "0")[0]
+    assert isinstance(block, CombinedBlock)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return block.train()
+
+
+def by_branches(block):
+    """A copy that runs timm's forward pass."""
+    copied = copy.deepcopy(block)
+    copied.__class__ = MobileOneBlock
+    return copied
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_branches_with_gradients_and_statistics(name):
+    block = block_of(name)
+    reference = by_branches(block)
+    x = torch.randn(4, CASES[name][0]["in_chs"], 7, 6, dtype=torch.float64) + 1
+    factor, results = None, []
+    for module in (block, reference):
+        own = x.clone().requires_grad_()
+        y = module(own)
+        factor = torch.randn_like(y) if factor is None else factor
+        gradients = torch.autograd.grad((y * factor).sum(), [own, *module.parameters()])
+        results.append((y, *gradients))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+    for (key, ours), theirs in zip(block.state_dict().items(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", ["depthwise", "own branches, 1x1"])
+def test_frozen_norms_and_eval_mode(name):
+    block = block_of(name)
+    block.conv_kxk[1].eval()
+    reference, x = by_branches(block), torch.randn(4, 6, 5, 5, dtype=torch.float64)
+    torch.testing.assert_close(block(x), reference(x), rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(block.eval()(x), reference.eval()(x), rtol=1e-12, atol=1e-12)
+
+
+def test_the_input_is_measured_once(monkeypatch):
+    seen, measure = [], moments.measure_patches
+    monkeypatch.setattr(moments, "measure_patches", lambda *a: seen.append(a) or measure(*a))
+    block_of("depthwise")(torch.randn(4, 6, 5, 5, dtype=torch.float64))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["depthwise", "own branches"])
+def test_a_part_of_the_images(name):
+    """All norms of the block normalise by the same images."""
+    block = block_of(name, statistics=0.5)
+    x = torch.randn(8, 6, 5, 5, dtype=torch.float64)
+    torch.manual_seed(3)
+    ours = block(x)
+    torch.manual_seed(3)
+    part = moments.draw_tokens(8, 0.5, x.device)
+    reference = by_branches(block)
+    for norm in (m for m in reference.modules() if isinstance(m, _BatchNorm)):
+        norm.momentum = 1.0
+    for pyramid in (m for m in reference.modules() if isinstance(m, Pyramid)):
+        pyramid.statistics = 1.0
+    reference(x[part])  # the statistics of the part, as running ones
+    for norm in (m for m in reference.modules() if isinstance(m, _BatchNorm)):
+        norm.running_var.mul_((4 * 25 - 1) / (4 * 25))  # running variances are unbiased
+    torch.testing.assert_close(ours, reference.eval()(x), rtol=1e-9, atol=1e-10)
+
+
+def test_half_precision_and_second_derivatives():
+    block, x = block_of("depthwise").float(), torch.randn(4, 6, 5, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = block(x)
+    assert y.dtype == torch.bfloat16
+    assert ((y - by_branches(block)(x)).abs().max() / y.abs().max()).item() < 0.03
+    block = block_of("depthwise")
+    block.act = nn.Identity()
+    x = torch.randn(3, 6, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda t: block(t).square(), x)
+
+
+def test_a_network_trains_as_timms_and_merges():
+    plain = timm.create_model("mobileone_s0", num_classes=4)
+    fast = iso.recast(plain, iso.BranchesToConv(), BLOCKS)
+    images = torch.randn(4, 3, 64, 64)
+    losses = []
+    for network in (plain, fast):
+        optimizer, found = torch.optim.SGD(network.train().parameters(), 1e-3), []
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(network(images), torch.arange(4))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+    torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
+    plain.load_state_dict(fast.eval().state_dict())  # the same names
+    merged = reparameterize_model(fast)
+    assert not any(isinstance(m, _BatchNorm) for m in merged.modules())
+    assert (merged(images) - plain.eval()(images)).abs().max() < 1e-4
+
+
+def test_blocks_that_are_not_accepted():
+    net = timm.create_model("mobileone_s0")
+    once = iso.recast(net, iso.BranchesToConv(), BLOCKS)
+    with pytest.raises(iso.UserError, match="one convolution already"):
+        iso.recast(once, iso.BranchesToConv(), "stem")
+    with pytest.raises(iso.UserError, match="not timm's MobileOneBlock"):
+        iso.BranchesToConv().build(nn.Linear(2, 2))
+    net.stages[0][0].conv_kxk[0].bn = nn.GroupNorm(1, 48)
+    with pytest.raises(iso.UserError, match="norms other than plain BatchNorm"):
+        iso.recast(net, iso.BranchesToConv(), "stages.0.0")
+    with pytest.raises(iso.UserError, match="already fused"):
+        iso.recast(reparameterize_model(once.eval()), iso.BranchesToConv(), "stem")
