@@ -19,12 +19,12 @@ from isomorph.surgery.linear_chains import absorb_conv_biases, is_plain_norm, li
 
 def block_mismatch(block: MobileOneBlock) -> str | None:
     """Return how a block differs from timm's MobileOneBlock with its branches, or None."""
+    if block.reparam_conv is not None:
+        return "it is already fused; recast its reparam_conv instead"
     if isinstance(block, CombinedBlock):
         return "its branches are computed as one convolution already"
     if methods := " and ".join(overridden_methods(block, MobileOneBlock)):
         return f"{type(block).__name__} overrides {methods} of timm's MobileOneBlock"
-    if block.reparam_conv is not None:
-        return "it is already fused; recast its reparam_conv instead"
     if type(block.drop_path) is not nn.Identity:
         return "it has stochastic depth (drop_path)"
     branches = [(name, part) for name, part in block.named_modules() if name.startswith(("conv_kxk.", "conv_scale"))]
