@@ -11,6 +11,7 @@ ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass: so many
 """
 
 import argparse
+from functools import partial
 
 import timm
 import torch
@@ -18,7 +19,7 @@ import torch
 import isomorph as iso
 from interleave import forward, interleaved, memory_mib, saved_mib, show, step, update
 from naive import branch_by_branch
-from tdrl_networks import CONVOLUTIONS, PATCH, build
+from tdrl_networks import PATCH, build
 
 MEMORY_MIB = 12 * 1024
 """A training step that would keep more than this is left out on a CPU."""
@@ -91,26 +92,28 @@ def blocks_table(device, rounds, batches):
     return rows
 
 
-def convolutions_table(device, rounds, batches):
-    """One training step of ResNet-20 and MobileOne-S0 with pyramids, with RepVGG's or MobileOne's branches, without."""
-    x, rows = torch.randn(128, 3, 32, 32, device=device), []
-    for network in CONVOLUTIONS:
-        names = {"plain": "plain", "repvgg": "repvgg"} | PYRAMIDS
-        forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
+def convolutions_table(network, batch, size, device, rounds, batches):
+    """One training step of a CNN with pyramids, with RepVGG's or MobileOne's branches, and with neither."""
+    x = torch.randn(batch, 3, size, size, device=device)
+    names = {"plain": "plain", "repvgg": "repvgg"} | PYRAMIDS
+    forms = {name: build(network, form, 0, size).to(device) for name, form in names.items()}
+    if network == "mobileone_s0":
+        forms["repvgg, one convolution"] = forms["repvgg"]
+        forms["repvgg"] = branch_by_branch(forms["repvgg"])
+    if size == 32:
         forms["branches"] = branch_by_branch(forms["all"])
-        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
-        rows += [
-            {
-                "network": network,
-                "form": name,
-                "parameters, M": sum(p.numel() for p in model.parameters()) / 1e6,
-                "step, ms": times[name],
-                "times plain": times[name] / times["plain"],
-                "MiB an image": saved_mib(model, x),
-            }
-            for name, model in forms.items()
-        ]
-    return rows
+    times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
+    return [
+        {
+            "batch": batch,
+            "form": name,
+            "parameters, M": sum(p.numel() for p in model.parameters()) / 1e6,
+            "step, ms": times[name],
+            "times plain": times[name] / times["plain"],
+            "MiB an image": saved_mib(model, x),
+        }
+        for name, model in forms.items()
+    ]
 
 
 def small_table(device, rounds, batches):
@@ -157,7 +160,9 @@ def inference_table(device, rounds, batches):
 TABLES = {
     "Training step; times are multiples of the plain ViT's": training_table,
     "Blocks: training step of three blocks": blocks_table,
-    "Convolutions: training step at 32 px": convolutions_table,
+    "Convolutions: training step of ResNet-20 at 32 px": partial(convolutions_table, "cifar_resnet20", 128, 32),
+    "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),
+    "Convolutions: training step of MobileOne-S0 at 224 px": partial(convolutions_table, "mobileone_s0", 32, 224),
     "Small: training step of the study's ViTs at batch 256": small_table,
     "By part": parts_table,
     "Inference": inference_table,

@@ -23,8 +23,8 @@ PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
 
 
-def build(network: str, form: str, seed: int) -> nn.Module:
-    """Return an untrained network.
+def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
+    """Return an untrained network for images of this height and width.
 
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
@@ -34,7 +34,7 @@ def build(network: str, form: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
     model = vit(PATCH[network]) if network in PATCH else timm.create_model(network, num_classes=10)
-    if branched:
+    if branched and size == 32:
         model = at_stride_16(model)
     layout, *options = form.split()
     if layout == "repvgg":
