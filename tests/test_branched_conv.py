@@ -5,7 +5,7 @@ import copy
 import pytest
 import timm
 import torch
-from timm.models.byobnet import LayerFn, MobileOneBlock
+from timm.models.byobnet import ByoBlockCfg, LayerFn, MobileOneBlock
 from timm.utils.model import reparameterize_model
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -106,15 +106,18 @@ def test_half_precision_and_second_derivatives():
         y = block(x)
     assert y.dtype == torch.bfloat16
     assert ((y - by_branches(block)(x)).abs().max() / y.abs().max()).item() < 0.03
-    block = block_of("depthwise")
+    block = iso.BranchesToConv().build(MobileOneBlock(2, 2, group_size=1, layers=LayerFn())).double()
     block.act = nn.Identity()
-    x = torch.randn(3, 6, 3, 3, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 2, 3, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda t: block(t).square(), x)
 
 
 def test_a_network_trains_as_timms_and_merges():
-    plain = timm.create_model("mobileone_s0", num_classes=4).double()
-    fast = iso.recast(plain, iso.BranchesToConv(), BLOCKS)
+    branches = dict(num_conv_branches=4)
+    depthwise = ByoBlockCfg(type="one", d=2, c=32, gs=1, s=2, block_kwargs=branches)
+    pointwise = ByoBlockCfg(type="one", d=1, c=48, gs=0, block_kwargs=dict(kernel_size=1, **branches))
+    plain = timm.create_model("mobileone_s0", num_classes=4, blocks=((depthwise,), (pointwise,)), stem_chs=32).double()
+    fast = iso.recast(plain, iso.BranchesToConv(), BLOCKS[:2])
     images = torch.randn(4, 3, 64, 64, dtype=torch.float64)
     losses = []
     for network in (plain, fast):
