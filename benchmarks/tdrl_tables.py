@@ -14,6 +14,7 @@ from pathlib import Path
 
 from interleave import RESULTS, read_rows, show, spread, write
 from isomorph.report.figures import Line, Panel, panels_figure
+from tdrl_networks import CONVOLUTIONS
 from tdrl_study import Row
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True)
@@ -149,7 +150,7 @@ def main() -> None:
         "pyramids in parts, 10 epochs": [row for row in select(vits, epochs=10) if "xavier" in row["form"]],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
         "64 tokens": select(rows, network="vit patch 4"),
-        "convolutions": select(rows, network="cifar_resnet20"),
+        "convolutions": [row for name in CONVOLUTIONS for row in select(rows, network=name)],
     }
     tables |= {title: form_table(found) for title, found in more.items() if found}
     for title, table in tables.items():
