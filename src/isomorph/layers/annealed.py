@@ -81,7 +81,7 @@ class AnnealedPair(nn.Sequential):
     def __init__(
         self, first: nn.Conv2d | nn.Linear, second: nn.Conv2d | nn.Linear, last_norm: bool = True, slope: float = 0.0
     ) -> None:
-        if isinstance(second, nn.Conv2d) and not _is_pointwise(second):
+        if isinstance(second, nn.Conv2d) and not is_pointwise(second):
             raise UserError(
                 f"the second convolution, {second}, must have a 1x1 kernel, stride 1 and no padding or groups"
             )
@@ -140,8 +140,8 @@ class SeriesActivation(nn.Sequential):
         return nn.Sequential(fused).eval()
 
 
-def _is_pointwise(conv: nn.Conv2d) -> bool:
-    """True for a 1x1 convolution without stride, padding and groups."""
+def is_pointwise(conv: nn.Conv2d) -> bool:
+    """True for a 1x1 convolution of every pixel, without groups."""
     plain = conv.padding in ((0, 0), "valid", "same")
     return conv.kernel_size == (1, 1) and conv.stride == (1, 1) and conv.groups == 1 and plain
 

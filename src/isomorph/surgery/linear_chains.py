@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from isomorph.layers import AnnealedReLU
 from isomorph.layers.affine_chain import collapse_chain, weight_matrix
+from isomorph.layers.annealed import is_pointwise
 from isomorph.surgery.layer_checks import layer_mismatch, overridden_methods
 
 BATCH_NORMS = (BatchNormAct2d, SyncBatchNormAct, nn.SyncBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -43,13 +44,6 @@ def is_plain_norm(module: nn.Module) -> bool:
     if kind is None or overridden_methods(module, kind) or module.running_mean is None:
         return False
     return all(extra is None or type(extra) is nn.Identity for extra in extras)
-
-
-def _is_pointwise(conv: nn.Module) -> bool:
-    """True if a module is a 1x1 convolution of every pixel, without groups."""
-    if not isinstance(conv, nn.Conv2d) or conv.groups > 1:
-        return False
-    return conv.kernel_size == conv.stride == (1, 1) and conv_padding(conv) == (0, 0)
 
 
 def linear_mismatch(module: nn.Module) -> str | None:
@@ -94,7 +88,7 @@ def is_chain(module: nn.Module, annealed: bool = False) -> bool:
     if isinstance(first, nn.Linear):
         return all(isinstance(layer, nn.Linear) for layer in rest)
     assert isinstance(first, nn.Conv2d)
-    return first.groups == 1 and all(map(_is_pointwise, rest))
+    return first.groups == 1 and all(isinstance(layer, nn.Conv2d) and is_pointwise(layer) for layer in rest)
 
 
 @torch.no_grad()
