@@ -43,6 +43,23 @@ def test_convolutions_of_another_form_keep_their_function(name, rule, back, atol
         torch.testing.assert_close(plain(x), model(x), atol=atol, rtol=0)
 
 
+@pytest.mark.parametrize("name", ["tf_mobilenetv3_small_minimal_100", "test_nfnet"])
+def test_reverted_convolutions_are_saved(name, tmp_path):
+    where = "stages.*.conv2" if name == "test_nfnet" else "blocks.*.conv_dw"
+    model, x = timm.create_model(name, num_classes=3).eval(), torch.randn(1, 3, 65, 64)
+    nn.init.normal_(model.get_classifier().weight)
+    once = iso.revert(iso.recast(model, iso.ConvToGPSA(), where))
+    first = iso.edits(once)[-1].names[0]
+    again = iso.revert(iso.recast(once, iso.ConvToGPSA(content="none"), first))
+    part = iso.revert(iso.recast(model, iso.ConvToGPSA(), where), first)
+    for number, reverted in enumerate((once, again, part)):
+        assert iso.edits(reverted)[-1].rule == iso.surgery.Revert()
+        iso.save(reverted, tmp_path / f"{number}.safetensors")
+        loaded = iso.load(tmp_path / f"{number}.safetensors")
+        torch.testing.assert_close(loaded(x), reverted(x))
+        torch.testing.assert_close(reverted(x), model(x), rtol=1e-3, atol=1e-4)
+
+
 def test_a_linear_layer_of_timm_is_plain():
     model, x = nn.Sequential(timm.layers.Linear(4, 5)).eval(), torch.randn(3, 4)
     wide = iso.recast(model, iso.LinearToPyramid(), "0")

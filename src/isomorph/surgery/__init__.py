@@ -18,7 +18,7 @@ from isomorph.surgery.prune import Head, PruneHeads, prunable_heads, prune
 from isomorph.surgery.quantization_noise import sqnr, weight_sqnr
 from isomorph.surgery.recalibrate import recalibrate
 from isomorph.surgery.recast import Edit, Rule, edits, edits_since, recast, replay, targets
-from isomorph.surgery.revert import revert
+from isomorph.surgery.revert import Revert, revert
 from isomorph.surgery.rules.branches import BranchesToConv
 from isomorph.surgery.rules.gated import ConvToGPSA
 from isomorph.surgery.rules.gated_attention import AttentionToGPSA
@@ -30,7 +30,7 @@ from isomorph.surgery.sharpness import fit_sharpness
 from isomorph.surgery.unstride import Unstride, unstride
 from isomorph.surgery.verify import NotEqual, VerifyReport, compare_outputs, verify
 
-EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "PruneHeads": PruneHeads, "Unstride": Unstride})
+EDIT_RULES = ChainMap(RULES, {"Fuse": Fuse, "PruneHeads": PruneHeads, "Revert": Revert, "Unstride": Unstride})
 """Rules by name, as checkpoints store them: the registered ones, and those of `fuse`, `prune` and `unstride`."""
 
 __all__ = [
@@ -48,6 +48,7 @@ __all__ = [
     "LinearToPyramid",
     "NotEqual",
     "PruneHeads",
+    "Revert",
     "Rule",
     "RuleCoverage",
     "Unstride",

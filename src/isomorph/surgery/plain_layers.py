@@ -80,6 +80,11 @@ def same_padding(module: nn.Module) -> SamePadding | None:
 
 
 def with_same_padding(module: nn.Module, replacement: nn.Module) -> nn.Module:
-    """Return the replacement of the plain layer of a module, with the padding that comes before it, if any."""
+    """Return the replacement of the plain layer of a module, with the padding that comes before it, if any.
+
+    A replacement that cannot convert back to a layer of the module's class gets `replaces_plain = False`.
+    """
+    if _has_another_form(module):
+        replacement.replaces_plain = False  # type: ignore[assignment]
     padding = same_padding(module)
     return nn.Sequential(OrderedDict(pad=padding, conv=replacement)) if padding else replacement

@@ -1,6 +1,9 @@
 """Convert recast layers back to their original form."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 
@@ -21,12 +24,42 @@ def _revert_method(layer: nn.Module) -> Callable[[float], nn.Module] | None:
     return next((getattr(layer, name) for name in _REVERT_METHODS if callable(getattr(layer, name, None))), None)
 
 
+@dataclass(frozen=True)
+class Revert:
+    """Rule that converts a recast layer back to its original form; `revert` checks that its function stays.
+
+    Recorded where that form is not the class of the model's own layer: a plain convolution after one with standardised
+    weights or TensorFlow's SAME padding.
+
+    Raises: UserError from `build` if the module has no original form.
+
+    Example:
+        >>> layer = iso.ConvToGPSA().build(torch.nn.Conv2d(4, 4, 3, padding=1))
+        >>> type(iso.surgery.Revert().build(layer)).__name__
+        'Conv2d'
+    """
+
+    atol: ClassVar[float] = 1e-3
+
+    def accepts(self, module: nn.Module) -> bool:
+        """Return True if the module has an original form."""
+        return _revert_method(module) is not None
+
+    def build(self, module: nn.Module) -> nn.Module:
+        """Return the original form, whatever the deviation. Raises: UserError if there is none."""
+        method = _revert_method(module)
+        if method is None:
+            raise UserError(f"{type(module).__name__} has no original form")
+        return method(math.inf)
+
+
 def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Module:
     """Return a copy of the model with the selected recast layers converted back to their original form.
 
     Gated attention whose gates are still closed becomes a convolution (`GPSA2d.to_conv`), refined or gated attention of
     a ViT becomes plain attention (`to_attention`), if each computes the same function within `atol`. Their edits are
-    removed from `edits(model)`. Pyramids are converted by `fuse` instead.
+    removed from `edits(model)`, or followed by `Revert` where the model's own layer was another kind of convolution.
+    Pyramids are converted by `fuse` instead.
 
     Raises: UserError if `where` selects no such layer, or if a layer does not compute the same function any more, with
         its name and the deviation.
@@ -62,6 +95,18 @@ def revert(model: nn.Module, where: Where = "*", atol: float = 1e-3) -> nn.Modul
     add_notes(model, *restore_ties(model, tied))
     for edit in edits(model):
         attach_rule(edit.rule, model)
-    remaining = [Edit(edit.rule, tuple(name for name in edit.names if name not in reverted)) for edit in edits(model)]
-    model.isomorph_edits = tuple(edit for edit in remaining if edit.names)  # type: ignore[assignment]
+    kept = {name for name, layer in zip(names, layers, strict=True) if not getattr(layer, "replaces_plain", True)}
+    last = Edit(Revert(), tuple(name for name in names if name in kept))
+    changed = [*_without(edits(model), reverted - kept), last]
+    model.isomorph_edits = tuple(edit for edit in changed if edit.names)  # type: ignore[assignment]
     return model
+
+
+def _without(made: Sequence[Edit], names: set[str]) -> list[Edit]:
+    """Return edits without some of their names, but for those that were reverted before and recast again."""
+    remaining: list[Edit] = []
+    for edit in reversed(made):
+        if isinstance(edit.rule, Revert):
+            names = names.difference(edit.names)
+        remaining.append(Edit(edit.rule, tuple(name for name in edit.names if name not in names)))
+    return remaining[::-1]
