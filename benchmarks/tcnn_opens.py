@@ -8,7 +8,7 @@ the test images. With --noise, all images but those of the test have noise of th
 1; that of training images is drawn anew in every step. With --test, finished networks are measured on the test images
 too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning.
 Arms run one at a time; each finished one is a line of the output file and a file of weights next to it, and is skipped
-by a later call. One that was stopped continues after its last finished epoch. A new file begins with the runs in
+by a later call. An interrupted arm resumes after its last finished epoch. A new file begins with the runs in
 benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
 """
 

@@ -52,7 +52,7 @@ def observe(model: nn.Module, images: Split) -> Row:
 
 
 class FineTuning:
-    """A fine-tuning with AdamW and a one-cycle schedule, written to a file after every epoch to continue from there."""
+    """Fine-tune with AdamW and a one-cycle schedule; a later call resumes after the last finished epoch."""
 
     def __init__(self, model: nn.Module, rates: dict[str, str], seed: int, epochs: int, images: dict[str, Split]):
         self.model, self.seed, self.epochs, self.images = model, seed, epochs, images
@@ -65,7 +65,7 @@ class FineTuning:
         self.seconds = 0.0
 
     def run(self, noise: Tensor, snapshot: Path) -> Row:
-        """Train to the end, and return what was observed before and after every epoch. Shape: (3, 1, 1)"""
+        """Train to the end, and return what was observed before and after every epoch. Shape: noise (3, 1, 1)"""
         if snapshot.is_file():
             self.load(torch.load(snapshot, weights_only=True))
         started = time.process_time() - self.seconds
@@ -90,12 +90,12 @@ class FineTuning:
             self.schedule.step()
 
     def state(self) -> Row:
-        """Return all that changes in training."""
+        """Return the state of model, optimizer and schedule, with the curve so far."""
         parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "schedule")}
         return parts | {"curve": self.curve, "seconds": self.seconds}
 
     def load(self, state: Row) -> None:
-        """Continue from a state."""
+        """Restore such a state."""
         for name in ("model", "optimizer", "schedule"):
             getattr(self, name).load_state_dict(state[name])
         self.curve, self.seconds = state["curve"], state["seconds"]

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 import isomorph as iso
 from isomorph.layers import moments
 from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.mobileone import CombinedBlock
+from isomorph.surgery.mobileone import CombinedBlock, shared_window
 
 BLOCKS = ["stem", "stages.?.?", "stages.?.??"]
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
 
 
 def block_of(name, statistics="all"):
-    """A block in train mode, with pyramids or with its own convolutions, and other weights than at birth."""
+    """A block in train mode, with pyramids or with its own convolutions, and weights other than at initialisation."""
     kwargs, own = CASES[name]
     plain = MobileOneBlock(**kwargs, num_conv_branches=3, layers=LayerFn()).double().eval()
     rule = iso.BranchesToConv(statistics) if own else iso.LinearToPyramid(init="paper", statistics=statistics)
@@ -141,10 +141,68 @@ def test_blocks_that_are_not_accepted():
     once = iso.recast(net, iso.BranchesToConv(), BLOCKS)
     with pytest.raises(iso.UserError, match="one convolution already"):
         iso.recast(once, iso.BranchesToConv(), "stem")
-    with pytest.raises(iso.UserError, match="not timm's MobileOneBlock"):
+    with pytest.raises(iso.UserError, match="not timm"):
         iso.BranchesToConv().build(nn.Linear(2, 2))
     net.stages[0][0].conv_kxk[0].bn = nn.GroupNorm(1, 48)
     with pytest.raises(iso.UserError, match="norms other than plain BatchNorm"):
         iso.recast(net, iso.BranchesToConv(), "stages.0.0")
     with pytest.raises(iso.UserError, match="already fused"):
         iso.recast(reparameterize_model(once.eval()), iso.BranchesToConv(), "stem")
+
+
+def edited(block, change):
+    """A block with one branch of another kind."""
+    conv = block.conv_kxk[1].conv
+    if change == "dilated":
+        conv.dilation, conv.padding = (2, 2), (2, 2)
+    elif change == "sequence":
+        block.conv_kxk[1] = nn.Sequential(conv, nn.BatchNorm2d(6, dtype=torch.float64))
+    elif change == "gated":
+        block.conv_kxk[1].conv = iso.ConvToGPSA().build(conv)
+    elif change == "pyramid":
+        block.conv_scale.conv = iso.LinearToPyramid().build(block.conv_scale.conv)
+    return block.train()
+
+
+@pytest.mark.parametrize("change", ["dilated", "sequence", "gated", "pyramid"])
+def test_branches_that_read_other_patches_run_as_in_timm(change):
+    torch.manual_seed(0)
+    plain = MobileOneBlock(6, 6, group_size=1, num_conv_branches=3, layers=LayerFn()).double()
+    x = torch.randn(4, 6, 7, 6, dtype=torch.float64)
+    combined = edited(iso.BranchesToConv().build(copy.deepcopy(plain)), change)
+    torch.testing.assert_close(combined(x), by_branches(combined)(x))
+    with pytest.raises(iso.UserError, match="do not read the same patches"):
+        iso.BranchesToConv().build(edited(plain, change))
+
+
+@pytest.mark.parametrize("kernel_size", [2, 5, 7])
+def test_other_kernels(kernel_size):
+    block = MobileOneBlock(6, 6, kernel_size, 2, group_size=1, layers=LayerFn()).double()
+    wide = iso.LinearToPyramid(init="paper").build(block.eval()).train()
+    assert isinstance(wide, CombinedBlock)
+    x = torch.randn(4, 6, 9, 8, dtype=torch.float64)
+    if kernel_size % 2:
+        torch.testing.assert_close(wide(x), by_branches(wide)(x), rtol=1e-9, atol=1e-10)
+    else:
+        assert shared_window(wide) is None
+
+
+def test_hooks_on_branches_are_not_lost():
+    block = MobileOneBlock(6, 6, group_size=1, layers=LayerFn())
+    block.conv_kxk[0].register_forward_hook(lambda *_: None)
+    for rule in (iso.BranchesToConv(), iso.LinearToPyramid()):
+        with pytest.raises(iso.UserError, match=r"its conv_kxk.0 has .*hook.*which training would skip"):
+            rule.build(block)
+
+
+def test_compile_and_checkpointing():
+    block = iso.BranchesToConv().build(MobileOneBlock(2, 2, group_size=1, layers=LayerFn())).double().train()
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64, requires_grad=True)
+    expected = copy.deepcopy(block)(x)
+    compiled = torch.compile(copy.deepcopy(block), backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, expected)
+    again = copy.deepcopy(block)
+    y = torch.utils.checkpoint.checkpoint(again, x, use_reentrant=False)
+    found, wanted = (torch.autograd.grad(t.square().sum(), x, retain_graph=True)[0] for t in (y, expected))
+    torch.testing.assert_close(found, wanted)
+    assert again.identity.num_batches_tracked == 1

@@ -117,3 +117,12 @@ def test_memory_is_that_of_the_map(groups):
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     storages.pop(x.untyped_storage().data_ptr())
     assert sum(storages.values()) < 0.5 * x.nbytes
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_the_variance_of_a_tap_is_not_negative(groups):
+    """Where one row is far larger than the others, the products of a later tap are what is left of an earlier one's."""
+    x = torch.randn(2, 3, 8, 8)
+    x[:, :, 0] *= 3e4
+    own = measure_patches(x, window(groups))[1].diagonal(dim1=-2, dim2=-1)
+    assert (own > 0).all()

@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from timm.models.byobnet import MobileOneBlock
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -19,7 +18,6 @@ from isomorph.evaluation.random_inputs import inputs_like
 from isomorph.evaluation.speed import throughput
 from isomorph.layers import JointPyramid
 from isomorph.layers.pyramid import Pyramid
-from isomorph.surgery.mobileone import CombinedBlock
 from isomorph.surgery.model_inputs import run_model
 
 _COUNTED_BATCH = 2
@@ -72,8 +70,6 @@ def count_branches(model: nn.Module, input_size: tuple[int, ...]) -> int:
             module.forward = partial(_forward_joint_branches, module)  # type: ignore[method-assign]
         elif isinstance(module, Pyramid):
             module.forward = partial(_forward_branches, module)
-        elif isinstance(module, CombinedBlock):
-            module.forward = partial(MobileOneBlock.forward, module)  # type: ignore[method-assign]
     return _count_at_two_batches(branched, input_size).per_image
 
 

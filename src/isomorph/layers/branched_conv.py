@@ -63,7 +63,7 @@ def collapse_units(units: Sequence[Unit], window: Window, moments: Moments) -> t
 
 
 def _read_patches(conv: nn.Conv2d | None, norm: _BatchNorm, window: Window, mean: Tensor) -> Affine:
-    """Return a convolution before a BatchNorm, or the identity, as a map of centred patches. Shape: mean (G, n c)"""
+    """Return a unit's convolution, or the identity, as an affine map of centred patches. Shape: mean (G, n c)"""
     taps = window.kernel_size[0] * window.kernel_size[1]
     if conv is None:
         one = torch.eye(mean.shape[-1] // taps, dtype=mean.dtype, device=mean.device)

@@ -5,7 +5,7 @@ reads, for all images and output rows. With stride s, two taps (a, i) and (b, j)
 
     S[(a, i), (b, j)] = sum_c M_ab[s c + i, s c + j],    M_ab = R_a^T R_b
 
-over the output columns c, along a diagonal. M_(a+s)(b+s) is M_ab, but for the first and the last output row.
+over the output columns c, along a diagonal. M_(a+s)(b+s) is M_ab, except for the first and the last output row.
 
 Letters: k kernel height and width, H' output rows, P columns of the padded map, or of a part of it.
 """
@@ -76,7 +76,7 @@ def _rows_read(y: Tensor, window: Window) -> list[Tensor]:
 def _tiles(y: Tensor, window: Window) -> Iterator[tuple[slice, list[slice]]]:
     """Yield parts of the padded map's columns that hold what a few output columns read.
 
-    With each part, the columns in it that every column of the kernel reads.
+    Yield with each part the slices of it that the kernel's columns read.
     """
     width, across, count = window.kernel_size[1], window.stride[1], window.output_size(y)[1]
     for start in range(0, count, TILE):
@@ -106,7 +106,10 @@ def _diagonal(matrix: Tensor, rows: slice, columns: slice) -> Tensor:
 
 
 def _apply_slope(y: Tensor, slope: Tensor, window: Window) -> Tensor:
-    """Return the sum over all patches p of slope p, where p was read. Shape: (B, C, H, W), (C, k, k, k, k) -> as y"""
+    """Return the gradient of the map: slope p for every patch p, added at the positions that p reads.
+
+    Shape: y (B, C, H, W), slope (C, k, k, k, k) -> as y
+    """
     (height, _), (high, wide), down = window.kernel_size, window.padding, window.stride[0]
     rows, count = _rows_read(y, window), window.output_size(y)[0]
     d_padded: Any = None
@@ -127,7 +130,7 @@ def _apply_slope(y: Tensor, slope: Tensor, window: Window) -> Tensor:
 
 
 def _convolve_slope(y: Tensor, slope: Tensor) -> Tensor:
-    """Return the same for a 3 x 3 convolution that keeps the size of its map.
+    """Return the gradient of the map for a 3 x 3 convolution that keeps the size of its map.
 
     The sum over patches at all positions, outside the map too, is a convolution with a 5 x 5 kernel. Those outside are
     subtracted: rows and columns with their ends, so that corners, which are in both, are added again.

@@ -27,6 +27,7 @@ from torch.nn.grad import conv2d_weight
 
 from isomorph.layers.depthwise_moments import BORDERS, DepthwiseProducts, keeps_size
 from isomorph.layers.tokens import Window
+from isomorph.layers.weight_products import VARIANCE_FLOOR_ULPS
 
 REACH = 2
 """Largest lag between two of three taps."""
@@ -58,6 +59,9 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     tilted = (with_inside + levels @ inside_own / 2) @ levels.mT
     covariance = products - means.unsqueeze(2) * means.unsqueeze(1) + tilted + tilted.mT
     mean = means + levels @ shares
+    own = covariance.diagonal(dim1=-2, dim2=-1)  # the products of one tap may come from those of another
+    least = own.detach().unflatten(-1, (-1, taps)).amax(-1).repeat_interleave(taps, -1)
+    own += (least * VARIANCE_FLOOR_ULPS * torch.finfo(own.dtype).eps - own).clamp(min=0)
     return (mean, covariance) if groups > 1 else (mean[0], covariance[0])
 
 

@@ -1,4 +1,4 @@
-"""MobileOne's blocks of parallel branches: computed as one convolution in training, and merged into one."""
+"""Compute the parallel branches of MobileOne's blocks as one convolution in training, and merge them for inference."""
 
 import copy
 from typing import Any
@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from isomorph.layers.affine_chain import uses_batch_statistics
 from isomorph.layers.branched_conv import Unit, convolve_units
 from isomorph.layers.pyramid import sync_group
+from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.tokens import Window, parse_statistics
+from isomorph.surgery.attachments import describe_attachments
 from isomorph.surgery.fuse import Fuse
 from isomorph.surgery.layer_checks import overridden_methods
 from isomorph.surgery.linear_chains import absorb_conv_biases, is_plain_norm, linear_mismatch
+
+_BRANCHES = ("conv_kxk.", "conv_scale", "identity")
+"""How the names of the parts of a block's branches begin."""
 
 
 def block_mismatch(block: MobileOneBlock) -> str | None:
@@ -26,9 +31,11 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
     if methods := " and ".join(overridden_methods(block, MobileOneBlock)):
         return f"{type(block).__name__} overrides {methods} of timm's MobileOneBlock"
     if type(block.drop_path) is not nn.Identity:
-        return "it has stochastic depth (drop_path)"
-    branches = [(name, part) for name, part in block.named_modules() if name.startswith(("conv_kxk.", "conv_scale"))]
+        return "it has stochastic depth, which drops branches; create the model with drop_path_rate=0"
+    branches = [(name, part) for name, part in block.named_modules() if name.startswith(_BRANCHES)]
     for name, part in branches:
+        if attached := describe_attachments(part):
+            return f"its {name} has {attached}, which training would skip"
         if isinstance(part, nn.Conv2d) and (reason := linear_mismatch(part)):
             return f"its {name}: {reason}"
         if isinstance(part, ConvNormAct) and (overridden_methods(part, ConvNormAct) or part.aa is not None):
@@ -43,6 +50,10 @@ def block_mismatch(block: MobileOneBlock) -> str | None:
 class CombinedBlock(MobileOneBlock):
     """MobileOne's block whose branches are one convolution in training too; convolutions may be pyramids.
 
+    Branches that do not read the same patches, as after an edit of one of them, are computed as timm does.
+
+    Shape: x (B, C, H, W) -> (B, out, H', W')
+    Raises: ValueError when training on a single position.
     Source: Vasu et al., MobileOne (2023), section 3.2; TDRL A.4; differs: computed in closed form, exactly
     """
 
@@ -50,17 +61,14 @@ class CombinedBlock(MobileOneBlock):
     """The part of the images, or of the positions in a 1x1 block, of which BatchNorms take mean and variance."""
 
     def forward(self, x: Tensor) -> Tensor:
-        units = self.units()
-        if self.reparam_conv is not None or not any(uses_batch_statistics(unit.norm) for unit in units):
+        window = None if self.reparam_conv is not None else shared_window(self)
+        units = [] if window is None else self.units()
+        if window is None or not any(uses_batch_statistics(unit.norm) for unit in units):
             return super().forward(x)
-        conv = self.conv_kxk[0].conv
-        window = Window(conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)
         return self.act(self.attn(convolve_units(x, units, window, self.statistics, sync_group(self))))
 
     def units(self) -> list[Unit]:
-        """Return the branches; none after merging."""
-        if self.reparam_conv is not None:
-            return []
+        """Return the branches."""
         scale = [] if self.conv_scale is None else [self.conv_scale]
         units = [Unit(branch.conv, branch.bn) for branch in (*self.conv_kxk, *scale)]
         return units if self.identity is None else [*units, Unit(None, self.identity)]
@@ -71,6 +79,40 @@ class CombinedBlock(MobileOneBlock):
             if Fuse().accepts(branch):
                 self.conv_kxk[name] = Fuse().build(branch)
         super().reparameterize()
+
+    def extra_repr(self) -> str:
+        return "" if self.statistics == 1 else f"statistics={self.statistics:g}"
+
+
+def shared_window(block: MobileOneBlock) -> Window | None:
+    """Return the window of a block's convolutions, or None if its branches do not all read patches of that window.
+
+    A 1x1 convolution and the identity have to read the middle of each patch.
+    """
+    convs = [getattr(branch, "conv", None) for branch in block.conv_kxk]
+    windows = {_window(conv) for conv in convs if type(conv) in (nn.Conv2d, PyramidConv2d)}
+    window = windows.pop() if len(windows) == 1 else None
+    if window is None or not all(type(conv) in (nn.Conv2d, PyramidConv2d) for conv in convs):
+        return None
+    scale: Any = block.conv_scale
+    if scale is None and block.identity is None:
+        return window
+    high, wide = window.kernel_size
+    margin = (window.padding[0] - high // 2, window.padding[1] - wide // 2)
+    middle = window._replace(kernel_size=(1, 1), padding=margin)
+    conv = getattr(scale, "conv", None)
+    scaled = scale is None or (type(conv) is nn.Conv2d and _window(conv) == middle)
+    odd = high % 2 == wide % 2 == 1
+    return window if odd and scaled and (block.identity is None or margin == (0, 0)) else None
+
+
+def _window(conv: Any) -> Window | None:
+    """Return the window of a convolution or of a pyramid; None for other layers, and for padding given as text."""
+    if type(conv) is PyramidConv2d:
+        return conv.window
+    if type(conv) is not nn.Conv2d or isinstance(conv.padding, str):
+        return None
+    return Window(conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups)  # type: ignore[arg-type]
 
 
 def combine(block: MobileOneBlock, statistics: float | str) -> CombinedBlock:

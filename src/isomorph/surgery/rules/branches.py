@@ -7,7 +7,7 @@ from timm.models.byobnet import MobileOneBlock
 from torch import nn
 
 from isomorph.layers.tokens import parse_statistics
-from isomorph.surgery.mobileone import CombinedBlock, block_mismatch, combine
+from isomorph.surgery.mobileone import CombinedBlock, block_mismatch, combine, shared_window
 from isomorph.surgery.rules.explained_rule import ExplainedRule
 from isomorph.surgery.rules.registry import register_rule
 
@@ -17,12 +17,13 @@ from isomorph.surgery.rules.registry import register_rule
 class BranchesToConv(ExplainedRule):
     """Compute all branches of a MobileOne block as one convolution in training, as in inference: exact, and faster.
 
-    Accepts timm's MobileOneBlock with its branches. The weights, their names and the function stay, in train mode with
-    its gradients and running statistics too: the statistics of every BatchNorm follow from the moments of the input,
-    which are measured once. timm's `reparameterize_model` still merges the network for inference.
+    Accepts MobileOneBlock of timm.models.byobnet (`mobileone_*`) with its branches. Weights and their names stay the
+    same, and so does the function; in train mode also gradients and running statistics, because the statistics of every
+    BatchNorm follow from the moments of the input, which are measured once. timm's `reparameterize_model` still merges
+    the network for inference.
 
     With `statistics=1/4` the BatchNorms of a training step take mean and variance from a quarter of the images (in 1x1
-    blocks: of the positions), drawn again in each step. That is faster still, and not the same training.
+    blocks: of the positions), drawn again in each step. That is faster still, but it is no longer the same training.
 
     Source: Vasu et al., MobileOne (2023), section 3.2; the closed form is isomorph's.
     Raises: UserError for `statistics` out of range; from `recast`, for a block that it does not accept.
@@ -50,8 +51,11 @@ class BranchesToConv(ExplainedRule):
     def rejection_reason(self, module: nn.Module) -> str | None:
         """Return why the module cannot be recast, or None if it can."""
         if not isinstance(module, MobileOneBlock):
-            return f"{type(module).__name__} is not timm's MobileOneBlock"
-        return block_mismatch(module)
+            kind = type(module)
+            return f"{kind.__module__}.{kind.__name__} is not timm.models.byobnet.MobileOneBlock"
+        if reason := block_mismatch(module):
+            return reason
+        return None if shared_window(module) else "its branches do not read the same patches"
 
     def build(self, module: nn.Module) -> CombinedBlock:
         """Return the block that computes its branches as one convolution.
