@@ -1,5 +1,7 @@
 """Slow, obvious forms of the layers, written from the papers' formulas: what the fast forms must equal."""
 
+import copy
+
 import torch
 import torch.nn.functional as F
 
@@ -192,33 +194,86 @@ def pyramid(layer, x):
     return total if tokens is x else total.view(*x.shape[:-1], -1)
 
 
-def sampled_pyramid(layer, x, drawn):
-    """`pyramid` with BatchNorm statistics of the drawn tokens, counted over the batch in order, applied to all."""
-    tokens = x if layer.branches[0][0].weight.ndim == 4 else x.flatten(0, -2)
+class SampledStatistics:
+    """BatchNorm statistics of a layer on patches, or on tokens: with the part T drawn, counted over the batch in order
 
-    def normalise(norm, y):
+        m = mean of all x,  v_i = variance of x_i over all,  mean(h) = h(m)
+        var(h) = mean over T of (h(x) - h(m))^2 + sum_i max(v_i - mean over T of (x_i - m_i)^2, 0) (dh / dx_i)^2
+
+    `rows` are what h is computed for: T, m, every unit vector and 0, each of them a patch of its own. x (M, *)
+    """
+
+    def __init__(self, x, drawn):
+        mean, variance = x.mean(0), x.var(0, unbiased=False)
+        part = x[drawn]
+        lack = (variance - (part - mean).square().mean(0)).clamp(min=0)
+        units = torch.eye(mean.numel(), dtype=x.dtype).unflatten(1, mean.shape)
+        self.rows = torch.cat([part, mean[None], units, 0 * mean[None]])
+        self.lack, self.drawn, self.total = lack.flatten(), len(drawn), len(x)
+
+    def of(self, h):
+        h = h.flatten(1)
+        part, mean, units, zero = h.split([self.drawn, 1, len(self.lack), 1])
+        return mean[0], (part - mean).square().mean(0) + self.lack @ (units - zero).square()
+
+    def normalise(self, norm, h, y):
+        """Return h and y after a BatchNorm, whose running statistics are updated if it is in train mode."""
         if not norm.training:
-            return norm(y)
-        rows = (y.movedim(1, -1).flatten(0, -2) if y.ndim == 4 else y)[drawn]
-        norm(rows[..., None, None] if y.ndim == 4 else rows)  # updates the running statistics
-        mean, scale = rows.mean(0), torch.rsqrt(rows.var(0, unbiased=False) + norm.eps)
-        mean, scale, gamma, beta = (
-            None if t is None else t[:, None, None] if y.ndim == 4 else t for t in (mean, scale, norm.weight, norm.bias)
-        )
-        y = (y - mean) * scale
-        return y if gamma is None else y * gamma + beta
+            return norm(h), norm(y)
+        mean, variance = self.of(h)
+        frozen = copy.deepcopy(norm).eval()
+        for name, new, scale in (("mean", mean, 1), ("var", variance, self.total / (self.total - 1))):
+            running = getattr(norm, f"running_{name}")
+            running.lerp_(new.detach() * scale, norm.momentum)
+            setattr(frozen, f"running_{name}", new)
+        norm.num_batches_tracked += 1
+        frozen.weight, frozen.bias = norm.weight, norm.bias
+        return apply_norm(frozen, h), apply_norm(frozen, y)
 
-    total = 0
+
+def apply_norm(norm, y):
+    """A BatchNorm by its running statistics, through which gradients flow."""
+    shape = (-1, *[1] * (y.ndim - 2))
+    y = (y - norm.running_mean.view(shape)) * torch.rsqrt(norm.running_var + norm.eps).view(shape)
+    return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)
+
+
+def patches_of(x, conv):
+    """The patches that a convolution reads, in order. (B, C, H, W) -> (B L, C, k, k)"""
+    patches = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)  # (B, C k k, L)
+    return patches.transpose(1, 2).flatten(0, 1).unflatten(1, (x.shape[1], *conv.kernel_size))
+
+
+def on_patch(layer, h):
+    """A layer on patches of its own size; a 1x1 convolution, or None for the identity, reads their middle."""
+    if layer is None or (isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (1, 1)):
+        h = h[..., h.shape[-2] // 2, h.shape[-1] // 2, None, None]
+    if isinstance(layer, torch.nn.Conv2d):
+        return F.conv2d(h, layer.weight, layer.bias, groups=layer.groups)
+    return h if layer is None else layer(h)
+
+
+def sampled_branches(layer, sampled, h, y):
+    """A pyramid on the rows of `SampledStatistics` and on all tokens or on the map."""
+    totals = 0, 0
     for chain in layer.chains:
-        y = tokens
+        values = h, y
         for part in chain:
-            y = normalise(part, y) if isinstance(part, torch.nn.modules.batchnorm._BatchNorm) else part(y)
-        total = total + y
+            is_norm = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            values = sampled.normalise(part, *values) if is_norm else (on_patch(part, values[0]), part(values[1]))
+        totals = tuple(total + value for total, value in zip(totals, values, strict=True))
     if layer.rectify == "rescale":
-        total = total / layer.rescale_by**0.5
-    if layer.norm is not None:
-        total = normalise(layer.norm, total)
-    return total if tokens is x else total.view(*x.shape[:-1], -1)
+        totals = tuple(total / layer.rescale_by**0.5 for total in totals)
+    return totals if layer.norm is None else sampled.normalise(layer.norm, *totals)
+
+
+def sampled_pyramid(layer, x, drawn):
+    """`pyramid` with `SampledStatistics`, which normalise all tokens."""
+    is_conv = layer.branches[0][0].weight.ndim == 4
+    tokens = x if is_conv else x.flatten(0, -2)
+    sampled = SampledStatistics(patches_of(x, layer) if is_conv else tokens, drawn)
+    y = sampled_branches(layer, sampled, sampled.rows, tokens)[1]
+    return y if is_conv else y.view(*x.shape[:-1], -1)
 
 
 def refined_maps(layer, x, real=None):

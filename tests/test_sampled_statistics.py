@@ -77,6 +77,20 @@ def test_few_images_with_overlapping_patches_all_count():
         assert layer(x[:images]).shape == (images, 6, 5, 6)
 
 
+@pytest.mark.parametrize("kernel_size", [1, 3])
+def test_channels_that_are_zero_in_the_part_do_not_explode(kernel_size):
+    """ReLU leaves channels that are zero for nearly all images; divided by their spread in a part, 0, they explode."""
+    kwargs = dict(padding=kernel_size // 2, layout="naive-W1", rectify="none", statistics=1 / 4)
+    layer, x = PyramidConv2d(8, 8, kernel_size, **kwargs), torch.randn(64, 8, 2, 2)
+    with torch.no_grad():
+        layer.branches[0][0].weight[:, :3] = 0  # reads the other channels
+    x[1:, 3:] = 0
+    limit = layer.branches[0](x).abs().max()  # by the variances of all
+    for seed in range(8):
+        torch.manual_seed(seed)
+        assert layer(x).abs().max() < 3 * limit
+
+
 def test_joint_pyramids_share_the_part():
     parts = [PyramidLinear(5, 9, rectify=r, statistics=1 / 4).double() for r in ("batchnorm", "rescale")]
     joint, apart = JointPyramid(copy.deepcopy(parts)), nn.ModuleList(parts)

@@ -3,8 +3,8 @@
 For h = A (x - mean) + c over the tokens of a batch: mean(h) = c and var(h) = diag(A S A^T), with S the covariance of x.
 So the statistics of every hidden unit of a chain of linear layers follow from (mean, S), without computing h.
 
-They may also be those of a part T of the tokens. All tokens are then normalised by the statistics of T, and only the
-tokens of T receive gradients through the statistics.
+The covariances may also be of a part T of the tokens, which costs less; mean and variances remain those of all tokens
+(layers/marginals.py).
 
 Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
 """
@@ -13,11 +13,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isomorph.layers.chunked import is_eager, is_functorch_tensor
+from isomorph.layers.marginals import complete_covariance, measure_marginals
 from isomorph.layers.patch_moments import has_patch_moments, measure_patches
+from isomorph.layers.processes import all_reduce, refuse_second_derivatives
 from isomorph.layers.tokens import Window, count_tokens, draw_tokens, read_tokens, scatter_tokens
 from isomorph.layers.weight_products import symmetric_product
 
@@ -25,9 +26,9 @@ from isomorph.layers.weight_products import symmetric_product
 class Moments(NamedTuple):
     """First and second moments of the tokens that a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
-    `source` is the input for the layer. If every position reads whole channels and statistics are of all tokens, the
+    `source` is the input for the layer. If every position reads whole channels and covariances are of all tokens, the
     mean is subtracted from it and `offset` is None; otherwise it is unchanged and `offset` is the mean. `total` is the
-    number of tokens in the statistics, over all processes if these share them.
+    number of tokens, over all processes if these share statistics.
     """
 
     source: Tensor
@@ -53,13 +54,6 @@ def _select_tokens(x: Tensor, window: Window | None, drawn: Tensor | None) -> Te
     return tokens.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _all_reduce(group: Any, *tensors: Tensor) -> None:
-    """Sum tensors over the processes of a group, in place; None stands for this process alone."""
-    if group is not None:
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=group)
-
-
 class MeasureMoments(torch.autograd.Function):
     """Compute mean and covariance of the tokens of x, or of those drawn; also x as `dtype`, minus its mean if centring.
 
@@ -78,10 +72,10 @@ class MeasureMoments(torch.autograd.Function):
         window, centring, count, group = reading
         tokens = _select_tokens(x, window, drawn)
         mean = tokens.sum(-2) / count
-        _all_reduce(group, mean)
+        all_reduce(group, mean)
         centred = tokens - mean.unsqueeze(-2)
         covariance = symmetric_product([centred], [centred]).div_(count)
-        _all_reduce(group, covariance)
+        all_reduce(group, covariance)
         source = scatter_tokens(centred, x.shape, window) if centring else x.view_as(x)
         return source.to(dtype), mean, covariance
 
@@ -94,17 +88,14 @@ class MeasureMoments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor | None, ...]:
         window, centring, count, group = ctx.reading
-        if group is not None and torch.is_grad_enabled():
-            raise RuntimeError(
-                "statistics shared by several processes have no second derivatives; do not use create_graph=True"
-            )
+        refuse_second_derivatives(group)
         source, mean, drawn = ctx.saved_tensors
         slope = (d_covariance + d_covariance.mT) / count  # (G, C, C)
         tokens = _select_tokens(source, window, drawn).to(slope.dtype)
         if centring:
             d_mean = d_mean - read_tokens(d_source, window).to(slope.dtype).sum(-2)
         shift = d_mean / count
-        _all_reduce(group, shift, slope)
+        all_reduce(group, shift, slope)
         if not centring:
             shift = shift - (mean.unsqueeze(-2) @ slope).squeeze(-2)
         d_x = _add_token_gradients(d_source.to(ctx.dtype), tokens, slope, shift.unsqueeze(-2), window, drawn)
@@ -142,33 +133,35 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, part: float = 1.0) -> Moments:
-    """Return the mean and covariance of what a layer reads, or of a random part of it, in float32 at least.
+    """Return the mean and covariance of what a layer reads, in float32 at least.
 
-    The part of a convolution whose patches overlap consists of images of the batch, otherwise of tokens. Moments are
-    taken over the processes of `group` if it is given.
+    Covariances may be of a random part of it: of images of the batch for a convolution whose patches overlap, otherwise
+    of tokens. Moments are taken over the processes of `group` if it is given.
 
     Shape: x (*, C), or (B, C, H, W) with the window of a convolution
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
     """
     read, drawn = _draw_part(x, window, part)
-    count = count_tokens(read, window) if drawn is None else len(drawn)
+    total, count = count_tokens(x, window), count_tokens(read, window) if drawn is None else len(drawn)
     if group is not None:
-        counts = torch.tensor([count], device=x.device)
-        _all_reduce(group, counts)
-        count = int(counts.item())
-    if count == 1:
+        counts = torch.tensor([total, count], device=x.device)
+        all_reduce(group, counts)
+        total, count = counts.tolist()
+    if total == 1:
         raise ValueError(f"Expected more than 1 value per channel when training, got input size {list(x.shape)}")
-    if window is not None and has_patch_moments(window, x.shape[1]) and drawn is None and group is None:
-        with disable_autocast(x.device):
-            mean, covariance = measure_patches(read, window)
-        return Moments(x, mean, covariance, mean, count)
     reads_channels = window is None or (window.is_pointwise and window.groups == 1)
-    reading = _Reading(window, reads_channels and drawn is None, max(count, 1), group)  # max: no tokens give zeros
     dtype = autocast_dtype(x) if reads_channels else x.dtype
     with disable_autocast(x.device):
-        source, mean, covariance = MeasureMoments.apply(read, drawn, dtype, reading)
-    source = source if read is x else x
-    return Moments(source, mean, covariance, None if reading.centring else mean, count)
+        if window is not None and has_patch_moments(window, x.shape[1]) and drawn is None and group is None:
+            source, offset, (mean, covariance) = x, True, measure_patches(read, window)
+        else:
+            reading = _Reading(window, reads_channels and drawn is None, max(count, 1), group)  # no tokens give zeros
+            source, mean, covariance = MeasureMoments.apply(read, drawn, dtype, reading)
+            source, offset = source if read is x else x, not reading.centring
+        if part < 1:
+            part_mean, (mean, variance) = mean, measure_marginals(x, source, window, mean, total, group)
+            covariance = complete_covariance(covariance, part_mean, mean, variance)
+    return Moments(source, mean, covariance, mean if offset else None, total)
 
 
 def _draw_part(x: Tensor, window: Window | None, part: float) -> tuple[Tensor, Tensor | None]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from isomorph.layers.depthwise_moments import BORDERS, DepthwiseProducts, keeps_size
-from isomorph.layers.tokens import Window
+from isomorph.layers.tokens import Window, unfold
 from isomorph.layers.weight_products import VARIANCE_FLOOR_ULPS
 
 REACH = 2
@@ -47,11 +47,11 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     batch, groups = max(x.shape[0], 1), window.groups
     shift = (summed.mean((1, 2), keepdim=True) / batch).detach()  # any constant is exact; the mean keeps digits
     second = DepthwiseProducts if groups == x.shape[1] else PatchProducts
-    inside = _unfold(torch.ones_like(summed[:1]), window)  # (n, L)
+    inside = unfold(torch.ones_like(summed[:1]), window)  # (n, L)
     taps, positions = inside.shape
     products = second.apply(x, shift, window) / (batch * positions)  # (G, n c, n c)
     shares = inside.mean(1)
-    patches = _unfold(summed / batch - shift, window).view(groups, -1, positions)  # (G, n c, L)
+    patches = unfold(summed / batch - shift, window).view(groups, -1, positions)  # (G, n c, L)
     means = patches.mean(-1)
     with_inside = patches @ inside.mT / positions - means.unsqueeze(-1) * shares  # Cov(y, i): (G, n c, n)
     inside_own = inside @ inside.mT / positions - shares.outer(shares)  # Cov(i): (n, n)
@@ -63,11 +63,6 @@ def measure_patches(x: Tensor, window: Window) -> tuple[Tensor, Tensor]:
     least = own.detach().unflatten(-1, (-1, taps)).amax(-1).repeat_interleave(taps, -1)
     own += (least * VARIANCE_FLOOR_ULPS * torch.finfo(own.dtype).eps - own).clamp(min=0)
     return (mean, covariance) if groups > 1 else (mean[0], covariance[0])
-
-
-def _unfold(x: Tensor, window: Window) -> Tensor:
-    """Return the patches of a map. Shape: (C, H, W) -> (n C, L)"""
-    return F.unfold(x, window.kernel_size, window.dilation, window.padding, window.stride)
 
 
 class PatchProducts(torch.autograd.Function):

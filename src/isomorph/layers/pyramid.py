@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from timm.layers import register_notrace_module
@@ -193,14 +193,6 @@ class Pyramid(nn.Module):
     def extra_repr(self) -> str:
         statistics = "" if self.statistics == 1 else f", statistics={self.statistics:g}"
         return f"{self.in_features}, {self.out_features}, layout={self.layout!r}, rectify={self.rectify!r}{statistics}"
-
-
-def sync_group(module: nn.Module) -> Any:
-    """Return the processes that share the statistics of BatchNorms after `convert_sync_batchnorm`, or None."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    norms = (m for m in module.modules() if isinstance(m, nn.SyncBatchNorm))
-    return next((norm.process_group or torch.distributed.group.WORLD for norm in norms), None)
 
 
 def sum_branches(pyramids: Sequence[Pyramid], moments: Moments | None) -> list[Affine]:

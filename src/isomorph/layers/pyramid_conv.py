@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from isomorph.errors import UserError
 from isomorph.layers.moments import Moments, autocast_dtype, cast_clamped, disable_autocast, measure_moments
-from isomorph.layers.pyramid import Pyramid, Rectify, sync_group
+from isomorph.layers.processes import sync_group
+from isomorph.layers.pyramid import Pyramid, Rectify
 from isomorph.layers.tokens import Statistics, Window
 
 

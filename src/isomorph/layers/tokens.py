@@ -43,6 +43,11 @@ class Window(NamedTuple):
         return height, width
 
 
+def unfold(x: Tensor, window: Window) -> Tensor:
+    """Return the patches of maps. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
+    return F.unfold(x, window.kernel_size, window.dilation, window.padding, window.stride)
+
+
 def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     """Return the inputs of each output position as tokens.
 
@@ -51,11 +56,7 @@ def read_tokens(x: Tensor, window: Window | None) -> Tensor:
     if window is None:
         return x.flatten(0, -2)  # (M, C)
     groups = window.groups
-    patches = (
-        x.flatten(2)
-        if window.is_pointwise
-        else F.unfold(x, *window[:1], window.dilation, window.padding, window.stride)
-    )
+    patches = x.flatten(2) if window.is_pointwise else unfold(x, window)
     if groups == 1:
         return patches.transpose(1, 2).flatten(0, 1)  # (B L, C k k)
     return patches.unflatten(1, (groups, -1)).permute(1, 0, 3, 2).flatten(1, 2)  # (G, B L, C k k / G)

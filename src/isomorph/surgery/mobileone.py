@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isomorph.layers.affine_chain import uses_batch_statistics
 from isomorph.layers.branched_conv import Unit, convolve_units
-from isomorph.layers.pyramid import sync_group
+from isomorph.layers.processes import sync_group
 from isomorph.layers.pyramid_conv import PyramidConv2d
 from isomorph.layers.tokens import Window, parse_statistics
 from isomorph.surgery.attachments import describe_attachments
