@@ -36,11 +36,12 @@ class PyramidLinear(Pyramid):
     sqrt(`rescale_by`), by default N, or "none". `affine`: whether the BatchNorms have weights. BatchNorm treats every
     axis but the last as batch.
 
-    `statistics` is the part of the tokens from which all BatchNorms of the layer take mean and variance in training,
-    "all" or a fraction such as 1/4, which makes a step cheaper. The part is drawn from torch's generator in each
-    forward pass, evenly over the batch; all tokens are normalised by it, and gradients through mean and variance reach
-    only its tokens. Gradient checkpointing must restore the generator to draw the same part again, as it does by
-    default (`preserve_rng_state`).
+    `statistics` is the part of the tokens from which the covariances of the input are measured in training, "all" or a
+    fraction such as 1/4, which makes a step cheaper. All BatchNorms of the layer normalise by variances that follow
+    from these covariances. Mean and variance of every input channel are those of all tokens, so a channel that is
+    constant in the part does not count as constant. The part is drawn from torch's generator in each forward pass,
+    evenly over the batch. Gradient checkpointing must restore the generator to draw the same part again, as it does
+    by default (`preserve_rng_state`).
 
     Shape: x (*, C) -> (*, out)
     Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly; `statistics` below 1 is isomorph's

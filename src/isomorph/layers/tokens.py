@@ -14,7 +14,7 @@ from torch import Tensor
 from isomorph.errors import UserError
 
 Statistics = float | Literal["all"]
-"""Part of the tokens from which BatchNorm statistics are computed: a number above 0 and at most 1, or "all"."""
+"""Part of the tokens from which covariances are measured: a number above 0 and at most 1, or "all"."""
 
 
 class Window(NamedTuple):
@@ -82,7 +82,7 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
 
 
 def parse_statistics(given: Any) -> float:
-    """Return the part of the tokens that statistics are computed from: 1 for "all"; "1/4" may be text.
+    """Return the part of the tokens that covariances are measured from: 1 for "all"; "1/4" may be text.
 
     Raises: UserError unless it is "all" or a number above 0 and at most 1.
     """

@@ -58,7 +58,7 @@ class CombinedBlock(MobileOneBlock):
     """
 
     statistics = 1.0
-    """The part of the images, or of the positions in a 1x1 block, of which BatchNorms take mean and variance."""
+    """The part of the images, or of the positions in a 1x1 block, from which covariances of the input are measured."""
 
     def forward(self, x: Tensor) -> Tensor:
         window = None if self.reparam_conv is not None else shared_window(self)

@@ -22,8 +22,9 @@ class BranchesToConv(ExplainedRule):
     BatchNorm follow from the moments of the input, which are measured once. timm's `reparameterize_model` still merges
     the network for inference.
 
-    With `statistics=1/4` the BatchNorms of a training step take mean and variance from a quarter of the images (in 1x1
-    blocks: of the positions), drawn again in each step. That is faster still, but it is no longer the same training.
+    With `statistics=1/4` the covariances of the input are measured on a quarter of the images (in 1x1 blocks: of the
+    positions), drawn again in each training step; means and variances of the input remain those of all. That is faster
+    still, but it is no longer the same training.
 
     Source: Vasu et al., MobileOne (2023), section 3.2; the closed form is isomorph's.
     Raises: UserError for `statistics` out of range; from `recast`, for a block that it does not accept.

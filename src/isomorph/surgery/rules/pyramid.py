@@ -77,8 +77,9 @@ class LinearToPyramid:
     projections that become one pyramid; it divides the others by sqrt(N). `{"q": "none", "v": "rescale"}` or
     "q=none,v=rescale" sets it by the last name of a layer; layers that are not named get "paper".
 
-    `statistics=1/4` makes a training step cheaper: BatchNorm takes mean and variance from a quarter of the tokens (in
-    3x3 convolutions: of the images), drawn again in each step (see `PyramidLinear`). In small trainings from scratch of
+    `statistics=1/4` makes a training step cheaper: the covariances from which the variances of BatchNorms follow are
+    measured on a quarter of the tokens (in 3x3 convolutions: of the images), drawn again in each step (see
+    `PyramidLinear`). In small trainings from scratch of
     equal time, pyramids were ahead where a step took less than about 1.7 times the plain one (docs/methods/tdrl.md).
 
     Source: TDRL sections 3.2 and 3.3; `statistics` is isomorph's.
