@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.layers.chunked import is_eager, is_functorch_tensor
+from isomorph.layers.chunked import is_owned_gradient
 from isomorph.layers.marginals import complete_covariance, measure_marginals
 from isomorph.layers.patch_moments import has_patch_moments, measure_patches
 from isomorph.layers.processes import all_reduce, refuse_second_derivatives
@@ -111,8 +111,7 @@ def _add_token_gradients(
 
     Shape: d_x as x, tokens (G, n, C), slope K (G, C, C), shift (G, 1, C) -> as x
     """
-    owned = not torch.is_grad_enabled() and is_eager() and not is_functorch_tensor(d_x) and d_x.is_contiguous()
-    in_place = owned and window is None and d_x.dtype == slope.dtype
+    in_place = is_owned_gradient(d_x) and window is None and d_x.dtype == slope.dtype
     if in_place and drawn is None:
         d_x.view(tokens.shape).addmm_(tokens, slope).add_(shift)
         return d_x
@@ -159,7 +158,8 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, 
             source, mean, covariance = MeasureMoments.apply(read, drawn, dtype, reading)
             source, offset = source if read is x else x, not reading.centring
         if part < 1:
-            part_mean, (mean, variance) = mean, measure_marginals(x, source, window, mean, total, group)
+            part_mean = mean
+            source, mean, variance = measure_marginals(x, source, window, mean, total, group)
             covariance = complete_covariance(covariance, part_mean, mean, variance)
     return Moments(source, mean, covariance, mean if offset else None, total)
 

@@ -42,6 +42,19 @@ class Window(NamedTuple):
         height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return height, width
 
+    def lines_read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which rows of the map each row of the kernel reads at some position, and the same of columns.
+
+        Shape: x (B, C, H, W) -> (k, H), (k, W), of ones and zeros
+        """
+        masks = []
+        for size, out, k, s, p, d in zip(x.shape[-2:], self.output_size(x), *self[:4], strict=True):
+            first = torch.arange(out, device=x.device) * s - p
+            line = first + d * torch.arange(k, device=x.device).unsqueeze(1)  # (k, positions)
+            read = line.unsqueeze(2) == torch.arange(size, device=x.device)
+            masks.append(read.any(1).to(x.dtype))
+        return masks[0], masks[1]
+
 
 def unfold(x: Tensor, window: Window) -> Tensor:
     """Return the patches of maps. Shape: (B, C, H, W) -> (B, C k k, L), or without B"""
