@@ -1,15 +1,16 @@
 """Attention that opens: what makes the gates of a T-CNN open in fine-tuning, on 5,000 validation images of CIFAR-10.
 
     nice -n 19 python benchmarks/tcnn_opens.py [--arms tcnn principal] [--epochs 4] [--images 10000] [--seeds 0 1 2]
-        [--noise 0.1] [--network cifar_resnet56] [--test]
+        [--noise 0.1] [--canvas 48] [--network cifar_resnet56] [--test]
 
 Needs ISOMORPH_DATA with cifar10 and weights. The validation images are cut from the training images, and are no part of
 the test images. With --noise, all images but those of the test have noise of this standard deviation, of pixels in 0 to
-1; that of training images is drawn anew in every step. With --test, finished networks are measured on the test images
-too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning.
-Arms run one at a time; each finished one is a line of the output file and a file of weights next to it, and is skipped
-by a later call. An interrupted arm resumes after its last finished epoch. A new file begins with the runs in
-benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
+1; that of training images is drawn anew in every step. With --canvas, every image of 32 x 32 pixels lies somewhere on
+an empty canvas of this height and width, in training at a new place in every step. With --test, finished networks are
+measured on the test images too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities),
+before and after pruning. Arms run one at a time; each finished one is a line of the output file and a file of weights
+next to it, and is skipped by a later call. An interrupted arm resumes after its last finished epoch. A new file begins
+with the runs in benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
 """
 
 import argparse
@@ -28,8 +29,10 @@ from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, CorruptedSo
 from isomorph.data.sources import Source, spaced_images
 from isomorph.layers import GPSA2d, SimilarGPSA2d, WindowGPSA2d
 from isomorph.layers.eval_mode import eval_mode
-from tcnn_training import FineTuning, Row, Split, top1
+from tcnn_training import FineTuning, Row, Split, paste, top1
 
+SIZE = 32
+"""Height and width of CIFAR-10's images."""
 VALIDATION = 5_000
 """Images of the validation split."""
 CORRUPTED_IMAGES, SEVERITIES, TOLERANCE = 2_000, (1, 3), 0.05
@@ -154,22 +157,27 @@ def in_memory(source: Source) -> Split:
     return images, labels
 
 
-def images_of(count: int) -> dict[str, Split]:
-    """Training and validation images of CIFAR-10's training split."""
+def images_of(count: int, canvas: int = SIZE) -> dict[str, Split]:
+    """Training and validation images of CIFAR-10's training split; those of the validation lie on a canvas."""
     source = iso.data.open_source("cifar10", "train")
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
     parts = {"val": source.subset(order[:VALIDATION]), "train": spaced_images(source.subset(order[VALIDATION:]), count)}
-    return {name: in_memory(part) for name, part in parts.items()}
+    found = {name: in_memory(part) for name, part in parts.items()}
+    return found | {"val": on_canvas(found["val"], canvas)}
 
 
-def test_images() -> dict[str, dict[str, Split]]:
+def on_canvas(split: Split, canvas: int) -> Split:
+    return paste(split[0], canvas), split[1]
+
+
+def test_images(canvas: int) -> dict[str, dict[str, Split]]:
     """All test images, clean, and the first ones under each corruption and severity, by category."""
     source = iso.data.open_source("cifar10", "test")
-    found = {"clean": {"": in_memory(source)}}
+    found = {"clean": {"": on_canvas(in_memory(source), canvas)}}
     part = source.subset(range(CORRUPTED_IMAGES))
     for category, names in CORRUPTION_CATEGORIES.items():
         corrupted = {f"{name} {level}": CorruptedSource(part, name, level) for name in names for level in SEVERITIES}
-        found[category] = {name: in_memory(each) for name, each in corrupted.items()}
+        found[category] = {name: on_canvas(in_memory(each), canvas) for name, each in corrupted.items()}
     return found
 
 
@@ -200,7 +208,7 @@ def with_noise(images: dict[str, Split], noise: float) -> dict[str, Split]:
     return images | {"val": (x + pixel_noise(noise) * drawn, y)}
 
 
-KEYS = ("network", "noise", "arm", "images", "epochs")
+KEYS = ("network", "canvas", "noise", "arm", "images", "epochs")
 """What runs of one row have in common; they differ by seed."""
 TITLES = {"noise": "noise in training"}
 
@@ -244,7 +252,9 @@ def test_rows(runs: list[Row]) -> list[Row]:
 
 def read_runs(out: Path) -> list[Row]:
     """The runs so far; those of the stored results, if there is no file yet."""
-    return [{"noise": 0.0, "network": "cifar_resnet20"} | row for row in continued_rows(out, "tcnn_opens")]
+    return [
+        {"canvas": SIZE, "noise": 0.0, "network": "cifar_resnet20"} | row for row in continued_rows(out, "tcnn_opens")
+    ]
 
 
 def main() -> None:
@@ -255,6 +265,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--noise", type=float, default=0.0)
+    parser.add_argument("--canvas", type=int, default=SIZE)
     parser.add_argument("--test", action="store_true", help="measure on test images too, clean and corrupted")
     parser.add_argument("--out", type=Path, default=Path("runs/tcnn_opens.jsonl"))
     given = parser.parse_args()
@@ -262,19 +273,19 @@ def main() -> None:
     for seed in given.seeds:
         for name in given.arms:
             key = {"network": given.network, "arm": name, "seed": seed}
-            key |= {"epochs": given.epochs, "images": given.images, "noise": given.noise}
+            key |= {"epochs": given.epochs, "images": given.images, "noise": given.noise, "canvas": given.canvas}
             if any(key.items() <= row.items() and (not given.test or "test" in row) for row in runs):
                 continue
-            images = images or with_noise(images_of(given.images), given.noise)
+            images = images or with_noise(images_of(given.images, given.canvas), given.noise)
             print(", ".join(map(str, key.values())), flush=True)
-            model = build(ARMS[name], given.network, images["train"][0][:256], seed)
+            model = build(ARMS[name], given.network, paste(images["train"][0][:256], given.canvas), seed)
             training = FineTuning(model, ARMS[name].rates, seed, given.epochs, images)
             file = given.out.with_name(" ".join(map(str, key.values())))
             snapshot = Path(f"{file}.snapshot")
             row = key | training.run(pixel_noise(given.noise), snapshot)
             save_file(model.state_dict(), f"{file}.safetensors")
             if given.test:
-                tests = tests or test_images()
+                tests = tests or test_images(given.canvas)
                 row["test"] = measure(model, tests)
                 if (smaller := pruned(model)) is not None:
                     row["pruned"] = measure(smaller, tests)

@@ -17,8 +17,10 @@ from isomorph.layers.tap_heads import PositionHeads
 OPEN = 0.5
 """The share of position below which a head counts as open."""
 Split = tuple[Tensor, Tensor]
-"""Images and labels. Shape: (N, 3, 32, 32), (N,)"""
+"""Images and labels. Shape: (N, 3, H, W), (N,)"""
 Row = dict[str, Any]
+MARGIN = 4
+"""Pixels by which an image may leave the canvas in training."""
 
 
 @torch.no_grad()
@@ -29,11 +31,22 @@ def top1(model: nn.Module, split: Split) -> float:
     return 100 * (logits.argmax(1) == split[1]).float().mean().item()
 
 
-def augment(images: Tensor, noise: Tensor) -> Tensor:
-    """One flip and one shift of up to 4 pixels for a batch, and noise. Shape: (B, 3, 32, 32), (3, 1, 1)"""
+def paste(images: Tensor, canvas: int) -> Tensor:
+    """Paste every image somewhere on an empty canvas, always at the same place. Shape: (N, C, h, w) -> (N, C, H, H)"""
+    size = images.shape[-1]
+    places = torch.randint(0, canvas - size + 1, (len(images), 2), generator=torch.Generator().manual_seed(0))
+    pasted = images.new_zeros(*images.shape[:2], canvas, canvas)
+    for image, target, (top, left) in zip(images, pasted, places.tolist(), strict=True):
+        target[:, top : top + size, left : left + size] = image
+    return pasted
+
+
+def augment(images: Tensor, noise: Tensor, canvas: int) -> Tensor:
+    """One flip and one place on the canvas for a batch, and noise. Shape: (B, 3, h, w), (3, 1, 1) -> (B, 3, H, H)"""
     images = images.flip(-1) if torch.rand(()) < 0.5 else images
-    top, left = torch.randint(0, 9, (2,)).tolist()
-    images = F.pad(images, (4, 4, 4, 4))[:, :, top : top + 32, left : left + 32]
+    around = canvas - images.shape[-1] + MARGIN
+    top, left = torch.randint(0, around + MARGIN + 1, (2,)).tolist()
+    images = F.pad(images, (around,) * 4)[:, :, top : top + canvas, left : left + canvas]
     return images + noise * torch.randn_like(images) if noise.any() else images
 
 
@@ -55,6 +68,7 @@ class FineTuning:
     """Fine-tune with AdamW and a one-cycle schedule; a later call resumes after the last finished epoch."""
 
     def __init__(self, model: nn.Module, rates: dict[str, str], seed: int, epochs: int, images: dict[str, Split]):
+        self.canvas = images["val"][0].shape[-1]
         self.model, self.seed, self.epochs, self.images = model, seed, epochs, images
         rates = dict(lr=5e-4, gate_lr="100x", position_lr="20x") | rates
         self.optimizer = torch.optim.AdamW(iso.training.parameter_groups(model, **rates))
@@ -84,7 +98,7 @@ class FineTuning:
         torch.manual_seed(1000 * self.seed + epoch)  # the same batches and flips for every arm
         self.model.train()
         for batch in torch.randperm(len(x))[: len(x) // 128 * 128].split(128):
-            F.cross_entropy(self.model(augment(x[batch], noise)), y[batch]).backward()
+            F.cross_entropy(self.model(augment(x[batch], noise, self.canvas)), y[batch]).backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.schedule.step()
