@@ -195,23 +195,29 @@ def pyramid(layer, x):
 
 
 class SampledStatistics:
-    """BatchNorm statistics of a layer on patches, or on tokens: with the part T drawn, counted over the batch in order
+    """Statistics of a BatchNorm after an affine map h, when the covariance of its input is measured on a part T.
 
-        m = mean of all x,  v_i = variance of x_i over all,  mean(h) = h(m)
-        var(h) = mean over T of (h(x) - h(m))^2 + sum_i max(v_i - mean over T of (x_i - m_i)^2, 0) (dh / dx_i)^2
+    With m and v the mean and variance of each x_i over all tokens, the tokens of T are shrunk towards m where they vary
+    more than all, and where they vary less the difference is added:
 
-    `rows` are what h is computed for: T, m, every unit vector and 0, each of them a patch of its own. x (M, *)
+        s_i = mean over T of (x_i - m_i)^2,  t = m + min(1, sqrt(v / s)) (x - m) for x in T
+        mean(h) = h(m),  var(h) = mean of (h(t) - h(m))^2 + sum_i (v_i - mean of (t_i - m_i)^2) (dh / dx_i)^2
+
+    `drawn` numbers the tokens of T in the order of the batch. `rows` are what h is computed for: all t, m, every unit
+    vector and 0, each as one token or patch. Shape: x (M, *)
     """
 
     def __init__(self, x, drawn):
         mean, variance = x.mean(0), x.var(0, unbiased=False)
-        part = x[drawn]
-        lack = (variance - (part - mean).square().mean(0)).clamp(min=0)
+        part = x[drawn] - mean
+        part = mean + part * (variance / part.square().mean(0)).clamp(max=1).sqrt()
+        lack = variance - (part - mean).square().mean(0)
         units = torch.eye(mean.numel(), dtype=x.dtype).unflatten(1, mean.shape)
         self.rows = torch.cat([part, mean[None], units, 0 * mean[None]])
         self.lack, self.drawn, self.total = lack.flatten(), len(drawn), len(x)
 
     def of(self, h):
+        """Return mean and variance of the outputs h of `rows`."""
         h = h.flatten(1)
         part, mean, units, zero = h.split([self.drawn, 1, len(self.lack), 1])
         return mean[0], (part - mean).square().mean(0) + self.lack @ (units - zero).square()
@@ -232,7 +238,7 @@ class SampledStatistics:
 
 
 def apply_norm(norm, y):
-    """A BatchNorm by its running statistics, through which gradients flow."""
+    """Return y normalised by the running statistics of a BatchNorm, with gradients through them."""
     shape = (-1, *[1] * (y.ndim - 2))
     y = (y - norm.running_mean.view(shape)) * torch.rsqrt(norm.running_var + norm.eps).view(shape)
     return y if norm.weight is None else y * norm.weight.view(shape) + norm.bias.view(shape)

@@ -79,7 +79,7 @@ def test_few_images_with_overlapping_patches_all_count():
 
 @pytest.mark.parametrize("kernel_size", [1, 3])
 def test_channels_that_are_zero_in_the_part_do_not_explode(kernel_size):
-    """ReLU leaves channels that are zero for nearly all images; divided by their spread in a part, 0, they explode."""
+    """ReLU leaves channels that are zero for nearly all images; in a part they have a standard deviation of 0."""
     kwargs = dict(padding=kernel_size // 2, layout="naive-W1", rectify="none", statistics=1 / 4)
     layer, x = PyramidConv2d(8, 8, kernel_size, **kwargs), torch.randn(64, 8, 2, 2)
     with torch.no_grad():

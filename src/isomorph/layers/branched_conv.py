@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 def convolve_units(x: Tensor, units: Sequence[Unit], window: Window, statistics: float, group: Any) -> Tensor:
     """Return the sum of units in training, computed as one convolution.
 
-    `statistics` is the part of the images or positions from which covariances are measured, and `group` the processes
+    `statistics` is the part of the images or positions on which covariances are measured, and `group` the processes
     that share statistics.
 
     Shape: x (B, C, H, W) -> (B, out, H', W')

@@ -19,12 +19,6 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
     return is_eager() and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def is_owned_gradient(gradient: Tensor) -> bool:
-    """True if a backward pass may write into a gradient that only one layer has computed, and nothing else holds."""
-    recorded = torch.is_grad_enabled() or not is_eager() or is_functorch_tensor(gradient)
-    return not recorded and gradient.is_contiguous()
-
-
 def chunk_size(max_bytes: int, elements: int, x: Tensor) -> int:
     """Return how many images to process together so that they need at most `max_bytes`.
 

@@ -3,8 +3,8 @@
 For h = A (x - mean) + c over the tokens of a batch: mean(h) = c and var(h) = diag(A S A^T), with S the covariance of x.
 So the statistics of every hidden unit of a chain of linear layers follow from (mean, S), without computing h.
 
-The covariances may also be of a part T of the tokens, which costs less; mean and variances remain those of all tokens
-(layers/marginals.py).
+The covariance may be measured on a part of the tokens, which costs less; mean and variance of each channel remain those
+of all tokens (layers/marginals.py).
 
 Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
 """
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from isomorph.layers.chunked import is_owned_gradient
+from isomorph.layers.gradients import can_write_into
 from isomorph.layers.marginals import complete_covariance, measure_marginals
 from isomorph.layers.patch_moments import has_patch_moments, measure_patches
-from isomorph.layers.processes import all_reduce, refuse_second_derivatives
+from isomorph.layers.processes import all_reduce, check_first_derivatives
 from isomorph.layers.tokens import Window, count_tokens, draw_tokens, read_tokens, scatter_tokens
 from isomorph.layers.weight_products import symmetric_product
 
@@ -88,7 +88,7 @@ class MeasureMoments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_source: Tensor, d_mean: Tensor, d_covariance: Tensor) -> tuple[Tensor | None, ...]:
         window, centring, count, group = ctx.reading
-        refuse_second_derivatives(group)
+        check_first_derivatives(group)
         source, mean, drawn = ctx.saved_tensors
         slope = (d_covariance + d_covariance.mT) / count  # (G, C, C)
         tokens = _select_tokens(source, window, drawn).to(slope.dtype)
@@ -111,7 +111,7 @@ def _add_token_gradients(
 
     Shape: d_x as x, tokens (G, n, C), slope K (G, C, C), shift (G, 1, C) -> as x
     """
-    in_place = is_owned_gradient(d_x) and window is None and d_x.dtype == slope.dtype
+    in_place = can_write_into(d_x) and window is None and d_x.dtype == slope.dtype
     if in_place and drawn is None:
         d_x.view(tokens.shape).addmm_(tokens, slope).add_(shift)
         return d_x
@@ -134,8 +134,8 @@ def disable_autocast(device: torch.device) -> AbstractContextManager[Any]:
 def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, part: float = 1.0) -> Moments:
     """Return the mean and covariance of what a layer reads, in float32 at least.
 
-    Covariances may be of a random part of it: of images of the batch for a convolution whose patches overlap, otherwise
-    of tokens. Moments are taken over the processes of `group` if it is given.
+    With `part` below 1 the covariance is measured on a random part: of the images where patches overlap, otherwise of
+    the tokens. Moments are those of all processes of `group` if it is given.
 
     Shape: x (*, C), or (B, C, H, W) with the window of a convolution
     Raises: ValueError for a single token, as BatchNorm does: it has no variance.
@@ -151,17 +151,19 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, 
     reads_channels = window is None or (window.is_pointwise and window.groups == 1)
     dtype = autocast_dtype(x) if reads_channels else x.dtype
     with disable_autocast(x.device):
+        source, centring = x, False
         if window is not None and has_patch_moments(window, x.shape[1]) and drawn is None and group is None:
-            source, offset, (mean, covariance) = x, True, measure_patches(read, window)
+            mean, covariance = measure_patches(read, window)
         else:
-            reading = _Reading(window, reads_channels and drawn is None, max(count, 1), group)  # no tokens give zeros
-            source, mean, covariance = MeasureMoments.apply(read, drawn, dtype, reading)
-            source, offset = source if read is x else x, not reading.centring
+            centring = reads_channels and drawn is None
+            reading = _Reading(window, centring, max(count, 1), group)  # at least 1: an empty batch gives zeros
+            measured, mean, covariance = MeasureMoments.apply(read, drawn, dtype, reading)
+            source = measured if read is x else x
         if part < 1:
             part_mean = mean
             source, mean, variance = measure_marginals(x, source, window, mean, total, group)
             covariance = complete_covariance(covariance, part_mean, mean, variance)
-    return Moments(source, mean, covariance, mean if offset else None, total)
+    return Moments(source, mean, covariance, None if centring else mean, total)
 
 
 def _draw_part(x: Tensor, window: Window | None, part: float) -> tuple[Tensor, Tensor | None]:

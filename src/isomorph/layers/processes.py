@@ -22,8 +22,8 @@ def all_reduce(group: Any, *tensors: Tensor) -> None:
             dist.all_reduce(tensor, group=group)
 
 
-def refuse_second_derivatives(group: Any) -> None:
-    """Raise RuntimeError in a backward pass that is itself recorded, if processes share the statistics."""
+def check_first_derivatives(group: Any) -> None:
+    """Raise RuntimeError in a backward pass that is itself recorded, if processes share statistics."""
     if group is not None and torch.is_grad_enabled():
         raise RuntimeError(
             "statistics shared by several processes have no second derivatives; do not use create_graph=True"

@@ -36,11 +36,11 @@ class PyramidLinear(Pyramid):
     sqrt(`rescale_by`), by default N, or "none". `affine`: whether the BatchNorms have weights. BatchNorm treats every
     axis but the last as batch.
 
-    `statistics` is the part of the tokens from which the covariances of the input are measured in training, "all" or a
-    fraction such as 1/4, which makes a step cheaper. All BatchNorms of the layer normalise by variances that follow
-    from these covariances. Mean and variance of every input channel are those of all tokens, so a channel that is
-    constant in the part does not count as constant. The part is drawn from torch's generator in each forward pass,
-    evenly over the batch. Gradient checkpointing must restore the generator to draw the same part again, as it does
+    `statistics` is the part of the tokens on which the covariance of the input is measured in training, "all" or a
+    fraction such as 1/4, which makes a step cheaper. The variances of all BatchNorms follow from this covariance. Mean
+    and variance of every input channel are always those of all tokens, so a channel that is constant within the part
+    is not normalised by a variance of 0. The part is drawn from torch's generator in each forward pass, evenly over the
+    batch. Gradient checkpointing must restore the generator to draw the same part again, as it does
     by default (`preserve_rng_state`).
 
     Shape: x (*, C) -> (*, out)
@@ -105,7 +105,7 @@ class JointPyramid(nn.Module):
     pyramid for the values only, [Linear, Linear, PyramidLinear].
 
     Shape: x (*, C) -> (*, sum of out)
-    Raises: UserError if the parts have different input widths, or take statistics from different parts of the tokens.
+    Raises: UserError if the parts have different input widths, or have different `statistics`.
 
     Example:
         >>> qkv = iso.layers.JointPyramid([iso.layers.PyramidLinear(64, 64) for _ in range(3)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from isomorph.errors import UserError
 
 Statistics = float | Literal["all"]
-"""Part of the tokens from which covariances are measured: a number above 0 and at most 1, or "all"."""
+"""Part of the tokens on which the covariance of a layer's input is measured: above 0 and at most 1, or "all"."""
 
 
 class Window(NamedTuple):
@@ -43,16 +43,16 @@ class Window(NamedTuple):
         return height, width
 
     def lines_read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which rows of the map each row of the kernel reads at some position, and the same of columns.
+        """Return masks of the rows of the map that each row of the kernel reads, and of the columns.
 
-        Shape: x (B, C, H, W) -> (k, H), (k, W), of ones and zeros
+        Shape: x (B, C, H, W) -> (k, H), (k, W), bool
         """
         masks = []
         for size, out, k, s, p, d in zip(x.shape[-2:], self.output_size(x), *self[:4], strict=True):
             first = torch.arange(out, device=x.device) * s - p
             line = first + d * torch.arange(k, device=x.device).unsqueeze(1)  # (k, positions)
             read = line.unsqueeze(2) == torch.arange(size, device=x.device)
-            masks.append(read.any(1).to(x.dtype))
+            masks.append(read.any(1))
         return masks[0], masks[1]
 
 
@@ -95,7 +95,7 @@ def count_tokens(x: Tensor, window: Window | None) -> int:
 
 
 def parse_statistics(given: Any) -> float:
-    """Return the part of the tokens that covariances are measured from: 1 for "all"; "1/4" may be text.
+    """Return the part of the tokens on which covariances are measured: 1 for "all"; "1/4" may be text.
 
     Raises: UserError unless it is "all" or a number above 0 and at most 1.
     """

@@ -58,7 +58,7 @@ class CombinedBlock(MobileOneBlock):
     """
 
     statistics = 1.0
-    """The part of the images, or of the positions in a 1x1 block, from which covariances of the input are measured."""
+    """The part of the images, or of the positions in a 1x1 block, on which covariances of the input are measured."""
 
     def forward(self, x: Tensor) -> Tensor:
         window = None if self.reparam_conv is not None else shared_window(self)
@@ -116,7 +116,7 @@ def _window(conv: Any) -> Window | None:
 
 
 def combine(block: MobileOneBlock, statistics: float | str) -> CombinedBlock:
-    """Return a copy of a block that computes its branches as one convolution, with statistics of a part of a batch."""
+    """Return a copy of a block that computes its branches as one convolution."""
     combined: Any = copy.deepcopy(block)
     combined.__class__, combined.statistics = CombinedBlock, parse_statistics(statistics)
     return combined

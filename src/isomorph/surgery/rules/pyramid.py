@@ -77,10 +77,10 @@ class LinearToPyramid:
     projections that become one pyramid; it divides the others by sqrt(N). `{"q": "none", "v": "rescale"}` or
     "q=none,v=rescale" sets it by the last name of a layer; layers that are not named get "paper".
 
-    `statistics=1/4` makes a training step cheaper: the covariances from which the variances of BatchNorms follow are
-    measured on a quarter of the tokens (in 3x3 convolutions: of the images), drawn again in each step (see
-    `PyramidLinear`). In small trainings from scratch of
-    equal time, pyramids were ahead where a step took less than about 1.7 times the plain one (docs/methods/tdrl.md).
+    `statistics=1/4` makes a training step cheaper: the input covariance, from which the variances of BatchNorms follow,
+    is measured on a quarter of the tokens (in 3x3 convolutions: of the images), drawn again in each step (see
+    `PyramidLinear`). In small trainings from scratch of equal time, pyramids were ahead where a step took less than
+    about 1.7 times the plain one (docs/methods/tdrl.md).
 
     Source: TDRL sections 3.2 and 3.3; `statistics` is isomorph's.
     Raises: UserError for a field out of range; from `recast`, for a layer that it does not accept, or a `rectify` that
@@ -108,7 +108,7 @@ class LinearToPyramid:
     """N of the division by sqrt(N); by default the number of branches."""
 
     statistics: float | str = "all"
-    """Part of the tokens for the BatchNorm statistics of a training step: all, or a number at most 1, such as 0.25."""
+    """Part of the tokens on which a training step measures the input covariance: all, or at most 1, such as 0.25."""
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
