@@ -26,6 +26,9 @@ def build(kind):
     if kind == "sampled":
         layer = PyramidLinear(5, 7, rectify="batchnorm", statistics=1 / 2).double()
         return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
+    if kind == "sampled 3 x 3":  # draws images
+        layer = PyramidConv2d(3, 6, 3, padding=1, rectify="batchnorm", statistics=1 / 2).double()
+        return layer, torch.randn(8, 3, 2, 2, dtype=torch.float64) + 1
     layer = JointPyramid([PyramidLinear(5, 7, rectify="batchnorm"), PyramidLinear(5, 6)]).double()
     return layer, torch.randn(8, 4, 5, dtype=torch.float64) + 1
 
@@ -81,17 +84,19 @@ def test_synchronised_statistics_are_those_of_one_process(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_sampled_statistics_are_those_of_all_drawn_tokens(tmp_path):
-    layer, batch = build("sampled")
+@pytest.mark.parametrize(("kind", "each"), [("sampled", 1), ("sampled 3 x 3", 4)])
+def test_covariances_are_measured_on_what_all_processes_draw(kind, each, tmp_path):
+    layer, batch = build(kind)
     drawn, first = [], 0
     for rank, images in enumerate(SHARES):
         torch.manual_seed(rank)
-        drawn.append(first + draw_tokens(images * 4, 1 / 2, torch.device("cpu")))
+        part = draw_tokens(images * 4 // each, 1 / 2, torch.device("cpu"))
+        drawn.append(first + (part.unsqueeze(1) * each + torch.arange(each)).flatten())
         first += images * 4
     twin = copy.deepcopy(layer)
     twin.forward = lambda x: references.sampled_pyramid(twin, x, torch.cat(drawn))
     y, dx, grads, buffers = step(twin, batch)
-    found = on_two_processes("sampled", True, tmp_path)
+    found = on_two_processes(kind, True, tmp_path)
     close(torch.cat([part[0] for part in found]), y)
     close(torch.cat([part[1] for part in found]), dx)
     for _, _, got, seen in found:

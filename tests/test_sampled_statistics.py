@@ -1,4 +1,4 @@
-"""Pyramids whose BatchNorm statistics are of a random part of the tokens equal branches that take the same part."""
+"""Pyramids that measure the input covariance on a random part of the tokens equal branches with the same statistics."""
 
 import copy
 
@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import isomorph as iso
 import references
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
-from isomorph.layers.tokens import draw_tokens
+from isomorph.layers.marginals import measure_marginals
+from isomorph.layers.tokens import Window, draw_tokens, read_tokens
 from test_pyramid import CONVS, same, step
 
 
@@ -161,10 +162,36 @@ def test_second_derivatives_and_ensembles():
     torch.testing.assert_close(found, torch.stack([seeded(layer)(x) for x in batches]), rtol=0, atol=1e-10)
 
 
+def test_second_derivatives_and_ensembles_of_convolutions():
+    layer = PyramidConv2d(2, 2, 3, 2, 1, layout="P-W1S", statistics=0.5).double()
+    layer = replace_all_batch_norm_modules_(layer)
+    x = torch.randn(4, 2, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(seeded(layer), (x,))
+    batches = torch.randn(3, 4, 2, 3, 3, dtype=torch.float64)
+    found = seeded(vmap(layer, randomness="same"))(batches)
+    torch.testing.assert_close(found, torch.stack([seeded(layer)(x) for x in batches]), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("size", "kernel_size"), [(2, 3), (7, 7)])
+def test_large_means_keep_digits_in_float32(size, kernel_size):
+    """The zeros of the padding do not count in what is subtracted before squares are summed."""
+    x = 100 + 0.1 * torch.randn(8, 3, size, size, dtype=torch.float64)
+    near = torch.full((3 * kernel_size**2,), 100.0)
+    window = Window((kernel_size,) * 2, (1, 1), (kernel_size // 2,) * 2, (1, 1), 1)
+    inside = read_tokens(torch.ones_like(x[:1]), window).mean(0)
+    patches = read_tokens(x, window)
+    single = x.float()
+    variance = measure_marginals(single, single, window, near * inside.float(), len(patches), None)[2]
+    torch.testing.assert_close(variance.double(), patches.var(0, unbiased=False), rtol=1e-4, atol=0)
+
+
 @pytest.mark.slow
-def test_compiles_whole():
+@pytest.mark.parametrize("kind", ["linear", "3 x 3"])
+def test_compiles_whole(kind):
     torch.compiler.reset()
     layer, x = PyramidLinear(16, 24, "P-W1S", statistics=1 / 4), torch.randn(40, 16)
+    if kind == "3 x 3":
+        layer, x = PyramidConv2d(4, 6, 3, padding=1, layout="P-W1S", statistics=1 / 4), torch.randn(8, 4, 5, 5)
     twin = copy.deepcopy(layer)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     same(step(layer, seeded(compiled), x), step(twin, seeded(twin), x), rtol=1e-4, atol=1e-4)
