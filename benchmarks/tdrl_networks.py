@@ -1,5 +1,7 @@
 """The networks of the TDRL study by name: small ViTs, ResNet-20 and MobileOne-S0, plain, with pyramids or branches."""
 
+from dataclasses import replace
+
 import timm
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ PARTS = {
     "qkv-fc1": PYRAMID_LAYERS[:2],
 }
 BLOCKS = ("stem", "stages.?.?", "stages.?.??")
+EARLY, LATE = ("stem", "stages.[01].?", "stages.[01].??"), ("stages.[23].?", "stages.[23].??")
+"""MobileOne's blocks on large maps, and those on small ones."""
 CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": BLOCKS}
 PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
@@ -28,8 +32,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
 
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
-    otherwise), one of `PARTS`, a fraction for `statistics`, and xavier, which initialises the other layers as pyramids
-    are.
+    otherwise), one of `PARTS`, a fraction for `statistics`, early, which takes it in MobileOne's early blocks only, and
+    xavier, which initialises the other layers as pyramids are.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
@@ -49,6 +53,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     statistics = next((option for option in options if "/" in option), "all")
     where = CONVOLUTIONS.get(network, part)
     rule = iso.LinearToPyramid(layout, init=init, rectify=rectify, statistics=statistics)
+    if "early" in options:
+        return iso.recast(iso.recast(model, rule, EARLY), replace(rule, statistics="all"), LATE)
     return iso.recast(model, rule, where=where)
 
 

@@ -27,7 +27,7 @@ from parallel_arms import Arm, Images, Stack, train_stacks
 from tdrl_networks import PATCH, build, fused
 
 MOST_TOGETHER = 16
-RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
+RATES = (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 Row = dict[str, Any]
 
 
@@ -196,9 +196,11 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     for network in ("cifar_resnet20", "mobileone_s0"):
         convs: Row = {**same, "network": network}
         stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds for rate in RATES[2:6]]]
-        stages += [[Arm(form="plain", epochs=4, lr=RATES[6], seed=0, **convs)]]  # its best rate is the largest so far
+        stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds[:2] for rate in RATES[6:]]]
         rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}
         stages += [[Arm(form=form, epochs=4, lr=rates[form], seed=seed, **convs) for form in kinds for seed in seeds]]
+    stages += [[Arm(form="P-W2S", epochs=4, lr=rate, seed=0, **convs) for rate in RATES[3:6]]]
+    stages += [[Arm(form="P-W2S 1/4 early", epochs=4, lr=4e-3, seed=0, **convs)]]  # all images where maps are small
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 
