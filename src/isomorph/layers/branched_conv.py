@@ -35,7 +35,7 @@ def convolve_units(x: Tensor, units: Sequence[Unit], window: Window, statistics:
     """Return the sum of units in training, computed as one convolution.
 
     `statistics` is the part of the images or positions on which covariances are measured, and `group` the processes
-    that share statistics.
+    that share BatchNorm statistics.
 
     Shape: x (B, C, H, W) -> (B, out, H', W')
     """

@@ -1,17 +1,18 @@
 """Mean and variance of each value over all tokens, which correct a covariance that is measured on a part of them.
 
-Take a channel that is zero for all but a few images, as ReLU makes them. A part T of the tokens may contain none of
-these images: its variance is then 0, and BatchNorm would multiply the values of the others by 1 / sqrt(eps). With the
-mean m and the variance v_i of each value over all tokens, the covariance is therefore
+A value is one entry of a token: a channel, or one tap of a channel in a patch. ReLU leaves some channels zero in all
+but a few images. If a part T of the tokens has none of these images, the variance of such a channel in T is 0, and
+BatchNorm would multiply its values in the other tokens by 1 / sqrt(eps). With the mean m and the variance v_i of each
+value over all tokens, the covariance is therefore
 
     S = D S_T D + diag(v - diag(D S_T D)),    S_T = mean over T of (x - m)(x - m)^T,
     D_ii = min(1, sqrt(v_i / (S_T)_ii))
 
-so that S_ii = v_i. T decides the covariances of different values alone; where (S_T)_ii is smaller than v_i, the
-difference is treated as independent of all other values. Sums of several values can still have less variance than
-over all tokens.
+so that S_ii = v_i. Only the covariances between different values come from T. Where a value varies less in T than over
+all tokens, the missing variance is added to the diagonal, as if it were independent of the other values. A sum of
+several values can still have too small a variance.
 
-Letters: M tokens, n taps of a patch, G groups of c channels, C = G c; left out where there is one.
+Letters: M tokens, n taps of a patch, G groups of c channels, C = G c. Axes of size 1 for n and G are left out.
 """
 
 import math
@@ -25,7 +26,7 @@ from isomorph.layers.gradients import can_write_into
 from isomorph.layers.processes import all_reduce, check_first_derivatives
 from isomorph.layers.tokens import Window
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20
 
 
 class _SumDeviations(torch.autograd.Function):
@@ -75,10 +76,10 @@ def _chunk_size(x: Tensor) -> int:
 def measure_marginals(
     x: Tensor, source: Tensor, window: Window | None, near: Tensor, count: int, group: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `source`, for the layer to read, and mean and variance of each value of the tokens of x.
+    """Return `source` for the layer to read, and the mean and variance of each value over the tokens of x.
 
-    `source` is x in the dtype of the layer. `near` is subtracted first: the result does not depend on it, but values
-    near the means avoid cancellation. `count` is the number of tokens.
+    `source` is x in the dtype of the layer. `near` is subtracted before squaring, to avoid cancellation; it should be
+    close to the means, and does not change the result. `count` is the number of tokens.
 
     Shape: x and source (*, C) or (B, C, H, W), near (G, n c) -> as x, (G, n c), (G, n c), in the dtype of `near`
     """
@@ -87,11 +88,10 @@ def measure_marginals(
         flat, *sums = _SumDeviations.apply(x.detach().flatten(0, -2), source.flatten(0, -2), near, group)
         mean, square = (each / count for each in sums)
         return flat.view(source.shape), near + mean, square - mean.square()
-    rows, columns = (mask.to(near.dtype) for mask in window.lines_read(x))
-    inside = rows.sum(1).outer(columns.sum(1)).flatten() / math.prod(window.output_size(x))  # share of positions, (n,)
-    level = near.reshape(x.shape[1], -1).sum(-1) / inside.sum().clamp(
-        min=0.5 / count
-    )  # of what is inside the map, (C,)
+    rows, columns = (mask.to(near.dtype) for mask in window.line_masks(x))
+    # the share of positions at which a tap is inside the map, (n,), and the mean of the values there, (C,)
+    inside = rows.sum(1).outer(columns.sum(1)).flatten() / math.prod(window.output_size(x))
+    level = near.reshape(x.shape[1], -1).sum(-1) / inside.sum().clamp(min=0.5 / count)
     source, *sums = _SumDeviations.apply(x.detach(), source, level.view(-1, 1, 1), group)  # sums (C, H, W)
     mean, square = (torch.einsum("ah,chw,bw->cab", rows, each, columns).flatten() / count for each in sums)  # (C n,)
     level, share = level.repeat_interleave(len(inside)), inside.repeat(len(level))
@@ -101,14 +101,14 @@ def measure_marginals(
 
 
 def complete_covariance(covariance: Tensor, part_mean: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Return S (see above) from covariance and mean of the part, and mean and variance of all tokens.
+    """Return S of the module docstring from covariance and mean of the part, and mean and variance of all tokens.
 
     Shape: (G, n c, n c), (G, n c), (G, n c), (G, n c) -> (G, n c, n c)
     """
     gap = part_mean - mean
     covariance = covariance + gap.unsqueeze(-1) * gap.unsqueeze(-2)
     own, variance = covariance.diagonal(dim1=-2, dim2=-1), variance.clamp(min=0)
-    larger = own > variance  # own > 0
+    larger = own > variance  # so the divisor is above 0
     ratio = variance / own.where(larger, torch.ones_like(own))
     scale = ratio.clamp(min=torch.finfo(own.dtype).eps).sqrt().where(larger, torch.ones_like(own))  # D
     covariance = scale.unsqueeze(-1) * covariance * scale.unsqueeze(-2)

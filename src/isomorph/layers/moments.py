@@ -3,8 +3,8 @@
 For h = A (x - mean) + c over the tokens of a batch: mean(h) = c and var(h) = diag(A S A^T), with S the covariance of x.
 So the statistics of every hidden unit of a chain of linear layers follow from (mean, S), without computing h.
 
-The covariance may be measured on a part of the tokens, which costs less; mean and variance of each channel remain those
-of all tokens (layers/marginals.py).
+The covariance may be measured on a part of the tokens, which costs less; the mean and variance of each channel are
+always measured on all tokens (layers/marginals.py).
 
 Letters: M tokens, C channels, G groups (linear maps on disjoint channels; left out where there is one).
 """
@@ -26,9 +26,9 @@ from isomorph.layers.weight_products import symmetric_product
 class Moments(NamedTuple):
     """First and second moments of the tokens that a layer reads. Shape: mean (G, C), covariance (G, C, C)
 
-    `source` is the input for the layer. If every position reads whole channels and covariances are of all tokens, the
-    mean is subtracted from it and `offset` is None; otherwise it is unchanged and `offset` is the mean. `total` is the
-    number of tokens, over all processes if these share statistics.
+    `source` is the input for the layer. If every position reads whole channels and the covariance is measured on all
+    tokens, the mean is subtracted from it and `offset` is None; otherwise it is unchanged and `offset` is the mean.
+    `total` is the number of tokens, over all processes if these share statistics.
     """
 
     source: Tensor
@@ -39,11 +39,11 @@ class Moments(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How moments are measured: window of a convolution, whether to centre the source, number of tokens, processes."""
+    """How moments are measured: a convolution's window, whether to centre the source, measured tokens, processes."""
 
     window: Window | None
     centring: bool
-    total: int
+    measured: int
     group: Any
 
 

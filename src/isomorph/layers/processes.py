@@ -23,7 +23,7 @@ def all_reduce(group: Any, *tensors: Tensor) -> None:
 
 
 def check_first_derivatives(group: Any) -> None:
-    """Raise RuntimeError in a backward pass that is itself recorded, if processes share statistics."""
+    """Raise RuntimeError if processes share statistics and the backward pass runs with create_graph=True."""
     if group is not None and torch.is_grad_enabled():
         raise RuntimeError(
             "statistics shared by several processes have no second derivatives; do not use create_graph=True"

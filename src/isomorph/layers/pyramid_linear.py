@@ -105,7 +105,7 @@ class JointPyramid(nn.Module):
     pyramid for the values only, [Linear, Linear, PyramidLinear].
 
     Shape: x (*, C) -> (*, sum of out)
-    Raises: UserError if the parts have different input widths, or have different `statistics`.
+    Raises: UserError if the parts have different input widths or `statistics`.
 
     Example:
         >>> qkv = iso.layers.JointPyramid([iso.layers.PyramidLinear(64, 64) for _ in range(3)])

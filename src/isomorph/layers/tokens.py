@@ -42,8 +42,8 @@ class Window(NamedTuple):
         height, width = ((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, k, s, p, d in sizes)
         return height, width
 
-    def lines_read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return masks of the rows of the map that each row of the kernel reads, and of the columns.
+    def line_masks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return masks of the map's rows that each row of the kernel reads, and of its columns that each column reads.
 
         Shape: x (B, C, H, W) -> (k, H), (k, W), bool
         """

@@ -23,8 +23,8 @@ class BranchesToConv(ExplainedRule):
     the network for inference.
 
     With `statistics=1/4` the covariances of the input are measured on a quarter of the images (in 1x1 blocks: of the
-    positions), drawn again in each training step; mean and variance of each channel remain those of the whole batch.
-    That is faster still, but it is no longer the same training.
+    positions), drawn again in each training step; the mean and variance of each input channel are always measured on
+    the whole batch. That is cheaper, but no longer the same training.
 
     Source: Vasu et al., MobileOne (2023), section 3.2; the closed form is isomorph's.
     Raises: UserError for `statistics` out of range; from `recast`, for a block that it does not accept.
@@ -40,7 +40,7 @@ class BranchesToConv(ExplainedRule):
     """
 
     statistics: float | str = "all"
-    """Part of the batch on which a training step measures the input covariance: all, or at most 1, such as 0.25."""
+    """Part of the batch on which the input covariance is measured in training: all, or a fraction such as 0.25."""
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[type[nn.Module]] = MobileOneBlock

@@ -108,7 +108,7 @@ class LinearToPyramid:
     """N of the division by sqrt(N); by default the number of branches."""
 
     statistics: float | str = "all"
-    """Part of the tokens on which a training step measures the input covariance: all, or at most 1, such as 0.25."""
+    """Part of the tokens on which the input covariance is measured in training: all, or a fraction such as 0.25."""
 
     atol: ClassVar[float] = 1e-4
     kind: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear, nn.Conv2d, AnnealedPair)
