@@ -5,8 +5,9 @@
 
 Needs ISOMORPH_DATA with cifar10 and weights. The validation images are cut from the training images, and are no part of
 the test images. With --noise, all images but those of the test have noise of this standard deviation, of pixels in 0 to
-1; that of training images is drawn anew in every step. With --canvas, every image of 32 x 32 pixels lies somewhere on
-an empty canvas of this height and width, in training at a new place in every step. With --test, finished networks are
+1; that of training images is drawn again in every step. With --canvas, images of 32 x 32 pixels are pasted on a canvas
+of zeros of this height and width: in training at one random position for each batch, otherwise at a fixed random
+position for each image. With --test, finished networks are
 measured on the test images too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities),
 before and after pruning. Arms run one at a time; each finished one is a line of the output file and a file of weights
 next to it, and is skipped by a later call. An interrupted arm resumes after its last finished epoch. A new file begins
@@ -158,7 +159,7 @@ def in_memory(source: Source) -> Split:
 
 
 def images_of(count: int, canvas: int = SIZE) -> dict[str, Split]:
-    """Training and validation images of CIFAR-10's training split; those of the validation lie on a canvas."""
+    """Training and validation images of CIFAR-10's training split; validation images are pasted on a canvas."""
     source = iso.data.open_source("cifar10", "train")
     order = torch.randperm(len(source), generator=torch.Generator().manual_seed(0)).tolist()
     parts = {"val": source.subset(order[:VALIDATION]), "train": spaced_images(source.subset(order[VALIDATION:]), count)}
@@ -171,7 +172,7 @@ def on_canvas(split: Split, canvas: int) -> Split:
 
 
 def test_images(canvas: int) -> dict[str, dict[str, Split]]:
-    """All test images, clean, and the first ones under each corruption and severity, by category."""
+    """All test images, clean, and the first ones under each corruption and severity, by category, on a canvas."""
     source = iso.data.open_source("cifar10", "test")
     found = {"clean": {"": on_canvas(in_memory(source), canvas)}}
     part = source.subset(range(CORRUPTED_IMAGES))

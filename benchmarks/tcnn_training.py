@@ -20,7 +20,7 @@ Split = tuple[Tensor, Tensor]
 """Images and labels. Shape: (N, 3, H, W), (N,)"""
 Row = dict[str, Any]
 MARGIN = 4
-"""Pixels by which an image may leave the canvas in training."""
+"""Pixels by which an image may extend beyond the border of the canvas in training."""
 
 
 @torch.no_grad()
@@ -32,17 +32,23 @@ def top1(model: nn.Module, split: Split) -> float:
 
 
 def paste(images: Tensor, canvas: int) -> Tensor:
-    """Paste every image somewhere on an empty canvas, always at the same place. Shape: (N, C, h, w) -> (N, C, H, H)"""
+    """Paste every image at a random position on a canvas of zeros, the same positions in each call.
+
+    Shape: (N, C, h, w) -> (N, C, H, H)
+    """
     size = images.shape[-1]
-    places = torch.randint(0, canvas - size + 1, (len(images), 2), generator=torch.Generator().manual_seed(0))
+    positions = torch.randint(0, canvas - size + 1, (len(images), 2), generator=torch.Generator().manual_seed(0))
     pasted = images.new_zeros(*images.shape[:2], canvas, canvas)
-    for image, target, (top, left) in zip(images, pasted, places.tolist(), strict=True):
+    for image, target, (top, left) in zip(images, pasted, positions.tolist(), strict=True):
         target[:, top : top + size, left : left + size] = image
     return pasted
 
 
 def augment(images: Tensor, noise: Tensor, canvas: int) -> Tensor:
-    """One flip and one place on the canvas for a batch, and noise. Shape: (B, 3, h, w), (3, 1, 1) -> (B, 3, H, H)"""
+    """Flip a batch at random and shift it on a canvas of zeros, all images alike, and add noise.
+
+    Shape: (B, 3, h, w), (3, 1, 1) -> (B, 3, H, H)
+    """
     images = images.flip(-1) if torch.rand(()) < 0.5 else images
     around = canvas - images.shape[-1] + MARGIN
     top, left = torch.randint(0, around + MARGIN + 1, (2,)).tolist()

@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables blocks  # three blocks, also on a busy machine
     OMP_NUM_THREADS=1 python benchmarks/tdrl.py --tables convolutions small --name tdrl_cpu_1thread
 
-The closed form is exact, or sampled: with covariances of a quarter of the tokens.
+The closed form is exact, or sampled: covariances are measured on a quarter of the tokens.
 
 All are interleaved in one process, on the same weights where they compute the same. Ratios are times over the plain
-ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass: so many an image, and so many in any batch.
+ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass, for each image and in addition for any batch.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PARTS = {
 }
 
 PYRAMIDS = {"all": "P-W2S", "1/4": "P-W2S 1/4", "1/16": "P-W2S 1/16"}
-"""Networks of the study by the part of the tokens, or of the images, that covariances are of."""
+"""Networks of the study by the part of the tokens, or of the images, on which covariances are measured."""
 
 
 def kept(model, device):

@@ -32,8 +32,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
 
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
-    otherwise), one of `PARTS`, a fraction for `statistics`, early, which takes it in MobileOne's early blocks only, and
-    xavier, which initialises the other layers as pyramids are.
+    otherwise), one of `PARTS`, a fraction for `statistics`, early, which measures all tokens in MobileOne's last two
+    stages, and xavier, which initialises the other layers as pyramids are.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"

@@ -195,10 +195,10 @@ def pyramid(layer, x):
 
 
 class SampledStatistics:
-    """Statistics of a BatchNorm after an affine map h, when the covariance of its input is measured on a part T.
+    """Mean and variance of h, an affine map of x, when the covariance of x is measured on a part T of the tokens.
 
-    With m and v the mean and variance of each x_i over all tokens, the tokens of T are shrunk towards m where they vary
-    more than all, and where they vary less the difference is added:
+    m and v are the mean and variance of each x_i over all tokens. Values that vary more in T are scaled towards m;
+    where they vary less, the missing variance is added:
 
         s_i = mean over T of (x_i - m_i)^2,  t = m + min(1, sqrt(v / s)) (x - m) for x in T
         mean(h) = h(m),  var(h) = mean of (h(t) - h(m))^2 + sum_i (v_i - mean of (t_i - m_i)^2) (dh / dx_i)^2
@@ -251,7 +251,7 @@ def patches_of(x, conv):
 
 
 def on_patch(layer, h):
-    """A layer on patches of its own size; a 1x1 convolution, or None for the identity, reads their middle."""
+    """Apply a layer to patches of its kernel size; a 1x1 convolution, or None for the identity, reads their middle."""
     if layer is None or (isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == (1, 1)):
         h = h[..., h.shape[-2] // 2, h.shape[-1] // 2, None, None]
     if isinstance(layer, torch.nn.Conv2d):
@@ -260,7 +260,7 @@ def on_patch(layer, h):
 
 
 def sampled_branches(layer, sampled, h, y):
-    """A pyramid on the rows of `SampledStatistics` and on all tokens or on the map."""
+    """Return the outputs of a pyramid for the rows of `SampledStatistics`, and for all tokens or the map."""
     totals = 0, 0
     for chain in layer.chains:
         values = h, y
@@ -274,7 +274,7 @@ def sampled_branches(layer, sampled, h, y):
 
 
 def sampled_pyramid(layer, x, drawn):
-    """`pyramid` with `SampledStatistics`, which normalise all tokens."""
+    """`pyramid` normalised by `SampledStatistics`."""
     is_conv = layer.branches[0][0].weight.ndim == 4
     tokens = x if is_conv else x.flatten(0, -2)
     sampled = SampledStatistics(patches_of(x, layer) if is_conv else tokens, drawn)

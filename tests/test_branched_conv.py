@@ -84,7 +84,7 @@ def test_the_input_is_measured_once(monkeypatch):
 
 @pytest.mark.parametrize("name", ["depthwise", "own branches"])
 def test_a_part_of_the_images(name):
-    """All norms of the block take the same statistics, of the same images."""
+    """All BatchNorms of a block share one input covariance, measured on the same images."""
     block = block_of(name, statistics=0.5)
     twin, x = copy.deepcopy(block), torch.randn(8, 6, 5, 5, dtype=torch.float64)
 

@@ -80,13 +80,13 @@ def test_few_images_with_overlapping_patches_all_count():
 
 @pytest.mark.parametrize("kernel_size", [1, 3])
 def test_channels_that_are_zero_in_the_part_do_not_explode(kernel_size):
-    """ReLU leaves channels that are zero for nearly all images; in a part they have a standard deviation of 0."""
+    """ReLU leaves channels that are zero for nearly all images; in most parts their standard deviation is 0."""
     kwargs = dict(padding=kernel_size // 2, layout="naive-W1", rectify="none", statistics=1 / 4)
     layer, x = PyramidConv2d(8, 8, kernel_size, **kwargs), torch.randn(64, 8, 2, 2)
     with torch.no_grad():
-        layer.branches[0][0].weight[:, :3] = 0  # reads the other channels
+        layer.branches[0][0].weight[:, :3] = 0  # reads channels 3 and above
     x[1:, 3:] = 0
-    limit = layer.branches[0](x).abs().max()  # by the variances of all
+    limit = layer.branches[0](x).abs().max()  # normalised by the variances of all tokens
     for seed in range(8):
         torch.manual_seed(seed)
         assert layer(x).abs().max() < 3 * limit
@@ -174,7 +174,7 @@ def test_second_derivatives_and_ensembles_of_convolutions():
 
 @pytest.mark.parametrize(("size", "kernel_size"), [(2, 3), (7, 7)])
 def test_large_means_keep_digits_in_float32(size, kernel_size):
-    """The zeros of the padding do not count in what is subtracted before squares are summed."""
+    """The value subtracted before squaring is the mean inside the map, without the zeros of the padding."""
     x = 100 + 0.1 * torch.randn(8, 3, size, size, dtype=torch.float64)
     near = torch.full((3 * kernel_size**2,), 100.0)
     window = Window((kernel_size,) * 2, (1, 1), (kernel_size // 2,) * 2, (1, 1), 1)
