@@ -155,7 +155,7 @@ def main() -> None:
     tables |= {title: form_table(found) for title, found in more.items() if found}
     for title, table in tables.items():
         show(title, table)
-    largest = max(row["fused_fp32"] for row in rows)
+    largest = max(row["fused_fp32"] or 0.0 for row in rows)  # none for a run that diverged
     print(f"\nlargest difference of a fused network: {largest:.2g}")
     options.figure.write_text(panels_figure(panels(main_rows, options.step_ratio)) + "\n")
     about = [{"trained on": rows[0]["device"], "step ratio": options.step_ratio, "largest difference, fused": largest}]
