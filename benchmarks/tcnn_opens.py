@@ -7,11 +7,11 @@ Needs ISOMORPH_DATA with cifar10 and weights. The validation images are cut from
 the test images. With --noise, all images but those of the test have noise of this standard deviation, of pixels in 0 to
 1; that of training images is drawn again in every step. With --canvas, images of 32 x 32 pixels are pasted on a canvas
 of zeros of this height and width: in training at one random position for each batch, otherwise at a fixed random
-position for each image. With --test, finished networks are
-measured on the test images too, clean (all) and under the 15 corruptions of ImageNet-C (2,000 images, two severities),
-before and after pruning. Arms run one at a time; each finished one is a line of the output file and a file of weights
-next to it, and is skipped by a later call. An interrupted arm resumes after its last finished epoch. A new file begins
-with the runs in benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
+position for each image. With --test, finished networks are measured on the test images too, clean (all) and under the
+15 corruptions of ImageNet-C (2,000 images, two severities), before and after pruning. Arms run one at a time; each
+finished one is a line of the output file and a file of weights next to it, and is skipped by a later call. An
+interrupted arm resumes after its last finished epoch. A new file begins with the runs in
+benchmarks/results/tcnn_opens.json. Ends with tables of all finished arms in that file.
 """
 
 import argparse

@@ -37,6 +37,8 @@ def paste(images: Tensor, canvas: int) -> Tensor:
     Shape: (N, C, h, w) -> (N, C, H, H)
     """
     size = images.shape[-1]
+    if canvas == size:
+        return images
     positions = torch.randint(0, canvas - size + 1, (len(images), 2), generator=torch.Generator().manual_seed(0))
     pasted = images.new_zeros(*images.shape[:2], canvas, canvas)
     for image, target, (top, left) in zip(images, pasted, positions.tolist(), strict=True):

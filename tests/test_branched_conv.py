@@ -150,7 +150,7 @@ def test_blocks_that_are_not_accepted():
     once = iso.recast(net, iso.BranchesToConv(), BLOCKS)
     with pytest.raises(iso.UserError, match="one convolution already"):
         iso.recast(once, iso.BranchesToConv(), "stem")
-    with pytest.raises(iso.UserError, match="not timm"):
+    with pytest.raises(iso.UserError, match=r"not timm\.models\.byobnet\.MobileOneBlock"):
         iso.BranchesToConv().build(nn.Linear(2, 2))
     net.stages[0][0].conv_kxk[0].bn = nn.GroupNorm(1, 48)
     with pytest.raises(iso.UserError, match="norms other than plain BatchNorm"):

@@ -109,7 +109,7 @@ def complete_covariance(covariance: Tensor, part_mean: Tensor, mean: Tensor, var
     covariance = covariance + gap.unsqueeze(-1) * gap.unsqueeze(-2)
     own, variance = covariance.diagonal(dim1=-2, dim2=-1), variance.clamp(min=0)
     larger = own > variance  # so the divisor is above 0
-    ratio = variance / own.where(larger, torch.ones_like(own))
-    scale = ratio.clamp(min=torch.finfo(own.dtype).eps).sqrt().where(larger, torch.ones_like(own))  # D
+    ratio = (variance / torch.where(larger, own, 1.0)).clamp(min=torch.finfo(own.dtype).eps)
+    scale = torch.where(larger, ratio.sqrt(), 1.0)  # D
     covariance = scale.unsqueeze(-1) * covariance * scale.unsqueeze(-2)
     return covariance + torch.diag_embed(variance - covariance.diagonal(dim1=-2, dim2=-1))

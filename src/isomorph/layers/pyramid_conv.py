@@ -22,8 +22,8 @@ class PyramidConv2d(Pyramid):
 
     Branch f_n is Conv + BatchNorm, further 1x1 Conv + BatchNorm units, and a last 1x1 Conv. A convolution is a linear
     layer on the patches that it reads, so the arguments `layout`, `rectify`, `affine`, `rescale_by` and `statistics`,
-    and training in closed form, are those of `PyramidLinear`, with patches as tokens. If patches overlap,
-    the part for `statistics` below 1 consists of whole images, at least two. With `groups`, every layer of a branch is
+    and training in closed form, are those of `PyramidLinear`, with patches as tokens. If patches overlap, the
+    part for `statistics` below 1 consists of whole images, at least two. With `groups`, every layer of a branch is
     grouped, so that a depthwise convolution fuses to a depthwise one.
 
     The first unit is as wide as the input, or as the rank of the map (min(C k k, out)) if that is larger: a patch

@@ -40,8 +40,8 @@ class PyramidLinear(Pyramid):
     fraction such as 1/4, which makes a step cheaper. The variances of all BatchNorms follow from this covariance. Mean
     and variance of every input channel are always those of all tokens, so a channel that is constant within the part
     is not normalised by a variance of 0. The part is drawn from torch's generator in each forward pass, evenly over the
-    batch. Gradient checkpointing must restore the generator to draw the same part again, as it does
-    by default (`preserve_rng_state`).
+    batch. Gradient checkpointing must restore the generator to draw the same part again, as it does by default
+    (`preserve_rng_state`).
 
     Shape: x (*, C) -> (*, out)
     Source: TDRL eq. 6 and 7; differs: computed in closed form, exactly; `statistics` below 1 is isomorph's
