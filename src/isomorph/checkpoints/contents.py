@@ -36,6 +36,14 @@ class Contents(NamedTuple):
         return f"{path.name}: last weights ({self.entry}); --ema (ema=True) takes the average, {self.passed_over}"
 
 
+def _describe_missing(path: Path) -> str:
+    """Return why a path that is no file cannot be opened."""
+    if not path.is_dir():
+        return f"there is no checkpoint {path}"
+    inside = path / "model.safetensors"
+    return f"{path} is a folder, not a checkpoint" + f"; give {inside}" * inside.is_file()
+
+
 def read_contents(path: Path, ema: bool = True) -> Contents:
     """Return the tensors of a safetensors or PyTorch file, and the settings next to them; no code in it is run.
 
@@ -44,7 +52,7 @@ def read_contents(path: Path, ema: bool = True) -> Contents:
     Raises: UserError when the file is missing, damaged, or holds no tensors by name.
     """
     if not path.is_file():
-        raise UserError(f"{path} is a folder, not a checkpoint" if path.is_dir() else f"there is no checkpoint {path}")
+        raise UserError(_describe_missing(path))
     if path.suffix == ".safetensors":
         try:
             return Contents(load_file(str(path)))

@@ -1,6 +1,6 @@
 """Opening a model by its name in timm, its checkpoint, or the folder of its run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -79,9 +79,9 @@ def _pretrained_cfg(name: str) -> Any:
         raise UserError(f"{stem} has no weights tagged {tag!r}; it has {tags or 'none'}") from None
 
 
-def check_pretrained_option(name: str, weights: Path | None, pretrained: bool) -> None:
-    """Raise UserError if --no-pretrained, which asks for random weights, is combined with weights."""
-    if not pretrained and (weights or is_checkpoint_or_run(name)):
+def check_pretrained_option(names: Sequence[str], weights: Path | None, pretrained: bool) -> None:
+    """Raise UserError if --no-pretrained, which asks for random weights, is given for models that have weights."""
+    if not pretrained and (weights or all(map(is_checkpoint_or_run, names))):
         raise UserError("--no-pretrained asks for random weights; give a timm model by name and no --weights")
 
 

@@ -13,8 +13,10 @@ from timm.models._input import get_model_args
 from torch import Tensor, nn
 
 from isomorph.checkpoints.header import DATA_KEYS, FORMAT, parse_header
+from isomorph.checkpoints.same_network import find_difference
 from isomorph.checkpoints.unpickle import short_reason
 from isomorph.errors import UserError
+from isomorph.evaluation.class_names import label_names
 from isomorph.evaluation.input_sizes import built_size
 from isomorph.models import create
 from isomorph.surgery import EDIT_RULES, Edit, Fuse, edits, replay
@@ -37,8 +39,12 @@ def describe_edits(made: tuple[Edit, ...]) -> list[dict[str, Any]]:
 
 
 def _describe_arguments(model: nn.Module) -> dict[str, Any]:
-    """Return the arguments that timm recorded when it created the model, those that JSON can hold."""
-    return {name: value for name, value in get_model_args(model).items() if _is_json_value(value)}
+    """Return the arguments with which timm would create the model as it is now, those that JSON can hold.
+
+    timm keeps those of changes such as reset_classifier too, but leaves out dropout rates.
+    """
+    given = getattr(model, "_model_args", {})
+    return {name: value for name, value in {**given, **get_model_args(model)}.items() if _is_json_value(value)}
 
 
 def _is_json_value(value: Any) -> bool:
@@ -75,9 +81,14 @@ def record_base(model: nn.Module, base: dict[str, Any]) -> nn.Module:
 
 
 def describe_data(model: nn.Module) -> dict[str, Any]:
-    """Return the images that the model expects, from its pretrained_cfg, at the size that it was built for."""
+    """Return the images that the model expects, from its pretrained_cfg, at the size that it was built for.
+
+    Class names are left out where `label_names` takes them for those of other weights.
+    """
     config = getattr(model, "pretrained_cfg", None) or {}
     data = {key: config[key] for key in DATA_KEYS if config.get(key) is not None}
+    if not label_names(model):
+        data.pop("label_names", None)
     size = built_size(model)
     return data | ({"input_size": (data["input_size"][0], *size)} if size and "input_size" in data else {})
 
@@ -100,19 +111,13 @@ def rebuild(base: dict[str, Any], recorded: Sequence[Edit]) -> nn.Module:
     return record_base(model, base)
 
 
-def is_same_network(model: nn.Module, twin: nn.Module) -> bool:
-    """True if two models have the same modules, and tensors of the same names and shapes."""
-    layout = [{name: tuple(tensor.shape) for name, tensor in m.state_dict().items()} for m in (model, twin)]
-    return layout[0] == layout[1] and repr(model) == repr(twin)
-
-
 def _check_rebuilds(model: nn.Module, base: dict[str, Any], made: tuple[Edit, ...]) -> None:
     """Raise UserError unless base and edits rebuild this model, which is tried on the meta device."""
     with torch.device("meta"):
         twin = rebuild(base, made)
-    if not is_same_network(model, twin):
+    if difference := find_difference(model, twin):
         raise UserError(
-            f"timm.create_model({base}) and the recorded edits do not rebuild this model; "
+            f"timm.create_model({base}) and the recorded edits do not rebuild this model: {difference}; "
             "give save() base={'name': ..., and all other arguments}, or the module before its edits as base"
         )
 
@@ -126,7 +131,8 @@ def _find_rebuild_record(model: nn.Module) -> tuple[dict[str, Any], tuple[Edit, 
     remaining = _drop_fused_edits(made)
     plain = base if remaining == made else {**base, **getattr(model, "fused_arguments", {})}
     pairs = ((plain, remaining), (plain, made), (base, made))
-    records = [(b, e) for b, e in pairs for b in (b, {**_describe_arguments(model), **b})]
+    now = _describe_arguments(model)
+    records = [(b, e) for b, e in pairs for b in (b, {**now, **b}, {**b, **now})]
     for record in records[:-1]:
         with suppress(UserError):
             _check_rebuilds(model, *record)
@@ -174,10 +180,9 @@ def _describe_module(model: nn.Module, base: nn.Module | None) -> dict[str, str]
             twin = copy.deepcopy(base).to("meta")
             for edit in edits(model)[len(edits(base)) :]:
                 twin = replay(twin, edit)
-        if not is_same_network(model, twin):
-            raise UserError(
-                f"the edits of this model do not make it from base {type(base).__name__}; give another base"
-            )
+        if difference := find_difference(model, twin):
+            made = f"the edits of this model do not make it from base {type(base).__name__}"
+            raise UserError(f"{made}: {difference}; give another base")
     kind = type(base or model)
     parts = {"module": {"class": f"{kind.__module__}.{kind.__qualname__}"}}
     parts |= {"edits": describe_edits(edits(model)), "data": describe_data(model)}  # type: ignore[dict-item]

@@ -9,8 +9,12 @@ from isomorph.errors import UserError
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's classes, as its checkpoint recorded them; an empty list without any."""
-    return list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+    """Return the names of a model's classes, as its checkpoint recorded them; an empty list without any.
+
+    Names that are not as many as the classes are of the architecture's public weights, and not of this model.
+    """
+    names = list((getattr(model, "pretrained_cfg", None) or {}).get("label_names") or ())
+    return names if getattr(model, "num_classes", len(names)) == len(names) else []
 
 
 def check_own_classes(model: nn.Module, classes: Sequence[str]) -> None:

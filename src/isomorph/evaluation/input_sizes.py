@@ -188,7 +188,7 @@ def _uncovered_edge(patch: Sequence[int], size: Sequence[int]) -> str:
     below, above = ([(side + more * (step - 1)) // step * step for side, step in pairs] for more in (0, 1))
     nearest = " or ".join("{} x {}".format(*sides) for sides in (below, above) if min(sides))
     of = str(patch[0]) if len(set(patch)) == 1 else "{} x {}".format(*patch)
-    return f"patches of {of} do not fill them; give {nearest}"
+    return f"patches of {of} do not fill them; give {nearest}, because timm would leave out the rest of the image"
 
 
 @contextmanager

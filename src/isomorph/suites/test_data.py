@@ -197,7 +197,7 @@ def _check_class_count(source: Source, model: nn.Module) -> None:
     if num_classes != count:
         raise UserError(
             f"the model has {num_classes} classes, the data has {count} ({_list(source.classes)}); give data with the "
-            "model's labels, or --classes if it was trained with data.classes"
+            "model's labels, or the classes that it was trained with (data.classes)"
         )
 
 

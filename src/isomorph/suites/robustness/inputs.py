@@ -107,7 +107,7 @@ def _match_labels(source: Source, num_classes: int, imagenet: bool, partial: boo
         hint = ", or --partial (partial=True) to use a part of ImageNet's classes" if imagenet else ""
         raise UserError(
             f"the model has {num_classes} classes, the data has {len(source.classes)}; give data with the model's "
-            f"labels, or --classes if it was trained with data.classes{hint}"
+            f"labels, or the classes that it was trained with (data.classes){hint}"
         )
     return with_imagenet_labels(source, "the data") if imagenet else source
 
