@@ -3,6 +3,7 @@
 import copy
 import errno
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import onnxruntime
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import isomorph as iso
@@ -99,7 +101,8 @@ class Scaled(nn.Module):
 def test_an_onnx_file_equals_the_model_at_any_size(onnx_file, local):
     path, report = onnx_file
     assert report.deviation.passed
-    assert [shape.shape for shape in report.deviation.inputs] == ["1x3x16x16", "2x3x16x48", "5x3x48x16"]
+    shapes = ["1x3x16x16", "2x3x16x48", "5x3x48x16", "2x3x18x18"]
+    assert [row.shape for row in report.deviation.inputs] == shapes
     assert (report.format, report.opset, report.dynamic, report.size_multiple) == ("onnx", 21, ("batch", "size"), 2)
     assert report.fused == 1
     session = onnxruntime.InferenceSession(path)
@@ -178,11 +181,61 @@ def test_what_is_dynamic():
     vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, dynamic_img_size=True)
     shapes = plan_shapes(vit, "batch,size")
     assert shapes.size_multiple == 16
-    assert shapes.checks == ((1, 3, 32, 32), (2, 3, 32, 64), (5, 3, 64, 32))
+    assert shapes.checks[:3] == ((1, 3, 32, 32), (2, 3, 32, 64), (5, 3, 64, 32))
+    assert shapes.checks[3:] == ((2, 3, 48, 48), (2, 3, 16, 16))
+    assert shapes.near == 2
     assert plan_shapes(vit, "batch", (64, 48)).trace == (2, 3, 64, 48)
     fixed = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
     with pytest.raises(iso.UserError, match=r"takes images of 32 x 32 only \(.*dynamic_img_size=True"):
         plan_shapes(fixed, "batch,size")
+
+
+class PadsToCells(nn.Module):
+    """Pools cells of `cell` pixels, after it has padded images to whole cells: another graph for other sizes."""
+
+    def __init__(self, cell, both=True):
+        super().__init__()
+        self.cell, self.both, self.conv = cell, both, nn.Conv2d(3, 8, 3, padding=1)
+        self.pretrained_cfg = {"input_size": (3, 32, 32)}
+
+    def forward(self, x):
+        x = self.conv(x)
+        for axis, pad in ((3, (0, 1)), (2, (0, 0, 0, 1))) if self.both else ((3, (0, 1)),):
+            while x.shape[axis] % self.cell:
+                x = F.pad(x, pad)
+        return F.avg_pool2d(x, 2).amax((2, 3)) + x.mean((2, 3))
+
+
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+@pytest.mark.parametrize("cell", [2, 4])
+def test_sizes_that_take_another_way_through_the_model_are_not_claimed(tmp_path, ending, cell, both):
+    model, path = PadsToCells(cell, both).eval(), tmp_path / f"m.{ending}"
+    report = iso.export(model, path, dynamic="batch,size")
+    assert report.size_multiple == cell
+    artefact = iso.deployment.open_artefact(path)
+    images = torch.randn(3, 3, 32 - 3 * cell, 32 + 5 * cell)
+    torch.testing.assert_close(artefact(images), model(images), rtol=0, atol=1e-4)
+    with pytest.raises(iso.UserError, match=f"multiples of {cell}|steps of {cell}"):
+        artefact(torch.randn(1, 3, 33, 32))
+
+
+class CutsHalf(nn.Module):
+    """Cuts images at the middle of their width, rounded up: torch.export cannot write `ceil`."""
+
+    def forward(self, x):
+        return x[..., : math.ceil(x.shape[-1] / 2)]
+
+
+def test_a_tensor_inside_a_list_and_a_file_that_cannot_be_run(tmp_path):
+    listed = timm.create_model("resnet18", features_only=True, out_indices=(2,)).eval()
+    with pytest.raises(iso.UserError, match="returns its tensor in a list"):
+        iso.export(listed, tmp_path / "m.pt2", size=(64, 64))
+    halved = nn.Sequential(nn.Conv2d(3, 4, 1), CutsHalf(), nn.AdaptiveAvgPool2d(1), nn.Flatten()).eval()
+    with pytest.raises(iso.UserError, match=r"cannot save the model: .*; try it with dynamic batch alone") as error:
+        iso.export(halved, tmp_path / "m.pt2", dynamic="batch,size", size=(8, 8))
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_cannot_be_traced_is_said_with_the_place():

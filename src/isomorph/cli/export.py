@@ -42,8 +42,8 @@ def export(
 ) -> None:
     """Export a model as an ONNX file or a PyTorch program that runs without isomorph; fuse it first, and check it.
 
-    The exported file is run on three shapes of random images and compared with the model in float32 and float64. A file
-    that deviates is not written. `isomorph evaluate` measures the accuracy of an exported classifier of images.
+    The exported file is run on random images of several shapes and compared with the model in float32 and float64. It
+    is written only if it agrees. `isomorph evaluate` measures the accuracy of an exported classifier of images.
 
     Example: isomorph export runs/tdrl --format onnx --dynamic batch,size
 

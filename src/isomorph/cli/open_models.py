@@ -75,7 +75,7 @@ def open_classifier(
     """
     if is_artefact(name):
         return _open_exported(name, weights, pretrained)
-    check_pretrained_option(name, weights, pretrained)
+    check_pretrained_option([name], weights, pretrained)
     recipe = _recipe_of(name)
     if recipe and recipe.get("mask"):
         raise UserError(

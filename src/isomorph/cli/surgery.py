@@ -11,6 +11,7 @@ from isomorph.cli.options import (
     Json,
     MaxImages,
     Overwrite,
+    Pretrained,
     Weights,
     WholeNumber,
     check_limits,
@@ -39,6 +40,7 @@ def verify(
     /,
     *,
     weights: Weights = None,
+    pretrained: Pretrained = True,
     checkpoint: CheckpointOptions = CheckpointOptions(),  # noqa: B008 (cyclopts takes its fields for options)
     size: Sizes = None,
     batch: WholeNumber = 2,
@@ -76,11 +78,14 @@ def verify(
         Largest absolute difference allowed; by default that of the rule that made OTHER.
     """
     with loading():
+        from isomorph.checkpoints.open import check_pretrained_option
         from isomorph.cli.comparison_inputs import comparison_inputs
         from isomorph.cli.open_models import open_given
         from isomorph.surgery import compare_outputs
     both = [original, other]
-    first, second = open_given(original, checkpoint, weights, among=both), open_given(other, checkpoint, among=both)
+    check_pretrained_option(both, weights, pretrained)
+    first = open_given(original, checkpoint, weights, pretrained, both)
+    second = open_given(other, checkpoint, None, pretrained, both)
     inputs = comparison_inputs(first, data, root, batch, max_images, size or ())
     what = f"images of {data}" if data else "random"
     report = compare_outputs(first, second, inputs, atol, seeds or [1], what)

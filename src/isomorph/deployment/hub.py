@@ -23,7 +23,8 @@ import isomorph.deployment.model_card as cards
 from isomorph.checkpoints.files import read_header, write_atomically
 from isomorph.checkpoints.hub import CONFIG, LOG_IN, WEIGHTS, describe_hub_error
 from isomorph.checkpoints.model import save
-from isomorph.checkpoints.rebuild import is_same_network, rebuild
+from isomorph.checkpoints.rebuild import rebuild
+from isomorph.checkpoints.same_network import is_same_network
 from isomorph.deployment.artefact import Artefact, NamedArtefact, open_image_artefact
 from isomorph.deployment.artefact_card import artefact_card
 from isomorph.errors import UserError

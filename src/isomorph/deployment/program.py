@@ -81,20 +81,29 @@ def trace(model: nn.Module, shapes: ExportShapes | NamedShapes) -> ExportedProgr
     """
     images, named = shapes.example()
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
-    try:
-        with quiet():
-            dynamic = axes if named else tuple(axes.values())
-            program = torch.export.export(model, images, named, dynamic_shapes=dynamic)
-    except UserError:
-        raise
-    except Exception as error:  # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-        raise UserError(f"torch.export cannot trace the model: {name_failure(error)}{_advice(shapes)}") from error
+    # tracing runs the model's code, and raises whatever that raises with symbolic sizes
+    with quiet(), explain_failure("torch.export cannot trace the model", shapes):
+        dynamic = axes if named else tuple(axes.values())
+        program = torch.export.export(model, images, named, dynamic_shapes=dynamic)
     if (outputs := len(program.graph_signature.user_outputs)) != 1:
         raise UserError(f"the model returns {outputs} tensors; export a model with one output")
+    if not program.call_spec.out_spec.is_leaf():
+        raise UserError("the model returns its tensor in a list, tuple or dict; export a model that returns a tensor")
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, GraphModule)]
     for node in (node for graph in graphs for node in graph.nodes):  # the stack traces name folders of this machine
         node.meta.pop("stack_trace", None)
     return program
+
+
+@contextmanager
+def explain_failure(what: str, shapes: ExportShapes | NamedShapes) -> Iterator[None]:
+    """Raise errors within the block as UserError: what failed, the operator at fault, and what to try."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {name_failure(error)}{_advice(shapes)}") from error
 
 
 def _advice(shapes: ExportShapes | NamedShapes) -> str:

@@ -229,8 +229,8 @@ def _check_images(images: object, shapes: ExportShapes) -> None:
         or images.shape[1] != channels
         or any((side - own) % multiple if any_size else side != own for side, own in sides)
     ):
-        other = f", or heights and widths in steps of {multiple}" if any_size else ""
-        raise UserError(f"calibration images have shape {given}, the model takes {wanted}{other}")
+        steps, more = f", or heights and widths in steps of {multiple}", '; give dynamic="batch,size" for other sizes'
+        raise UserError(f"calibration images have shape {given}, the model takes {wanted}{steps if any_size else more}")
     if not images.isfinite().all():
         raise UserError("calibration images have values that are not finite")
 

@@ -25,12 +25,16 @@ Shape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class ExportShapes:
-    """The shapes of an export. `size_multiple`: height and width differ from the model's own by multiples of it."""
+    """The shapes of an export. `size_multiple`: height and width differ from the model's own by multiples of it.
+
+    The last `near` checks are on sizes that a smaller multiple would not include.
+    """
 
     dynamic: tuple[str, ...]
     trace: Shape
     checks: tuple[Shape, ...]
     size_multiple: int | None = None
+    near: int = 0
     names: ClassVar[tuple[str, ...]] = ("images",)
     output: ClassVar[str] = "logits"
 
@@ -73,7 +77,7 @@ def parse_dynamic(dynamic: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def plan_shapes(
-    model: nn.Module, dynamic: str | Iterable[str] = "batch", size: ImageSize | None = None
+    model: nn.Module, dynamic: str | Iterable[str] = "batch", size: ImageSize | None = None, least_multiple: int = 1
 ) -> ExportShapes:
     """Choose the shapes to trace and check a model on, at the given size (height, width) or its own.
 
@@ -89,19 +93,34 @@ def plan_shapes(
     if "size" not in names:
         checks = tuple((batch, channels, height, width) for batch in batches)
         return ExportShapes(names, checks[1], checks)
-    multiple, step = _size_steps(model, channels, height, width)
+    multiple, step = _size_steps(model, channels, height, width, least_multiple)
     sides = ((height, width), (height, width + step), (height + step, width))
     shapes = tuple((batch, channels, *hw) for batch, hw in zip(batches, sides, strict=True))
-    return ExportShapes(names, shapes[1], shapes, multiple)
+    near = _near_sizes(model, channels, height, width, multiple, step)
+    checks = shapes + tuple((batches[1], *size) for size in near)
+    return ExportShapes(names, shapes[1], checks, multiple, len(near))
 
 
-def _size_steps(model: nn.Module, channels: int, height: int, width: int) -> tuple[int, int]:
+def _near_sizes(
+    model: nn.Module, channels: int, height: int, width: int, multiple: int, far: int
+) -> list[tuple[int, int, int]]:
+    """Return a larger and a smaller size that differ from the model's own by odd multiples, those that it takes.
+
+    The traced graph has no branches: where a network pads maps of odd size, it is right for even ones alone.
+    """
+    if multiple == far:
+        return []
+    sizes = [(channels, height + way, width + way) for way in (multiple, multiple - far)]
+    return [size for size in sizes if min(size) > 0 and not input_size_problem(model, size)]
+
+
+def _size_steps(model: nn.Module, channels: int, height: int, width: int, least: int) -> tuple[int, int]:
     """Return the smallest step between sizes that the model takes, and the step for traced images, a multiple of it.
 
     Raises: UserError when the model takes only its own size.
     """
-    problem = ""
-    for step in _steps(model):
+    problem = "the exported graph would be wrong for other sizes"
+    for step in (each for each in _steps(model) if each >= least):
         far = step * -(-_TRACE_STEP // step)
         sizes = [(channels, height, width + step), (channels, height + far, width), (channels, height, width + far)]
         problem = next(filter(None, (input_size_problem(model, other) for other in sizes)), "")
