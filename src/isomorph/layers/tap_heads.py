@@ -237,7 +237,7 @@ class PositionHeads(TapHeads):
         if not deviation <= atol:
             raise ValueError(
                 f"this {type(self).__name__} is no longer a convolution: the relative deviation is {deviation:.2g}, "
-                f"above {atol:g}; keep it as attention, or call set_gating with a higher gate and locality"
+                f"above {atol:g}; keep it as attention, or give a larger atol, which changes the outputs"
             )
         return conv
 

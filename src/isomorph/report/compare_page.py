@@ -59,7 +59,8 @@ def _read_jsonl(path: Path) -> tuple[LogRows, str]:
 
 def _read_run(folder: Path) -> RunLog:
     if not folder.is_dir():
-        raise UserError(f"{folder} is not the folder of a run")
+        what = "it is a file" if folder.exists() else "it does not exist"
+        raise UserError(f"{folder} is not the folder of a run: {what}")
     (epochs, a), (steps, b), (monitor, c) = (
         _read_jsonl(folder / f"{name}.jsonl") for name in ("log", "steps", "monitor")
     )

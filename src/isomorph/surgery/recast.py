@@ -213,7 +213,8 @@ def check_model(model: object) -> None:
     Raises: UserError otherwise.
     """
     if not isinstance(model, nn.Module):
-        raise UserError(f"{model!r} is not a model; create it first, with timm.create_model")
+        shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
+        raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
 
 
 def rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:
@@ -281,7 +282,8 @@ def recast(model: nn.Module, rule: Rule, where: Where = "*") -> nn.Module:
     Args:
         model: any model; timm's, isomorph's or your own.
         rule: such as `ConvToGPSA(init="exact")`; see `Rule`.
-        where: a glob over module names ("layer3.*.conv?"), several, or a function `(name, module) -> bool`.
+        where: a glob over module names ("layer3.*.conv?"), several, or a function `(name, module) -> bool`; by default
+            every module that the rule accepts.
 
     Raises: UserError as in `targets`, or if hooks or patched methods of a target would be lost.
 

@@ -86,10 +86,16 @@ class VerifyReport:
     @property
     def passed(self) -> bool:
         """True if every difference is finite and within the tolerance."""
-        outputs = [(max(row.fp32, row.fp64), row.scale) for row in self.inputs]
-        modules = [(row.deviation, row.scale) for row in self.targets]
+        return self._outputs_agree and all(self._is_within(row.deviation, row.scale) for row in self.targets)
+
+    @property
+    def _outputs_agree(self) -> bool:
+        """True if every difference of the models' outputs is finite and within the tolerance."""
         finite = math.isfinite(self.fp32 + self.fp64)
-        return finite and all(difference <= self.atol * max(1.0, scale) for difference, scale in outputs + modules)
+        return finite and all(self._is_within(max(row.fp32, row.fp64), row.scale) for row in self.inputs)
+
+    def _is_within(self, difference: float, scale: float) -> bool:
+        return difference <= self.atol * max(1.0, scale)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON."""
@@ -99,8 +105,10 @@ class VerifyReport:
         verdict = "equal" if self.passed else "NOT equal"
         largest = _max_or_inf(row.scale for row in self.inputs)
         share = f", of outputs up to {largest:.3g}" if largest > 1 else ""
+        hidden = "" if self.passed or not self._outputs_agree else ", but modules differ"
         lines = [
-            f"{verdict} within {self.atol:g}: max |diff| {self.fp32:.3g} (float32), {self.fp64:.3g} (float64){share}"
+            f"{verdict} within {self.atol:g}: "
+            f"max |diff| {self.fp32:.3g} (float32), {self.fp64:.3g} (float64){share}{hidden}"
         ]
         lines += [f"  {row}" for row in self.inputs]
         if self.targets:
@@ -176,12 +184,11 @@ def compare_outputs(
     models = {
         dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
     }
-    return VerifyReport(
-        atol=atol,
-        inputs=tuple(_input_deviation(models, batch, name) for name, batch in named),
-        targets=_target_deviations(*models[torch.float64], _cast(batches[0], torch.float64)),
-        notes=new_notes,
-    )
+    rows = tuple(_input_deviation(models, batch, name) for name, batch in named)
+    if not all(math.isfinite(row.scale) for row in rows):
+        new_notes += ("outputs of the original are not finite; check the inputs, and the original's weights",)
+    targets = _target_deviations(*models[torch.float64], _cast(batches[0], torch.float64))
+    return VerifyReport(atol=atol, inputs=rows, targets=targets, notes=new_notes)
 
 
 def verify(
