@@ -149,18 +149,18 @@ def _compare(
 ) -> VerifyReport:
     """Return the deviation of a file's contents from the model. Raises: UserError when it cannot be run.
 
-    On a near size of `ExportShapes` that it cannot be run on, the deviation is infinite.
+    If it cannot be run on a near size of `ExportShapes`, the deviation is infinite on all of these.
     """
     progress("comparing")
     artefact, examples = load_artefact(contents, kind), shapes.examples()
     first_near = len(examples) - getattr(shapes, "near", 0)
     with explain_failure("the exported model does not run", shapes):
         rows = compare_artefact(model, artefact, examples[:first_near], atol).inputs
-    for example in examples[first_near:]:
-        try:
-            rows += compare_artefact(model, artefact, [example], atol).inputs
-        except Exception:  # runtimes raise many types for sizes that a graph does not take
-            rows += (InputDeviation(example[0], math.inf, math.inf, 0.0),)
+    near = examples[first_near:]
+    try:
+        rows += compare_artefact(model, artefact, near, atol).inputs
+    except Exception:  # runtimes raise many types for sizes that a graph does not take
+        rows += tuple(InputDeviation(shape, math.inf, math.inf, 0.0) for shape, _ in near)
     return VerifyReport(atol, rows, ())
 
 
