@@ -11,6 +11,8 @@ import onnxruntime
 import pytest
 import timm
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import isomorph as iso
 from command_line import isomorph, refusal
@@ -221,3 +223,44 @@ def test_the_command_refuses_in_one_line(case, tmp_path):
     text = refusal(isomorph("quantize", "cifar_resnet20", "--no-pretrained", *options, folder=tmp_path))
     assert message in text
     assert [path.name for path in tmp_path.iterdir()] == ["old.onnx"]
+
+
+class PadsToPairs(nn.Module):
+    """Pools pairs of columns, after it has padded an odd width: another graph for odd widths."""
+
+    pretrained_cfg = dict(input_size=(3, 16, 16))
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return F.avg_pool2d(F.pad(x, (0, 1)) if x.shape[3] % 2 else x, 2).mean((2, 3))
+
+
+def test_sizes_that_take_another_way_through_the_model_are_not_claimed(tmp_path):
+    path, images = tmp_path / "m.onnx", torch.randn(8, 3, 16, 16)
+    iso.quantize(PadsToPairs().eval(), [images, images[:0]], path, weights_only=True, dynamic="batch,size")
+    artefact = iso.deployment.open_artefact(path)
+    assert artefact(torch.randn(2, 3, 20, 14)).shape == (2, 8)
+    with pytest.raises(iso.UserError, match="multiples of 2"):
+        artefact(torch.randn(2, 3, 20, 15))
+    with pytest.raises(iso.UserError, match="no calibration images"):
+        iso.quantize(PadsToPairs().eval(), [images[:0]], tmp_path / "n.onnx")
+    with pytest.raises(iso.UserError, match=r"'linear' in float_layers matches no layer"):
+        iso.quantize(PadsToPairs().eval(), [images], tmp_path / "n.onnx", float_layers="linear")
+
+
+def test_what_is_not_a_model_is_said_by_its_class(tmp_path):
+    state = timm.create_model("cifar_resnet20").state_dict()
+    for call in (
+        lambda: iso.quantize(state, [torch.zeros(1, 3, 32, 32)], tmp_path / "m.onnx"),
+        lambda: iso.export(state, tmp_path / "m.onnx"),
+        lambda: iso.save(state, tmp_path / "m.safetensors"),
+        lambda: iso.recast(state, iso.ConvToGPSA()),
+    ):
+        with pytest.raises(iso.UserError, match=r"^OrderedDict is not a model; create it first"):
+            call()
+    with pytest.raises(iso.UserError, match=r"size 32 must be a height and a width"):
+        iso.export(timm.create_model("cifar_resnet20"), tmp_path / "m.onnx", size=32)

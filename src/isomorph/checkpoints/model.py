@@ -14,6 +14,7 @@ from isomorph.checkpoints.unpickle import short_reason
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.notes import add_notes
+from isomorph.surgery.recast import check_model
 
 
 def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | None = None) -> None:
@@ -36,6 +37,7 @@ def save(model: nn.Module, path: str | Path, base: dict[str, Any] | nn.Module | 
     >>> iso.load("tcnn.safetensors").layer3[0].conv1.__class__.__name__
     'GPSA2d'
     """
+    check_model(model)
     model = unwrap_compiled(model)
     if Path(path).suffix != ".safetensors":
         raise UserError(f"{path} must end in .safetensors")

@@ -26,10 +26,12 @@ from isomorph.output_files import require_writable
 from isomorph.surgery import NotEqual, VerifyReport
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import Inputs, run_model
+from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import InputDeviation
 
 ATOL = 1e-4
 """Largest deviation of an artefact from its model, relative to the largest output where that is above 1."""
+_Shapes = ExportShapes | NamedShapes
 Progress = Callable[[str], None]
 """Called with the name of each step."""
 
@@ -109,6 +111,7 @@ def export(
     path, dynamic = Path(path), parse_dynamic(dynamic)
     kind = check_format(path, opset)
     check_destination(path, overwrite)
+    check_model(model)
     model = unwrap_compiled(model)
     if kind == "onnx":
         require_packages()
@@ -117,12 +120,7 @@ def export(
     model, shapes = _plan(model, dynamic, size)
     progress("fusing")
     prepared = prepare(model)
-    contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
-    deviation = _compare(model, contents, kind, shapes, atol, progress)
-    while _fails_near(deviation, shapes):  # the traced graph is right for multiples of a larger number alone
-        model, shapes = _plan(model, dynamic, size, shapes.size_multiple + 1)  # type: ignore[operator]
-        contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
-        deviation = _compare(model, contents, kind, shapes, atol, progress)
+    shapes, contents, deviation = encode(prepared, model, kind, shapes, opset, atol, progress)
     if not deviation.passed:
         raise NotEqual(deviation)
     progress("writing")
@@ -134,18 +132,40 @@ def export(
     return ExportReport(*about)
 
 
-def _plan(
-    model: nn.Module, dynamic: tuple[str, ...], size: ImageSize | None, least_multiple: int = 1
-) -> tuple[nn.Module, ExportShapes | NamedShapes]:
+def _plan(model: nn.Module, dynamic: tuple[str, ...], size: ImageSize | None) -> tuple[nn.Module, _Shapes]:
     """Return the model, fitted to a size of images, and the inputs to trace and check it on."""
     if takes_named_inputs(model):
         return model, plan_inputs(model, dynamic, size)
     model = fit_to_size(model, size) if size else model
-    return model, plan_shapes(model, dynamic, size, least_multiple)
+    return model, plan_shapes(model, dynamic, size)
+
+
+def encode(
+    prepared: nn.Module,
+    model: nn.Module,
+    kind: str,
+    shapes: _Shapes,
+    opset: int | None = None,
+    atol: float = ATOL,
+    progress: Progress = lambda step: None,
+) -> tuple[_Shapes, bytes, VerifyReport]:
+    """Return the contents of the file of a prepared model, the shapes that it is right for, and its deviation.
+
+    A traced graph has no branches. Where it deviates on sizes near the model's own only, the network takes another way
+    for these: the graph is traced again for multiples of a larger number.
+
+    Raises: UserError when the model cannot be exported, or the graph is wrong for all other sizes.
+    """
+    while True:
+        contents = _encode(prepared, model, kind, shapes, check_opset(opset), progress)
+        deviation = _compare(model, contents, kind, shapes, atol, progress)
+        if not (isinstance(shapes, ExportShapes) and _fails_near(deviation, shapes)):
+            return shapes, contents, deviation
+        shapes = plan_shapes(model, shapes.dynamic, shapes.checks[0][2:], (shapes.size_multiple or 1) + 1)
 
 
 def _compare(
-    model: nn.Module, contents: bytes, kind: str, shapes: ExportShapes | NamedShapes, atol: float, progress: Progress
+    model: nn.Module, contents: bytes, kind: str, shapes: _Shapes, atol: float, progress: Progress
 ) -> VerifyReport:
     """Return the deviation of a file's contents from the model. Raises: UserError when it cannot be run.
 
@@ -153,7 +173,7 @@ def _compare(
     """
     progress("comparing")
     artefact, examples = load_artefact(contents, kind), shapes.examples()
-    first_near = len(examples) - getattr(shapes, "near", 0)
+    first_near = len(examples) - (shapes.near if isinstance(shapes, ExportShapes) else 0)
     with explain_failure("the exported model does not run", shapes):
         rows = compare_artefact(model, artefact, examples[:first_near], atol).inputs
     near = examples[first_near:]
@@ -164,10 +184,11 @@ def _compare(
     return VerifyReport(atol, rows, ())
 
 
-def _fails_near(deviation: VerifyReport, shapes: ExportShapes | NamedShapes) -> bool:
-    """True if an artefact deviates from its model on the near sizes of `ExportShapes` only."""
-    near = getattr(shapes, "near", 0)
-    return near > 0 and replace(deviation, inputs=deviation.inputs[:-near]).passed and not deviation.passed
+def _fails_near(deviation: VerifyReport, shapes: ExportShapes) -> bool:
+    """True if an artefact deviates from its model on the near sizes only."""
+    if deviation.passed or not shapes.near:
+        return False
+    return replace(deviation, inputs=deviation.inputs[: -shapes.near]).passed
 
 
 def check_format(path: Path, opset: int | None = None) -> str:
@@ -192,7 +213,7 @@ def _encode(
     prepared: nn.Module,
     model: nn.Module,
     kind: str,
-    shapes: ExportShapes | NamedShapes,
+    shapes: _Shapes,
     opset: int,
     progress: Progress,
 ) -> bytes:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isomorph.checkpoints.files import write_atomically
 from isomorph.deployment.artefact import load_artefact
-from isomorph.deployment.export import ATOL, Progress, check_destination
+from isomorph.deployment.export import ATOL, Progress, check_destination, encode
 from isomorph.deployment.extra import require_packages
 from isomorph.deployment.metadata import describe
 from isomorph.deployment.onnx_model import add_metadata, check_onnx_size, check_opset, convert
@@ -30,6 +30,7 @@ from isomorph.evaluation import measure_speeds
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.equalize import equalize_channels
 from isomorph.surgery.quantization_noise import sqnr
+from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import verify
 from isomorph.surgery.where import nearest_names
 
@@ -50,7 +51,7 @@ def quantize(
     *,
     weights_only: bool = False,
     equalize: bool = True,
-    float_layers: Sequence[str] = (),
+    float_layers: str | Sequence[str] = (),
     weight_bits: int | None = None,
     dynamic: str | Iterable[str] = "batch",
     opset: int | None = None,
@@ -70,7 +71,7 @@ def quantize(
         weights_only: Keep activations in float: a small file that computes as fast as float, not faster.
         equalize: Rescale channels first where rounding then loses less, which keeps the function; see
             `iso.surgery.equalize`.
-        float_layers: Globs over names of layers that stay in float.
+        float_layers: Glob or globs over names of layers that stay in float.
         weight_bits: 7 or 8. With 7, sums of products also fit into 16 bits, as processors without VNNI add them; it is
             the default, and 8 with `weights_only`, where nothing is added in integers.
         dynamic: Axes that stay open: "batch", "batch,size" (also height and width) or "none".
@@ -94,14 +95,16 @@ def quantize(
     bits = _check_options(path, weights_only, weight_bits)
     check_destination(path, overwrite)
     require_packages()
+    check_model(model)
     model = unwrap_compiled(model)
     check_onnx_size(model)
-    shapes = plan_shapes(model, dynamic)
-    progress("reading calibration images")
-    batches = calibration_batches(calibration_loader, shapes)
     progress("fusing")
     prepared = prepare(model)
+    shapes = _exported_shapes(model, prepared, dynamic, opset)
+    progress("reading calibration images")
+    batches = calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
+    float_layers = [float_layers] if isinstance(float_layers, str) else float_layers
     check_globs(float_layers, [name for name, _ in prepared.named_modules() if name])
     equalized: _Names = ()
     if equalize:
@@ -194,6 +197,15 @@ def _check_options(path: Path, weights_only: bool, bits: int | None) -> int:
     return bits or (8 if weights_only else 7)
 
 
+def _exported_shapes(
+    model: nn.Module, prepared: nn.Module, dynamic: str | Iterable[str], opset: int | None
+) -> ExportShapes:
+    """Return the shapes that the graph of a prepared model is right for. Raises: UserError as `encode`."""
+    shapes = plan_shapes(model, dynamic)
+    right: Any = encode(prepared, model, "onnx", shapes, opset)[0] if shapes.near else shapes
+    return right
+
+
 def calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
     """Return the images of a loader, batch by batch.
 
@@ -205,8 +217,9 @@ def calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Ten
     for batch in loader:
         images = batch[0] if isinstance(batch, tuple | list) else batch
         _check_images(images, shapes)
-        batches.append(images.detach().cpu().float())
-    if not sum(map(len, batches)):
+        if len(images):
+            batches.append(images.detach().cpu().float())
+    if not batches:
         raise UserError("there are no calibration images; give a loader with at least one batch")
     if "batch" not in shapes.dynamic:
         return [image for batch in batches for image in batch.split(1)]

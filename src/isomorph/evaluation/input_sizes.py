@@ -91,7 +91,9 @@ def _adapt_channels(config: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _check_size(size: ImageSize) -> None:
-    """Raise a UserError for a size below 1."""
+    """Raise a UserError for a size that is not a height and a width of at least 1."""
+    if not (isinstance(size, Sequence) and len(size) == 2 and all(isinstance(side, int) for side in size)):
+        raise UserError(f"size {size!r} must be a height and a width in pixels, like (224, 224)")
     if min(size) < 1:
         raise UserError(f"a size of {size[0]} x {size[1]} has no pixels; give positive sizes")
 
