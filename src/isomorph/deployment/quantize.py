@@ -96,11 +96,9 @@ def quantize(
     check_destination(path, overwrite)
     require_packages()
     check_model(model)
-    model = unwrap_compiled(model)
-    check_onnx_size(model)
+    check_onnx_size(model := unwrap_compiled(model))
     progress("fusing")
-    prepared = prepare(model)
-    shapes = _exported_shapes(model, prepared, dynamic, opset)
+    prepared, shapes = _prepare(model, dynamic, opset)
     progress("reading calibration images")
     batches = calibration_batches(calibration_loader, shapes)
     verify(copy.deepcopy(model).cpu(), prepared, batches[0][:2], ATOL)
@@ -120,8 +118,7 @@ def quantize(
     graphs = Graphs(before, after, kept, prepared)
     report = _report(graphs, batches, shapes, path=str(path), weight_bits=bits, equalized=equalized)
     progress("writing")
-    contents = after.SerializeToString()
-    write_atomically(path, lambda file: file.write_bytes(contents))
+    write_atomically(path, lambda file: file.write_bytes(after.SerializeToString()))
     return report
 
 
@@ -197,13 +194,11 @@ def _check_options(path: Path, weights_only: bool, bits: int | None) -> int:
     return bits or (8 if weights_only else 7)
 
 
-def _exported_shapes(
-    model: nn.Module, prepared: nn.Module, dynamic: str | Iterable[str], opset: int | None
-) -> ExportShapes:
-    """Return the shapes that the graph of a prepared model is right for. Raises: UserError as `encode`."""
-    shapes = plan_shapes(model, dynamic)
+def _prepare(model: nn.Module, dynamic: str | Iterable[str], opset: int | None) -> tuple[nn.Module, ExportShapes]:
+    """Return the fused model, and the shapes that its graph is right for. Raises: UserError as `encode`."""
+    prepared, shapes = prepare(model), plan_shapes(model, dynamic)
     right: Any = encode(prepared, model, "onnx", shapes, opset)[0] if shapes.near else shapes
-    return right
+    return prepared, right
 
 
 def calibration_batches(loader: Iterable[Any], shapes: ExportShapes) -> list[Tensor]:
