@@ -1,6 +1,7 @@
 """The networks of the TDRL study by name: small ViTs, ResNet-20 and MobileOne-S0, plain, with pyramids or branches."""
 
 from dataclasses import replace
+from fnmatch import fnmatch
 
 import timm
 import torch
@@ -10,7 +11,10 @@ from timm.utils.model import reparameterize_model
 from torch import Tensor, nn
 
 import isomorph as iso
+from isomorph.layers.pyramid import Pyramid
+from isomorph.layers.tokens import parse_statistics
 from isomorph.models.tdrl_vit import PYRAMID_LAYERS
+from isomorph.surgery.mobileone import CombinedBlock
 
 PARTS = {
     "qkv": PYRAMID_LAYERS[:1],
@@ -20,8 +24,12 @@ PARTS = {
     "qkv-fc1": PYRAMID_LAYERS[:2],
 }
 BLOCKS = ("stem", "stages.?.?", "stages.?.??")
-EARLY, LATE = ("stem", "stages.[01].?", "stages.[01].??"), ("stages.[23].?", "stages.[23].??")
-"""MobileOne's blocks on large maps, and those on small ones."""
+SAMPLED = {
+    "early": ("stem", "stages.[01].?", "stages.[01].??"),
+    "depthwise": ("stem", "stages.?.[02468]", "stages.?.1[02468]"),
+    "pointwise": ("stages.?.[13579]", "stages.?.1[13579]"),
+}
+"""MobileOne's blocks on large maps, its 3x3 blocks, and its 1x1 blocks."""
 CONVOLUTIONS = {"cifar_resnet20": ("layer?.*.conv?",), "mobileone_s0": BLOCKS}
 PATCH = {"vit": 8, "vit patch 4": 4}
 """The ViTs by name, with the height and width of their patches: 16 and 64 tokens."""
@@ -32,8 +40,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
 
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
-    otherwise), one of `PARTS`, a fraction for `statistics`, early, which measures all tokens in MobileOne's last two
-    stages, and xavier, which initialises the other layers as pyramids are.
+    otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
+    measured, and xavier, which initialises the other layers as pyramids are.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
@@ -53,9 +61,20 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     statistics = next((option for option in options if "/" in option), "all")
     where = CONVOLUTIONS.get(network, part)
     rule = iso.LinearToPyramid(layout, init=init, rectify=rectify, statistics=statistics)
-    if "early" in options:
-        return iso.recast(iso.recast(model, rule, EARLY), replace(rule, statistics="all"), LATE)
+    if sampled := next((SAMPLED[option] for option in options if option in SAMPLED), None):
+        wide = iso.recast(model, replace(rule, statistics="all"), where)
+        return with_statistics(wide, statistics, sampled)
     return iso.recast(model, rule, where=where)
+
+
+def with_statistics(model: nn.Module, statistics: str, where: tuple[str, ...]) -> nn.Module:
+    """Let the pyramids of the modules that match a pattern measure covariances on this part of the batch."""
+    for name, module in model.named_modules():
+        if any(fnmatch(name, pattern) for pattern in where):
+            for each in module.modules():
+                if isinstance(each, CombinedBlock | Pyramid):
+                    each.statistics = parse_statistics(statistics)
+    return model
 
 
 class PatchProjection(nn.Conv2d):

@@ -200,7 +200,8 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
         rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}
         stages += [[Arm(form=form, epochs=4, lr=rates[form], seed=seed, **convs) for form in kinds for seed in seeds]]
     stages += [[Arm(form="P-W2S", epochs=4, lr=rate, seed=0, **convs) for rate in RATES[3:6]]]
-    stages += [[Arm(form="P-W2S 1/4 early", epochs=4, lr=4e-3, seed=0, **convs)]]  # all tokens in blocks on small maps
+    for sampled in ("early", "depthwise", "pointwise"):  # all tokens in the other blocks
+        stages += [[Arm(form=f"P-W2S 1/4 {sampled}", epochs=4, lr=4e-3, seed=0, **convs)]]
     return [list(dict.fromkeys(stage)) for stage in stages]
 
 

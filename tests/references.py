@@ -197,10 +197,10 @@ def pyramid(layer, x):
 class SampledStatistics:
     """Mean and variance of h, an affine map of x, when the covariance of x is measured on a part T of the tokens.
 
-    m and v are the mean and variance of each x_i over all tokens. Values that vary more in T are scaled towards m;
-    where they vary less, the missing variance is added:
+    m and v are the mean and variance of each x_i over all M tokens. The values in T, of N tokens, are scaled to this
+    variance, up to a factor; the variance that is then missing is added:
 
-        s_i = mean over T of (x_i - m_i)^2,  t = m + min(1, sqrt(v / s)) (x - m) for x in T
+        s_i = mean over T of (x_i - m_i)^2,  t = m + sqrt(min(M / N, v / s)) (x - m) for x in T
         mean(h) = h(m),  var(h) = mean of (h(t) - h(m))^2 + sum_i (v_i - mean of (t_i - m_i)^2) (dh / dx_i)^2
 
     `drawn` numbers the tokens of T in the order of the batch. `rows` are what h is computed for: all t, m, every unit
@@ -210,7 +210,7 @@ class SampledStatistics:
     def __init__(self, x, drawn):
         mean, variance = x.mean(0), x.var(0, unbiased=False)
         part = x[drawn] - mean
-        part = mean + part * (variance / part.square().mean(0)).clamp(max=1).sqrt()
+        part = mean + part * (variance / part.square().mean(0)).clamp(max=len(x) / len(drawn)).sqrt()
         lack = variance - (part - mean).square().mean(0)
         units = torch.eye(mean.numel(), dtype=x.dtype).unflatten(1, mean.shape)
         self.rows = torch.cat([part, mean[None], units, 0 * mean[None]])

@@ -89,7 +89,7 @@ def test_channels_that_are_zero_in_the_part_do_not_explode(kernel_size):
     limit = layer.branches[0](x).abs().max()  # normalised by the variances of all tokens
     for seed in range(8):
         torch.manual_seed(seed)
-        assert layer(x).abs().max() < 3 * limit
+        assert layer(x).abs().max() < 10 * limit  # with variances of the part: up to 23 times
 
 
 def test_joint_pyramids_share_the_part():

@@ -6,13 +6,15 @@ BatchNorm would multiply its values in the other tokens by 1 / sqrt(eps). With t
 value over all tokens, the covariance is therefore
 
     S = D S_T D + diag(v - diag(D S_T D)),    S_T = mean over T of (x - m)(x - m)^T,
-    D_ii = min(1, sqrt(v_i / (S_T)_ii))
+    D_ii = sqrt(min(M / N, v_i / (S_T)_ii))
 
-so that S_ii = v_i. Only the covariances between different values come from T. Where a value varies less in T than over
-all tokens, the missing variance is added to the diagonal, as if it were independent of the other values. A sum of
-several values can still have too small a variance.
+so that S_ii = v_i. Only the correlations of different values come from T. No value can vary more in T than M / N times
+as much as over all tokens; one that varies less than N / M times as much is scaled by M / N only, and the variance that
+is then missing is added to the diagonal, as if it were independent of the other values. A sum of several values can
+still have too small a variance.
 
-Letters: M tokens, n taps of a patch, G groups of c channels, C = G c. Axes of size 1 for n and G are left out.
+Letters: M tokens, N of them in T, n taps of a patch, G groups of c channels, C = G c. Axes of size 1 for n and G are
+left out.
 """
 
 import math
@@ -100,16 +102,18 @@ def measure_marginals(
     return source, (mean + level * share).view(near.shape), variance.view(near.shape)
 
 
-def complete_covariance(covariance: Tensor, part_mean: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+def complete_covariance(covariance: Tensor, part_mean: Tensor, mean: Tensor, variance: Tensor, limit: float) -> Tensor:
     """Return S of the module docstring from covariance and mean of the part, and mean and variance of all tokens.
+
+    `limit` is M / N.
 
     Shape: (G, n c, n c), (G, n c), (G, n c), (G, n c) -> (G, n c, n c)
     """
     gap = part_mean - mean
     covariance = covariance + gap.unsqueeze(-1) * gap.unsqueeze(-2)
     own, variance = covariance.diagonal(dim1=-2, dim2=-1), variance.clamp(min=0)
-    larger = own > variance  # so the divisor is above 0
-    ratio = (variance / torch.where(larger, own, 1.0)).clamp(min=torch.finfo(own.dtype).eps)
-    scale = torch.where(larger, ratio.sqrt(), 1.0)  # D
+    enough = limit * own > variance  # so the divisor is above 0
+    ratio = (variance / torch.where(enough, own, 1.0)).clamp(min=torch.finfo(own.dtype).eps)
+    scale = torch.where(enough, ratio.sqrt(), math.sqrt(limit))  # D
     covariance = scale.unsqueeze(-1) * covariance * scale.unsqueeze(-2)
     return covariance + torch.diag_embed(variance - covariance.diagonal(dim1=-2, dim2=-1))

@@ -162,7 +162,7 @@ def measure_moments(x: Tensor, window: Window | None = None, group: Any = None, 
         if part < 1:
             part_mean = mean
             source, mean, variance = measure_marginals(x, source, window, mean, total, group)
-            covariance = complete_covariance(covariance, part_mean, mean, variance)
+            covariance = complete_covariance(covariance, part_mean, mean, variance, total / max(count, 1))
     return Moments(source, mean, covariance, None if centring else mean, total)
 
 
