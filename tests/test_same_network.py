@@ -104,3 +104,11 @@ def test_names_of_other_classes_are_dropped(tmp_path):
     assert "label_names" not in iso.load(path).pretrained_cfg
     iso.save(timm.create_model("cifar_resnet20"), path)
     assert len(iso.load(path).pretrained_cfg["label_names"]) == 10
+
+
+def test_a_run_on_another_image_size_is_no_difference(tmp_path):
+    model = timm.create_model(**{**VIT, "img_size": 64}, dynamic_img_size=True)
+    for rule in (iso.AttentionToGPSA(), iso.AttentionToRefined(), iso.AttentionToRelative()):
+        new = iso.recast(model, rule, "blocks.0.attn").eval()
+        new(torch.randn(1, 3, 32, 96))
+        assert_round_trip(new, tmp_path / f"{type(rule).__name__}.safetensors", size=64)

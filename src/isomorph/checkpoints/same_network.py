@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing"})
-"""Attributes that change neither what a model computes nor how it is trained."""
+_WITHOUT_EFFECT = frozenset({"training", "fused_attn", "grad_checkpointing", "grid_size", "token_grid"})
+"""Attributes that change neither what a model computes nor how it is trained; grids follow the last image."""
 
 
 def is_same_network(model: nn.Module, twin: nn.Module) -> bool:
