@@ -1,7 +1,8 @@
 """Train many small networks of one form at once, which keeps a GPU busy that a single small network cannot.
 
 The weights of all networks are stacked and run by `torch.func.vmap`; one training step of the whole stack (batch,
-forward, backward, AdamW) is one CUDA graph. On a CPU the same step runs without a graph. All images stay on the device.
+forward, backward, optimiser) is one CUDA graph. On a CPU the same step runs without a graph. All images stay on the
+device.
 
 Letters: K networks (arms) in the stack, S seeds among them, B images in a batch, P parameters.
 """
@@ -18,6 +19,7 @@ from multiprocessing import get_context
 import numpy as np
 import torch
 import torch.nn.functional as F
+from timm.optim import Lamb
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
@@ -32,12 +34,19 @@ PAD = 4
 KINDS = ("branches", "pyramids", "decayed", "undecayed")
 """Kinds of parameters: pyramid weights before a BatchNorm, other pyramid weights, other weights, biases and norms."""
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "lamb": Lamb,
+}
+
 
 @dataclass(frozen=True)
 class Arm:
     """One training run. Factors multiply the learning rate or the weight decay of a kind of parameters.
 
-    `fuse_at` is the share of the epochs after which pyramids are fused; `tf32` allows it on a GPU.
+    `fuse_at` is the share of the epochs after which pyramids are fused; `tf32` allows it on a GPU. `optimizer` is
+    "adamw", or on a CPU also "sgd", with momentum 0.9, and "lamb".
     """
 
     network: str
@@ -52,6 +61,7 @@ class Arm:
     branch_decay: float = 1.0
     fuse_at: float = 1.0
     tf32: bool = True
+    optimizer: str = "adamw"
 
     def rate(self, kind: str) -> float:
         """Return the peak learning rate of a kind of parameters."""
@@ -199,24 +209,36 @@ class Stack:
         }
         buffers = [dict(model.named_buffers()) for model in self.models]
         self.buffers = {n: torch.stack([each[n] for each in buffers]).to(self.device) for n in buffers[0]}
-        sizes = {k: sum(c.shape[1] for n, c in zip(names, columns, strict=True) if kinds[n] == k) for k in KINDS}
-        self._build_optimizer(list(sizes.values()))
+        self._build_optimizer(
+            [[c.shape[1] for n, c in zip(names, columns, strict=True) if kinds[n] == k] for k in KINDS]
+        )
 
-    def _build_optimizer(self, sizes: list[int]) -> None:
-        """Make AdamW with one group for each network and kind; the rates are entries of one tensor (K, kinds)."""
+    def _build_optimizer(self, sizes: list[list[int]]) -> None:
+        """Make the optimiser, with one group for each network and kind; rates are entries of one tensor (K, kinds).
+
+        `sizes` are those of the parameters of each kind. LAMB needs them, as its steps depend on their lengths.
+        """
+        kind_of_optimizer, on_gpu = self.arms[0].optimizer, self.device.type == "cuda"
+        if on_gpu and kind_of_optimizer != "adamw":
+            raise ValueError(f"{kind_of_optimizer} cannot be part of a CUDA graph: run these arms on a CPU")
         peaks = [[arm.rate(kind) for kind in KINDS] for arm in self.arms]
         self.peaks = torch.tensor(peaks, device=self.device)
         self.rates = self.peaks.clone()
         groups = []
-        pairs = zip(self.flat.split(sizes, 1), self.gradient.split(sizes, 1), KINDS, strict=True)
-        for column, (weights, gradients, kind) in enumerate(pairs):
-            for row, arm in enumerate(self.arms if weights.shape[1] else []):
-                leaf = weights[row].detach().requires_grad_()
-                leaf.grad = gradients[row]
-                groups.append(dict(params=[leaf], lr=self.rates[row, column], weight_decay=arm.decay(kind)))
-        on_gpu = self.device.type == "cuda"
+        totals = list(map(sum, sizes))
+        pairs = zip(self.flat.split(totals, 1), self.gradient.split(totals, 1), sizes, KINDS, strict=True)
+        for column, (weights, gradients, each, kind) in enumerate(pairs):
+            lengths = each if kind_of_optimizer == "lamb" else [sum(each)]
+            for row, arm in enumerate(self.arms if each else []):
+                leaves = []
+                for values, gradient in zip(weights[row].split(lengths), gradients[row].split(lengths), strict=True):
+                    leaves.append(values.detach().requires_grad_())
+                    leaves[-1].grad = gradient
+                groups.append(dict(params=leaves, lr=self.rates[row, column], weight_decay=arm.decay(kind)))
         options = dict(fused=True, capturable=True) if on_gpu else dict(foreach=False)
-        self.optimizer = torch.optim.AdamW(groups, lr=torch.tensor(1e-3), **options)
+        if kind_of_optimizer == "sgd":
+            options["momentum"] = 0.9
+        self.optimizer = OPTIMIZERS[kind_of_optimizer](groups, lr=torch.tensor(1e-3), **options)
 
     def _forward(self, images: Tensor, axis: int | None = 0) -> Tensor:
         """Run every network on its own images, or on the same ones (axis None). Shape: -> (K, B, outputs)"""

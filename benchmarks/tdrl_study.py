@@ -49,7 +49,7 @@ class Job:
     def __init__(self, arms: Sequence[Arm], images: Images, deadline: float) -> None:
         self.arms, self.images, self.deadline, self.started = list(arms), images, deadline, time.time()
         most = MOST_TOGETHER if arms[0].network in PATCH else 1  # vmap turns convolutions into grouped ones
-        forms = group(arms, "form")
+        forms = group(arms, "form", "optimizer")
         self.groups = [form[i : i + most] for form in forms for i in range(0, len(form), most)]
         models = {(arm.form, arm.seed): build(arm.network, arm.form, arm.seed) for arm in arms}
         self.models = {arm: models[arm.form, arm.seed] for arm in arms}
@@ -135,15 +135,15 @@ def fused_deviation(index: int) -> tuple[float, float]:
 
 
 def arm_of(row: Row) -> Arm:
-    """Return the arm of a result."""
-    return Arm(**{name: row[name] for name in Arm.__dataclass_fields__})
+    """Return the arm of a result. Fields that a result lacks have their defaults: it is older than they are."""
+    return Arm(**{name: row[name] for name in Arm.__dataclass_fields__ if name in row})
 
 
 def best_rate(rows: Iterable[Row], default: float, **fields: object) -> float:
     """Return the rate with the highest mean validation accuracy among the runs with these fields."""
     found: dict[float, list[float]] = {}
     for row in rows:
-        if all(row[name] == value for name, value in fields.items()):
+        if all(getattr(arm_of(row), name) == value for name, value in fields.items()):
             found.setdefault(row["lr"], []).append(row["val"])
     return max(found, key=lambda rate: statistics.mean(found[rate])) if found else default
 
@@ -156,7 +156,9 @@ def around(rate: float, before: int, after: int) -> tuple[float, ...]:
 
 def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     """Return all runs in stages; later ones depend on the rates that won in earlier ones."""
-    same: Row = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True)
+    same: Row = dict(
+        batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True, optimizer="adamw"
+    )
     both, seeds = ("plain", "P-W2S"), range(3)
 
     def best(form: str, epochs: int) -> float:
@@ -177,9 +179,12 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]
     changes = (dict(branch_lr=0.1), dict(branch_lr=0.3), dict(pyramid_lr=1 / 3), dict(branch_decay=0.0))
-    variants = [arm for change in changes for arm in runs("P-W2S", 30, near("P-W2S", 30), range(2), **change)]
-    for form in ("P-W2S same-function", "P-W2S none", "P-W2S mlp", "P-W2S qkv"):
-        variants += runs(form, 30, near("P-W2S", 30), range(2))
+    variants = [arm for change in changes for arm in runs("P-W2S", 10, [5e-4], [0], **change)]
+    variants += [arm for form in ("same-function", "none") for arm in runs(f"P-W2S {form}", 10, [5e-4], [0])]
+    for form, change in (("plain xavier", 1.0), ("P-W2S", 0.25)):
+        sgd, lamb = dict(optimizer="sgd", weight_decay=5e-4), dict(optimizer="lamb")
+        variants += runs(form, 10, [rate * change for rate in (0.1, 0.3, 1.0)], [0], **sgd)
+        variants += runs(form, 10, [rate * change for rate in (4e-3, 8e-3, 1.6e-2)], [0], **lamb)
     stages += [variants]
     stages += [runs("P-W2S", 30, near("P-W2S", 30), range(2), fuse_at=0.5)]
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 30, 0, 2), range(2), batch=1024)]]

@@ -10,14 +10,15 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from interleave import RESULTS, read_rows, show, spread, write
 from isomorph.report.figures import Line, Panel, panels_figure
 from tdrl_networks import CONVOLUTIONS
-from tdrl_study import Row
+from tdrl_study import Row, arm_of
 
-DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True)
+DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True, optimizer="adamw")
 TITLES = {"plain": "plain", "plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
 
 
@@ -70,10 +71,9 @@ def rate_table(rows: Sequence[Row]) -> list[Row]:
 def change_of(row: Row) -> str:
     """Return what is special about a run, in words."""
     names = {"batch": "batch", "branch_lr": "branch_lr x", "pyramid_lr": "rate of pyramids x", "fuse_at": "fused at"}
-    names |= {"branch_decay": "decay of scale-free layers x"}
-    changes = [
-        f"{names[n]} {row[n]:.2g}" if n != "batch" else f"batch {row[n]}" for n, v in DEFAULTS.items() if row[n] != v
-    ]
+    names |= {"branch_decay": "decay of scale-free layers x", "tf32": "TF32", "optimizer": "optimiser"}
+    changed = [name for name, value in DEFAULTS.items() if row[name] != value]
+    changes = [f"{names[n]} {row[n]:.2g}" if isinstance(row[n], float) else f"{names[n]} {row[n]}" for n in changed]
     return ", ".join([row["form"], *changes])
 
 
@@ -138,8 +138,9 @@ def main() -> None:
     parser.add_argument("--step-ratio", type=float, required=True)
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_study.svg"))
     options = parser.parse_args()
-    rows = read_rows(options.runs)
+    rows = [asdict(arm_of(row)) | row for row in read_rows(options.runs)]
     vits = select(rows, network="vit")
+    short = select(vits, epochs=10)
     main_rows = [row for row in select(vits, **DEFAULTS) if row["form"] in TITLES]
     tables = {
         "by length": main_table(main_rows),
@@ -147,7 +148,8 @@ def main() -> None:
         "changes at 30 epochs": change_table(select(vits, epochs=30)),
     }
     more = {
-        "pyramids in parts, 10 epochs": [row for row in select(vits, epochs=10) if "xavier" in row["form"]],
+        "pyramids in parts, 10 epochs": [row for row in select(short, optimizer="adamw") if "xavier" in row["form"]],
+        "changes at 10 epochs": [row for row in select(short, seed=0) if "P-W2S xavier" not in row["form"]],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
         "64 tokens": select(rows, network="vit patch 4"),
         "convolutions": [row for name in CONVOLUTIONS for row in select(rows, network=name)],
