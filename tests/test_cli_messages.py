@@ -74,6 +74,9 @@ def test_other_numbers_stay_where_they_are():
         ("recast", "ratio 99 must be a whole number", "--ratio 99 must be a whole number"),
         ("recast", "'a' in where matches no module", "'a' in --where matches no module"),
         ("train", "give --weights FILE, or --no-pretrained", "give --model.weights FILE, or --model.pretrained false"),
+        ("train", "give checkpoint_path=FILE, or pretrained=False for",
+         "give --model.weights FILE, or --model.pretrained false for"),
+        ("verify", "give checkpoint_path=FILE, or pretrained=False for", "give --weights FILE, or --no-pretrained for"),
         ("train", "2 problems: epochs: x; optim.lr: y", "2 problems: --epochs: x; --optim.lr: y"),
         ("train", "1 problem: task.crp is not a field (did you mean crop?)",
          "1 problem: --task.crp is not a field (did you mean --task.crop?)"),
@@ -234,7 +237,7 @@ def test_without_a_network_weights_are_asked_for_in_one_line(monkeypatch, tmp_pa
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     assert not download.is_reachable(NOWHERE)
     with pytest.raises(
-        iso.UserError, match=r"cannot download the weights of resnet18.*--weights FILE.*--no-pretrained"
+        iso.UserError, match=r"cannot download the weights of resnet18.*checkpoint_path=FILE.*pretrained=False"
     ):
         iso.models.create("resnet18", pretrained=True)
     assert constants.HF_HUB_OFFLINE is False

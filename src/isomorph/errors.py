@@ -26,6 +26,10 @@ class Stopped(UserError):
         self.number = number
 
 
+class DoesNotRun(UserError):
+    """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
+
+
 def install_hint(extra: str) -> str:
     """Return the command that installs an optional part of isomorph, to end a message with."""
     return f"run pip install -e '.[{extra}]' in the folder of isomorph"

@@ -33,7 +33,7 @@ from isomorph.cli.option_names import name_options
 from isomorph.cli.parse_errors import explain_parse_error
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes
-from isomorph.errors import Stopped, UserError
+from isomorph.errors import DoesNotRun, Stopped, UserError
 from isomorph.import_path import SafeChildProcesses
 from isomorph.interrupt import INTERRUPTED, handler_kept, ignore_interrupts, was_interrupted
 
@@ -55,6 +55,8 @@ def _error_message(error: Exception) -> str:
     text = " ".join(str(error).split())
     if isinstance(error, CycloptsError):
         return explain_parse_error(error)
+    if isinstance(error, DoesNotRun):
+        return explain_shape_error(str(error.__cause__)) or _strip_traceback(error)
     if isinstance(error, UserError):
         return _strip_traceback(error)
     if type(error).__name__.startswith("Dist") or "Connection closed by peer" in text:

@@ -23,6 +23,8 @@ _OPTIONS = {
     "opset": "--opset",
     "float_layers": "--float-layers",
     "weight_bits": "--weight-bits",
+    "checkpoint_path=FILE": "--weights FILE",
+    "pretrained=False": "--no-pretrained",
 }
 """Options of all commands but `train`, by the names that the library uses."""
 
@@ -31,6 +33,8 @@ _TRAIN_OPTIONS = {
     "device=cpu": "--device cpu",
     "--weights": "--model.weights",
     "--no-pretrained": "--model.pretrained false",
+    "checkpoint_path=FILE": "--model.weights FILE",
+    "pretrained=False": "--model.pretrained false",
     "--root": "--data.root",
     "in where": "in --model.recast.where",
 }

@@ -85,10 +85,12 @@ def create(name: str, **arguments: Any) -> nn.Module:
     except Exception as error:
         if pretrained and is_connection_error(error):
             raise UserError(
-                f"cannot download the weights of {name}: its server does not answer; give --weights FILE, "
-                "or --no-pretrained for random weights"
+                f"cannot download the weights of {name}: its server does not answer; give checkpoint_path=FILE, "
+                "or pretrained=False for random weights"
             ) from error
-        raise UserError(f"timm cannot create {name}: {' '.join(str(error).split())[:300]}") from error
+        given = ", ".join(f"{argument}={str(value)[:40]}" for argument, value in arguments.items())
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"timm cannot create {name}: {reason}" + f" (with {given})" * bool(given)) from error
 
 
 __all__ = ["create", "names", "networks"]

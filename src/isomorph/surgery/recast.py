@@ -153,10 +153,10 @@ def _check_arguments(rule: Rule, where: Where) -> None:
     """
     if isinstance(rule, type) or not callable(getattr(rule, "build", None)):
         raise UserError(f"{rule!r} is not a rule; give an instance, like ConvToGPSA(init='exact')")
-    if not callable(where) and not (isinstance(where, str) or (isinstance(where, Sequence) and where)):
-        raise UserError(
-            f"where={where!r} selects nothing; give a glob, several globs, or a function (name, module) -> bool"
-        )
+    globs = [where] if isinstance(where, str) else where if isinstance(where, Sequence) else []
+    if not callable(where) and not (globs and all(isinstance(glob, str) for glob in globs)):
+        shown = repr(where) if where is None or isinstance(where, Sequence) else f"a {type(where).__name__}"
+        raise UserError(f"where={shown} selects nothing; give a glob, several globs, or a function (name, module) -> bool")
 
 
 def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
