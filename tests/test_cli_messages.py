@@ -137,6 +137,17 @@ def test_images_that_do_not_fit_get_advice(error, advice):
     assert advice in (explain_shape_error(error) or "")
 
 
+@pytest.mark.parametrize(
+    "inputs", [torch.zeros(3, 32, 32), torch.zeros(1, 3, 32, 32, dtype=torch.uint8), torch.zeros(1, 3, 40, 32)]
+)
+def test_inputs_that_a_model_cannot_read_are_named(inputs):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1)
+    with pytest.raises(iso.UserError, match=r"does not run on an input of shape [\dx ]+ in (float32|uint8)") as caught:
+        iso.verify(vit, vit, inputs)
+    assert "\n" not in str(caught.value)
+    assert ("batch of normalised images" in str(caught.value)) == (inputs.shape[-2] == 32)
+
+
 def test_timm_words_its_errors_as_expected():
     vit = timm.create_model("vit_tiny_patch16_224", depth=1)
     with pytest.raises(AssertionError) as caught:

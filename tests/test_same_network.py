@@ -112,3 +112,12 @@ def test_a_run_on_another_image_size_is_no_difference(tmp_path):
         new = iso.recast(model, rule, "blocks.0.attn").eval()
         new(torch.randn(1, 3, 32, 96))
         assert_round_trip(new, tmp_path / f"{type(rule).__name__}.safetensors", size=64)
+
+
+def test_each_tensor_comes_back_in_its_own_dtype(tmp_path):
+    vit = timm.create_model("vit_tiny_patch16_224", img_size=32, depth=1, num_classes=4).bfloat16()
+    vit.norm.float(), vit.head.half()
+    iso.save(vit, tmp_path / "mixed.safetensors")
+    loaded = iso.load(tmp_path / "mixed.safetensors").state_dict()
+    for name, tensor in vit.state_dict().items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)

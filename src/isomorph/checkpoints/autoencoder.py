@@ -13,7 +13,7 @@ from torch import Tensor
 from isomorph.checkpoints.contents import read_tensors
 from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.header import parse_header
-from isomorph.checkpoints.model import check_state_fits, write_model
+from isomorph.checkpoints.model import cast_like, check_state_fits, write_model
 from isomorph.checkpoints.rebuild import build_checked, describe_model, rebuild, record_data
 from isomorph.errors import UserError
 from isomorph.models import create
@@ -112,16 +112,14 @@ def _rebuild_autoencoder(header: dict[str, str], state: dict[str, Any], path: Pa
 
 
 def _load_tensors(model: MaskedAutoencoder, state: dict[str, Any], path: Path) -> MaskedAutoencoder:
-    """Load every tensor of a file into the model, strictly; return the model in eval mode and in the file's dtype."""
+    """Load every tensor of a file into the model, strictly; return the model in eval mode and in the file's dtypes."""
     state = dict(state)
     _check_decoder_positions(model, state.pop("decoder_pos_embed", None), path)
     state = {
         name if name.startswith(_DECODER_PREFIXES) else f"encoder.{name}": tensor for name, tensor in state.items()
     }
     check_state_fits(model, state, path)
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    model = model.to(dtypes.pop()) if len(dtypes) == 1 else model
-    model.load_state_dict(state)
+    cast_like(model, state).load_state_dict(state)
     return model.eval()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from isomorph.checkpoints.arguments import read_arguments
 from isomorph.checkpoints.contents import read_contents
@@ -13,7 +13,7 @@ from isomorph.checkpoints.files import read_header
 from isomorph.checkpoints.foreign import ModelOptions, open_foreign
 from isomorph.checkpoints.header import FORMAT, parse_header
 from isomorph.checkpoints.hub import local_file
-from isomorph.checkpoints.model import load_state
+from isomorph.checkpoints.model import cast_like, load_state
 from isomorph.checkpoints.rebuild import (
     describe_base,
     describe_data,
@@ -86,14 +86,8 @@ def _load_own(path: Path) -> nn.Module:
     """Load a file that isomorph wrote, of a model that timm can build."""
     header, state = read_header(path), read_contents(path).tensors
     model = rebuild_from_header(header, state, path)
-    load_state(_cast(model, state), state, path)
+    load_state(cast_like(model, state), state, path)
     return model.eval()
-
-
-def _cast(model: nn.Module, state: Mapping[str, Tensor]) -> nn.Module:
-    """Convert the model to the floating-point type of the tensors, if they have one type."""
-    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
-    return model.to(dtypes.pop()) if len(dtypes) == 1 else model
 
 
 def open_as(path: Path, options: ModelOptions) -> nn.Module:
@@ -131,7 +125,7 @@ def _load_into_base(path: Path, base: nn.Module, ema: bool) -> nn.Module:
     model = _replay_all(copy.deepcopy(base), parts.edits if parts else (), path)
     saved_from = f" (it was saved from a {parts.module['class']})" if parts and parts.module else ""
     try:
-        load_state(_cast(model, contents.tensors), contents.tensors, path)
+        load_state(cast_like(model, contents.tensors), contents.tensors, path)
     except UserError as misfit:
         raise UserError(f"{misfit}{saved_from}; give the base as it was before it was recast") from None
     if parts and parts.data:

@@ -108,6 +108,17 @@ def _keep_own_head(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
     return {**state, **{name: own[name] for name in heads}}
 
 
+def cast_like(model: nn.Module, state: Mapping[str, Any]) -> nn.Module:
+    """Give the floating-point tensors of a model the dtypes of those in a state, or all of them its only dtype."""
+    dtypes = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+    if len(dtypes) == 1:
+        return model.to(dtypes.pop())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in state and tensor.is_floating_point():
+            tensor.data = tensor.data.to(state[name].dtype)
+    return model
+
+
 def check_state_fits(model: nn.Module, state: dict[str, Any], path: Path) -> None:
     """Raise UserError unless the state has exactly the model's tensors and shapes."""
     own = model.state_dict()

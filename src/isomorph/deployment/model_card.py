@@ -235,6 +235,11 @@ def _is_module(model: nn.Module) -> bool:
     return not _architecture(model)
 
 
+def _cell(text: str) -> str:
+    """Return a text as it can stand in a table."""
+    return " ".join(text.split()).replace("|", r"\|")
+
+
 def _number(key: str, value: float) -> str:
     """Return a metric with the digits that mean something: per cents with two, whole numbers as they are."""
     if isinstance(value, int):
@@ -249,7 +254,7 @@ def results_section(
     if not measured:
         return ""
     data = describe_data(model).get("source")
-    rows = [f"| {_METRICS.get(key, key)} | {_number(key, value)} |" for key, value in measured.items()]
+    rows = [f"| {_cell(_METRICS.get(key, key))} | {_number(key, value)} |" for key, value in measured.items()]
     where = f"On the test images of `{data}`" if data else "On test images"
     epoch = training.metrics.get("epoch") if training else None
     when = f", after epoch {epoch} of {training.epochs}" if training and epoch else ""

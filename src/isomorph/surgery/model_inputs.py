@@ -34,7 +34,9 @@ def _describe(inputs: Inputs) -> str:
     if not isinstance(inputs, Tensor):
         return f"these inputs ({', '.join(inputs)})"
     shape, dtype = " x ".join(map(str, inputs.shape)), str(inputs.dtype).removeprefix("torch.")
-    wanted = "" if inputs.ndim == 4 and inputs.is_floating_point() else ", not a batch of normalised images (B, C, H, W)"
+    wanted = (
+        "" if inputs.ndim == 4 and inputs.is_floating_point() else ", not a batch of normalised images (B, C, H, W)"
+    )
     return f"an input of shape {shape} in {dtype}{wanted}"
 
 

@@ -156,7 +156,9 @@ def _check_arguments(rule: Rule, where: Where) -> None:
     globs = [where] if isinstance(where, str) else where if isinstance(where, Sequence) else []
     if not callable(where) and not (globs and all(isinstance(glob, str) for glob in globs)):
         shown = repr(where) if where is None or isinstance(where, Sequence) else f"a {type(where).__name__}"
-        raise UserError(f"where={shown} selects nothing; give a glob, several globs, or a function (name, module) -> bool")
+        raise UserError(
+            f"where={shown} selects nothing; give a glob, several globs, or a function (name, module) -> bool"
+        )
 
 
 def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
