@@ -45,7 +45,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Arm:
     """One training run. Factors multiply the learning rate or the weight decay of a kind of parameters.
 
-    `fuse_at` is the share of the epochs after which pyramids are fused; `tf32` allows it on a GPU. `optimizer` is
+    `fuse_at` is the share of the epochs after which pyramids are fused, and `fused_lr` the factor of the learning rate
+    from then on; `tf32` allows it on a GPU. `optimizer` is
     "adamw", or on a CPU also "sgd", with momentum 0.9, and "lamb".
     """
 
@@ -62,6 +63,7 @@ class Arm:
     fuse_at: float = 1.0
     tf32: bool = True
     optimizer: str = "adamw"
+    fused_lr: float = 1.0
 
     def rate(self, kind: str) -> float:
         """Return the peak learning rate of a kind of parameters."""
@@ -187,6 +189,7 @@ class Stack:
         seeds = sorted({arm.seed for arm in arms})
         self.row = torch.tensor([seeds.index(arm.seed) for arm in arms], device=self.device)
         self.batches = Batches(images, seeds, arms[0].batch)
+        self.fused = span[0] > 0
         self._stack_parameters()
         self.step_number = torch.tensor(span[0], device=self.device)
         self.losses = torch.zeros(len(arms), device=self.device)
@@ -221,7 +224,8 @@ class Stack:
         kind_of_optimizer, on_gpu = self.arms[0].optimizer, self.device.type == "cuda"
         if on_gpu and kind_of_optimizer != "adamw":
             raise ValueError(f"{kind_of_optimizer} cannot be part of a CUDA graph: run these arms on a CPU")
-        peaks = [[arm.rate(kind) for kind in KINDS] for arm in self.arms]
+        factors = [arm.fused_lr if self.fused else 1.0 for arm in self.arms]
+        peaks = [[f * arm.rate(kind) for kind in KINDS] for f, arm in zip(factors, self.arms, strict=True)]
         self.peaks = torch.tensor(peaks, device=self.device)
         self.rates = self.peaks.clone()
         groups = []

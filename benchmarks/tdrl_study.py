@@ -156,9 +156,8 @@ def around(rate: float, before: int, after: int) -> tuple[float, ...]:
 
 def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     """Return all runs in stages; later ones depend on the rates that won in earlier ones."""
-    same: Row = dict(
-        batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True, optimizer="adamw"
-    )
+    same: Row = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
+    same |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
     both, seeds = ("plain", "P-W2S"), range(3)
 
     def best(form: str, epochs: int) -> float:
@@ -197,6 +196,8 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3))
     for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
         stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
+    half = [Arm("vit patch 4", "P-W2S 1/4", 10, 5e-4, 0, fuse_at=0.5, fused_lr=factor) for factor in (8.0, 2.0, 4.0)]
+    stages += [half]  # fused, it can take the plain network's rate
     kinds = ("plain", "repvgg", "P-W2S 1/4")
     for network in ("cifar_resnet20", "mobileone_s0"):
         convs: Row = {**same, "network": network}

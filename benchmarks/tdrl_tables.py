@@ -18,7 +18,8 @@ from isomorph.report.figures import Line, Panel, panels_figure
 from tdrl_networks import CONVOLUTIONS
 from tdrl_study import Row, arm_of
 
-DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, fuse_at=1.0, tf32=True, optimizer="adamw")
+DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
+DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
 TITLES = {"plain": "plain", "plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
 
 
@@ -72,6 +73,7 @@ def change_of(row: Row) -> str:
     """Return what is special about a run, in words."""
     names = {"batch": "batch", "branch_lr": "branch_lr x", "pyramid_lr": "rate of pyramids x", "fuse_at": "fused at"}
     names |= {"branch_decay": "decay of scale-free layers x", "tf32": "TF32", "optimizer": "optimiser"}
+    names |= {"fused_lr": "rate after fusing x"}
     changed = [name for name, value in DEFAULTS.items() if row[name] != value]
     changes = [f"{names[n]} {row[n]:.2g}" if isinstance(row[n], float) else f"{names[n]} {row[n]}" for n in changed]
     return ", ".join([row["form"], *changes])
