@@ -41,14 +41,15 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
     otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
-    measured, and xavier, which initialises the other layers as pyramids are.
+    measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
-    model = vit(PATCH[network]) if network in PATCH else timm.create_model(network, num_classes=10)
+    layout, *options = form.split()
+    start = "jax" if "jax" in options else ""
+    model = vit(PATCH[network], start) if network in PATCH else timm.create_model(network, num_classes=10)
     if branched and size == 32:
         model = at_stride_16(model)
-    layout, *options = form.split()
     if layout == "repvgg":
         return iso.recast(model, iso.BranchesToConv(), BLOCKS) if branched else add_branches(model)
     if "xavier" in options:
@@ -89,11 +90,11 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def vit(patch: int = 8) -> nn.Module:
-    """Return timm's ViT of width 64, with 6 blocks of 4 heads, for 32 x 32 images."""
+def vit(patch: int = 8, start: str = "") -> nn.Module:
+    """Return timm's ViT of width 64, with 6 blocks of 4 heads, for 32 x 32 images; `start` is timm's `weight_init`."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=64, depth=6, num_heads=4, class_token=False,
-        global_pool="avg", num_classes=10,
+        global_pool="avg", num_classes=10, weight_init=start,
     )  # fmt: skip
     model.patch_embed.proj.__class__ = PatchProjection
     for block in model.blocks:

@@ -193,7 +193,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     forms += [f"P-W2S xavier {part}" for part in ("qkv-fc1", "qkv", "mlp", "none", "fc1", "v")]
     stages += [runs(form, 10, [4e-3], [0], pyramid_lr=1 / 8) for form in forms]
     longer = (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3), ("plain xavier", 18, 4e-3))
-    longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3))
+    longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3), ("plain jax", 18, 4e-3), ("plain jax", 18, 2e-3))
     for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
         stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
     half = [Arm("vit patch 4", "P-W2S 1/4", 10, 5e-4, 0, fuse_at=0.5, fused_lr=factor) for factor in (8.0, 2.0, 4.0)]

@@ -151,7 +151,9 @@ def main() -> None:
     }
     more = {
         "pyramids in parts, 10 epochs": [row for row in select(short, optimizer="adamw") if "xavier" in row["form"]],
-        "changes at 10 epochs": [row for row in select(short, seed=0) if "P-W2S xavier" not in row["form"]],
+        "changes at 10 epochs": [
+            row for row in select(short, seed=0) if row["form"] in ("plain xavier", row["form"].replace("xavier", ""))
+        ],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
         "64 tokens": select(rows, network="vit patch 4"),
         "convolutions": [row for name in CONVOLUTIONS for row in select(rows, network=name)],
