@@ -41,7 +41,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
     otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
-    measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks.
+    measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks (xavier
+    small-proj: but the output projections of attention).
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
@@ -53,7 +54,7 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     if layout == "repvgg":
         return iso.recast(model, iso.BranchesToConv(), BLOCKS) if branched else add_branches(model)
     if "xavier" in options:
-        model = xavier(model)
+        model = xavier(model, ("attn.proj",) if "small-proj" in options else ())
     if layout == "plain":
         return remove_branches(model) if branched else model
     part = next((PARTS[option] for option in options if option in PARTS), PYRAMID_LAYERS)
@@ -102,10 +103,10 @@ def vit(patch: int = 8, start: str = "") -> nn.Module:
     return model
 
 
-def xavier(model: nn.Module) -> nn.Module:
-    """Initialise the linear layers of the blocks as pyramids are."""
-    for module in model.blocks.modules():  # type: ignore[union-attr]
-        if isinstance(module, nn.Linear):
+def xavier(model: nn.Module, but: tuple[str, ...] = ()) -> nn.Module:
+    """Initialise the linear layers of the blocks as pyramids are, but those whose names end so."""
+    for name, module in model.blocks.named_modules():  # type: ignore[union-attr]
+        if isinstance(module, nn.Linear) and not name.endswith(but):
             nn.init.xavier_uniform_(module.weight)
     return model
 

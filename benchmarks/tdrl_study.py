@@ -192,6 +192,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     forms = ["naive-W1 xavier", "P-W1S xavier", "P-W2S xavier"]
     forms += [f"P-W2S xavier {part}" for part in ("qkv-fc1", "qkv", "mlp", "none", "fc1", "v")]
     stages += [runs(form, 10, [4e-3], [0], pyramid_lr=1 / 8) for form in forms]
+    stages += [runs("plain xavier small-proj", 10, RATES[2:6], [0])]
     longer = (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3), ("plain xavier", 18, 4e-3))
     longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3), ("plain jax", 18, 4e-3), ("plain jax", 18, 2e-3))
     for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
