@@ -41,8 +41,8 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     `form` is "plain", "repvgg" (of MobileOne: its own branches, computed as one convolution), or a layout of
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
     otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
-    measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks (xavier
-    small-proj: but the output projections of attention).
+    measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks
+    (xavier small-proj: except the output projections of attention).
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
