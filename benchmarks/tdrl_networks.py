@@ -42,13 +42,16 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
     otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
     measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks
-    (xavier small-proj: except the output projections of attention).
+    (with small-proj: except the output projections of attention).
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
     layout, *options = form.split()
     start = "jax" if "jax" in options else ""
     model = vit(PATCH[network], start) if network in PATCH else timm.create_model(network, num_classes=10)
+    if start and "small-proj" in options:
+        for block in model.blocks:  # type: ignore[union-attr]
+            nn.init.trunc_normal_(block.attn.proj.weight, std=0.02)
     if branched and size == 32:
         model = at_stride_16(model)
     if layout == "repvgg":
