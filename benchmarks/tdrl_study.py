@@ -192,9 +192,13 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     forms = ["naive-W1 xavier", "P-W1S xavier", "P-W2S xavier"]
     forms += [f"P-W2S xavier {part}" for part in ("qkv-fc1", "qkv", "mlp", "none", "fc1", "v")]
     stages += [runs(form, 10, [4e-3], [0], pyramid_lr=1 / 8) for form in forms]
-    stages += [runs("plain xavier small-proj", 10, RATES[2:6], [0])]
+    stages += [runs("plain xavier small-proj", 10, RATES[2:6], [0]), runs("plain jax", 10, RATES[3:6], [0])]
+    stages += [runs("plain jax small-proj", 10, RATES[3:5], [0])]
+    stages += [runs("P-W2S jax", 10, RATES[1:3], [0]), runs("P-W2S jax small-proj", 10, [5e-4], [0])]
     longer = (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3), ("plain xavier", 18, 4e-3))
     longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3), ("plain jax", 18, 4e-3), ("plain jax", 18, 2e-3))
+    longer += tuple((f"plain {start} small-proj", 16, rate) for start in ("xavier", "jax") for rate in (4e-3, 2e-3))
+    longer += (("P-W2S 1/4 jax", 10, 5e-4), ("P-W2S 1/4 jax small-proj", 10, 5e-4))
     for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
         stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
     half = [Arm("vit patch 4", "P-W2S 1/4", 10, 5e-4, 0, fuse_at=0.5, fused_lr=factor) for factor in (8.0, 2.0, 4.0)]
@@ -207,6 +211,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
         rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}
         stages += [[Arm(form=form, epochs=4, lr=rates[form], seed=seed, **convs) for form in kinds for seed in seeds]]
     stages += [[Arm(form="P-W2S", epochs=4, lr=rate, seed=0, **convs) for rate in RATES[3:6]]]
+    stages += [[Arm(form="plain", epochs=10, lr=3.2e-2, seed=0, **convs)]]  # as long in time as with branches
     for sampled in ("early", "depthwise", "pointwise"):  # all tokens in the other blocks
         stages += [[Arm(form=f"P-W2S 1/4 {sampled}", epochs=4, lr=4e-3, seed=0, **convs)]]
     return [list(dict.fromkeys(stage)) for stage in stages]
