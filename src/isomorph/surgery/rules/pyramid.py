@@ -79,8 +79,8 @@ class LinearToPyramid:
 
     `statistics=1/4` makes a training step cheaper: the input covariance, from which the variances of BatchNorms follow,
     is measured on a quarter of the tokens (in 3x3 convolutions: of the images), drawn again in each step (see
-    `PyramidLinear`). In small trainings from scratch of equal time, pyramids were ahead where a step took less than
-    about 1.7 times the plain one (docs/methods/tdrl.md).
+    `PyramidLinear`). In small trainings from scratch of equal time, plain networks that started well were ahead
+    (docs/methods/tdrl.md).
 
     Source: TDRL sections 3.2 and 3.3; `statistics` is isomorph's.
     Raises: UserError for a field out of range; from `recast`, for a layer that it does not accept, or a `rectify` that
