@@ -36,7 +36,7 @@ KINDS = ("branches", "pyramids", "decayed", "undecayed")
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
     "lamb": Lamb,
 }
 
@@ -46,8 +46,7 @@ class Arm:
     """One training run. Factors multiply the learning rate or the weight decay of a kind of parameters.
 
     `fuse_at` is the share of the epochs after which pyramids are fused, and `fused_lr` the factor of the learning rate
-    from then on; `tf32` allows it on a GPU. `optimizer` is
-    "adamw", or on a CPU also "sgd", with momentum 0.9, and "lamb".
+    from then on; `tf32` allows it on a GPU. `optimizer` is one of `OPTIMIZERS`, on a GPU "adamw".
     """
 
     network: str
@@ -240,8 +239,6 @@ class Stack:
                     leaves[-1].grad = gradient
                 groups.append(dict(params=leaves, lr=self.rates[row, column], weight_decay=arm.decay(kind)))
         options = dict(fused=True, capturable=True) if on_gpu else dict(foreach=False)
-        if kind_of_optimizer == "sgd":
-            options["momentum"] = 0.9
         self.optimizer = OPTIMIZERS[kind_of_optimizer](groups, lr=torch.tensor(1e-3), **options)
 
     def _forward(self, images: Tensor, axis: int | None = 0) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -135,15 +135,20 @@ def fused_deviation(index: int) -> tuple[float, float]:
 
 
 def arm_of(row: Row) -> Arm:
-    """Return the arm of a result. Fields that a result lacks have their defaults: it is older than they are."""
-    return Arm(**{name: row[name] for name in Arm.__dataclass_fields__ if name in row})
+    """Return the arm of a result."""
+    return Arm(**{name: row[name] for name in Arm.__dataclass_fields__})
+
+
+def read_results(rows: Iterable[Row]) -> list[Row]:
+    """Return results with the fields of arms that they lack, because they are older, at their defaults."""
+    return [{field.name: row.get(field.name, field.default) for field in fields(Arm)} | row for row in rows]
 
 
 def best_rate(rows: Iterable[Row], default: float, **fields: object) -> float:
     """Return the rate with the highest mean validation accuracy among the runs with these fields."""
     found: dict[float, list[float]] = {}
     for row in rows:
-        if all(getattr(arm_of(row), name) == value for name, value in fields.items()):
+        if all(row[name] == value for name, value in fields.items()):
             found.setdefault(row["lr"], []).append(row["val"])
     return max(found, key=lambda rate: statistics.mean(found[rate])) if found else default
 
@@ -238,7 +243,7 @@ def main() -> None:
     if on_gpu:
         torch.set_num_threads(1)  # OpenMP's threads do not survive the forks below
     images = Images(torch.device("cuda" if on_gpu else "cpu"), options.images)
-    while arms := next_job(continued_rows(options.out, "tdrl_study"), options.only, skipped):
+    while arms := next_job(read_results(continued_rows(options.out, "tdrl_study")), options.only, skipped):
         start, forms = time.time(), ", ".join(f"{len(g)} x {g[0].form}" for g in group(arms, "form"))
         title = f"{arms[0].network} {arms[0].epochs} epochs, batch {arms[0].batch}, fuse at {arms[0].fuse_at}: {forms}"
         print(title, flush=True)

@@ -10,13 +10,12 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from interleave import RESULTS, read_rows, show, spread, write
 from isomorph.report.figures import Line, Panel, panels_figure
 from tdrl_networks import CONVOLUTIONS
-from tdrl_study import Row, arm_of
+from tdrl_study import Row, read_results
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
 DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--step-ratio", type=float, required=True)
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_study.svg"))
     options = parser.parse_args()
-    rows = [asdict(arm_of(row)) | row for row in read_rows(options.runs)]
+    rows = read_results(read_rows(options.runs))
     vits = select(rows, network="vit")
     short = select(vits, epochs=10)
     main_rows = [row for row in select(vits, **DEFAULTS) if row["form"] in TITLES]
@@ -152,7 +151,7 @@ def main() -> None:
     more = {
         "pyramids in parts, 10 epochs": [row for row in select(short, optimizer="adamw") if "xavier" in row["form"]],
         "changes at 10 epochs": [
-            row for row in select(short, seed=0) if row["form"] in ("plain xavier", row["form"].replace("xavier", ""))
+            row for row in select(short, seed=0) if row["form"] == "plain xavier" or "xavier" not in row["form"]
         ],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
         "64 tokens": select(rows, network="vit patch 4"),

@@ -148,6 +148,21 @@ def test_inputs_that_a_model_cannot_read_are_named(inputs):
     assert ("batch of normalised images" in str(caught.value)) == (inputs.shape[-2] == 32)
 
 
+def test_used_up_memory_is_not_taken_for_inputs_that_a_model_cannot_read():
+    class Full(torch.nn.Identity):
+        def forward(self, x):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with pytest.raises(RuntimeError, match="allocate memory") as caught:
+        iso.verify(Full(), Full(), torch.zeros(1, 3, 32, 32))
+    assert not isinstance(caught.value, iso.UserError)
+
+
+def test_timm_names_the_arguments_at_fault():
+    with pytest.raises(iso.UserError, match=r"timm cannot create cifar_resnet20: .* \(with depth=x\)$"):
+        iso.models.create("cifar_resnet20", pretrained=False, depth="x")
+
+
 def test_timm_words_its_errors_as_expected():
     vit = timm.create_model("vit_tiny_patch16_224", depth=1)
     with pytest.raises(AssertionError) as caught:

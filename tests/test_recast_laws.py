@@ -227,7 +227,7 @@ def test_what_is_no_rule_is_said(rule):
         iso.recast(timm.create_model("cifar_resnet20"), rule, "layer3.*")
 
 
-@pytest.mark.parametrize("where", [None, [], 3])
+@pytest.mark.parametrize("where", [None, [], 3, [3], torch.zeros(2)])
 def test_what_selects_nothing_is_said(where):
     with pytest.raises(iso.UserError, match="selects nothing"):
         iso.recast(timm.create_model("cifar_resnet20"), iso.ConvToGPSA(), where)

@@ -15,6 +15,7 @@ import isomorph as iso
 from hub_server import READER, TOKEN, Hub
 from isomorph.checkpoints.rebuild import record_data
 from isomorph.cli import main
+from isomorph.deployment.model_card import results_section
 from isomorph.evaluation.input_sizes import evaluation_config
 from isomorph.evaluation.random_inputs import random_images
 from isomorph.models import download
@@ -347,3 +348,8 @@ def test_commands_that_upload_nothing(hub, trained, tmp_path, capsys):
         assert (code, out) == (2, "")
         assert message in err
     assert hub.repositories == {}
+
+
+def test_names_of_results_do_not_break_the_table_of_a_card():
+    card = results_section(timm.create_model("cifar_resnet20"), {"top-1 | clean": 90.0}, None, {})
+    assert card.splitlines()[-1] == r"| top-1 \| clean | 90 |"

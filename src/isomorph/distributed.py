@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, first_line
 from isomorph.seeding import derive_seed, seed_generators
 
 REPEATED = -1
@@ -134,7 +134,7 @@ def open_runtime(device: str, amp: bool = False) -> Runtime:
         target = resolve_device(device, local)
         torch.empty(1, device=target)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"device {device!r} is not available ({str(error).splitlines()[0]}); try device=cpu") from None
+        raise UserError(f"device {device!r} is not available ({first_line(error)}); try device=cpu") from None
     if target.type == "cuda":
         torch.cuda.set_device(target)
     if world > 1 and not dist.is_initialized():

@@ -30,6 +30,17 @@ class DoesNotRun(UserError):
     """A model cannot read the inputs that it was given; `__cause__` is the model's own error."""
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, or its type where it has none."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """True for the errors of Python and torch when memory is used up."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return not kinds.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
+
+
 def install_hint(extra: str) -> str:
     """Return the command that installs an optional part of isomorph, to end a message with."""
     return f"run pip install -e '.[{extra}]' in the folder of isomorph"

@@ -33,7 +33,7 @@ from isomorph.cli.option_names import name_options
 from isomorph.cli.parse_errors import explain_parse_error
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes
-from isomorph.errors import DoesNotRun, Stopped, UserError
+from isomorph.errors import DoesNotRun, Stopped, UserError, is_out_of_memory
 from isomorph.import_path import SafeChildProcesses
 from isomorph.interrupt import INTERRUPTED, handler_kept, ignore_interrupts, was_interrupted
 
@@ -63,7 +63,7 @@ def _error_message(error: Exception) -> str:
         return _ANOTHER_ENDED
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"cannot open {error.filename}: {error.strerror}"
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text:
+    if is_out_of_memory(error):
         return "out of memory; use smaller images or a smaller batch size"
     return explain_shape_error(text) or f"{type(error).__name__}: {text[:300]}"
 

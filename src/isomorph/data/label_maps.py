@@ -15,8 +15,8 @@ from torch import Tensor
 from torchvision import transforms
 from torchvision.transforms import functional
 
-from isomorph.data.sources import ImageLike, ImageSubset, Source, first_line
-from isomorph.errors import UserError
+from isomorph.data.sources import ImageLike, ImageSubset, Source
+from isomorph.errors import UserError, first_line
 
 _LOAD_ERRORS = (OSError, RuntimeError, ValueError, EOFError, KeyError, pickle.UnpicklingError)
 """The exceptions that `torch.load` may raise for a damaged file."""

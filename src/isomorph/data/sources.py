@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset
 
-from isomorph.errors import UserError
+from isomorph.errors import UserError, first_line
 
 ImageLike = Image.Image | bytes | Path
 """A PIL image, the bytes of an image file or the path of one."""
@@ -185,11 +185,6 @@ def consecutive_ranges(lengths: Iterable[int]) -> list[range]:
     """Return ranges of these lengths, one after the other; empty ones are left out."""
     edges = [0, *np.cumsum(list(lengths), dtype=np.int64).tolist()]
     return [range(start, stop) for start, stop in pairwise(edges) if start < stop]
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or its type where it has none."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def drawn_once(examples: Any, count: int | None) -> Any:

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from isomorph.errors import DoesNotRun, UserError
+from isomorph.errors import DoesNotRun, UserError, first_line, is_out_of_memory
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch of images or other tensor, or the keyword arguments of a model."""
@@ -22,22 +21,26 @@ def run_model(model: nn.Module, inputs: Inputs) -> Any:
     try:
         return model(inputs) if isinstance(inputs, Tensor) else model(**inputs)
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
-        text = str(error).strip()
-        if isinstance(error, UserError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        if isinstance(error, UserError) or is_out_of_memory(error):
             raise
-        reason = text.splitlines()[0][:200].rstrip(".") if text else type(error).__name__
+        reason = first_line(error)[:200].rstrip(".")
         raise DoesNotRun(f"the model does not run on {_describe(inputs)}: {reason}") from error
 
 
 def _describe(inputs: Inputs) -> str:
     """Return shape and dtype of the inputs, and what a batch of images should be if they are none."""
     if not isinstance(inputs, Tensor):
-        return f"these inputs ({', '.join(inputs)})"
-    shape, dtype = " x ".join(map(str, inputs.shape)), str(inputs.dtype).removeprefix("torch.")
-    wanted = (
-        "" if inputs.ndim == 4 and inputs.is_floating_point() else ", not a batch of normalised images (B, C, H, W)"
-    )
-    return f"an input of shape {shape} in {dtype}{wanted}"
+        return f"these inputs ({describe_shape(inputs)})"
+    described = f"an input of shape {describe_shape(inputs)} in {str(inputs.dtype).removeprefix('torch.')}"
+    are_images = inputs.ndim == 4 and inputs.is_floating_point()
+    return described if are_images else f"{described}, not a batch of normalised images (B, C, H, W)"
+
+
+def describe_shape(inputs: Inputs) -> str:
+    """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
+    if isinstance(inputs, Tensor):
+        return "x".join(map(str, inputs.shape))
+    return ", ".join(f"{name} {describe_shape(x)}" for name, x in inputs.items() if isinstance(x, Tensor))
 
 
 def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> None:

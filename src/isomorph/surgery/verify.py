@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
-from isomorph.surgery.model_inputs import Inputs, check_inputs, run_model
+from isomorph.surgery.model_inputs import Inputs, check_inputs, describe_shape, run_model
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import edits_since
 
@@ -240,13 +240,6 @@ def _redraw(batch: Inputs, generator: torch.Generator) -> Inputs:
     return _map_floats(batch, lambda x: torch.randn(x.shape, generator=generator).to(x.device))
 
 
-def _describe_shape(batch: Inputs) -> str:
-    """Return the sizes of a batch: 2x3x32x32, or with names: input_ids 2x16, attention_mask 2x16."""
-    if isinstance(batch, Tensor):
-        return "x".join(map(str, batch.shape))
-    return ", ".join(f"{name} {_describe_shape(x)}" for name, x in batch.items() if isinstance(x, Tensor))
-
-
 def _tensors(output: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an output with their names: of a tensor, or of any dicts, lists and data classes of them."""
     if isinstance(output, Tensor):
@@ -289,7 +282,7 @@ def _input_deviation(
     for dtype, (a, b) in models.items():
         x = _cast(batch, dtype)
         differences[dtype], scale = _output_difference(run_model(a, x), run_model(b, x))
-    return InputDeviation(_describe_shape(batch), differences[torch.float32], differences[torch.float64], scale, what)
+    return InputDeviation(describe_shape(batch), differences[torch.float32], differences[torch.float64], scale, what)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from numpy.random import RandomState
 from PIL import Image
 
 from isomorph.data.sources import Source
-from isomorph.errors import UserError, install_hint
+from isomorph.errors import UserError, first_line, install_hint
 
 CORRUPTION_CATEGORIES: dict[str, tuple[str, ...]] = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -76,7 +76,7 @@ def corruption_functions() -> tuple[Callable[..., np.ndarray], Mapping[str, Corr
         from isomorph.data.corruptions import digital as corruptions_digital
         from isomorph.data.corruptions import weather as corruptions_weather
     except ImportError as error:
-        broken = "" if isinstance(error, ModuleNotFoundError) else f" ({str(error).splitlines()[0]})"
+        broken = "" if isinstance(error, ModuleNotFoundError) else f" ({first_line(error)})"
         raise UserError(
             f"corruptions need the package imagecorruptions{broken}; {install_hint('corruptions')}"
         ) from None

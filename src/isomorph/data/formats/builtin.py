@@ -9,8 +9,8 @@ import numpy as np
 import torchvision.datasets
 from PIL import Image
 
-from isomorph.data.sources import Source, first_line
-from isomorph.errors import UserError, install_hint
+from isomorph.data.sources import Source
+from isomorph.errors import UserError, first_line, install_hint
 
 _PARQUET_COLUMNS = (("image", "img"), ("label", "fine_label"))
 """Column names of the image and of its label in parquet files."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from isomorph.data.formats.naming import SPLITS, contains_word
-from isomorph.data.sources import ImageLike, Source, consecutive_ranges, first_line
-from isomorph.errors import UserError, install_hint
+from isomorph.data.sources import ImageLike, Source, consecutive_ranges
+from isomorph.errors import UserError, first_line, install_hint
 
 _COLUMN_NAMES = {
     "image": ("image", "img", "jpg", "jpeg", "png", "webp"),

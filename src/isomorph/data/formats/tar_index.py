@@ -21,8 +21,8 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 
 from isomorph.data.formats.naming import PackedStrings, is_image_name
-from isomorph.data.sources import ImageLike, first_line
-from isomorph.errors import UserError
+from isomorph.data.sources import ImageLike
+from isomorph.errors import UserError, first_line
 
 _INDEX_VERSION = 1
 _COMPRESSED_PREFIXES = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")

@@ -11,8 +11,8 @@ from PIL import Image
 
 from isomorph.data.corruptions.corrupt import CORRUPTION_CATEGORIES, SEVERITIES
 from isomorph.data.formats.imagefolder import imagefolder
-from isomorph.data.sources import Source, first_line
-from isomorph.errors import UserError
+from isomorph.data.sources import Source
+from isomorph.errors import UserError, first_line
 from isomorph.suites.imagenet.classes import with_imagenet_labels
 
 

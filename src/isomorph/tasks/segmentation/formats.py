@@ -8,8 +8,7 @@ from typing import TypeVar
 import yaml
 
 from isomorph.data.formats.naming import IMAGE_SUFFIXES, SPLITS
-from isomorph.data.sources import first_line
-from isomorph.errors import UserError
+from isomorph.errors import UserError, first_line
 from isomorph.tasks.segmentation.pairs import IGNORE, MAX_CLASSES, MaskedImages, lookup_table, read_mask
 
 T = TypeVar("T")
