@@ -26,7 +26,7 @@ from isomorph.analysis.timm_layouts import fused_form_has_no_map, to_standard_la
 from isomorph.errors import UserError
 from isomorph.layers.eval_mode import eval_mode
 from isomorph.surgery.attention_classes import no_map_reason
-from isomorph.surgery.model_inputs import check_inputs, run_model
+from isomorph.surgery.model_inputs import check_inputs
 from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names
 
 _SOFTMAX = {torch.softmax, Tensor.softmax, F.softmax}
@@ -163,12 +163,12 @@ def _plain_attention(model: nn.Module) -> Iterator[None]:
 def run_with_hooks(model: nn.Module, batch: Tensor, handles: Sequence[RemovableHandle]) -> None:
     """Run the model in eval mode, not compiled, and remove the hooks afterwards.
 
-    Raises: UserError unless the batch is a tensor that the model can read.
+    Raises: UserError unless the batch is a tensor.
     """
     check_inputs(batch, Tensor)
     try:
         with eval_mode(model), torch.compiler.set_stance("force_eager"):
-            run_model(model, batch)
+            model(batch)
     finally:
         for handle in handles:
             handle.remove()
