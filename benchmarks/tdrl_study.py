@@ -185,7 +185,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     changes = (dict(branch_lr=0.1), dict(branch_lr=0.3), dict(pyramid_lr=1 / 3), dict(branch_decay=0.0))
     variants = [arm for change in changes for arm in runs("P-W2S", 10, [5e-4], [0], **change)]
     variants += [arm for form in ("same-function", "none") for arm in runs(f"P-W2S {form}", 10, [5e-4], [0])]
-    for form, change in (("plain xavier", 1.0), ("P-W2S", 0.25)):
+    for form, change in (("plain xavier", 1.0), ("plain xavier small-proj", 1.0), ("P-W2S", 0.25)):
         sgd, lamb = dict(optimizer="sgd", weight_decay=5e-4), dict(optimizer="lamb")
         variants += runs(form, 10, [rate * change for rate in (0.1, 0.3, 1.0)], [0], **sgd)
         variants += runs(form, 10, [rate * change for rate in (4e-3, 8e-3, 1.6e-2)], [0], **lamb)
@@ -199,6 +199,7 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [runs(form, 10, [4e-3], [0], pyramid_lr=1 / 8) for form in forms]
     stages += [runs("plain xavier small-proj", 10, RATES[2:6], [0]), runs("plain jax", 10, RATES[3:6], [0])]
     stages += [runs("plain jax small-proj", 10, RATES[3:5], [0])]
+    stages += [runs("plain xavier small-proj", epochs, RATES[3:5], [0]) for epochs in (20, 30)]
     stages += [runs("P-W2S jax", 10, RATES[1:3], [0]), runs("P-W2S jax small-proj", 10, [5e-4], [0])]
     longer = (("P-W2S 1/4", 10, 5e-4), ("plain xavier", 14, 4e-3), ("plain xavier", 18, 4e-3))
     longer += (("plain xavier", 14, 2e-3), ("plain xavier", 14, 8e-3), ("plain jax", 18, 4e-3), ("plain jax", 18, 2e-3))
