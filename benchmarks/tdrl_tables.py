@@ -19,7 +19,8 @@ from tdrl_study import Row, read_results
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
 DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
-TITLES = {"plain": "plain", "plain xavier": "plain, Xavier weights", "P-W2S": "P-W2S"}
+TITLES = {"plain": "plain", "plain xavier": "plain, Xavier weights"}
+TITLES |= {"plain xavier small-proj": "the same, small output projections", "P-W2S": "P-W2S"}
 
 
 def select(rows: Iterable[Row], **fields: object) -> list[Row]:
@@ -151,7 +152,7 @@ def main() -> None:
     more = {
         "pyramids in parts, 10 epochs": [row for row in select(short, optimizer="adamw") if "xavier" in row["form"]],
         "changes at 10 epochs": [
-            row for row in select(short, seed=0) if row["form"] == "plain xavier" or "xavier" not in row["form"]
+            row for row in select(short, seed=0) if row["form"].startswith("plain") or "xavier" not in row["form"]
         ],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
         "64 tokens": select(rows, network="vit patch 4"),
