@@ -19,8 +19,8 @@ from tdrl_study import Row, read_results
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
 DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
-TITLES = {"plain": "plain", "plain xavier": "plain, Xavier weights"}
-TITLES |= {"plain xavier small-proj": "the same, small output projections", "P-W2S": "P-W2S"}
+TITLES = {"plain": "plain", "plain xavier": "plain, Xavier"}
+TITLES |= {"plain xavier small-proj": "plain, better start", "P-W2S": "P-W2S"}
 
 
 def select(rows: Iterable[Row], **fields: object) -> list[Row]:
