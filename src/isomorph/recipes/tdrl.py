@@ -270,5 +270,5 @@ RECIPES: dict[str, dict[str, Any]] = {
     "cifar_tdrl": _cifar_recipe("P-W2S"),
     "cifar_tdrl_plain": _cifar_recipe("plain"),
     "cifar_tdrl_equal_time": _cifar_equal_time("P-W2S", lr=5e-4, epochs=10, statistics=0.25, weight_init=""),
-    "cifar_tdrl_plain_equal_time": _cifar_equal_time("plain", lr=4e-3, epochs=14),
+    "cifar_tdrl_plain_equal_time": _cifar_equal_time("plain", lr=4e-3, epochs=16),
 }
