@@ -13,6 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from timm.layers import create_conv2d, create_pool2d
 from torch import nn
 
 import isomorph as iso
@@ -204,6 +205,17 @@ class PadsToCells(nn.Module):
             while x.shape[axis] % self.cell:
                 x = F.pad(x, pad)
         return F.avg_pool2d(x, 2).amax((2, 3)) + x.mean((2, 3))
+
+
+@pytest.mark.parametrize("ending", ["pt2", "onnx"])
+def test_same_padding_keeps_every_size_open(tmp_path, ending):
+    convs = [create_conv2d(3, 4, 3, stride=2, padding="same"), create_conv2d(4, 4, 5, stride=3, padding="same")]
+    pools = create_pool2d("max", 3, 2, padding="same"), nn.AdaptiveAvgPool2d(1)
+    model = nn.Sequential(*convs, *pools, nn.Flatten()).eval()
+    path = tmp_path / f"m.{ending}"
+    assert iso.export(model, path, dynamic="batch,size", size=(24, 24)).size_multiple == 1
+    images = torch.randn(3, 3, 25, 31)
+    torch.testing.assert_close(iso.deployment.open_artefact(path)(images), model(images), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("both", [True, False])

@@ -14,6 +14,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
 from isomorph.deployment.named_inputs import NamedShapes
+from isomorph.deployment.same_padding import integer_same_padding
 from isomorph.deployment.shapes import ExportShapes
 from isomorph.errors import UserError
 from isomorph.surgery import fuse, fusible_modules
@@ -82,7 +83,7 @@ def trace(model: nn.Module, shapes: ExportShapes | NamedShapes) -> ExportedProgr
     images, named = shapes.example()
     axes = {name: dict.fromkeys(numbers, Dim.DYNAMIC) or None for name, numbers in shapes.axes.items()}
     # tracing runs the model's code, and raises whatever that raises with symbolic sizes
-    with quiet(), explain_failure("torch.export cannot trace the model", shapes):
+    with quiet(), integer_same_padding(), explain_failure("torch.export cannot trace the model", shapes):
         dynamic = axes if named else tuple(axes.values())
         program = torch.export.export(model, images, named, dynamic_shapes=dynamic)
     if (outputs := len(program.graph_signature.user_outputs)) != 1:
