@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from inspect import signature
 from typing import get_args, get_type_hints
 
@@ -396,3 +399,12 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
     assert said[1].startswith("a_long_name  from a table")
     assert " ".join(" ".join(said).split()).count("[brackets]") == 1
     assert said[-1].split()[:2] in (["b", "x"], ["b", "x;"])
+
+
+def test_output_that_nobody_reads_ends_quietly():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "isomorph", "recipes"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")

@@ -95,6 +95,16 @@ def _end_with_error(text: str) -> NoReturn:
     sys.exit(2)
 
 
+def _nobody_reads() -> bool:
+    """Return whether the reader of the output is gone, as after `| head`; what is left of the output is then dropped."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit fails too
+        return True
+    return False
+
+
 def _end_interrupted(command: str) -> NoReturn:
     """End the process after Ctrl-C, with a line on what is left of the command's work."""
     ignore_interrupts()  # torchrun sends another one
@@ -135,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if was_interrupted():
             _end_interrupted(tokens[0])
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            sys.exit(128 + 13)  # the exit status of SIGPIPE, as of other programs before `| head`
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         _end_with_error(name_options(_error_message(error), tokens[0]))
