@@ -152,7 +152,7 @@ class Levit(nn.Module):
 
 
 REFUSED = {
-    "nearest names: blocks.1.attn.v": (lambda: iso.recast(vit(), iso.LinearToPyramid(), "blocks.*.attn.w")),
+    r"nearest names: blocks\.\*\.attn\.v": (lambda: iso.recast(vit(), iso.LinearToPyramid(), "blocks.*.attn.w")),
     "'blocks.7.attn.v' in where matches no module": (
         lambda: iso.recast(vit(), iso.LinearToPyramid(), ["blocks.0.attn.v", "blocks.7.attn.v"])
     ),

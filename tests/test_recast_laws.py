@@ -235,10 +235,16 @@ def test_what_selects_nothing_is_said(where):
 
 def test_no_match_names_the_nearest():
     cnn = timm.create_model("cifar_resnet20")
-    with pytest.raises(iso.UserError, match=r"matches no module; nearest names: .*layer3\.0\.conv2"):
-        iso.recast(cnn, iso.ConvToGPSA(), "layer3.0.conv22")
-    with pytest.raises(iso.UserError, match=r"recasts Conv2d, but where='layer3\.\*\.bn1' matches only other classes"):
-        iso.recast(cnn, iso.ConvToGPSA(), "layer3.*.bn1")
+    said = {
+        "layer3.0.conv22": r"matches no module; nearest names: layer3\.\*\.conv2",
+        "layer3.conv1": r"matches no module; nearest names: layer3\.\*\.conv1",
+        "2.conv1": r"matches no module; nearest names: layer1\.\*\.conv1, layer2\.\*\.conv1",  # not conv1 alone
+        "encoder.block.0": r"matches no module; there are conv1, layer1\.\*\.conv1, layer1\.\*\.conv2 and 4 more$",
+        "layer3.*.bn1": r"but where='layer3\.\*\.bn1' matches only other classes .*names: layer3\.\*\.conv1",
+    }
+    for where, message in said.items():
+        with pytest.raises(iso.UserError, match=message):
+            iso.recast(cnn, iso.ConvToGPSA(), where)
 
 
 def test_a_target_inside_a_target_is_refused():

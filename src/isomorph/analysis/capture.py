@@ -253,6 +253,5 @@ def _missing_message(where: Where, others: list[str], reasons: list[str]) -> str
     if reasons:
         return reasons[0]
     if others:
-        hint = nearest_names(where, others)
-        return f"{describe_where(where)} matches no attention layer{hint}; the first is {others[0]!r}"
+        return f"{describe_where(where)} matches no attention layer{nearest_names(where, others)}"
     return "the model has no attention layer with a known map; recast it first"

@@ -1,6 +1,7 @@
 """The `isomorph` command line: run a command, print errors in one line."""
 
 import os
+import select
 import sys
 import time
 from collections.abc import Sequence
@@ -96,12 +97,13 @@ def _end_with_error(text: str) -> NoReturn:
 
 
 def _nobody_reads() -> bool:
-    """Return whether the reader of the output is gone, as after `| head`; what is left of the output is then dropped."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit fails too
-        return True
+    """Return whether the reader of the output is gone, as after `| head`; the rest of the output is then dropped."""
+    with suppress(AttributeError, OSError):  # no poll on Windows, no file number of a replaced stdout
+        output, pipe = sys.stdout.fileno(), select.poll()
+        pipe.register(output, 0)
+        if any(events & (select.POLLERR | select.POLLHUP) for _, events in pipe.poll(0)):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # else Python's own flush at exit fails too
+            return True
     return False
 
 

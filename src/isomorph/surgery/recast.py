@@ -179,28 +179,34 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     check_model(model)
     model = unwrap_compiled(model)
     given, rule = rule, bind_rule(rule, model)
+    kind = rule_kinds(rule)
     named: list[tuple[str, Any]] = selectable_modules(model)
     if getattr(given, "takes_parts", False) and not callable(where):
         named += joint_parts(model).items()
+    names = _names_of_kind(named, kind) or [name for name, _ in named if name]
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
-            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, [n for n, _ in named if n])}")
+            raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, names)}")
     selected = _without_covered(list(_unique_targets((n, m) for n, m in named if matches_where(where, n, m))))
-    kind = rule_kinds(rule)
     if not selected:
-        names = [name for name, _ in named if name]
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
     candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
     if not candidates:
         wanted = " and ".join(k.__name__ for k in kind) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         selection = f"{describe_where(where)} matches only other classes ({classes})"
-        raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}")
+        hint = nearest_names(where, _names_of_kind(named, kind))
+        raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}{hint}")
     for name, module in candidates:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
     _check_not_nested([name for name, _ in candidates])
     return [name for name, _ in candidates]
+
+
+def _names_of_kind(named: Sequence[tuple[str, Any]], kind: tuple[type[nn.Module], ...]) -> list[str]:
+    """Return the names of the modules of a rule's kind, and of parts of joint projections."""
+    return [name for name, module in named if name and isinstance(module, (*kind, JointPart))]
 
 
 def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

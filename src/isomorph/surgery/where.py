@@ -1,7 +1,8 @@
 """The `where` argument of surgery: selects modules by globs over their names, or by a function of name and module."""
 
 import difflib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,17 +27,35 @@ def describe_where(where: Where) -> str:
     return f"the predicate {getattr(where, '__name__', where)}" if callable(where) else f"where={where!r}"
 
 
-def nearest_names(where: Where, names: Sequence[str]) -> str:
-    """Return a hint for an error message: the module names closest to a `where` that selects nothing, or ""."""
-    globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
-    close = [name for glob in globs for name in difflib.get_close_matches(glob, names, n=3, cutoff=0.4)]
-    return f"; nearest names: {', '.join(dict.fromkeys(close))}" if close else ""
-
-
 def list_names(names: Sequence[str]) -> str:
     """Return at most three names in a row, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
+
+
+def nearest_names(where: Where, names: Iterable[str]) -> str:
+    """Return a hint for an error message: globs of the names closest to a `where` that selects nothing, or of any.
+
+    Names that differ in their numbers only are one glob: blocks.*.mlp.fc1. Those that contain the given glob, which
+    lacks their beginning, come first. "" for a function, or without names.
+    """
+    globs = [where] if isinstance(where, str) else [] if callable(where) else list(where)
+    grouped = _group_numbered(names)
+    close: dict[str, None] = {}
+    for glob in globs:
+        partial = [name for name, each in grouped.items() if any(fnmatchcase(f".{n}.", f"*.{glob}.*") for n in each)]
+        close |= dict.fromkeys([*partial, *difflib.get_close_matches(glob, grouped, n=3, cutoff=0.4)][:3])
+    if close:
+        return f"; nearest names: {', '.join(close)}"
+    return f"; there are {list_names(list(grouped))}" if globs and grouped else ""
+
+
+def _group_numbered(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return names by a glob for those that differ in numbers between dots only, or by their own name."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
+    return {glob if len(members) > 1 else members[0]: members for glob, members in groups.items()}
 
 
 def selectable_modules(model: nn.Module) -> list[tuple[str, Any]]:
