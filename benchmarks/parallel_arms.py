@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 import torch
@@ -297,6 +298,24 @@ class Stack:
         with torch.cuda.stream(self.stream):
             self.graph.replay()  # type: ignore[union-attr]
 
+    def state(self) -> dict[str, object]:
+        """Return what training continues from, without a CUDA graph: weights, optimiser, generators and step number."""
+        leaves = [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
+        return {
+            "tensors": [self.flat.detach(), self.step_number, *self.buffers.values()],
+            "optimizer": [dict(self.optimizer.state[leaf]) for leaf in leaves],
+            "generators": [generator.get_state() for generator in self.batches.generators],
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from the state of a stack of the same arms."""
+        for tensor, value in zip([self.flat, self.step_number, *self.buffers.values()], state["tensors"], strict=True):
+            tensor.detach().copy_(value)
+        leaves = [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
+        self.optimizer.state.update(zip(leaves, state["optimizer"], strict=True))
+        for generator, value in zip(self.batches.generators, state["generators"], strict=True):
+            generator.set_state(value)
+
     @torch.no_grad()
     def evaluate(self, images: Images, split: str, chunk: int = 2500) -> tuple[list[float], list[float]]:
         """Return top-1 in percent and negative log-likelihood of every network on a split."""
@@ -329,9 +348,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train()
 
 
-def train_stacks(stacks: Sequence[Stack], epochs: int, after_epoch: Callable[[int], object]) -> None:
-    """Train stacks with equally many steps side by side, each in its own stream, for a number of epochs."""
-    for epoch in range(1, epochs + 1):
+def train_stacks(stacks: Sequence[Stack], epochs: int, after_epoch: Callable[[int], object], done: int = 0) -> None:
+    """Train stacks with equally many steps side by side, each in its own stream, up to a number of epochs.
+
+    `done` epochs are behind them.
+    """
+    for epoch in range(done + 1, epochs + 1):
         for stack in stacks:
             stack.batches.shuffle()
         synchronize(stacks[0].device)  # the order of the images is written on another stream than it is read on

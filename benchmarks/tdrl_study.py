@@ -3,7 +3,8 @@
     python benchmarks/tdrl_study.py --out runs/tdrl_study.jsonl [--only 'vit 30 P-W2S seed 0'] [--seconds 600]
 
 Needs ISOMORPH_DATA with cifar10. Every finished run is one line of the output file, and runs found there are skipped,
-so the study can be stopped and continued, on a GPU or a CPU. A new file begins with the runs that are stored in
+so the study can be stopped and continued, on a GPU or a CPU. On a CPU an unfinished run continues after its last epoch,
+unless pyramids are fused on the way. A new file begins with the runs that are stored in
 results/tdrl_study.json. Settings are chosen on 5,000 validation images, cut from the training images; test accuracy is
 reported for the chosen settings only.
 """
@@ -46,7 +47,7 @@ def group(arms: Iterable[Arm], *names: str) -> list[list[Arm]]:
 class Job:
     """Arms of equal length, in stacks of one form that train side by side."""
 
-    def __init__(self, arms: Sequence[Arm], images: Images, deadline: float) -> None:
+    def __init__(self, arms: Sequence[Arm], images: Images, deadline: float, snapshot: Path) -> None:
         self.arms, self.images, self.deadline, self.started = list(arms), images, deadline, time.time()
         most = MOST_TOGETHER if arms[0].network in PATCH else 1  # vmap turns convolutions into grouped ones
         forms = group(arms, "form", "optimizer")
@@ -54,7 +55,8 @@ class Job:
         models = {(arm.form, arm.seed): build(arm.network, arm.form, arm.seed) for arm in arms}
         self.models = {arm: models[arm.form, arm.seed] for arm in arms}
         self.curves: dict[Arm, list[list[float]]] = {arm: [] for arm in arms}
-        self.epochs = arms[0].epochs
+        self.epochs, self.snapshot = arms[0].epochs, snapshot
+        self.continues = images.device.type == "cpu" and arms[0].fuse_at == 1
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = arms[0].tf32
 
     def run(self) -> list[Row]:
@@ -75,26 +77,49 @@ class Job:
             stack.batches.shuffle()
             if self.images.device.type == "cuda":
                 stack.capture()
+        done = self.restore(stacks) if self.continues else 0
         begun = time.time()
 
         def after_epoch(number: int) -> None:
-            expected = begun + (time.time() - begun) / number * (stop - start)
-            if expected > self.deadline:
-                raise Stopped(f"needs {expected - self.deadline:.0f} s more than there are")
+            expected = begun + (time.time() - begun) / (number - done) * (stop - start - done)
             every = max(1, self.epochs // 10)
             for stack in stacks:
                 if (start + number) % every == 0 or start + number == stop:
                     self.note(stack, start + number, steps)
                 stack.losses.zero_()
+            if self.continues:
+                self.save(stacks, number)
+            if number < stop - start and (time.time() if self.continues else expected) > self.deadline:
+                raise Stopped(f"after {start + number} of {self.epochs} epochs, as the time is up")
 
-        train_stacks(stacks, stop - start, after_epoch)
-        print(f"  {(time.time() - begun) / (stop - start) / steps * 1e3:.1f} ms a step", flush=True)
+        train_stacks(stacks, stop - start, after_epoch, done)
+        print(f"  {(time.time() - begun) / max(1, stop - start - done) / steps * 1e3:.1f} ms a step", flush=True)
         return stacks
+
+    def save(self, stacks: Sequence[Stack], epoch: int) -> None:
+        """Save what `restore` needs to continue after this epoch."""
+        about = dict(arms=repr(self.arms), epoch=epoch, seconds=time.time() - self.started)
+        states = dict(curves=list(self.curves.values()), stacks=[stack.state() for stack in stacks])
+        torch.save(about | states, part := self.snapshot.with_suffix(".part"))
+        part.replace(self.snapshot)
+
+    def restore(self, stacks: Sequence[Stack]) -> int:
+        """Continue from the saved state of these arms, if there is one; return the number of epochs behind it."""
+        saved = torch.load(self.snapshot, weights_only=True) if self.snapshot.is_file() else {}
+        if saved.get("arms") != repr(self.arms):
+            return 0
+        for stack, state in zip(stacks, saved["stacks"], strict=True):
+            stack.restore(state)
+        self.curves = dict(zip(self.arms, saved["curves"], strict=True))
+        self.started -= saved["seconds"]
+        print(f"  continues after epoch {saved['epoch']}", flush=True)
+        return saved["epoch"]
 
     def note(self, stack: Stack, epoch: int, steps: int) -> None:
         """Add a point to the curve of every arm: epoch, top-1 on the validation images, training loss."""
         for arm, top1, loss in zip(stack.arms, stack.evaluate(self.images, "val")[0], stack.losses, strict=True):
             self.curves[arm].append([epoch, round(top1, 2), round(float(loss) / steps, 4)])
+            print(f"  {arm.form} at {arm.lr:g}, seed {arm.seed}, after {epoch} epochs: {top1:.2f}", flush=True)
 
     def results(self, stacks: Sequence[Stack]) -> list[Row]:
         """Evaluate the trained networks, fuse them, and compare both forms on 64 test images."""
@@ -180,6 +205,8 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [runs("plain", epochs, near("plain", 30)) for epochs in (20, 60)]  # as long in time as pyramids
     stages += [runs("plain xavier", 10, [8e-3], [0])]
     stages += [runs("plain xavier", epochs, [4e-3]) for epochs in (20, 14, 30, 60)]
+    stages += [runs("P-W2S", 100, [5e-4], [0])]
+    stages += [runs("plain xavier small-proj", epochs, [2e-3], [0]) for epochs in (100, 236)]  # 236: as long in time
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]
     changes = (dict(branch_lr=0.1), dict(branch_lr=0.3), dict(pyramid_lr=1 / 3), dict(branch_decay=0.0))
@@ -192,6 +219,9 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [variants]
     stages += [runs("P-W2S", 30, near("P-W2S", 30), range(2), fuse_at=0.5)]
     stages += [[arm for form in both for arm in runs(form, 30, near(form, 30, 0, 2), range(2), batch=1024)]]
+    large: Row = dict(batch=1024)  # a step with pyramids takes 1.7 plain ones, with 1/4 about 1.5
+    stages += [runs("plain xavier small-proj", 50, (4e-3, 8e-3, 2e-3), [0], **large)]
+    stages += [runs("P-W2S 1/4", 30, (1e-3, 2e-3), [0], **large)]
     stages += [runs("P-W2S", 10, [best("P-W2S", 10)], tf32=False)]
     stages += [[arm for form in ("P-W2S", "P-W2S 1/4", "P-W2S 1/16") for arm in runs(form, 6, [5e-4], range(2))]]
     forms = ["naive-W1 xavier", "P-W1S xavier", "P-W2S xavier"]
@@ -236,7 +266,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/tdrl_study.jsonl"))
     parser.add_argument("--only", default="", help="train only runs with this in their 'NETWORK EPOCHS FORM seed SEED'")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no job that would last longer")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="stop then; on a GPU, start no job that would last longer"
+    )
     parser.add_argument("--images", type=int, help="of each split; by default 20,000 to train on and all others")
     options = parser.parse_args()
     deadline, skipped = time.time() + options.seconds, set[Arm]()
@@ -244,17 +276,21 @@ def main() -> None:
     if on_gpu:
         torch.set_num_threads(1)  # OpenMP's threads do not survive the forks below
     images = Images(torch.device("cuda" if on_gpu else "cpu"), options.images)
+    snapshot = options.out.with_suffix(".snapshot")
     while arms := next_job(read_results(continued_rows(options.out, "tdrl_study")), options.only, skipped):
         start, forms = time.time(), ", ".join(f"{len(g)} x {g[0].form}" for g in group(arms, "form"))
         title = f"{arms[0].network} {arms[0].epochs} epochs, batch {arms[0].batch}, fuse at {arms[0].fuse_at}: {forms}"
         print(title, flush=True)
         try:
-            rows = Job(arms, images, deadline).run()
+            rows = Job(arms, images, deadline, snapshot).run()
         except Stopped as error:
-            print(f"  left out: {error}", flush=True)
+            print(f"  stopped {error}", flush=True)
+            if not on_gpu:
+                break
             skipped |= set(arms)
             continue
         write_rows(options.out, rows)
+        snapshot.unlink(missing_ok=True)
         for form in group(arms, "form"):
             best = max((row for row in rows if row["form"] == form[0].form), key=lambda row: row["val"])
             print(f"  {best['form']}: best val {best['val']} at {best['lr']:g}", flush=True)

@@ -240,7 +240,7 @@ def test_no_match_names_the_nearest():
         "layer3.conv1": r"matches no module; nearest names: layer3\.\*\.conv1",
         "2.conv1": r"matches no module; nearest names: layer1\.\*\.conv1, layer2\.\*\.conv1",  # not conv1 alone
         "encoder.block.0": r"matches no module; there are conv1, layer1\.\*\.conv1, layer1\.\*\.conv2 and 4 more$",
-        "layer3.*.bn1": r"but where='layer3\.\*\.bn1' matches only other classes .*names: layer3\.\*\.conv1",
+        "layer3.*.bn1": r"recasts Conv2d, but .* matches only other classes .*names: layer3\.\*\.conv1",
     }
     for where, message in said.items():
         with pytest.raises(iso.UserError, match=message):
