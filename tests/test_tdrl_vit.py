@@ -54,6 +54,18 @@ def test_fused_is_the_plain_vit_exactly():
     torch.testing.assert_close(plain.eval()(x), wide(x), rtol=1e-3, atol=1e-4)
 
 
+def test_xavier_weights_are_those_of_pyramids():
+    model = timm.create_model("tdrl_vit_ti", layout="plain", weight_init="xavier", **SMALL)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            rows, columns = module.weight.shape
+            uniform = (6 / (rows + columns)) ** 0.5
+            replaced = name.endswith(("attn.qkv", "mlp.fc1", "mlp.fc2"))
+            assert (0.95 * uniform < module.weight.abs().max() <= uniform) == replaced, name
+    with pytest.raises(iso.UserError, match="weight_init 'glorot' is unknown; choose one of '', 'xavier', 'jax'"):
+        timm.create_model("tdrl_vit_ti", weight_init="glorot", **SMALL)
+
+
 def test_deit_b_with_pyramids_in_queries_keys_and_values():
     with torch.device("meta"):
         wide = iso.recast(timm.create_model("deit_base_patch16_224"), iso.LinearToPyramid(), "blocks.*.attn.qkv")

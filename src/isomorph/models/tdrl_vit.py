@@ -7,6 +7,7 @@ which is also what `iso.fuse` returns.
 
 import copy
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from isomorph.errors import UserError
 from isomorph.layers import JointPyramid, PyramidConv2d, PyramidLinear
 from isomorph.layers.pyramid_init import init_from_affine
 from isomorph.layers.relative_attention import resize_table
@@ -26,6 +28,9 @@ from isomorph.surgery import AttentionToRelative, Edit, LinearToPyramid, fuse, r
 PYRAMID_LAYERS = ("blocks.*.attn.qkv", "blocks.*.mlp.fc1", "blocks.*.mlp.fc2")
 """Layers that the paper replaces by pyramids: all linear layers of a block except the output projection."""
 
+_INITIAL_WEIGHTS = ("", "xavier", "jax", "jax_nlhb", "moco", "reset", "skip")
+"""Values of `weight_init`: all but "xavier" are those of timm's VisionTransformer."""
+
 PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoderfeature_pred")
 """Prefixes of the tensors in a masked pre-training checkpoint that are not the encoder's (MAE, G2SD)."""
 
@@ -33,6 +38,13 @@ PRETRAINING_PREFIXES = ("decoder", "mask_token", "encoderfeature_pred", "decoder
 def _at_least_one(x: Tensor) -> Tensor:
     """Return the batch, or a batch of one zero if it is empty, in which timm cannot infer sizes."""
     return x if x.shape[0] else F.pad(x, (0, 0) * (x.ndim - 1) + (0, 1))
+
+
+def _init_xavier(model: nn.Module) -> None:
+    """Give the layers of `PYRAMID_LAYERS` Xavier weights, which pyramids in their place have too."""
+    for name, module in model.named_modules():
+        if any(fnmatchcase(name, glob) for glob in PYRAMID_LAYERS):
+            nn.init.xavier_uniform_(module.weight)  # type: ignore[arg-type]
 
 
 torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rather than trace into it
@@ -44,11 +56,12 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     `layout`, `rectify` and `statistics` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
     are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
     positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
-    VisionTransformer.
+    VisionTransformer; `weight_init` may also be "xavier": Xavier weights in the layers that the paper replaces, as the
+    pyramids have, and timm's in the others.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1
-    Raises: UserError for an unknown layout or rectification, or a `where` that matches no layer.
+    Raises: UserError for an unknown layout, rectification or `weight_init`, or a `where` that matches no layer.
     """
 
     fused_arguments: ClassVar[dict[str, Any]] = {"layout": "plain"}
@@ -61,9 +74,17 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
         where: str | Sequence[str] = PYRAMID_LAYERS,
         statistics: float | str = "all",
         relative_bias: bool = False,
+        weight_init: str = "",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**{"dynamic_img_size": True, **kwargs})
+        if weight_init not in _INITIAL_WEIGHTS:
+            raise UserError(
+                f"weight_init {weight_init!r} is unknown; choose one of {', '.join(map(repr, _INITIAL_WEIGHTS))}"
+            )
+        xavier = weight_init == "xavier"
+        super().__init__(**{"dynamic_img_size": True, "weight_init": "" if xavier else weight_init, **kwargs})
+        if xavier:
+            _init_xavier(self)
         if relative_bias:
             positions = AttentionToRelative(prefix_bias=True)
             replay(self, Edit(positions, tuple(targets(self, positions, "blocks.*.attn"))))
