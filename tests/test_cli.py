@@ -204,6 +204,16 @@ BAD = {
     "command": (["recats"], "recats"),
     "option": (["evaluate", "{weights}", "--dta", "digits"], "--dta"),
     "no pixel": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "has no pixel"),
+    "negative tolerance": (["verify", "{weights}", "{weights}", "--atol", "-1"], "atol -1.0 must be at least 0"),
+    "no tolerance": (["verify", "{weights}", "{weights}", "--atol", "nan"], "--atol nan is not a number"),
+    "images without data": (["verify", "{weights}", "{weights}", "--max-images", "5"], "give --data too"),
+    "no page": (
+        ["analyze", "{weights}", "--image", "pixel.png", "--out", "page.txt"],
+        "--out page.txt must end in .html",
+    ),
+    "given twice": (["train", "digits_cnn", "--epochs", "1", "--epochs=2"], "--epochs is given twice"),
+    "no checkpoint": (["fuse", "resnet18"], "there is no checkpoint resnet18; that is a timm model"),
+    "no command": (["trian"], 'unknown command "trian"; did you mean "train"? See `isomorph --help`'),
     "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no image"),
     "negative size": (
         ["recast", "{weights}", "--where", "layer3.*", "--out", "x.safetensors", "--size", "-3", "5"],
@@ -302,7 +312,7 @@ BAD = {
     "infinite page": (["analyze", "{weights}", "--image", "x.png", "--megabytes", "inf"], "--megabytes inf is out of"),
     "page of no size": (
         ["analyze", "{weights}", "--image", "x.png", "--megabytes", "nan"],
-        "--megabytes nan is out of",
+        "--megabytes nan is not a number",
     ),
     "endless": (["bench", "{weights}", "--seconds", "inf"], "--seconds inf is out of range; give at most 86,400"),
     "negative time": (["bench", "{weights}", "--seconds", "-1", "--no-peak"], "-1 seconds cannot be timed"),
@@ -401,10 +411,11 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
     assert said[-1].split()[:2] in (["b", "x"], ["b", "x;"])
 
 
-def test_output_that_nobody_reads_ends_quietly():
+@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "digits_cnn"]])  # more and less than a buffer
+def test_output_that_nobody_reads_ends_quietly(arguments):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "isomorph", "recipes"]
+    command = [sys.executable, "-m", "isomorph", *arguments]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")

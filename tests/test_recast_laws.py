@@ -343,6 +343,33 @@ class TestVerify:
         with pytest.raises(iso.UserError, match="max \\|diff\\| inf"):
             iso.verify(broken, broken, torch.randn(1, 4, 6, 6))
 
+    def test_doubtful_results_have_a_note(self):
+        cnn = net(nn.Conv2d(4, 4, 3, padding=1))
+        cnn.append(nn.Conv2d(4, 2, 1, bias=False))
+        cnn[-1].weight.data.zero_()
+        report = iso.verify(cnn, copy.deepcopy(cnn), torch.randn(1, 4, 6, 6))
+        assert report.passed
+        assert "all outputs are 0" in str(report)
+        half = net(nn.Conv2d(4, 4, 3, padding=1)).to(torch.bfloat16)
+        other = copy.deepcopy(half)
+        other[1].weight.data *= 1.01
+        with pytest.raises(iso.UserError, match="rounded to bfloat16"):
+            iso.verify(half, other, torch.randn(1, 4, 6, 6))
+
+    @pytest.mark.parametrize(
+        ("model", "x", "atol", "message"),
+        [
+            (None, torch.randn(1, 4, 6, 6), None, "None is not a model"),
+            (nn.Identity(), torch.randn(0, 4, 6, 6), None, r"the batch is empty \(0x4x6x6\)"),
+            (nn.Identity(), {"x": torch.randn(0, 4)}, None, r"the batch is empty \(x 0x4\)"),
+            (nn.Identity(), torch.randn(1, 4), -1e-3, "atol -0.001 must be at least 0"),
+            (nn.Identity(), torch.randn(1, 4), float("nan"), "atol nan must be at least 0"),
+        ],
+    )
+    def test_what_cannot_be_compared_is_said(self, model, x, atol, message):
+        with pytest.raises(iso.UserError, match=message):
+            iso.verify(nn.Identity(), model, x, atol)
+
     def test_eval_is_forced_and_modes_are_left(self):
         cnn = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.Dropout(0.5)).train()
         report = iso.verify(cnn, cnn, torch.randn(1, 4, 6, 6))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file
+from timm.models import is_model
 from torch import Tensor
 
 from isomorph.checkpoints.unpickle import short_reason, unpickle
@@ -39,7 +40,8 @@ class Contents(NamedTuple):
 def _describe_missing(path: Path) -> str:
     """Return why a path that is no file cannot be opened."""
     if not path.is_dir():
-        return f"there is no checkpoint {path}"
+        hint = "; that is a timm model, and a checkpoint or the folder of a run is needed" * is_model(str(path))
+        return f"there is no checkpoint {path}{hint}"
     inside = path / "model.safetensors"
     return f"{path} is a folder, not a checkpoint" + f"; give {inside}" * inside.is_file()
 

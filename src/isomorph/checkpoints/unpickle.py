@@ -61,8 +61,9 @@ def _explain(path: Path, error: Exception) -> UserError:
             f"cannot read checkpoint {path}: it is a TorchScript archive; save the weights alone: "
             f"torch.save(torch.jit.load({str(path)!r}).state_dict(), 'weights.pth')"
         )
+    reason = "" if isinstance(error, KeyError) else f" ({short_reason(error)})"  # a number of no meaning to the user
     return UserError(
-        f"cannot read checkpoint {path} ({short_reason(error)}); it may be truncated or of another format; give "
+        f"cannot read checkpoint {path}{reason}; it may be truncated or of another format; give "
         "a file written by torch.save or safetensors"
     )
 

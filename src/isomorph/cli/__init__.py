@@ -4,8 +4,8 @@ import os
 import select
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from cyclopts import CycloptsError
@@ -96,6 +96,16 @@ def _end_with_error(text: str) -> NoReturn:
     sys.exit(2)
 
 
+@contextmanager
+def _output_written() -> Iterator[None]:
+    """Context at whose end all output is written, so that a reader that is gone is noticed here, not at exit."""
+    try:
+        yield
+    finally:
+        with suppress(AttributeError, ValueError):  # no stdout, or a closed one
+            sys.stdout.flush()
+
+
 def _nobody_reads() -> bool:
     """Return whether the reader of the output is gone, as after `| head`; the rest of the output is then dropped."""
     with suppress(AttributeError, OSError):  # no poll on Windows, no file number of a replaced stdout
@@ -137,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     tokens = join_sizes(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        with handler_kept(), SafeChildProcesses():
+        with handler_kept(), SafeChildProcesses(), _output_written():
             app(tokens)
     except Stopped as stopped:
         _print_error(str(stopped))

@@ -8,6 +8,7 @@ from torch import nn
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
 from isomorph.data.sources import spaced_images
+from isomorph.errors import UserError
 from isomorph.evaluation.input_sizes import training_config
 from isomorph.evaluation.random_inputs import random_inputs
 from isomorph.surgery.model_inputs import Inputs
@@ -24,7 +25,11 @@ def comparison_inputs(
     """Return batches of test images of a data source or folder, by default one batch; without data, random inputs.
 
     They are of every size, or of the model's own.
+
+    Raises: UserError for a number of images without data.
     """
+    if max_images and not data:
+        raise UserError("--max-images is a number of images of --data; give --data too")
     if not data:
         return [random_inputs(batch, model, size) for size in sizes or (None,)]
     batch = max(batch, 1)

@@ -53,7 +53,7 @@ def _describe_weights(row: Mapping[str, Any]) -> str:
     return f"{row['weights']}, {row['weights_from']}" if row["weights_from"] else "none"
 
 
-recipes = App(name="recipes", help="List the recipes, or print one as YAML.")
+recipes = App(name="recipes", help="List the recipes; `isomorph recipes show NAME` prints one as YAML.")
 app.command(recipes)
 
 

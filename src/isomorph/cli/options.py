@@ -7,6 +7,7 @@ largest value of a number to LIMITS.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -137,6 +138,8 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
             _check_limit(name, number, limit)
     elif name == "max_images" and value is not None and value < 1:
         raise UserError(f"--max-images {value} must be at least 1")
+    elif isinstance(value, float) and math.isnan(value):
+        raise UserError(f"--{name.replace('_', '-')} nan is not a number")
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
 
@@ -163,8 +166,11 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
 
     `folder` ends the name of a folder that is written next to the page, and that must not exist either.
 
-    Raises: UserError for a page that cannot be written, or one given as --out that exists, without --overwrite.
+    Raises: UserError for a page that does not end in .html, that cannot be written, or one given as --out that exists,
+        without --overwrite.
     """
+    if out and out.suffix != ".html":
+        raise UserError(f"--out {out} must end in .html")
     path, number = out or Path(usual), 2
     while not overwrite and (path.exists() or (folder and path.with_name(path.stem + folder).exists())):
         if out:

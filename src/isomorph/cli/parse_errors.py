@@ -23,6 +23,7 @@ def explain_parse_error(error: CycloptsError) -> str:
     if isinstance(error, CoercionError) and error.token and error.target_type is float:
         return f"{error.token.keyword} {error.token.value} must be a number"
     whole = re.sub(r"^Invalid value for (--[\w.-]+): (?=\1 )", "", str(error).strip())
+    whole = re.sub(r"Available commands: .*", "See `isomorph --help`", whole)  # which the parser cuts short
     sentences = whole.removesuffix(".").split(". ")
     return "; ".join(text[:1].lower() + text[1:] for text in sentences)
 

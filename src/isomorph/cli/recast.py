@@ -73,4 +73,4 @@ def recast(
         print_json({"recast": names, "out": str(out), "report": report.as_dict()})
     else:
         note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
-        print(f"{iso.edits(new)[-1].rule} on {len(names)} modules\n{report}{note}\nwrote {out}")
+        print(f"{iso.edits(new)[-1].rule} on {len(names)} module{'s' * (len(names) != 1)}\n{report}{note}\nwrote {out}")

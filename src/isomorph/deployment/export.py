@@ -67,7 +67,7 @@ class ExportReport:
         kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
         multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
         taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
-        lines = [f"fused {self.fused} layers"] if self.fused else []
+        lines = [f"fused {self.fused} layer{'s' * (self.fused != 1)}"] if self.fused else []
         return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
 
 

@@ -48,14 +48,14 @@ class Layout:
 
         Raises: UserError for any other name.
         """
-        given = name if isinstance(name, str) else type(name).__name__
+        given = name if isinstance(name, str) else repr(name)
         found = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", given)
         width, depth = (int(found[4]), int(found[2] or 1)) if found else (0, 0)
         if found and 0 < width <= MAX_UNITS and 0 < depth <= MAX_UNITS and not (found[3] and found[5]):
             depths = tuple(range(1, width + 1)) if found[1] else (depth,) * width
             return cls(depths, skip=bool(found[5]), last=not found[3])
         raise UserError(
-            f"layout {given[:40]!r} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to "
+            f"layout {repr(name)[:40]} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to "
             f"{MAX_UNITS})"
         )
 

@@ -90,7 +90,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
 
     `--split` is data.split, as in other commands.
 
-    Raises: UserError for a field without a value.
+    Raises: UserError for a field without a value, or one that is given twice.
     """
     assignments, rest = [], list(tokens)
     while rest:
@@ -103,6 +103,9 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
                 raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
             field = f"{field}={rest.pop(0)}"
         assignments.append(f"data.{field}" if field.startswith("split=") else field)
+    names = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"--{twice} is given twice; give one value")
     return assignments
 
 

@@ -62,8 +62,7 @@ def open_test_images(
     Raises: UserError when the data is missing, the folder's classes are not the model's, or the model was trained on
     some of these images.
     """
-    root = data_root(model, data, root)
-    source = open_source(data or default_data(model), "test", root, None if test_fraction == 1 else test_fraction)
+    source = _open(model, "test", data, root, None if test_fraction == 1 else test_fraction)
     if test_fraction != 1:
         _check_unseen(source, model)
     source = source if classes is None else first_classes(source, classes)
@@ -87,14 +86,23 @@ def open_split(model: nn.Module, split: str, data: str | None, root: Path | None
 
     Raises: UserError when the data is missing.
     """
-    name, (fraction, images) = data or default_data(model), _recorded_split(model)
-    root = data_root(model, data, root)
+    fraction, images = _recorded_split(model)
     if fraction:
         with suppress(UserError):  # other data, which cannot be split
-            part = open_source(name, split, root, fraction)
+            part = _open(model, split, data, root, fraction)
             if part.split == (fraction, images):
                 return part
-    return open_source(name, split, root)
+    return _open(model, split, data, root)
+
+
+def _open(model: nn.Module, split: str, data: str | None, root: Path | None, fraction: float | None = None) -> Source:
+    """Open a split of a data source or folder, by default of the model's own. Raises: UserError when it is missing."""
+    try:
+        return open_source(data or default_data(model), split, data_root(model, data, root), fraction)
+    except UserError as error:
+        if data or root or default_data(model) != "imagefolder":
+            raise
+        raise UserError(f"give --data, a folder of images or a data source; without it, {error}") from None
 
 
 def _recorded_split(model: nn.Module) -> tuple[float | None, int | None]:

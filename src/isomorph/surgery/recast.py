@@ -192,7 +192,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
     candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
     if not candidates:
-        wanted = " and ".join(k.__name__ for k in kind) or "other modules"
+        shown = [k.__name__ for k in kind if not k.__module__.startswith("isomorph.layers")]  # no layers of our own
+        wanted = " and ".join(shown) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         selection = f"{describe_where(where)} matches only other classes ({classes})"
         hint = nearest_names(where, _names_of_kind(named, kind))

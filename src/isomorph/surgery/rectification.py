@@ -19,6 +19,8 @@ def normalise_rectify(given: str | Mapping[str, str]) -> str:
         return given
     if isinstance(given, str):
         pairs = [(name.strip(), value.strip()) for name, _, value in (pair.partition("=") for pair in given.split(","))]
+    if not isinstance(given, str | Mapping):
+        _check_rectification(given)
     if not pairs or len(dict(pairs)) < len(pairs):
         raise UserError(f"rectify {given!r} must name each layer once, as in 'q=none,v=rescale'")
     for name, value in pairs:

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
 from isomorph.surgery.model_inputs import Inputs, check_inputs, describe_shape, run_model
 from isomorph.surgery.notes import notes
-from isomorph.surgery.recast import edits_since
+from isomorph.surgery.recast import check_model, edits_since
 
 
 def _max_or_inf(values: Iterable[float]) -> float:
@@ -162,7 +162,8 @@ def compare_outputs(
         seeds: each seed adds a standard normal batch of the shape of every given batch; tensors of integers stay.
         what: what the given batches are, for the report.
 
-    Raises: UserError if there is no batch, or the outputs differ in structure or shapes.
+    Raises: UserError if there is no batch or an empty one, for a negative `atol`, for what is not a model, or if the
+        outputs differ in structure or shapes.
 
     Example:
         >>> cnn = timm.create_model("cifar_resnet20")
@@ -173,6 +174,12 @@ def compare_outputs(
     batches = [inputs] if isinstance(inputs, Tensor | Mapping) else list(inputs)
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
+    if atol is not None and not atol >= 0:
+        raise UserError(f"atol {atol} must be at least 0")
+    check_model(original)
+    check_model(recast)
+    for batch in batches:
+        _check_not_empty(batch)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -185,10 +192,31 @@ def compare_outputs(
         dtype: (_eval_copy(original, dtype), _eval_copy(recast, dtype)) for dtype in (torch.float32, torch.float64)
     }
     rows = tuple(_input_deviation(models, batch, name) for name, batch in named)
-    if not all(math.isfinite(row.scale) for row in rows):
-        new_notes += ("outputs of the original are not finite; check the inputs, and the original's weights",)
     targets = _target_deviations(*models[torch.float64], _cast(batches[0], torch.float64))
-    return VerifyReport(atol=atol, inputs=rows, targets=targets, notes=new_notes)
+    report = VerifyReport(atol=atol, inputs=rows, targets=targets, notes=new_notes)
+    return replace(report, notes=(*new_notes, *_doubts(report, original, recast)))
+
+
+def _doubts(report: VerifyReport, original: nn.Module, recast: nn.Module) -> Iterator[str]:
+    """Yield notes on what makes a result say less than it seems to."""
+    if not all(math.isfinite(row.scale) for row in report.inputs):
+        yield "outputs of the original are not finite; check the inputs, and the original's weights"
+    if not report.targets and all(row.scale == 0 for row in report.inputs):
+        yield "all outputs are 0, so they say nothing about the layers before them; a new head may have weights of 0"
+    half = sorted({str(p.dtype).removeprefix("torch.") for m in (original, recast) for p in m.parameters()} & _HALF)
+    if half and not report.passed:
+        yield f"weights are rounded to {' and '.join(half)}, which may be all; recast or fuse in float32, then convert"
+
+
+_HALF = {"float16", "bfloat16"}
+
+
+def _check_not_empty(batch: Inputs) -> None:
+    """Raise UserError for a batch without images or other values."""
+    check_inputs(batch)
+    tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor)]
+    if not any(x.numel() for x in tensors):
+        raise UserError(f"the batch is empty ({describe_shape(batch)}); give at least one image")
 
 
 def verify(
