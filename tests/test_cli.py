@@ -212,7 +212,7 @@ BAD = {
         "--out page.txt must end in .html",
     ),
     "given twice": (["train", "digits_cnn", "--epochs", "1", "--epochs=2"], "--epochs is given twice"),
-    "no checkpoint": (["fuse", "resnet18"], "there is no checkpoint resnet18; that is a timm model"),
+    "name of timm": (["fuse", "resnet18"], "there is no checkpoint resnet18; that is a timm model"),
     "no command": (["trian"], 'unknown command "trian"; did you mean "train"? See `isomorph --help`'),
     "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no image"),
     "negative size": (
