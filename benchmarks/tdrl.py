@@ -6,7 +6,8 @@
 
 The closed form is exact, or sampled: covariances are measured on a quarter of the tokens.
 
-All are interleaved in one process, on the same weights where they compute the same. Ratios are times over the plain
+All are interleaved in one process, on the same weights where they compute the same, with freed memory kept as in
+isomorph's commands (`iso.keep_freed_memory`). Ratios are times over the plain
 ViT's: 1 is as fast, more is slower. MiB are kept for the backward pass, for each image and in addition for any batch.
 """
 
@@ -117,15 +118,17 @@ def convolutions_table(network, batch, size, device, rounds, batches):
 
 
 def small_table(device, rounds, batches):
-    """One training step of the small ViTs of the study at batch 256, by the part of the tokens for the statistics."""
-    x = torch.randn(256, 3, 32, 32, device=device)
+    """One training step of the small ViTs of the study, by the part of the tokens for the statistics."""
     rows = []
     for network, patch in PATCH.items():
         names = {"plain": "plain"} | PYRAMIDS
         forms = {name: build(network, form, 0).to(device) for name, form in names.items()}
-        times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
-        ratios = {name: times[name] / times["plain"] for name in forms if name != "plain"}
-        rows.append({"tokens": (32 // patch) ** 2, "rounds": rounds, "plain ms": times["plain"], **ratios})
+        for batch in (256, 1024):
+            x = torch.randn(batch, 3, 32, 32, device=device)
+            times = interleaved({name: step(model, x) for name, model in forms.items()}, device, rounds)
+            ratios = {name: times[name] / times["plain"] for name in forms if name != "plain"}
+            about = {"tokens": (32 // patch) ** 2, "batch": batch, "rounds": rounds}
+            rows.append(about | {"plain ms": times["plain"], **ratios})
     return rows
 
 
@@ -179,7 +182,7 @@ TABLES = {
     "Convolutions: training step of MobileOne-S0 at 32 px": partial(convolutions_table, "mobileone_s0", 128, 32),
     "Convolutions: training step of MobileOne-S0 at 224 px": partial(convolutions_table, "mobileone_s0", 32, 224),
     "Branches: training step of MobileOnes at 224 px, batch 8": branches_table,
-    "Small: training step of the study's ViTs at batch 256": small_table,
+    "Small: training step of the study's ViTs": small_table,
     "By part": parts_table,
     "Inference": inference_table,
 }
@@ -193,6 +196,7 @@ def main():
     parser.add_argument("--tables", nargs="+", default=[""], help="beginnings of their titles; by default all")
     parser.add_argument("--name", help="of the JSON file in results")
     options = parser.parse_args()
+    iso.keep_freed_memory()
     torch.manual_seed(0)
     device, found = torch.device(options.device), {}
     chosen = tuple(name.lower() for name in options.tables)

@@ -80,32 +80,6 @@ def _is_main_process() -> bool:
     return not int(os.environ.get("RANK", "0") or 0)
 
 
-def _end_with_error(text: str) -> NoReturn:
-    """Print an error and exit with 2.
-
-    Of several processes, the one that found the error prints it and exits at once, so that torchrun ends the others:
-    they wait for that before they print anything.
-    """
-    if not _is_main_process() or text == _ANOTHER_ENDED:
-        time.sleep(_PATIENCE)
-    _print_error(text)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        with suppress(OSError):
-            sys.stdout.flush()
-        os._exit(2)
-    sys.exit(2)
-
-
-@contextmanager
-def _output_written() -> Iterator[None]:
-    """Context at whose end all output is written, so that a reader that is gone is noticed here, not at exit."""
-    try:
-        yield
-    finally:
-        with suppress(AttributeError, ValueError):  # no stdout, or a closed one
-            sys.stdout.flush()
-
-
 def _nobody_reads() -> bool:
     """Return whether the reader of the output is gone, as after `| head`; the rest of the output is then dropped."""
     with suppress(AttributeError, OSError):  # no poll on Windows, no file number of a replaced stdout
@@ -115,6 +89,40 @@ def _nobody_reads() -> bool:
             os.dup2(os.open(os.devnull, os.O_WRONLY), output)  # else Python's own flush at exit fails too
             return True
     return False
+
+
+def _end_with_error(text: str) -> NoReturn:
+    """Print an error and exit with 2.
+
+    Of several processes, the one that found the error prints it and exits at once, so that torchrun ends the others:
+    they wait for that before they print anything.
+    """
+    if not _is_main_process() or text == _ANOTHER_ENDED:
+        time.sleep(_PATIENCE)
+    _print_error(text)
+    _nobody_reads()
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(2)
+    sys.exit(2)
+
+
+@contextmanager
+def _output_written() -> Iterator[None]:
+    """Context at whose end all output is written, so that a reader that is gone is noticed here, not at exit.
+
+    An error goes first: its message matters more.
+    """
+    ended = None
+    try:
+        yield
+    except SystemExit as raised:
+        ended = raised
+    with suppress(AttributeError, ValueError):  # no stdout, or a closed one
+        sys.stdout.flush()
+    if ended:
+        raise ended
 
 
 def _end_interrupted(command: str) -> NoReturn:
