@@ -204,15 +204,21 @@ BAD = {
     "command": (["recats"], "recats"),
     "option": (["evaluate", "{weights}", "--dta", "digits"], "--dta"),
     "no pixel": (["verify", "{weights}", "{weights}", "--size", "2", "0"], "has no pixel"),
-    "negative tolerance": (["verify", "{weights}", "{weights}", "--atol", "-1"], "atol -1.0 must be at least 0"),
-    "no tolerance": (["verify", "{weights}", "{weights}", "--atol", "nan"], "--atol nan is not a number"),
+    "negative tolerance": (["verify", "{weights}", "{weights}", "--atol", "-1"], "--atol -1 must be at least 0"),
+    "no tolerance": (["verify", "{weights}", "{weights}", "--atol", "nan"], "--atol nan must be a number"),
     "images without data": (["verify", "{weights}", "{weights}", "--max-images", "5"], "give --data too"),
     "no page": (
         ["analyze", "{weights}", "--image", "pixel.png", "--out", "page.txt"],
         "--out page.txt must end in .html",
     ),
+    "name of a file": (["fuse", "resnet18.pth"], "there is no checkpoint resnet18.pth"),
+    "not a checkpoint": (["fuse", "text.pth", "--out", "x.safetensors"], "cannot read checkpoint text.pth; it may be"),
+    "two spellings": (
+        ["train", "digits_cnn", "--optim.min_lr", "1", "--optim.min-lr=2"],
+        "--optim.min-lr is given twice",
+    ),
     "given twice": (["train", "digits_cnn", "--epochs", "1", "--epochs=2"], "--epochs is given twice"),
-    "name of timm": (["fuse", "resnet18"], "there is no checkpoint resnet18; that is a timm model"),
+    "name of timm": (["fuse", "resnet18"], "resnet18 is a timm model, not a checkpoint; give a checkpoint"),
     "no command": (["trian"], 'unknown command "trian"; did you mean "train"? See `isomorph --help`'),
     "negative batch": (["verify", "{weights}", "{weights}", "--batch", "-1"], "has no image"),
     "negative size": (
@@ -312,7 +318,7 @@ BAD = {
     "infinite page": (["analyze", "{weights}", "--image", "x.png", "--megabytes", "inf"], "--megabytes inf is out of"),
     "page of no size": (
         ["analyze", "{weights}", "--image", "x.png", "--megabytes", "nan"],
-        "--megabytes nan is not a number",
+        "--megabytes nan must be a number",
     ),
     "endless": (["bench", "{weights}", "--seconds", "inf"], "--seconds inf is out of range; give at most 86,400"),
     "negative time": (["bench", "{weights}", "--seconds", "-1", "--no-peak"], "-1 seconds cannot be timed"),
@@ -345,6 +351,7 @@ def folder(tmp_path_factory, weights):
     iso.save(timm.create_model("cifar_resnet20", num_classes=3), folder / "few.safetensors")
     iso.save(timm.create_model("cifar_resnet20", in_chans=4), folder / "four.safetensors")
     (folder / "folder.safetensors").mkdir()
+    (folder / "text.pth").write_text("hello, this is a text file\n")
     (folder / "empty").mkdir()
     for name in CIFAR10_CLASSES:
         (folder / "images" / name).mkdir(parents=True)
@@ -411,11 +418,23 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
     assert said[-1].split()[:2] in (["b", "x"], ["b", "x;"])
 
 
-@pytest.mark.parametrize("arguments", [["recipes"], ["recipes", "digits_cnn"]])  # more and less than a buffer
-def test_output_that_nobody_reads_ends_quietly(arguments):
+NOBODY_READS = {
+    "more than a buffer": (["recipes"], 141, ""),
+    "less": (["recipes", "digits_cnn"], 141, ""),
+    "table": (["evaluate", "{weights}", "--data", "digits", "--max-images", "20"], 141, ""),
+    "error": (["evaluate", "nothing"], 2, "isomorph: there is no model 'nothing'"),
+}
+
+
+@pytest.mark.parametrize("case", NOBODY_READS)
+def test_output_that_nobody_reads_ends_quietly(case, weights):
+    arguments, status, said = NOBODY_READS[case]
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "isomorph", *arguments]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    command = [sys.executable, "-m", "isomorph", *(a.format(weights=weights) for a in arguments)]
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
     os.close(writing)
-    assert (ended.returncode, ended.stderr) == (141, "")
+    assert ended.returncode == status
+    assert ended.stderr.startswith(said)
+    assert len(ended.stderr.splitlines()) == bool(said)

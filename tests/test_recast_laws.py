@@ -13,7 +13,7 @@ from torch import nn
 
 import isomorph as iso
 from hostile import ALTERATIONS, BRIEF, attachments
-from isomorph.surgery import Unstride, replay
+from isomorph.surgery import Unstride, compare_outputs, replay
 
 CONVS = [
     nn.Conv2d(5, 7, 3, padding=1),
@@ -239,12 +239,16 @@ def test_no_match_names_the_nearest():
         "layer3.0.conv22": r"matches no module; nearest names: layer3\.\*\.conv2",
         "layer3.conv1": r"matches no module; nearest names: layer3\.\*\.conv1",
         "2.conv1": r"matches no module; nearest names: layer1\.\*\.conv1, layer2\.\*\.conv1",  # not conv1 alone
-        "encoder.block.0": r"matches no module; there are conv1, layer1\.\*\.conv1, layer1\.\*\.conv2 and 4 more$",
+        "encoder.block.0": r"matches no module; its layers: conv1, layer1\.\*\.conv1, layer1\.\*\.conv2 and 4 more$",
         "layer3.*.bn1": r"recasts Conv2d, but .* matches only other classes .*names: layer3\.\*\.conv1",
     }
     for where, message in said.items():
         with pytest.raises(iso.UserError, match=message):
             iso.recast(cnn, iso.ConvToGPSA(), where)
+    with pytest.raises(iso.UserError, match=r"the predicate <lambda> matches no module; its layers: conv1, "):
+        iso.recast(cnn, iso.ConvToGPSA(), lambda name, module: False)
+    with pytest.raises(iso.UserError, match=r"its layers: 0, 1\.0$"):  # not * and *.*, which select everything
+        iso.recast(nn.Sequential(nn.Conv2d(1, 1, 3), nn.Sequential(nn.Conv2d(1, 1, 3))), iso.ConvToGPSA(), "conv")
 
 
 def test_a_target_inside_a_target_is_refused():
@@ -350,11 +354,22 @@ class TestVerify:
         report = iso.verify(cnn, copy.deepcopy(cnn), torch.randn(1, 4, 6, 6))
         assert report.passed
         assert "all outputs are 0" in str(report)
+        trained = copy.deepcopy(cnn)
+        nn.init.normal_(trained[-1].weight)
+        assert "all outputs are 0" not in str(compare_outputs(cnn, trained, torch.randn(1, 4, 6, 6)))
         half = net(nn.Conv2d(4, 4, 3, padding=1)).to(torch.bfloat16)
         other = copy.deepcopy(half)
         other[1].weight.data *= 1.01
-        with pytest.raises(iso.UserError, match="rounded to bfloat16"):
+        with pytest.raises(iso.UserError, match="weights are in bfloat16: rounding alone"):
             iso.verify(half, other, torch.randn(1, 4, 6, 6))
+
+    def test_arguments_need_no_tensor_of_their_own(self):
+        class Listed(nn.Module):
+            def forward(self, images, times=1):
+                return times * torch.stack(images).sum(0)
+
+        inputs = {"images": [torch.randn(2), torch.randn(2)], "times": 3}
+        assert compare_outputs(Listed(), Listed(), inputs).passed
 
     @pytest.mark.parametrize(
         ("model", "x", "atol", "message"),

@@ -54,7 +54,7 @@ def test_fused_is_the_plain_vit_exactly():
     torch.testing.assert_close(plain.eval()(x), wide(x), rtol=1e-3, atol=1e-4)
 
 
-def test_xavier_weights_are_those_of_pyramids():
+def test_xavier_weights_are_in_the_layers_that_pyramids_replace():
     model = timm.create_model("tdrl_vit_ti", layout="plain", weight_init="xavier", **SMALL)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):

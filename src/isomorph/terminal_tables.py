@@ -119,12 +119,24 @@ def grid_table(points: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     return [head, *rows]
 
 
+class _Output(Console):
+    """Standard output; a closed pipe is an error for the caller, where rich would end the process with status 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise
+
+
+def count_of(number: int, what: str) -> str:
+    """Return a number of things in words, such as "1 epoch" and "2 epochs"."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def print_text_table(rows: Sequence[Sequence[str]]) -> None:
     """Print a table of texts, aligned to the left, a line for each row.
 
     In a terminal too narrow for all columns, those after the first are joined into one that wraps.
     """
-    console = Console()
+    console = _Output()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if not console.is_terminal or sum(widths) + 2 * len(widths) - 2 <= console.width:
         for row in rows:
@@ -146,7 +158,7 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
         table.add_column(head, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
     for row in rows[1:]:
         table.add_row(*map(escape, row))
-    console = Console()
+    console = _Output()
     if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
+        console = _Output(width=PIPE_WIDTH)
     console.print(table)

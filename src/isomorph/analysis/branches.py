@@ -16,7 +16,7 @@ from isomorph.layers.affine_chain import collapse_chain
 from isomorph.layers.moments import measure_moments
 from isomorph.layers.pyramid import Pyramid
 from isomorph.layers.tokens import read_tokens
-from isomorph.surgery.recast import outermost_modules
+from isomorph.surgery.where import outermost_modules
 
 
 def branch_similarity(model: nn.Module, data: Tensor | Iterable[Any]) -> dict[str, Tensor]:

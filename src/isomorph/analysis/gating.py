@@ -10,7 +10,7 @@ from isomorph.errors import UserError
 from isomorph.layers import GatedMap
 from isomorph.layers.prune_heads import MAP_LAYERS, TOKEN_LAYERS
 from isomorph.surgery.edited_attention import attention_name
-from isomorph.surgery.recast import outermost_modules
+from isomorph.surgery.where import outermost_modules
 
 
 def _gated_attention_layers(model: nn.Module) -> dict[str, Any]:

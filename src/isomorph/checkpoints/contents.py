@@ -40,8 +40,9 @@ class Contents(NamedTuple):
 def _describe_missing(path: Path) -> str:
     """Return why a path that is no file cannot be opened."""
     if not path.is_dir():
-        hint = "; that is a timm model, and a checkpoint or the folder of a run is needed" * is_model(str(path))
-        return f"there is no checkpoint {path}{hint}"
+        if not path.suffix and is_model(str(path)):
+            return f"{path} is a timm model, not a checkpoint; give a checkpoint or the folder of a run"
+        return f"there is no checkpoint {path}"
     inside = path / "model.safetensors"
     return f"{path} is a folder, not a checkpoint" + f"; give {inside}" * inside.is_file()
 

@@ -101,11 +101,16 @@ def _end_with_error(text: str) -> NoReturn:
         time.sleep(_PATIENCE)
     _print_error(text)
     _nobody_reads()
+    _end(2)
+
+
+def _end(status: int) -> NoReturn:
+    """Exit at once if this is one of several processes, so that torchrun ends the others, which wait for it."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         with suppress(OSError):
             sys.stdout.flush()
-        os._exit(2)
-    sys.exit(2)
+        os._exit(status)
+    sys.exit(status)
 
 
 @contextmanager
@@ -130,6 +135,7 @@ def _end_interrupted(command: str) -> NoReturn:
     ignore_interrupts()  # torchrun sends another one
     if _is_main_process():
         _print_error(f"interrupted{_AFTERWARDS.get(command, '')}")
+    _nobody_reads()
     sys.exit(INTERRUPTED)
 
 
@@ -159,6 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app(tokens)
     except Stopped as stopped:
         _print_error(str(stopped))
+        _nobody_reads()
         sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
         _end_interrupted(tokens[0])
@@ -166,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if was_interrupted():
             _end_interrupted(tokens[0])
         if isinstance(error, BrokenPipeError) and _nobody_reads():
-            sys.exit(128 + 13)  # the exit status of SIGPIPE, as of other programs before `| head`
+            _end(128 + 13)  # the exit status of SIGPIPE, as of other programs before `| head`
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         _end_with_error(name_options(_error_message(error), tokens[0]))

@@ -22,6 +22,7 @@ _OPTIONS = {
     "dynamic": "--dynamic",
     "opset": "--opset",
     "float_layers": "--float-layers",
+    "atol": "--atol",
     "weight_bits": "--weight-bits",
     "checkpoint_path=FILE": "--weights FILE",
     "pretrained=False": "--no-pretrained",

@@ -139,9 +139,15 @@ def _check_limit(name: str, value: Any, limit: float) -> None:
     elif name == "max_images" and value is not None and value < 1:
         raise UserError(f"--max-images {value} must be at least 1")
     elif isinstance(value, float) and math.isnan(value):
-        raise UserError(f"--{name.replace('_', '-')} nan is not a number")
+        raise UserError(f"--{name.replace('_', '-')} nan must be a number")
     elif isinstance(value, int | float) and not abs(value) <= limit:
         raise UserError(f"--{name.replace('_', '-')} {value:,g} is out of range; give at most {limit:,}")
+
+
+def _check_suffix(option: str, path: Path, suffixes: Sequence[str]) -> None:
+    """Raise UserError for a file with another suffix than these."""
+    if path.suffix not in suffixes:
+        raise UserError(f"{option} {path} must end in {' or '.join(suffixes)}")
 
 
 def check_out(
@@ -151,8 +157,7 @@ def check_out(
 
     Raises: UserError for another suffix than these, the file it is made from, or one that exists.
     """
-    if out.suffix not in suffixes:
-        raise UserError(f"--out {out} must end in {' or '.join(suffixes)}")
+    _check_suffix("--out", out, suffixes)
     if not out.exists():
         return
     if source and source.exists() and out.samefile(source):
@@ -169,8 +174,8 @@ def choose_page(out: Path | None, usual: str, overwrite: bool, folder: str = "")
     Raises: UserError for a page that does not end in .html, that cannot be written, or one given as --out that exists,
         without --overwrite.
     """
-    if out and out.suffix != ".html":
-        raise UserError(f"--out {out} must end in .html")
+    if out:
+        _check_suffix("--out", out, (".html",))
     path, number = out or Path(usual), 2
     while not overwrite and (path.exists() or (folder and path.with_name(path.stem + folder).exists())):
         if out:
@@ -185,8 +190,7 @@ def check_page(page: Path | None, overwrite: bool) -> None:
     """Raise UserError for a --page that does not end in .html, cannot be written, or exists without --overwrite."""
     if page is None:
         return
-    if page.suffix != ".html":
-        raise UserError(f"--page {page} must end in .html")
+    _check_suffix("--page", page, (".html",))
     if page.exists() and not overwrite:
         raise UserError(f"--page {page} exists; give --overwrite to replace it, or another file")
     require_writable(page)

@@ -11,6 +11,7 @@ from isomorph.cli.options import CheckpointOptions, Json, Model, Overwrite, Pret
 from isomorph.cli.rule_options import with_rule_options
 from isomorph.cli.sizes import Size
 from isomorph.errors import UserError
+from isomorph.terminal_tables import count_of
 
 
 @check_limits
@@ -73,4 +74,4 @@ def recast(
         print_json({"recast": names, "out": str(out), "report": report.as_dict()})
     else:
         note = "" if report.passed else "\n(with these options the outputs change: fine-tune the new model)"
-        print(f"{iso.edits(new)[-1].rule} on {len(names)} module{'s' * (len(names) != 1)}\n{report}{note}\nwrote {out}")
+        print(f"{iso.edits(new)[-1].rule} on {count_of(len(names), 'module')}\n{report}{note}\nwrote {out}")

@@ -28,6 +28,7 @@ from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.model_inputs import Inputs, run_model
 from isomorph.surgery.recast import check_model
 from isomorph.surgery.verify import InputDeviation
+from isomorph.terminal_tables import count_of
 
 ATOL = 1e-4
 """Largest deviation of an artefact from its model, relative to the largest output where that is above 1."""
@@ -67,7 +68,7 @@ class ExportReport:
         kind = f"ONNX opset {self.opset}" if self.opset else "torch.export"
         multiples = f" (multiples of {self.size_multiple})" if (self.size_multiple or 1) > 1 else ""
         taken = f"{', '.join(self.axes)}{multiples}" if self.axes else "nothing"
-        lines = [f"fused {self.fused} layer{'s' * (self.fused != 1)}"] if self.fused else []
+        lines = [f"fused {count_of(self.fused, 'layer')}"] if self.fused else []
         return "\n".join([*lines, str(self.deviation), f"{kind}, {self.megabytes:.1f} MB, dynamic: {taken}"])
 
 

@@ -41,10 +41,10 @@ def _at_least_one(x: Tensor) -> Tensor:
 
 
 def _init_xavier(model: nn.Module) -> None:
-    """Give the layers of `PYRAMID_LAYERS` Xavier weights, which pyramids in their place have too."""
+    """Give the layers of `PYRAMID_LAYERS` Xavier weights."""
     for name, module in model.named_modules():
         if any(fnmatchcase(name, glob) for glob in PYRAMID_LAYERS):
-            nn.init.xavier_uniform_(module.weight)  # type: ignore[arg-type]
+            nn.init.xavier_uniform_(module.weight)
 
 
 torch.fx.wrap("_at_least_one")  # it reads sizes, so torch.fx must call it rather than trace into it
@@ -56,8 +56,8 @@ class TDRLViT(ForeignCheckpoints, VisionTransformer):
     `layout`, `rectify` and `statistics` are those of `LinearToPyramid`, with `layout="plain"` for no pyramids. `where`
     are globs of the layers to replace, for example `blocks.[0-3].attn.v`. `relative_bias` adds a table of relative
     positions to the attention of every block, as in BEiT; it starts at zero. Other arguments are those of
-    VisionTransformer; `weight_init` may also be "xavier": Xavier weights in the layers that the paper replaces, as the
-    pyramids have, and timm's in the others.
+    VisionTransformer; `weight_init` may also be "xavier": Xavier weights in the layers that the paper replaces, a joint
+    qkv as one layer, and timm's in the others. Pyramids have their own.
 
     Shape: x (B, in_chans, height, width) -> (B, num_classes), multiples of the patch (`dynamic_img_pad=True`: any)
     Source: TDRL section 4.1

@@ -92,7 +92,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
 
     Raises: UserError for a field without a value, or one that is given twice.
     """
-    assignments, rest = [], list(tokens)
+    assignments, rest, typed = [], list(tokens), dict[str, str]()
     while rest:
         token = rest.pop(0)
         field = token.removeprefix("--")
@@ -102,10 +102,12 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             if not token.startswith("--"):
                 raise UserError(f"{token!r} is not an option; write a field of the recipe as --{field} VALUE")
             field = f"{field}={rest.pop(0)}"
-        assignments.append(f"data.{field}" if field.startswith("split=") else field)
-    names = [assignment.partition("=")[0].replace("-", "_") for assignment in assignments]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"--{twice} is given twice; give one value")
+        field = f"data.{field}" if field.startswith("split=") else field
+        name, option = field.partition("=")[0].replace("-", "_"), token.partition("=")[0]
+        if name in typed:
+            raise UserError(f"{option} is given twice; give it one value")
+        typed[name] = option
+        assignments.append(field)
     return assignments
 
 

@@ -13,7 +13,8 @@ from isomorph.layers.pyramid import Pyramid
 from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.layer_checks import first_altered_part
 from isomorph.surgery.linear_chains import absorb_conv_biases, conv_and_norm
-from isomorph.surgery.recast import Edit, match_original, outermost_modules, replay
+from isomorph.surgery.recast import Edit, match_original, replay
+from isomorph.surgery.where import outermost_modules
 
 PYRAMIDS = (Pyramid, JointPyramid)
 

@@ -50,3 +50,11 @@ def check_inputs(inputs: object, kinds: UnionType | type = Tensor | Mapping) -> 
             f"give a batch as the model reads it, like a tensor of images (B, C, H, W), not a {type(inputs).__name__}; "
             "of a loader, give the images of one batch: next(iter(loader))[0]"
         )
+
+
+def check_not_empty(inputs: Inputs) -> None:
+    """Raise UserError for a batch whose tensors have no values, and for what `check_inputs` rejects."""
+    check_inputs(inputs)
+    tensors = [inputs] if isinstance(inputs, Tensor) else [x for x in inputs.values() if isinstance(x, Tensor)]
+    if tensors and not any(x.numel() for x in tensors):
+        raise UserError(f"the batch is empty ({describe_shape(inputs)}); give at least one image or other input")

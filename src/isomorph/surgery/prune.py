@@ -18,9 +18,9 @@ from isomorph.layers.prune_heads import (
 )
 from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.field_checks import check_number
-from isomorph.surgery.recast import Edit, check_model, outermost_modules, replay
+from isomorph.surgery.recast import Edit, check_model, replay
 from isomorph.surgery.rules.explained_rule import ExplainedRule
-from isomorph.surgery.where import Where, describe_where, matches_where
+from isomorph.surgery.where import Where, describe_where, matches_where, outermost_modules
 
 TOLERANCE = (0.0, 0.5)
 """Bounds of the share of a head's attention that may be left out; at a half, every head is closed or open."""

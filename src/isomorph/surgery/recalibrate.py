@@ -14,7 +14,7 @@ from isomorph.layers.moments import measure_moments
 from isomorph.layers.pyramid import Pyramid
 from isomorph.surgery.compiled import copy_model
 from isomorph.surgery.model_inputs import run_model
-from isomorph.surgery.recast import outermost_modules
+from isomorph.surgery.where import outermost_modules
 
 
 @torch.no_grad()

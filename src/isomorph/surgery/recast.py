@@ -5,7 +5,7 @@ The rule decides which modules can be recast, the user which of them are, with `
 checkpoint is rebuilt: create the base model, replay the edits, load the tensors.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Protocol
@@ -18,7 +18,14 @@ from isomorph.surgery.compiled import copy_model, unwrap_compiled
 from isomorph.surgery.joint_projections import JointPart, find_target, joint_parts
 from isomorph.surgery.notes import add_notes, notes
 from isomorph.surgery.tied_parameters import restore_ties, tied_parameters
-from isomorph.surgery.where import Where, describe_where, matches_where, nearest_names, selectable_modules
+from isomorph.surgery.where import (
+    Where,
+    describe_where,
+    matches_where,
+    names_of_kind,
+    nearest_names,
+    selectable_modules,
+)
 
 
 class Rule(Protocol):
@@ -124,16 +131,6 @@ def _unique_targets(pairs: Iterable[tuple[str, _Target]]) -> Iterable[tuple[str,
             yield name, module
 
 
-def outermost_modules(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> dict[str, nn.Module]:
-    """Return the modules for which `wanted` is True and that are not inside another such module, by name."""
-    outermost: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(not outer or name.startswith(f"{outer}.") for outer in outermost)
-        if not inside and wanted(module):
-            outermost[name] = module
-    return outermost
-
-
 def bind_rule(rule: Rule, model: nn.Module) -> Rule:
     """Return the rule completed with facts about the model, if it has a method `within`."""
     within = getattr(rule, "within", None)
@@ -183,7 +180,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     named: list[tuple[str, Any]] = selectable_modules(model)
     if getattr(given, "takes_parts", False) and not callable(where):
         named += joint_parts(model).items()
-    names = _names_of_kind(named, kind) or [name for name, _ in named if name]
+    names = names_of_kind(named, kind) or [name for name, _ in named if name]
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, names)}")
@@ -192,22 +189,17 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         raise UserError(f"{describe_where(where)} matches no module{nearest_names(where, names)}")
     candidates = [(n, m) for n, m in selected if isinstance(m, (*kind, JointPart)) or rule.accepts(m)]
     if not candidates:
-        shown = [k.__name__ for k in kind if not k.__module__.startswith("isomorph.layers")]  # no layers of our own
-        wanted = " and ".join(shown) or "other modules"
+        shown = [k for k in kind if not k.__module__.startswith("isomorph.layers")] or kind
+        wanted = " and ".join(k.__name__ for k in shown) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         selection = f"{describe_where(where)} matches only other classes ({classes})"
-        hint = nearest_names(where, _names_of_kind(named, kind))
+        hint = nearest_names(where, names_of_kind(named, kind))
         raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}{hint}")
     for name, module in candidates:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
     _check_not_nested([name for name, _ in candidates])
     return [name for name, _ in candidates]
-
-
-def _names_of_kind(named: Sequence[tuple[str, Any]], kind: tuple[type[nn.Module], ...]) -> list[str]:
-    """Return the names of the modules of a rule's kind, and of parts of joint projections."""
-    return [name for name, module in named if name and isinstance(module, (*kind, JointPart))]
 
 
 def _without_covered(selected: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

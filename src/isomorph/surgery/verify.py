@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isomorph.errors import UserError
 from isomorph.surgery.compiled import unwrap_compiled
 from isomorph.surgery.joint_projections import joint_parts
-from isomorph.surgery.model_inputs import Inputs, check_inputs, describe_shape, run_model
+from isomorph.surgery.model_inputs import Inputs, check_inputs, check_not_empty, describe_shape, run_model
 from isomorph.surgery.notes import notes
 from isomorph.surgery.recast import check_model, edits_since
 
@@ -71,7 +71,7 @@ class VerifyReport:
     inputs: tuple[InputDeviation, ...]
     targets: tuple[TargetDeviation, ...]
     notes: tuple[str, ...] = ()
-    """Notes on the recast model, such as parameters that are no longer tied."""
+    """Notes on the recast model, such as parameters that are no longer tied, and on what the result does not show."""
 
     @property
     def fp32(self) -> float:
@@ -175,11 +175,11 @@ def compare_outputs(
     if not batches:
         raise UserError("verify needs at least one batch of inputs")
     if atol is not None and not atol >= 0:
-        raise UserError(f"atol {atol} must be at least 0")
+        raise UserError(f"atol {atol:g} must be at least 0")
     check_model(original)
     check_model(recast)
     for batch in batches:
-        _check_not_empty(batch)
+        check_not_empty(batch)
     named = [(what, batch) for batch in batches]
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
@@ -201,22 +201,14 @@ def _doubts(report: VerifyReport, original: nn.Module, recast: nn.Module) -> Ite
     """Yield notes on what makes a result say less than it seems to."""
     if not all(math.isfinite(row.scale) for row in report.inputs):
         yield "outputs of the original are not finite; check the inputs, and the original's weights"
-    if not report.targets and all(row.scale == 0 for row in report.inputs):
+    if report.passed and not report.targets and all(row.scale == 0 for row in report.inputs):
         yield "all outputs are 0, so they say nothing about the layers before them; a new head may have weights of 0"
     half = sorted({str(p.dtype).removeprefix("torch.") for m in (original, recast) for p in m.parameters()} & _HALF)
     if half and not report.passed:
-        yield f"weights are rounded to {' and '.join(half)}, which may be all; recast or fuse in float32, then convert"
+        yield f"weights are in {' and '.join(half)}: rounding alone can explain the difference; compare in float32"
 
 
 _HALF = {"float16", "bfloat16"}
-
-
-def _check_not_empty(batch: Inputs) -> None:
-    """Raise UserError for a batch without images or other values."""
-    check_inputs(batch)
-    tensors = [batch] if isinstance(batch, Tensor) else [x for x in batch.values() if isinstance(x, Tensor)]
-    if not any(x.numel() for x in tensors):
-        raise UserError(f"the batch is empty ({describe_shape(batch)}); give at least one image")
 
 
 def verify(

@@ -10,6 +10,7 @@ from torch import nn
 
 from isomorph.checkpoints.snapshot import rename_damaged
 from isomorph.distributed import open_runtime
+from isomorph.terminal_tables import count_of
 from isomorph.training.classification import recipe_task
 from isomorph.training.optim import group_table
 from isomorph.training.recipe.recipe import Recipe
@@ -110,11 +111,6 @@ def _complete(run: Run, journal: Journal) -> Result:
     return Result(run.result(), run.progress.metrics, recipe.folder, run.runtime.is_main)
 
 
-def _count(number: int, what: str) -> str:
-    """Return a number of things in words, such as "1 epoch" and "2 epochs"."""
-    return f"{number:,} {what}{'s' * (number != 1)}"
-
-
 def _print_start(run: Run, journal: Journal) -> None:
     """Print size, device and parameter groups of the run, and which snapshots could not be read."""
     recipe, runtime, progress = run.recipe, run.runtime, run.progress
@@ -125,8 +121,8 @@ def _print_start(run: Run, journal: Journal) -> None:
     cut = f", {run.iterations:,} in all" if run.iterations % steps else ""
     shared = f", {runtime.world} processes" if runtime.world > 1 else ""
     journal.say(
-        f"{recipe.name}: {begin}{_count(run.epochs, 'epoch')} of {_count(steps, 'step')}{cut}, "
-        f"{_count(run.order.images, 'image')}, on {runtime.device}{shared}"
+        f"{recipe.name}: {begin}{count_of(run.epochs, 'epoch')} of {count_of(steps, 'step')}{cut}, "
+        f"{count_of(run.order.images, 'image')}, on {runtime.device}{shared}"
     )
     if run.start and not progress.step:
         journal.say(f"{recipe.name}: {run.start}")
