@@ -42,13 +42,14 @@ def build(network: str, form: str, seed: int, size: int = 32) -> nn.Module:
     `LinearToPyramid` followed by options: a rectification, same-function (pyramids are initialised as in the paper
     otherwise), one of `PARTS`, a fraction for `statistics`, one of `SAMPLED`, outside which all tokens are
     measured; jax, which initialises all other layers as JAX's ViT, or xavier, only the linear ones of the blocks
-    (with small-proj: except the output projections of attention).
+    (with small-proj: except the output projections of attention); drop-path, at a rate of 0.1 in the last block.
     """
     torch.manual_seed(seed)
     branched = network == "mobileone_s0"
     layout, *options = form.split()
     start = "jax" if "jax" in options else ""
-    model = vit(PATCH[network], start) if network in PATCH else timm.create_model(network, num_classes=10)
+    dropped = 0.1 if "drop-path" in options else 0.0
+    model = vit(PATCH[network], start, dropped) if network in PATCH else timm.create_model(network, num_classes=10)
     if start and "small-proj" in options:
         for block in model.blocks:  # type: ignore[union-attr]
             nn.init.trunc_normal_(block.attn.proj.weight, std=0.02)
@@ -94,11 +95,12 @@ class PatchProjection(nn.Conv2d):
         return F.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-def vit(patch: int = 8, start: str = "") -> nn.Module:
+def vit(patch: int = 8, start: str = "", drop_path: float = 0.0) -> nn.Module:
     """Return timm's ViT of width 64, with 6 blocks of 4 heads, for 32 x 32 images; `start` is timm's `weight_init`."""
     model = timm.create_model(
         "vit_tiny_patch16_224", img_size=32, patch_size=patch, embed_dim=64, depth=6, num_heads=4, class_token=False,
         global_pool="avg", num_classes=10, weight_init=start,
+        drop_path_rate=drop_path,
     )  # fmt: skip
     model.patch_embed.proj.__class__ = PatchProjection
     for block in model.blocks:

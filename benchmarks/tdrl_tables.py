@@ -155,6 +155,7 @@ def main() -> None:
             row for row in select(short, seed=0) if row["form"].startswith("plain") or "xavier" not in row["form"]
         ],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
+        "batch 1024": select(vits, batch=1024),
         "64 tokens": select(rows, network="vit patch 4"),
         "convolutions": [row for name in CONVOLUTIONS for row in select(rows, network=name)],
     }
