@@ -402,13 +402,11 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
     """Piped, nothing is cut; on a terminal the name keeps its column, and the words beside it fold."""
     from functools import partial
 
-    from rich.console import Console
-
-    from isomorph.terminal_tables import print_text_table
+    from isomorph.terminal_tables import _Output, print_text_table
 
     if width:
-        made = partial(Console, width=width, force_terminal=True, color_system=None, no_color=True)
-        monkeypatch.setattr("isomorph.terminal_tables.Console", made)
+        made = partial(_Output, width=width, force_terminal=True, color_system=None, no_color=True)
+        monkeypatch.setattr("isomorph.terminal_tables._Output", made)
     words = "from a table with [brackets] that is long enough"
     print_text_table([["recipe", "source", "expected"], ["a_long_name", words, ""], ["b", "x", "80.0 top-1"]])
     said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

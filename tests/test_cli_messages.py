@@ -21,8 +21,8 @@ from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, only_size, parse_size
 from isomorph.data.sources import Source, spaced_images
 from isomorph.models import download, require_registered
+from isomorph.terminal_tables import count_of
 from isomorph.training.recipe.overrides import apply_overrides
-from isomorph.training.run.loop import _count
 
 NOWHERE = "http://127.0.0.1:9"
 """An address that no server listens on."""
@@ -243,7 +243,7 @@ def test_near_names_of_models_are_suggested(given, near):
 
 
 def test_numbers_of_things_are_worded():
-    assert (_count(1, "epoch"), _count(2_000, "step")) == ("1 epoch", "2,000 steps")
+    assert (count_of(1, "epoch"), count_of(2_000, "step")) == ("1 epoch", "2,000 steps")
 
 
 def test_a_report_is_a_table_at_a_prompt():

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import timm
@@ -679,6 +681,21 @@ class TestCheckpoint:
             write_atomically(path, fail)
         assert path.read_text() == "old"
         assert list(tmp_path.iterdir()) == [path]
+
+    def test_what_a_killed_process_left_is_removed(self, tmp_path):
+        from isomorph.checkpoints.files import write_atomically
+
+        ended = subprocess.Popen([sys.executable, "-c", ""])
+        ended.wait()
+        path, name = tmp_path / "best[1].safetensors", ".best[1].safetensors.{}.partial"
+        left = [name.format(ended.pid), name.format(os.getppid()), f".other.{ended.pid}.partial"]
+        for file in left:
+            (tmp_path / file).write_text("half")
+        write_atomically(path, lambda partial: partial.write_text("new"))
+        assert {file.name for file in tmp_path.iterdir()} == {
+            path.name,
+            *left[1:],
+        }  # not abandoned, not of this file
 
     def test_what_was_loaded_is_said(self, tmp_path):
         from isomorph.training.build import build_model, describe_loaded_weights

@@ -3,11 +3,31 @@
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from isomorph.errors import UserError
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove temporary files for this path whose processes were killed while they wrote."""
+    for partial in path.parent.glob(f".{escape(path.name)}.*.partial") if os.name == "posix" else ():
+        process = partial.suffixes[-2].removeprefix(".")
+        if process.isdecimal() and not _is_running(int(process)):
+            partial.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    """Return whether a process of this machine runs, by a signal that does nothing."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
@@ -18,6 +38,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
         write(partial)
         with partial.open("rb") as file:
             os.fsync(file.fileno())

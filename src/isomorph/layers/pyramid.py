@@ -48,15 +48,15 @@ class Layout:
 
         Raises: UserError for any other name.
         """
-        given = name if isinstance(name, str) else repr(name)
+        given = name if isinstance(name, str) else ""
         found = re.fullmatch(r"(?:(P)|R-D([0-9]{1,2})|(naive))-?W([0-9]{1,2})(S?)", given)
         width, depth = (int(found[4]), int(found[2] or 1)) if found else (0, 0)
         if found and 0 < width <= MAX_UNITS and 0 < depth <= MAX_UNITS and not (found[3] and found[5]):
             depths = tuple(range(1, width + 1)) if found[1] else (depth,) * width
             return cls(depths, skip=bool(found[5]), last=not found[3])
+        shown = repr(name[:40]) if isinstance(name, str) else f"of type {type(name).__name__}"
         raise UserError(
-            f"layout {repr(name)[:40]} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to "
-            f"{MAX_UNITS})"
+            f"layout {shown} is unknown; write P-W2S, P-W2, R-D2W1S, R-D2W1 or naive-W8 (numbers from 1 to {MAX_UNITS})"
         )
 
     def widths(self, first: int, out_features: int, depth: int) -> list[int]:
