@@ -300,19 +300,21 @@ class Stack:
 
     def state(self) -> dict[str, object]:
         """Return what training continues from, without a CUDA graph: weights, optimiser, generators and step number."""
-        leaves = [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
         return {
             "tensors": [self.flat.detach(), self.step_number, *self.buffers.values()],
-            "optimizer": [dict(self.optimizer.state[leaf]) for leaf in leaves],
+            "optimizer": [dict(self.optimizer.state[leaf]) for leaf in self._leaves()],
             "generators": [generator.get_state() for generator in self.batches.generators],
         }
+
+    def _leaves(self) -> list[Tensor]:
+        """Return the tensors that the optimiser changes, in order."""
+        return [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continue from the state of a stack of the same arms."""
         for tensor, value in zip([self.flat, self.step_number, *self.buffers.values()], state["tensors"], strict=True):
             tensor.detach().copy_(value)
-        leaves = [leaf for group in self.optimizer.param_groups for leaf in group["params"]]
-        self.optimizer.state.update(zip(leaves, state["optimizer"], strict=True))
+        self.optimizer.state.update(zip(self._leaves(), state["optimizer"], strict=True))
         for generator, value in zip(self.batches.generators, state["generators"], strict=True):
             generator.set_state(value)
 

@@ -16,7 +16,8 @@ def _remove_abandoned(path: Path) -> None:
     for partial in path.parent.glob(f".{escape(path.name)}.*.partial") if os.name == "posix" else ():
         process = partial.suffixes[-2].removeprefix(".")
         if process.isdecimal() and not _is_running(int(process)):
-            partial.unlink(missing_ok=True)
+            with suppress(OSError):  # of another user
+                partial.unlink()
 
 
 def _is_running(process: int) -> bool:

@@ -92,7 +92,7 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
 
     Raises: UserError for a field without a value, or one that is given twice.
     """
-    assignments, rest, typed = [], list(tokens), dict[str, str]()
+    assignments, rest, given = [], list(tokens), set[str]()
     while rest:
         token = rest.pop(0)
         field = token.removeprefix("--")
@@ -104,9 +104,9 @@ def parse_overrides(tokens: Sequence[str]) -> list[str]:
             field = f"{field}={rest.pop(0)}"
         field = f"data.{field}" if field.startswith("split=") else field
         name, option = field.partition("=")[0].replace("-", "_"), token.partition("=")[0]
-        if name in typed:
+        if name in given:
             raise UserError(f"{option} is given twice; give it one value")
-        typed[name] = option
+        given.add(name)
         assignments.append(field)
     return assignments
 

@@ -180,7 +180,8 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
     named: list[tuple[str, Any]] = selectable_modules(model)
     if getattr(given, "takes_parts", False) and not callable(where):
         named += joint_parts(model).items()
-    names = names_of_kind(named, kind) or [name for name, _ in named if name]
+    own = names_of_kind(named, kind)
+    names = own or [name for name, _ in named if name]
     for glob in [] if callable(where) or isinstance(where, str) else where:
         if not any(fnmatchcase(name, glob) for name, _ in named):
             raise UserError(f"{glob!r} in where matches no module{nearest_names(glob, names)}")
@@ -193,8 +194,7 @@ def targets(model: nn.Module, rule: Rule, where: Where = "*") -> list[str]:
         wanted = " and ".join(k.__name__ for k in shown) or "other modules"
         classes = ", ".join(sorted({_class_name(type(module), wanted) for _, module in selected}))
         selection = f"{describe_where(where)} matches only other classes ({classes})"
-        hint = nearest_names(where, names_of_kind(named, kind))
-        raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}{hint}")
+        raise UserError(f"{type(given).__name__} recasts {wanted}, but {selection}{nearest_names(where, own)}")
     for name, module in candidates:
         if not rule.accepts(module):
             raise UserError(f"{name or 'the model'}: {_rejection_reason(rule, module)}")
