@@ -18,7 +18,7 @@ from tdrl_networks import CONVOLUTIONS
 from tdrl_study import Row, read_results
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
-DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
+DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw", weight_decay=0.05)
 TITLES = {"plain": "plain", "plain xavier": "plain, Xavier"}
 TITLES |= {"plain xavier small-proj": "plain, better start", "P-W2S": "P-W2S"}
 
@@ -73,7 +73,7 @@ def change_of(row: Row) -> str:
     """Return what is special about a run, in words."""
     names = {"batch": "batch", "branch_lr": "branch_lr x", "pyramid_lr": "rate of pyramids x", "fuse_at": "fused at"}
     names |= {"branch_decay": "decay of scale-free layers x", "tf32": "TF32", "optimizer": "optimiser"}
-    names |= {"fused_lr": "rate after fusing x"}
+    names |= {"fused_lr": "rate after fusing x", "weight_decay": "weight decay"}
     changed = [name for name, value in DEFAULTS.items() if row[name] != value]
     changes = [f"{names[n]} {row[n]:.2g}" if isinstance(row[n], float) else f"{names[n]} {row[n]}" for n in changed]
     return ", ".join([row["form"], *changes])
@@ -156,6 +156,7 @@ def main() -> None:
         ],
         "sampled statistics, 6 epochs": select(vits, epochs=6),
         "batch 1024": select(vits, batch=1024),
+        "long runs": [row for row in vits if row["epochs"] >= 50 and row["batch"] == 256],
         "64 tokens": select(rows, network="vit patch 4"),
         "convolutions": [row for name in CONVOLUTIONS for row in select(rows, network=name)],
     }

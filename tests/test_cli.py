@@ -419,6 +419,7 @@ def test_words_are_a_line_a_row_where_they_fit(width, lines, monkeypatch, capsys
 NOBODY_READS = {
     "more than a buffer": (["recipes"], 141, ""),
     "less": (["recipes", "digits_cnn"], 141, ""),
+    "help": (["--help"], 141, ""),
     "table": (["evaluate", "{weights}", "--data", "digits", "--max-images", "20"], 141, ""),
     "error": (["evaluate", "nothing"], 2, "isomorph: there is no model 'nothing'"),
 }

@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from huggingface_hub import constants
+from PIL import Image
 from safetensors.torch import save_file
 
 import isomorph as iso
@@ -16,6 +17,7 @@ from isomorph.cli import _error_message, main
 from isomorph.cli.open_models import library_options
 from isomorph.cli.option_names import name_options, recipe_fields
 from isomorph.cli.options import CheckpointOptions, check_figures, check_out, choose_page
+from isomorph.cli.progress import progress_bar, spinner, track_steps
 from isomorph.cli.recipe_fields import check_fields
 from isomorph.cli.shape_errors import explain_shape_error
 from isomorph.cli.sizes import join_sizes, only_size, parse_size
@@ -323,6 +325,7 @@ def test_every_class_has_its_share_of_images_where_classes_take_turns():
         ),
         ("recast cifar_resnet20 --out x.safetensors", "recast needs --where; see `isomorph recast --help`"),
         ("sample run --out grid.png --sampler dim", "--sampler; choose from: "),
+        ("predict m cat.jpg", "cat.jpg needs the name of its option (did you mean --image cat.jpg?); see "),
         ("sample run --out grid.png --images two", "--images two must be a whole number"),
     ],
 )
@@ -331,3 +334,58 @@ def test_errors_of_the_parser_are_lines_like_others(line, said, capsys):
         main(line.split())
     (printed,) = capsys.readouterr().err.splitlines()
     assert printed.startswith(f"isomorph: {said}") or said in printed
+
+
+class TestProgressWithoutATerminal:
+    """The lines that long work writes to a log file; the clock is replaced."""
+
+    @pytest.fixture
+    def clock(self, monkeypatch):
+        now = [0.0]
+        monkeypatch.setattr("isomorph.cli.progress.time.monotonic", lambda: now[0])
+        return now
+
+    def test_a_line_a_minute_with_the_time_left(self, clock, capsys):
+        with progress_bar("cells") as update:
+            for done in range(40):
+                clock[0] += 10
+                update(done, 40, f"cell {done}")
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 6
+        assert lines[0] == "cell 5: 5 of 40, 0:07:00 left"  # 60 s for five cells
+
+    def test_finished_measurements_do_not_shorten_the_estimate(self, clock, capsys):
+        with progress_bar("cells") as update:
+            update(30, 40, "cell 30")
+            clock[0] += 60
+            update(31, 40, "cell 31")
+        assert capsys.readouterr().err == "cell 31: 31 of 40, 0:09:00 left\n"
+
+    def test_steps_and_batches(self, clock, capsys):
+        with spinner("quantize") as show_step:
+            show_step("fusing")
+            clock[0] += 61
+            show_step("calibrating")
+        for _ in track_steps(range(3), "on test images", 3):
+            clock[0] += 60
+        assert capsys.readouterr().err.splitlines() == [
+            "quantize: calibrating",
+            "on test images: 1 of 3, 0:02:00 left",
+            "on test images: 2 of 3, 0:01:00 left",
+        ]
+
+    def test_another_process_prints_nothing(self, clock, capsys):
+        with progress_bar("cells", show=False) as update:
+            clock[0] += 600
+            update(1, 2, "cell")
+        assert not capsys.readouterr().err
+
+
+def test_the_default_folder_is_named_when_its_classes_do_not_fit(tmp_path, monkeypatch, capsys):
+    for name in ("plum", "pear"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8)).save(tmp_path / name / "1.png")
+    monkeypatch.setenv("ISOMORPH_DATA", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", "resnet18", "--no-pretrained"])
+    assert f"the model has 1000 classes, the data in {tmp_path} has 2 (pear, plum)" in capsys.readouterr().err

@@ -375,6 +375,7 @@ class TestVerify:
         ("model", "x", "atol", "message"),
         [
             (None, torch.randn(1, 4, 6, 6), None, "None is not a model"),
+            (nn.LazyLinear(3), torch.randn(1, 4), None, r"weight has no shape yet \(lazy layer\); run the model once"),
             (nn.Identity(), torch.randn(0, 4, 6, 6), None, r"the batch is empty \(0x4x6x6\)"),
             (nn.Identity(), {"x": torch.randn(0, 4)}, None, r"the batch is empty \(x 0x4\)"),
             (nn.Identity(), torch.randn(1, 4), -1e-3, "atol -0.001 must be at least 0"),

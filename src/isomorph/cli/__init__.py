@@ -47,6 +47,8 @@ def _strip_traceback(error: Exception) -> str:
 
 
 _ANOTHER_ENDED = "another process of this run has ended; its error message says why"
+SIGPIPE_STATUS = 128 + 13
+"""Exit status when nobody reads the output, as of other programs before `| head`."""
 _PATIENCE = 2.0
 """Seconds in which torchrun ends a process after another one has failed."""
 
@@ -169,11 +171,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(128 + stopped.number)
     except KeyboardInterrupt:
         _end_interrupted(tokens[0])
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich ends a help page so when nobody reads it
+            _end(SIGPIPE_STATUS)
+        raise
     except (UserError, CycloptsError, OSError, RuntimeError, ValueError, AssertionError, MemoryError) as error:
         if was_interrupted():
             _end_interrupted(tokens[0])
         if isinstance(error, BrokenPipeError) and _nobody_reads():
-            _end(128 + 13)  # the exit status of SIGPIPE, as of other programs before `| head`
+            _end(SIGPIPE_STATUS)
         if os.environ.get("ISOMORPH_DEBUG"):
             raise
         _end_with_error(name_options(_error_message(error), tokens[0]))

@@ -55,4 +55,7 @@ def _missing_message(error: MissingArgumentError, command: str) -> str:
     others = [token for token in error.unused_tokens or () if token.startswith("-")]
     if close := get_close_matches(name, others, n=1):
         return f"{close[0]} is not an option (did you mean {name}?)"
+    values = [token for token in error.unused_tokens or () if not token.startswith("-")]
+    if values and name.startswith("--"):
+        return f"{values[0]} needs the name of its option (did you mean {name} {values[0]}?)"
     return f"{command} needs {name}"

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from isomorph.data.formats import registry
 from isomorph.data.formats.naming import ImageFiles
 from isomorph.data.formats.registry import open_source
 from isomorph.data.loaders import eval_loader
@@ -194,18 +195,19 @@ def evaluation_data(
     """
     config = evaluation_config(model, size)
     source = open_test_images(model, data, root, classes, test_fraction)
-    _check_class_count(source, model)
+    where = "" if data or root else f" in {registry.data_root(data_root(model, data, root))}"
+    _check_class_count(source, model, where)
     return source, config
 
 
-def _check_class_count(source: Source, model: nn.Module) -> None:
+def _check_class_count(source: Source, model: nn.Module, where: str = "") -> None:
     """Raise UserError for data with another number of classes than the model."""
     count = len(source.classes)
     num_classes = getattr(model, "num_classes", count)
     if num_classes != count:
         raise UserError(
-            f"the model has {num_classes} classes, the data has {count} ({_list(source.classes)}); give data with the "
-            "model's labels, or the classes that it was trained with (data.classes)"
+            f"the model has {num_classes} classes, the data{where} has {count} ({_list(source.classes)}); give data "
+            "with the model's labels, or the classes that it was trained with (data.classes)"
         )
 
 

@@ -216,6 +216,9 @@ def check_model(model: object) -> None:
     if not isinstance(model, nn.Module):
         shown = type(model).__name__ if len(repr(model)) > 40 else repr(model)
         raise UserError(f"{shown} is not a model; create it first, with timm.create_model")
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise UserError(f"{name} has no shape yet (lazy layer); run the model once on an input first")
 
 
 def rule_kinds(rule: Rule) -> tuple[type[nn.Module], ...]:

@@ -175,7 +175,8 @@ def divergence_error(run: Run, problem: str, place: str | None = None) -> Diverg
     place = place or f"step {(run.progress.step - 1) % run.order.steps + 1}"
     saved = [path.name for path in list_snapshots(run.recipe.folder)[:1]]
     snapshot = f"the last snapshot is {run.recipe.folder / saved[0]}" if saved else "there is no snapshot yet"
-    advice = "lower optim.lr or optim.gate_lr, or set optim.clip_grad"
+    gates = any(group["name"].startswith("gates") for group in run.optimizer.param_groups)
+    advice = f"lower optim.lr{' or optim.gate_lr' if gates else ''}, or set optim.clip_grad"
     return Diverged(f"{problem} at epoch {run.progress.closed + 1}, {place}; {snapshot}; {advice}")
 
 
