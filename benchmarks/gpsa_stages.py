@@ -123,7 +123,7 @@ def network_table(device, rounds):
     for name in ("resnet50", "resnet18", "resnext50_32x4d", "regnety_016", "efficientnet_b0"):
         torch.manual_seed(0)
         cnn = timm.create_model(name).eval().to(device)
-        x = torch.randn(1 if name != "resnet50" else 4, 3, 224, 224, device=device)
+        x = torch.randn(8, 3, 224, 224, device=device)
         forms = ("positions", "pooled", "window") if name.startswith("resnet") else ("positions",)
         models = {form: recast_whole(cnn, form) for form in forms}
         if name == "resnet50":

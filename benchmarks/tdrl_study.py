@@ -209,7 +209,8 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [
         runs("plain xavier small-proj", epochs, [2e-3], [0]) for epochs in (100, 70, 236)
     ]  # 70 and 236: as long in time as 30 and 100 with pyramids
-    stages += [runs("plain xavier small-proj drop-path", 100, [2e-3], [0])]
+    stages += [runs("plain xavier small-proj drop-path", epochs, [2e-3], [0]) for epochs in (100, 236)]
+    stages += [runs("P-W2S drop-path", 100, [5e-4], [0])]
     stages += [runs("plain xavier small-proj", 100, [2e-3], [0], weight_decay=0.3)]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]

@@ -102,6 +102,36 @@ def measure_marginals(
     return source, (mean + level * share).view(near.shape), variance.view(near.shape)
 
 
+class _Rescale(torch.autograd.Function):
+    """Compute D (C + g g^T) D with the diagonal replaced by v, saving only the result, which its reader saves too.
+
+    Shape: covariance C (G, n c, n c), gap g, scale diag(D) and variance v (G, n c) each -> (G, n c, n c)
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(covariance: Tensor, gap: Tensor, scale: Tensor, variance: Tensor) -> Tensor:
+        covariance = covariance + gap.unsqueeze(-1) * gap.unsqueeze(-2)
+        scaled = scale.unsqueeze(-1) * covariance * scale.unsqueeze(-2)
+        return scaled + torch.diag_embed(variance - scaled.diagonal(dim1=-2, dim2=-1))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        _, gap, scale, _ = inputs
+        ctx.save_for_backward(output, gap, scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        rescaled, gap, scale = ctx.saved_tensors
+        d_variance = grad.diagonal(dim1=-2, dim2=-1)
+        grad = grad - torch.diag_embed(d_variance)
+        d_scale = ((grad * rescaled).sum(-1) + (grad * rescaled).sum(-2)) / scale
+        grad = scale.unsqueeze(-1) * grad * scale.unsqueeze(-2)
+        d_gap = (grad @ gap.unsqueeze(-1)).squeeze(-1) + (gap.unsqueeze(-2) @ grad).squeeze(-2)
+        return grad, d_gap, d_scale, d_variance
+
+
 def complete_covariance(covariance: Tensor, part_mean: Tensor, mean: Tensor, variance: Tensor, limit: float) -> Tensor:
     """Return S of the module docstring from covariance and mean of the part, and mean and variance of all tokens.
 
@@ -109,11 +139,9 @@ def complete_covariance(covariance: Tensor, part_mean: Tensor, mean: Tensor, var
 
     Shape: (G, n c, n c), (G, n c), (G, n c), (G, n c) -> (G, n c, n c)
     """
-    gap = part_mean - mean
-    covariance = covariance + gap.unsqueeze(-1) * gap.unsqueeze(-2)
-    own, variance = covariance.diagonal(dim1=-2, dim2=-1), variance.clamp(min=0)
+    gap, variance = part_mean - mean, variance.clamp(min=0)
+    own = covariance.diagonal(dim1=-2, dim2=-1) + gap.square()
     enough = limit * own > variance  # so the divisor is above 0
     ratio = (variance / torch.where(enough, own, 1.0)).clamp(min=torch.finfo(own.dtype).eps)
     scale = torch.where(enough, ratio.sqrt(), math.sqrt(limit))  # D
-    covariance = scale.unsqueeze(-1) * covariance * scale.unsqueeze(-2)
-    return covariance + torch.diag_embed(variance - covariance.diagonal(dim1=-2, dim2=-1))
+    return _Rescale.apply(covariance, gap, scale, variance)

@@ -18,18 +18,18 @@ of CIFAR-10 (docs/notes/tcnn.md)."""
 
 
 @torch.no_grad()
-def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_SHARPNESS) -> nn.Module:
+def fit_sharpness(model: nn.Module, images: Inputs, relative_sharpness: float = RELATIVE_SHARPNESS) -> nn.Module:
     """Return a copy of the model with the sharpness of every `SimilarGPSA2d` fitted to the variance of its input.
 
-    Each layer's sharpness becomes `sharpness` divided by the total variance, on these images, of what the layer
-    compares (of all channels, over images and positions). Layers are fitted one after the other as they run, in eval
-    mode, and one that runs several times by its first input.
+    Each layer's sharpness becomes `relative_sharpness` divided by the total variance, on these images, of what the
+    layer compares (of all channels, over images and positions). Layers are fitted one after the other as they run, in
+    eval mode, and one that runs several times by its first input.
 
     Args:
         model: a model with layers of `ConvToGPSA(content="similar")`.
         images: a batch as the model reads it (B, C, H, W), or a dictionary of the model's inputs by name.
-        sharpness: how strongly similar positions are distinguished from others, relative to the variance. Higher values
-            keep more of the function, lower ones average more.
+        relative_sharpness: how strongly similar positions are distinguished from others, relative to the variance.
+            Higher values keep more of the function, lower ones average more.
 
     Raises: UserError if the model has no such layer, for a sharpness out of range, if a layer reads the same value
         everywhere or values that are not finite, or if one does not run.
@@ -40,7 +40,7 @@ def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_
         >>> round(iso.fit_sharpness(tcnn, torch.randn(8, 3, 32, 32)).conv1.sharpness.item(), 1)  # 32 / 3
         10.7
     """
-    check_number("sharpness", sharpness, SHARPNESS)
+    check_number("relative_sharpness", relative_sharpness, SHARPNESS)
     model = copy_model(model)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, SimilarGPSA2d)}
     if not layers:
@@ -52,7 +52,7 @@ def fit_sharpness(model: nn.Module, images: Inputs, sharpness: float = RELATIVE_
     def fit(name: str, layer: SimilarGPSA2d, x: Tensor) -> None:
         if name not in fitted:
             fitted.add(name)
-            layer.set_sharpness(_relative_to(name, layer, x, sharpness))
+            layer.set_sharpness(_relative_to(name, layer, x, relative_sharpness))
 
     hooks = [
         layer.register_forward_pre_hook(lambda layer, args, name=name: fit(name, layer, args[0]))
