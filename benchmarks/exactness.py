@@ -6,6 +6,7 @@ Needs ISOMORPH_DATA with cifar10 and weights.
 """
 
 import timm
+import torch
 from timm.data import resolve_data_config
 
 import isomorph as iso
@@ -34,18 +35,28 @@ def further_steps(cnn):
     yield "unstride, then recast exact", iso.recast(flat, iso.ConvToGPSA("exact"), LAYER3), flat
 
 
+@torch.no_grad()
+def predictions(model, loader):
+    """Return the predicted class of every image and the accuracy in percent."""
+    found = [(model(images).argmax(-1), labels) for images, labels in loader]
+    predicted, labels = (torch.cat(each) for each in zip(*found, strict=True))
+    return predicted, 100 * (predicted == labels).double().mean().item()
+
+
 def main():
     rows = []
     for name in ("cifar_resnet20", "cifar_resnet56"):
+        earlier = {}
         for step, model, before in steps(name):
             loader = iso.data.eval_loader(
                 iso.data.open_source("cifar10", "test"), resolve_data_config(model=model), 200
             )
             report = iso.surgery.compare_outputs(before, model, next(iter(loader))[0][:100])
-            top1 = f"{iso.evaluate(model, loader)['top1']:.2f}"
-            fp32, fp64 = f"{report.fp32:.1e}", f"{report.fp64:.1e}"
-            rows.append({"model": name, "step": step, "top-1": top1, "max |diff| fp32": fp32, "fp64": fp64})
-    show("Each step against the model before it: logits of 100 real images, top-1 of 10,000", rows)
+            earlier[model], top1 = predictions(model, loader)
+            changed = (earlier[model] != earlier[before]).sum().item()
+            row = {"model": name, "step": step, "top-1": f"{top1:.2f}", "changed predictions": changed}
+            rows.append(row | {"max |diff| fp32": f"{report.fp32:.1e}", "fp64": f"{report.fp64:.1e}"})
+    show("Each step against the model before it: logits of 100 real images, predictions of 10,000", rows)
     print(f"\nwrote {write('exactness', {'steps': rows})}")
 
 

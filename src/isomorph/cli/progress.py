@@ -34,9 +34,9 @@ class ProgressLines:
         """Print the step, how much is done, and the time left, which is estimated from the steps of this process."""
         if self.first is None:
             self.first = done  # above 0 if measurements were resumed
-        spent, new = time.monotonic() - self.begun, done - self.first
-        left = f", {_rounded(spent / new * (total - done))} left" if new > 0 else ""
-        self.print(f"{step}: {done:.4g} of {total}{left}")
+        spent, new, shown = time.monotonic() - self.begun, done - self.first, round(done, 1)
+        left = f", {_rounded(spent / new * (total - done))} left" if new > 0 and shown < total else ""
+        self.print(f"{step}: {shown:g} of {total}{left}")
 
     def print(self, text: str) -> None:
         """Print a line if the last one is a minute ago. A stderr that is closed is no reason to stop."""
