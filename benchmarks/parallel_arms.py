@@ -46,8 +46,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Arm:
     """One training run. Factors multiply the learning rate or the weight decay of a kind of parameters.
 
-    `fuse_at` is the share of the epochs after which pyramids are fused, and `fused_lr` the factor of the learning rate
-    from then on; `tf32` allows it on a GPU. `optimizer` is one of `OPTIMIZERS`, on a GPU "adamw".
+        `fuse_at` is the share of the epochs after which pyramids are fused, and `fused_lr` the factor of the learning rate
+        from then on; `tf32` allows it on a GPU. `optimizer` is one of `OPTIMIZERS`, on a GPU "adamw". Weights of branches
+    are trained for the share `branches_until` of the steps, and frozen from then on.
     """
 
     network: str
@@ -64,6 +65,7 @@ class Arm:
     tf32: bool = True
     optimizer: str = "adamw"
     fused_lr: float = 1.0
+    branches_until: float = 1.0
 
     def rate(self, kind: str) -> float:
         """Return the peak learning rate of a kind of parameters."""
@@ -228,6 +230,8 @@ class Stack:
         peaks = [[f * arm.rate(kind) for kind in KINDS] for f, arm in zip(factors, self.arms, strict=True)]
         self.peaks = torch.tensor(peaks, device=self.device)
         self.rates = self.peaks.clone()
+        lasts = [[arm.branches_until if kind == "branches" else 1.0 for kind in KINDS] for arm in self.arms]
+        self.last_step = self.total * torch.tensor(lasts, device=self.device)
         groups = []
         totals = list(map(sum, sizes))
         pairs = zip(self.flat.split(totals, 1), self.gradient.split(totals, 1), sizes, KINDS, strict=True)
@@ -257,7 +261,7 @@ class Stack:
         """Train all networks on their next batch; no value is read by the host."""
         warm, done = max(1, self.total // 20), self.step_number + 1
         cosine = 0.5 * (1 + torch.cos(math.pi * (done - warm) / max(1, self.total - warm)))
-        self.rates.copy_(self.peaks * torch.where(done <= warm, done / warm, cosine))
+        self.rates.copy_(self.peaks * torch.where(done <= warm, done / warm, cosine) * (done <= self.last_step))
         images, answers = self.batches.draw(self.step_number)
         losses = vmap(self.loss)(self._forward(images[self.row]), answers[self.row])  # (K,)
         found = torch.autograd.grad(losses.sum(), list(self.parameters.values()), allow_unused=True)

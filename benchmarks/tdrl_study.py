@@ -186,7 +186,7 @@ def around(rate: float, before: int, after: int) -> tuple[float, ...]:
 
 def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     """Return all runs in stages; later ones depend on the rates that won in earlier ones."""
-    same: Row = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
+    same: Row = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, branches_until=1.0)
     same |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
     both, seeds = ("plain", "P-W2S"), range(3)
 
@@ -209,12 +209,13 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     stages += [
         runs("plain xavier small-proj", epochs, [2e-3], [0]) for epochs in (100, 70, 236)
     ]  # 70 and 236: as long in time as 30 and 100 with pyramids
-    stages += [runs("plain xavier small-proj drop-path", epochs, [2e-3], [0]) for epochs in (100, 236)]
-    stages += [runs("P-W2S drop-path", 100, [5e-4], [0])]
+    stages += [runs("plain xavier small-proj drop-path", epochs, [2e-3], [0, 1]) for epochs in (100, 236)]
+    stages += [runs("P-W2S drop-path", 100, [5e-4], [0, 1])]
     stages += [runs("plain xavier small-proj", 100, [2e-3], [0], weight_decay=0.3)]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30))]]
     stages += [[arm for form in both for arm in runs(form, 100, near(form, 30, 2, 1), [0])]]
     changes = (dict(branch_lr=0.1), dict(branch_lr=0.3), dict(pyramid_lr=1 / 3), dict(branch_decay=0.0))
+    changes += (dict(branches_until=0.5), dict(branches_until=0.75))
     variants = [arm for change in changes for arm in runs("P-W2S", 10, [5e-4], [0], **change)]
     variants += [arm for form in ("same-function", "none") for arm in runs(f"P-W2S {form}", 10, [5e-4], [0])]
     for form, change in (("plain xavier", 1.0), ("plain xavier small-proj", 1.0), ("P-W2S", 0.25)):

@@ -18,7 +18,7 @@ from tdrl_networks import CONVOLUTIONS
 from tdrl_study import Row, read_results
 
 DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
-DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw", weight_decay=0.05)
+DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw", weight_decay=0.05, branches_until=1.0)
 TITLES = {"plain": "plain", "plain xavier": "plain, Xavier"}
 TITLES |= {"plain xavier small-proj": "plain, better start", "P-W2S": "P-W2S"}
 TITLES |= {"plain xavier small-proj drop-path": "plain, drop path", "P-W2S drop-path": "P-W2S, drop path"}
