@@ -46,8 +46,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 class Arm:
     """One training run. Factors multiply the learning rate or the weight decay of a kind of parameters.
 
-        `fuse_at` is the share of the epochs after which pyramids are fused, and `fused_lr` the factor of the learning rate
-        from then on; `tf32` allows it on a GPU. `optimizer` is one of `OPTIMIZERS`, on a GPU "adamw". Weights of branches
+    `fuse_at` is the share of the epochs after which pyramids are fused, and `fused_lr` the factor of the learning rate
+    from then on; `tf32` allows it on a GPU. `optimizer` is one of `OPTIMIZERS`, on a GPU "adamw". Weights of branches
     are trained for the share `branches_until` of the steps, and frozen from then on.
     """
 
