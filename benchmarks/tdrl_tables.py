@@ -74,7 +74,11 @@ def change_of(row: Row) -> str:
     """Return what is special about a run, in words."""
     names = {"batch": "batch", "branch_lr": "branch_lr x", "pyramid_lr": "rate of pyramids x", "fuse_at": "fused at"}
     names |= {"branch_decay": "decay of scale-free layers x", "tf32": "TF32", "optimizer": "optimiser"}
-    names |= {"fused_lr": "rate after fusing x", "weight_decay": "weight decay"}
+    names |= {
+        "fused_lr": "rate after fusing x",
+        "weight_decay": "weight decay",
+        "branches_until": "branches frozen from",
+    }
     changed = [name for name, value in DEFAULTS.items() if row[name] != value]
     changes = [f"{names[n]} {row[n]:.2g}" if isinstance(row[n], float) else f"{names[n]} {row[n]}" for n in changed]
     return ", ".join([row["form"], *changes])
