@@ -12,7 +12,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache, partial
 from multiprocessing import get_context
 from typing import Any
@@ -75,6 +75,10 @@ class Arm:
     def decay(self, kind: str) -> float:
         """Return the weight decay of a kind of parameters."""
         return self.weight_decay * {"undecayed": 0.0, "branches": self.branch_decay}.get(kind, 1.0)
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Arm) if field.default is not MISSING}
+"""The settings of an arm that need not be given."""
 
 
 class Images:

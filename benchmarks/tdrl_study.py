@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import isomorph as iso
 from interleave import continued_rows, processor, write_rows
-from parallel_arms import Arm, Images, Stack, train_stacks
+from parallel_arms import DEFAULTS, Arm, Images, Stack, train_stacks
 from tdrl_networks import PATCH, build, fused
 
 MOST_TOGETHER = 16
@@ -186,15 +186,13 @@ def around(rate: float, before: int, after: int) -> tuple[float, ...]:
 
 def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     """Return all runs in stages; later ones depend on the rates that won in earlier ones."""
-    same: Row = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0, branches_until=1.0)
-    same |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw")
     both, seeds = ("plain", "P-W2S"), range(3)
 
     def best(form: str, epochs: int) -> float:
-        return best_rate(rows, 2e-3 if form == "plain" else 5e-4, network="vit", form=form, epochs=epochs, **same)
+        return best_rate(rows, 2e-3 if form == "plain" else 5e-4, network="vit", form=form, epochs=epochs, **DEFAULTS)
 
     def runs(form: str, epochs: int, rates: Sequence[float], seeds: Iterable[int] = seeds, **fields: Any) -> list[Arm]:
-        return [Arm("vit", form, epochs, rate, seed, **{**same, **fields}) for seed in seeds for rate in rates]
+        return [Arm("vit", form, epochs, rate, seed, **fields) for seed in seeds for rate in rates]
 
     def near(form: str, epochs: int, before: int = 1, after: int = 0) -> tuple[float, ...]:
         return around(best(form, epochs), before, after)
@@ -242,12 +240,12 @@ def plan(rows: Sequence[Row]) -> list[list[Arm]]:
     longer += tuple((f"plain {start} small-proj", 16, rate) for start in ("xavier", "jax") for rate in (4e-3, 2e-3))
     longer += (("P-W2S 1/4 jax", 10, 5e-4), ("P-W2S 1/4 jax small-proj", 10, 5e-4))
     for form, epochs, rate in longer:  # on a CPU, ten epochs with pyramids take as long as 14 to 18 without
-        stages += [[Arm("vit patch 4", form, epochs, rate, seed, **same) for seed in seeds]]
+        stages += [[Arm("vit patch 4", form, epochs, rate, seed) for seed in seeds]]
     half = [Arm("vit patch 4", "P-W2S 1/4", 10, 5e-4, 0, fuse_at=0.5, fused_lr=factor) for factor in (8.0, 2.0, 4.0)]
     stages += [half]  # fused, it can take the plain network's rate
     kinds = ("plain", "repvgg", "P-W2S 1/4")
     for network in ("cifar_resnet20", "mobileone_s0"):
-        convs: Row = {**same, "network": network}
+        convs: Row = {**DEFAULTS, "network": network}
         stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds for rate in RATES[2:6]]]
         stages += [[Arm(form=form, epochs=4, lr=rate, seed=0, **convs) for form in kinds[:2] for rate in RATES[6:]]]
         rates = {form: best_rate(rows, 2e-3, form=form, epochs=4, **convs) for form in kinds}

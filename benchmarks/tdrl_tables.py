@@ -14,11 +14,10 @@ from pathlib import Path
 
 from interleave import RESULTS, read_rows, show, spread, write
 from isomorph.report.figures import Line, Panel, panels_figure
+from parallel_arms import DEFAULTS
 from tdrl_networks import CONVOLUTIONS
 from tdrl_study import Row, read_results
 
-DEFAULTS = dict(batch=256, branch_lr=1.0, pyramid_lr=1.0, branch_decay=1.0)
-DEFAULTS |= dict(fuse_at=1.0, fused_lr=1.0, tf32=True, optimizer="adamw", weight_decay=0.05, branches_until=1.0)
 TITLES = {"plain": "plain", "plain xavier": "plain, Xavier"}
 TITLES |= {"plain xavier small-proj": "plain, better start", "P-W2S": "P-W2S"}
 TITLES |= {"plain xavier small-proj drop-path": "plain, drop path", "P-W2S drop-path": "P-W2S, drop path"}
@@ -74,11 +73,8 @@ def change_of(row: Row) -> str:
     """Return what is special about a run, in words."""
     names = {"batch": "batch", "branch_lr": "branch_lr x", "pyramid_lr": "rate of pyramids x", "fuse_at": "fused at"}
     names |= {"branch_decay": "decay of scale-free layers x", "tf32": "TF32", "optimizer": "optimiser"}
-    names |= {
-        "fused_lr": "rate after fusing x",
-        "weight_decay": "weight decay",
-        "branches_until": "branches frozen from",
-    }
+    names |= {"fused_lr": "rate after fusing x", "weight_decay": "weight decay"}
+    names |= {"branches_until": "branches frozen from"}
     changed = [name for name, value in DEFAULTS.items() if row[name] != value]
     changes = [f"{names[n]} {row[n]:.2g}" if isinstance(row[n], float) else f"{names[n]} {row[n]}" for n in changed]
     return ", ".join([row["form"], *changes])
