@@ -200,9 +200,10 @@ def main():
     torch.manual_seed(0)
     device, found = torch.device(options.device), {}
     chosen = tuple(name.lower() for name in options.tables)
-    for title, table in TABLES.items():
-        if not title.lower().startswith(chosen):
-            continue
+    tables = {title: table for title, table in TABLES.items() if title.lower().startswith(chosen)}
+    if not tables:
+        parser.error(f"no table begins with {' or '.join(options.tables)}; choose from: {'; '.join(TABLES)}")
+    for title, table in tables.items():
         found[title] = table(device, options.rounds, options.batches)
         show(title, found[title])
     print(f"\nwrote {update(options.name or f'tdrl_{options.device}', found)}")

@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, default=Path("docs/methods/tdrl_study.svg"))
     options = parser.parse_args()
     rows = read_results(read_rows(options.runs))
+    if not rows:
+        parser.error(f"{options.runs} has no finished runs; benchmarks/tdrl_study.py --out {options.runs} makes them")
     vits = select(rows, network="vit")
     short = select(vits, epochs=10)
     main_rows = [row for row in select(vits, **DEFAULTS) if row["form"] in TITLES]
