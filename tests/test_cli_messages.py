@@ -320,8 +320,8 @@ def test_every_class_has_its_share_of_images_where_classes_take_turns():
         ("sample", "sample needs MODEL; see `isomorph sample --help`"),
         ("sample run --out grid.png more", "sample does not take more; see `isomorph sample --help`"),
         (
-            "survey m --where a b",
-            "survey does not take b; for several values, give the option several times: --where a --",
+            "recast m --out x.safetensors --where a b",
+            "recast does not take b; for several values, give the option several times: --where a --",
         ),
         ("recast cifar_resnet20 --out x.safetensors", "recast needs --where; see `isomorph recast --help`"),
         ("sample run --out grid.png --sampler dim", "--sampler; choose from: "),

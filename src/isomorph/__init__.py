@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from isomorph.evaluation import cost_table
     from isomorph.memory import keep_freed_memory
     from isomorph.recipes import load_recipe
-    from isomorph.suites.survey import survey
     from isomorph.surgery import (
         Anneal,
         AttentionToGPSA,
@@ -69,7 +68,6 @@ else:
             "isomorph.evaluation": ("cost_table",),
             "isomorph.memory": ("keep_freed_memory",),
             "isomorph.recipes": ("load_recipe",),
-            "isomorph.suites.survey": ("survey",),
             "isomorph.tasks.evaluate": ("evaluate",),
             "isomorph.tasks.robustness": ("robustness",),
             "isomorph.surgery": (
@@ -135,7 +133,6 @@ __all__ = [
     "save_for_hub",
     "suites",
     "surgery",
-    "survey",
     "targets",
     "train",
     "training",

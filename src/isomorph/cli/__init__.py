@@ -26,7 +26,6 @@ from isomorph.cli import (  # noqa: F401 (each adds commands)
     robustness,
     sample,
     surgery,
-    survey,
     train,
 )
 from isomorph.cli.app import app

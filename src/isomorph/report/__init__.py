@@ -8,7 +8,6 @@ from isomorph.report.html import Section, write_page
 from isomorph.report.page_images import open_images
 from isomorph.report.page_models import PageModel
 from isomorph.report.save_figures import save_figures
-from isomorph.report.survey_page import survey_sections
 
 __all__ = [
     "AnalyzeOptions",
@@ -27,7 +26,6 @@ __all__ = [
     "open_images",
     "read_run_logs",
     "save_figures",
-    "survey_sections",
     "write_page",
 ]
 

@@ -59,21 +59,3 @@ CENTRES = (
     "centre the position where it is strongest, relative to the patch itself (the cross)."
 )
 RECIPES = "Fields of the recipes that differ, as JSON; all other fields are equal."
-SURVEY_TOGETHER = (
-    "From left to right, one more layer is recast, from the last one back. A line ends where more than 20 points are "
-    "lost. Locality is the sharpness of positional attention, gate (here the logit, before the sigmoid) its share: the "
-    "lower both are, the softer the layer. Deviation is the change of the logits relative to their spread. Nothing is "
-    "trained: fine-tuning regains part of the loss."
-)
-SURVEY_ALONE = (
-    "Each layer is recast alone, at every setting, from hard (left) to soft (right). Red is accuracy lost, blue "
-    "accuracy gained, which is chance where few images are used."
-)
-SURVEY_COST = (
-    "MACs (1 MAC = 2 FLOPs) of one image. Time is that of the recast layer relative to the layer itself, measured in "
-    "turn, in inference."
-)
-SURVEY_ADVICE = (
-    "For each layer alone, the softest setting up to which it stays within the loss. ± is the standard error, from the "
-    "number of images that became wrong or right: differences below it mean nothing."
-)
